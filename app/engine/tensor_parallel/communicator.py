@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,38 +19,19 @@ Store = Any
 _TIMEOUT = timedelta(hours=1)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreAddress:
-    """Address of the store through which ranks find each other."""
-
-    host: str
-    port: int
-
-
-def open_store(host: str, size: int, timeout_s: float) -> tuple[StoreAddress, Store]:
-    """A store for `size` ranks at a free port, bound to this host's address only.
+def open_store(host: str, size: int, timeout_s: float, port: int | None = None) -> tuple[int, Store]:
+    """The store through which `size` ranks find each other, and its port.
 
     Args:
         timeout_s: limit of a rank's wait for the others.
+        port: of the store to join; by default a new one, at a free port of this host's address only.
     """
-    listener = socket.create_server((host, 0))
-    address = StoreAddress(host, listener.getsockname()[1])
-    store = dist.TCPStore(
-        host,
-        address.port,
-        size,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return address, store
-
-
-def join_store(address: StoreAddress, size: int, timeout_s: float) -> Store:
-    return dist.TCPStore(
-        address.host, address.port, size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+    if port is None:
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        options |= {"is_master": True, "master_listen_fd": listener.detach()}
+    return port, dist.TCPStore(host, port, size, **options)
 
 
 class Communicator:

@@ -18,7 +18,6 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.engine.execution.batch import Array, StepPlan
-from app.engine.tensor_parallel.communicator import StoreAddress
 from app.engine.tensor_parallel.shared_memory import MemoryAddress
 from app.engine.tensor_parallel.sockets import SocketAddress
 from app.errors import ConfigError, FolioError, ModelError
@@ -37,7 +36,7 @@ class RankSpec:
     Attributes:
         rank: 1 or more.
         link: address of rank 0's messages.
-        store: address at which ranks find each other.
+        store: host and port of the store through which ranks find each other.
         host: the peer's own address.
         leader_pid: rank 0's process, if all ranks are on one machine: a peer does not outlive it.
         may_kill_leader: whether peers kill a hanging rank 0, so that its replica is replaced.
@@ -46,7 +45,7 @@ class RankSpec:
     config: EngineConfig
     rank: int
     link: MemoryAddress | SocketAddress
-    store: StoreAddress
+    store: tuple[str, int]
     host: str
     leader_pid: int | None
     may_kill_leader: bool

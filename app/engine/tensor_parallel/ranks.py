@@ -86,7 +86,8 @@ class RankGroup:
         processes = self._processes
         assert processes is not None
         size = self._num_peers + 1
-        store_address, store = open_store(processes.host, size, limits.JOIN_TIMEOUT_S)
+        host = processes.host
+        port, store = open_store(host, size, limits.JOIN_TIMEOUT_S)
         link: MemoryAddress | SocketAddress
         in_memory = processes.on_one_machine and shared_memory.is_supported()
         if in_memory:
@@ -95,13 +96,13 @@ class RankGroup:
             self._memory = link.open()
             self._links = [RingWriter(self._memory, link, index, self.check_alive) for index in (STEPS, MEMORY)]
         else:
-            self._listener = SocketListener(processes.host)
+            self._listener = SocketListener(host)
             link = self._listener.address
         logger.info("%d ranks, messages over %s", size, "shared memory" if in_memory else "TCP")
         leader_pid = os.getpid() if processes.on_one_machine else None
         processes.run(
             [
-                RankSpec(self._config, rank, link, store_address, processes.host, leader_pid, processes.may_kill_leader)
+                RankSpec(self._config, rank, link, (host, port), host, leader_pid, processes.may_kill_leader)
                 for rank in range(1, size)
             ]
         )
@@ -111,7 +112,7 @@ class RankGroup:
             self._post(bytes([RankOrder.CONNECT]), answered=True)
             self._links[STEPS].collect()  # all have started, and join next
         self._close_files()
-        self._comm = Communicator(store, 0, size, device, processes.host, limits.JOIN_TIMEOUT_S)
+        self._comm = Communicator(store, 0, size, device, host, limits.JOIN_TIMEOUT_S)
         return self._comm
 
     # ---- orders ----

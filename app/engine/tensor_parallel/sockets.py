@@ -79,7 +79,7 @@ class SocketWriter:
     """Rank 0's end of one link, a connection for each peer."""
 
     def __init__(self, connections: Sequence[socket.socket], check: Callable[[], None]) -> None:
-        self._connections = [_Connection(connection) for connection in connections]
+        self._connections = [SocketReader(connection) for connection in connections]
         self._check = check
         self._lock = threading.Lock()
 
@@ -102,25 +102,15 @@ class SocketWriter:
 
 
 class SocketReader:
-    """A peer's end."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = _Connection(connection)
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        return self._connection.receive(timeout_s)
-
-    def reply(self, answer: bytes) -> None:
-        self._connection.send(answer, lambda: None)
-
-
-class _Connection:
-    """Messages with a length prefix."""
+    """A peer's end, and one connection of rank 0's: messages with a length prefix."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = bytearray()
+
+    def reply(self, answer: bytes) -> None:
+        self.send(answer, lambda: None)
 
     def send(self, message: bytes, check: Callable[[], None]) -> None:
         self._socket.settimeout(_CHECK_INTERVAL_S)

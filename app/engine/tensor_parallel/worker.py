@@ -23,7 +23,7 @@ from app.engine.execution.batch import build_batch
 from app.engine.execution.model_runner import ModelRunner
 from app.engine.lora.store import PeerAdapters
 from app.engine.model.loader import LoadedModel, load_model
-from app.engine.tensor_parallel.communicator import Communicator, join_store
+from app.engine.tensor_parallel.communicator import Communicator, open_store
 from app.engine.tensor_parallel.processes import (
     ERRORS,
     JOIN_TIMEOUT_S,
@@ -37,7 +37,7 @@ from app.engine.tensor_parallel.processes import (
 )
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
 from kernels import select_block_copy, select_provider
-from vmem import Backend, CacheTensors, LocalContents, PeerMemory, select_backend
+from vmem import CacheTensors, LocalContents, PeerMemory, select_backend
 from vmem.tensor_parallel.orders import is_failure
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ class RankWorker:
     Args:
         num_threads: CPU threads of a step.
         device: this rank's device.
+
+    Attributes:
+        stopping: set it, from any thread, to end `run` soon; set when `run` has ended.
     """
 
     def __init__(self, spec: RankSpec, num_threads: int, device: torch.device) -> None:
@@ -58,8 +61,12 @@ class RankWorker:
         self.links = _open_links(spec)
         self._num_threads = num_threads
         self._device = device
-        self._memory = PeerMemory(spec.rank, self._make_backend, self._make_contents)
-        self._stopping = threading.Event()
+        self._memory = PeerMemory(
+            spec.rank,
+            lambda capacity, headroom: select_backend(device, capacity_bytes=capacity, headroom_bytes=headroom),
+            lambda tensors: LocalContents(tensors, select_block_copy(device)),
+        )
+        self.stopping = threading.Event()
         if isinstance(link := self.links[MEMORY], RingReader):
             link.beat()  # rank 0 measures silence from the first heartbeat on
         self._memory_error: Exception | None = None  # of the memory thread
@@ -77,7 +84,7 @@ class RankWorker:
         requests.start()
         link = self.links[STEPS]
         try:
-            while not self._stopping.is_set():
+            while not self.stopping.is_set():
                 message = link.receive(_CHECK_INTERVAL_S)
                 if self._memory_error is not None:
                     raise self._memory_error
@@ -93,18 +100,10 @@ class RankWorker:
                     self._connect()
                 self._memory.done()
         finally:
-            self._stopping.set()
+            self.stopping.set()
             if self._adapters is not None:
                 self._adapters.close()
         requests.join()
-
-    def stop(self) -> None:
-        """End `run` soon. From any thread."""
-        self._stopping.set()
-
-    @property
-    def has_stopped(self) -> bool:
-        return self._stopping.is_set()
 
     def _execute(self, order: RankOrder, message: bytes) -> bytes:
         """Execute an order; return its answer, empty on success."""
@@ -149,42 +148,35 @@ class RankWorker:
     def _connect(self) -> None:
         spec = self.spec
         size = spec.config.tensor_parallel_size
-        store = join_store(spec.store, size, JOIN_TIMEOUT_S)
+        host, port = spec.store
+        _, store = open_store(host, size, JOIN_TIMEOUT_S, port)
         self._comm = Communicator(store, spec.rank, size, self._device, spec.host, JOIN_TIMEOUT_S)
 
     # ---- the memory thread ----
 
     def _answer_requests(self) -> None:
+        link = self.links[MEMORY]
         try:
-            self._answer_until_stopped()
+            self._use_device()
+            while not self.stopping.is_set():
+                message = link.receive(_CHECK_INTERVAL_S)
+                if message is None:
+                    continue
+                answer = self._memory.answer(message[1:])
+                if message[0]:  # an answer is expected
+                    link.reply(answer)
+                elif is_failure(answer):
+                    reason = answer[1:].decode(errors="replace")
+                    raise RuntimeError(f"a memory request that must not fail did: {reason}")
         except EOFError:
             pass  # the main thread gets it too
         except Exception as error:
             logger.exception("the memory thread of rank %d failed", self.spec.rank)
             self._memory_error = error
 
-    def _answer_until_stopped(self) -> None:
-        self._use_device()
-        link = self.links[MEMORY]
-        while not self._stopping.is_set():
-            message = link.receive(_CHECK_INTERVAL_S)
-            if message is None:
-                continue
-            answer = self._memory.answer(message[1:])
-            if not message[0] and is_failure(answer):
-                raise RuntimeError(f"a memory request that must not fail did: {answer[1:].decode(errors='replace')}")
-            if message[0]:  # an answer is expected
-                link.reply(answer)
-
     def _use_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-
-    def _make_backend(self, capacity_bytes: int, headroom_bytes: int) -> Backend:
-        return select_backend(self._device, capacity_bytes=capacity_bytes, headroom_bytes=headroom_bytes)
-
-    def _make_contents(self, tensors: CacheTensors) -> LocalContents:
-        return LocalContents(tensors, select_block_copy(self._device))
 
 
 def _open_links(spec: RankSpec) -> list[PeerLink]:
@@ -216,12 +208,10 @@ def _watch_leader(worker: RankWorker) -> None:
     poll.register(leader, select.POLLIN)
     beats, silent_s, checked_at = 0, 0.0, time.monotonic()
     while not poll.poll(_CHECK_INTERVAL_S * 1000):
-        if worker.has_stopped:
+        if worker.stopping.is_set():
             return
         now = time.monotonic()
-        silent_s += min(
-            now - checked_at, 2 * _CHECK_INTERVAL_S
-        )  # time in which this process was stopped does not count
+        silent_s += min(now - checked_at, 2 * _CHECK_INTERVAL_S)  # not the time in which this process was stopped
         checked_at = now
         if not isinstance(link, RingReader):
             continue

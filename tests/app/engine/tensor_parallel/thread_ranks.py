@@ -34,7 +34,7 @@ class ThreadRanks:
     def kill(self, peer: int) -> None:
         for worker in self.workers:
             if worker.spec.rank == peer + 1:
-                worker.stop()
+                worker.stopping.set()
 
     def close(self) -> None:
         for thread in self._threads:

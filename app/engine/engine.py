@@ -431,12 +431,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless the memory is consistent and, without requests, all of it is free."""
         self.memory.check_integrity()
-        if self.speculation is not None:
-            self.speculation.check_integrity()
         if not self.generations:
             self.memory.check_idle()
-            if self.speculation is not None:
-                self.speculation.check_idle()
+        if self.speculation is not None:
+            self.speculation.check_integrity(idle=not self.generations)
 
     def close(self) -> None:
         """Cancel all requests and free all memory."""

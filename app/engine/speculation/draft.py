@@ -17,6 +17,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ from app.engine.scheduler import Scheduled
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
 from kernels import KernelError
-from vmem import IntegrityError, KVMemory, MapError, OutOfPages, SequenceMemory, StepDemand, ViewPolicy, VmemError
+from vmem import IntegrityError, KVMemory, MapError, OutOfPages, SequenceMemory, StepDemand, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -85,42 +86,105 @@ class _Task:
 
 
 class DraftProposer:
-    """Proposes by running a draft model.
+    """Proposes by running a draft model, on rank 0 only, whatever the number of the target model's ranks.
 
     A draft token is sampled with the request's own parameters and with the noise that the model will use for that
     token, so that both often agree even at high temperatures.
 
-    A step computes at most `step_tokens` tokens that the draft model lacks, fewest remaining first; a request gets no
-    draft tokens before it has caught up. That is a prefill chunk of a smaller model, and delays decodes no more than
-    the larger model's chunks.
+    A step computes at most `max_num_batched_tokens` tokens that the draft model lacks, fewest remaining first; a
+    request gets no draft tokens before it has caught up. That is a prefill chunk of a smaller model, and delays decodes
+    no more than the larger model's chunks.
 
     When memory is full, idle sequences are dropped, and new requests wait without draft tokens; the same applies when
     the device refuses memory. Common prefixes are computed once, as in the model's memory.
 
     Args:
-        model: opened; `close` closes it.
-        step_tokens: most lacking tokens to compute in a step.
-        max_num_seqs: most sequences.
-        view: how the cache is read.
+        config: the engine's.
+        target: the target model, with this rank's `layers`.
+
+    Attributes:
+        share: part of the KV budget, proportional to bytes per token without regard to windows, so that both memories
+            have room for equally many tokens.
+        memory: the draft model's KV memory, after `open`.
+
+    Raises:
+        ConfigError: another vocabulary, or recurrent states, which cannot be rolled back.
+        ModelError: the model cannot be loaded.
     """
 
     name = "draft"
 
-    def __init__(self, model: DraftModel, *, step_tokens: int, max_num_seqs: int, view: ViewPolicy) -> None:
-        self._model = model
-        self._memory = model.memory
-        self._step_tokens = step_tokens
-        self._max_num_seqs = max_num_seqs
-        self._view = view
+    def __init__(self, config: EngineConfig, target: LoadedModel, layers: ObservedLayers) -> None:
+        assert config.draft_model is not None
+        self._num_ranks = config.tensor_parallel_size
+        self._step_tokens = config.max_num_batched_tokens
+        self._config = dataclasses.replace(
+            config,
+            model=config.draft_model,
+            speculation="off",
+            draft_model=None,
+            tensor_parallel_size=1,
+            num_threads=num_threads(config),
+            max_model_len=None,
+            max_num_batched_tokens=config.max_num_batched_tokens + config.max_draft_tokens,
+            kv_memory_floor_bytes=0,
+            block_tokens=None,
+            swap_bytes=0,
+            pinned_prompts={},
+            pinned_system_prompts={},
+            adapters={},
+        )
         self._states: OrderedDict[Request, _DraftState] = OrderedDict()  # least recently used first
         self._times = LinearCost((1.0, 1e2, 1e5))
+        self.memory: KVMemory
+        with ExitStack() as undo:
+            try:
+                self._executor = Executor(self._config, spawn_ranks)
+            except KernelError as error:
+                raise ConfigError(f"draft_model {config.draft_model!r} cannot run here: {error}") from error
+            undo.callback(self._executor.close)
+            _check_compatible(config.draft_model, self._executor, target)
+            own = bytes_per_token(self._executor.layers, self._executor.model.dtype)
+            self.share = own / (own + bytes_per_token(layers, target.dtype))
+            self._undo = undo.pop_all()
+
+    def open(self, max_model_len: int) -> None:
+        """Create the memory, after the target's KV memory, and run the self-test on it.
+
+        Args:
+            max_model_len: the target's context; the draft model's may be shorter.
+
+        Raises:
+            ConfigError: the share of the budget is too small, or no kernel reads the cache.
+            ModelError: the self-test failed.
+        """
+        model = self._executor.model
+        config = dataclasses.replace(
+            self._config,
+            max_model_len=min(max_model_len, model.max_positions),
+            tensor_parallel_size=self._num_ranks,  # divides the machine's memory
+        )
+        try:
+            self.memory = build_memory(config, model, self._executor.layers, share=self.share)
+            self._undo.callback(self.memory.close)
+            self_test(self._executor, self.memory.groups, config.kv_view)
+            self._executor.bind_memory(self.memory)
+            self._executor.enforce_step_timeout()
+        except (KernelError, VmemError) as error:
+            raise ConfigError(f"draft_model {config.model!r} cannot run with these settings: {error}") from error
+        logger.info(
+            "draft model %r: %.1f %% of the KV budget, up to %d tokens for each request",
+            config.model,
+            self.share * 100,
+            self.memory.max_tokens,
+        )
 
     @property
     def step_times(self) -> StepTimes:
         return StepTimes(*self._times.per_unit())
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        room = self._memory.max_tokens + 1  # the last draft token is not cached
+        room = self.memory.max_tokens + 1  # the last draft token is not cached
         lengths = {
             request: min(count, room - len(request.token_ids))
             for request, count in zip(requests, most, strict=True)
@@ -146,12 +210,12 @@ class DraftProposer:
     def forget_request(self, request: Request) -> None:
         draft = self._states.pop(request, None)
         if draft is not None:
-            self._memory.free(draft.memory)
+            self.memory.free(draft.memory)
 
     def check_integrity(self) -> None:
-        self._memory.check_integrity()
+        self.memory.check_integrity()
         if not self._states:
-            self._memory.check_idle()
+            self.memory.check_idle()
         for request, draft in self._states.items():
             shadow = draft.shadow
             if shadow.token_ids[: draft.num_agreed] != request.token_ids[: draft.num_agreed]:
@@ -164,7 +228,7 @@ class DraftProposer:
     def close(self) -> None:
         for request in list(self._states):
             self.forget_request(request)
-        self._model.close()
+        self._undo.close()
 
     # ---- planning ----
 
@@ -216,7 +280,7 @@ class DraftProposer:
         draft.num_agreed = len(token_ids)
         shadow.num_computed = min(shadow.num_computed, agreed, len(token_ids) - 1)  # the last token's logits are needed
         if shadow.num_computed < draft.memory.num_tokens:
-            self._memory.truncate(draft.memory, shadow.num_computed)
+            self.memory.truncate(draft.memory, shadow.num_computed)
 
     def _grow(self, task: _Task) -> bool:
         """Allocate and announce the blocks of a task; false if there are too few."""
@@ -224,22 +288,22 @@ class DraftProposer:
         try:
             # `start` is where this task begins: layers with a window must keep the tokens that the next task rolls back
             # to.
-            self._memory.append(memory, task.end, start=task.first)
+            self.memory.append(memory, task.end, start=task.first)
         except (OutOfPages, MapError) as error:
             logger.debug("no room for the draft of %s: %s", task.request.request_id, error)
             return False
         # Draft tokens are not announced: they must not enter the prefix cache.
-        self._memory.prefixes.stage_prefix(memory, shadow.token_ids, task.first, task.first + task.num_tokens)
+        self.memory.prefixes.stage_prefix(memory, shadow.token_ids, task.first, task.first + task.num_tokens)
         return True
 
     def _open(self, request: Request, count: int, idle: list[Request], tasks: Sequence[_Task]) -> bool:
         """Create a sequence for a new request, if it and the remainder of all others fit into memory."""
-        chain = self._memory.prefixes.chain(request.chain.keys)
-        match = self._memory.prefixes.match(chain, request.token_ids)
+        chain = self.memory.prefixes.chain(request.chain.keys)
+        match = self.memory.prefixes.match(chain, request.token_ids)
         if match.is_being_computed and any(not task.num_drafts for task in tasks):
             return False  # another request is computing the same prefix
-        needed = self._memory.prefixes.pages_needed(match, len(request.token_ids) + count)
-        while len(self._states) >= self._max_num_seqs or needed + self._reserve > self._memory.num_free_pages:
+        needed = self.memory.prefixes.pages_needed(match, len(request.token_ids) + count)
+        while len(self._states) >= self._config.max_num_seqs or needed + self._reserve > self.memory.num_free_pages:
             if not idle:
                 return False
             self.forget_request(idle.pop(0))
@@ -253,36 +317,36 @@ class DraftProposer:
             SequenceGroup(0, 0),
             request.token_ids.copy(),
         )
-        memory = self._memory.create_sequence(self._view, expected_tokens=len(request.token_ids))
+        memory = self.memory.create_sequence(self._config.kv_view, expected_tokens=len(request.token_ids))
         try:
-            shadow.num_computed = self._memory.share_prefix(memory, chain, request.token_ids)
+            shadow.num_computed = self.memory.share_prefix(memory, chain, request.token_ids)
         except BaseException as error:
-            self._memory.free(memory)
+            self.memory.free(memory)
             if isinstance(error, MapError | OutOfPages):
                 return False
             raise
         shadow.memory = memory
         self._states[request] = _DraftState(shadow, len(request.token_ids))  # from here on `forget_request` frees it
-        self._memory.prefixes.announce_prefill(memory, len(request.token_ids))
+        self.memory.prefixes.announce_prefill(memory, len(request.token_ids))
         return True
 
     @property
     def _reserve(self) -> int:
         """Pages that present sequences may still take: for lacking tokens, and at least a block each."""
-        per_block = sum(group.layout.num_slices for group in self._memory.groups)
+        per_block = sum(group.layout.num_slices for group in self.memory.groups)
         return sum(
-            max(self._memory.pages_still_needed(draft.memory, len(draft.shadow.token_ids)), per_block)
+            max(self.memory.pages_still_needed(draft.memory, len(draft.shadow.token_ids)), per_block)
             for draft in self._states.values()
         )
 
     # ---- computing ----
 
     def _run_tasks(self, tasks: list[_Task]) -> dict[Request, list[int]]:
-        self._memory.ensure([StepDemand(task.draft.memory, task.first, task.end) for task in tasks])
+        self.memory.ensure([StepDemand(task.draft.memory, task.first, task.end) for task in tasks])
         tasks.sort(key=lambda task: task.draft.memory.view)
         drafts: dict[Request, list[int]] = {task.request: [] for task in tasks}
         logits = self._run([Scheduled(task.draft.shadow, task.num_tokens) for task in tasks])
-        self._memory.prefixes.commit_prefixes()
+        self.memory.prefixes.commit_prefixes()
         drafting = [task for task in tasks if task.num_drafts]
         position = 0
         while drafting:
@@ -296,7 +360,7 @@ class DraftProposer:
             drafting = [task for task in sound if task.num_drafts > position]
             if drafting:
                 logits = self._run([Scheduled(task.draft.shadow, 1) for task in drafting])
-        self._memory.plan(self._next_demands(tasks))
+        self.memory.plan(self._next_demands(tasks))
         return drafts
 
     def _sample(self, drafting: Sequence[_Task], logits: torch.Tensor, position: int) -> Sampled:
@@ -310,9 +374,13 @@ class DraftProposer:
             i, error = errors.popitem()
             raise SequenceFailure(drafting[i].request) from error
 
+    def run(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
+        """Logits `[num_samples, vocab_size]` on the CPU; blocks must be owned and mapped."""
+        return self._executor.run(plan_step(scheduled, self.memory), self.memory)
+
     def _run(self, scheduled: list[Scheduled]) -> torch.Tensor:
         start = time.perf_counter()
-        logits = self._model.run(scheduled)
+        logits = self.run(scheduled)
         num_tokens, attended = sum(s.num_tokens for s in scheduled), sum(s.num_attended for s in scheduled)
         self._times.observe((1.0, num_tokens, attended), time.perf_counter() - start)
         for s in scheduled:
@@ -324,116 +392,16 @@ class DraftProposer:
         demands = []
         for task in tasks:
             start = task.draft.shadow.num_computed
-            end = min(start + max(task.num_drafts + 1, task.num_tokens), self._memory.max_tokens)
+            end = min(start + max(task.num_drafts + 1, task.num_tokens), self.memory.max_tokens)
             if start < end:
                 demands.append(StepDemand(task.draft.memory, start, end))
         return demands
 
     def _abort(self, tasks: Sequence[_Task]) -> None:
         """Drop the sequences of a failed step, whose caches are undefined."""
-        self._memory.prefixes.abort_prefixes()
+        self.memory.prefixes.abort_prefixes()
         for task in tasks:
             self.forget_request(task.request)
-
-
-class DraftModel:
-    """The draft model, on rank 0 only, whatever the number of the target model's ranks.
-
-    Create it before the target's KV memory, which gets the budget without `share`; `open` creates the draft model's
-    memory.
-
-    Args:
-        config: the engine's.
-        target: the target model, with this rank's `layers`.
-
-    Attributes:
-        share: part of the KV budget, proportional to bytes per token without regard to windows, so that both memories
-            have room for equally many tokens.
-
-    Raises:
-        ConfigError: another vocabulary, or recurrent states, which cannot be rolled back.
-        ModelError: the model cannot be loaded.
-    """
-
-    def __init__(self, config: EngineConfig, target: LoadedModel, layers: ObservedLayers) -> None:
-        assert config.draft_model is not None
-        self._num_ranks = config.tensor_parallel_size
-        self._config = dataclasses.replace(
-            config,
-            model=config.draft_model,
-            speculation="off",
-            draft_model=None,
-            tensor_parallel_size=1,
-            num_threads=num_threads(config),
-            max_model_len=None,
-            max_num_batched_tokens=config.max_num_batched_tokens + config.max_draft_tokens,
-            kv_memory_floor_bytes=0,
-            block_tokens=None,
-            swap_bytes=0,
-            pinned_prompts={},
-            pinned_system_prompts={},
-            adapters={},
-        )
-        try:
-            self._executor = Executor(self._config, spawn_ranks)
-        except KernelError as error:
-            raise ConfigError(f"draft_model {config.draft_model!r} cannot run here: {error}") from error
-        try:
-            _check_compatible(config.draft_model, self._executor, target)
-        except ConfigError:
-            self._executor.close()
-            raise
-        own = bytes_per_token(self._executor.layers, self._executor.model.dtype)
-        self.share = own / (own + bytes_per_token(layers, target.dtype))
-        self._memory: KVMemory | None = None
-
-    @property
-    def memory(self) -> KVMemory:
-        """The draft model's KV memory, after `open`."""
-        assert self._memory is not None
-        return self._memory
-
-    def open(self, max_model_len: int) -> None:
-        """Create the memory and run the self-test on it.
-
-        Args:
-            max_model_len: the target's context; the draft model's may be shorter.
-
-        Raises:
-            ConfigError: the share of the budget is too small, or no kernel reads the cache.
-            ModelError: the self-test failed.
-        """
-        model = self._executor.model
-        config = dataclasses.replace(
-            self._config,
-            max_model_len=min(max_model_len, model.max_positions),
-            tensor_parallel_size=self._num_ranks,  # divides the machine's memory
-        )
-        try:
-            self._memory = build_memory(config, model, self._executor.layers, share=self.share)
-            self_test(self._executor, self._memory.groups, config.kv_view)
-            self._executor.bind_memory(self._memory)
-            self._executor.enforce_step_timeout()
-        except (KernelError, VmemError) as error:
-            raise ConfigError(f"draft_model {config.model!r} cannot run with these settings: {error}") from error
-        logger.info(
-            "draft model %r: %.1f %% of the KV budget, up to %d tokens for each request",
-            config.model,
-            self.share * 100,
-            self._memory.max_tokens,
-        )
-
-    def run(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
-        """Logits `[num_samples, vocab_size]` on the CPU; blocks must be owned and mapped."""
-        return self._executor.run(plan_step(scheduled, self.memory), self.memory)
-
-    def close(self) -> None:
-        """Free everything, opened or not, after all sequences are freed."""
-        try:
-            if self._memory is not None:
-                self._memory.close()
-        finally:
-            self._executor.close()
 
 
 def bytes_per_token(layers: ObservedLayers, dtype: torch.dtype) -> int:

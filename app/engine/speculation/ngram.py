@@ -134,11 +134,15 @@ class NgramProposer:
     """
 
     name = "ngram"
+    share = 0.0
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 4) -> None:
         assert 1 <= min_ngram <= max_ngram
         self._least, self._most = min_ngram, max_ngram
         self._indexes: dict[Request, NgramIndex] = {}
+
+    def open(self, max_model_len: int) -> None:
+        pass
 
     @property
     def step_times(self) -> StepTimes:

@@ -13,7 +13,7 @@ from app.engine.faults import SequenceFailure, is_request_failure
 from app.engine.model.loader import LoadedModel
 from app.engine.report import StepTimes
 from app.engine.request import Request
-from app.engine.speculation.draft import DraftModel, DraftProposer
+from app.engine.speculation.draft import DraftProposer
 from app.engine.speculation.length import LengthControl
 from app.engine.speculation.ngram import NgramProposer
 from app.errors import ConfigError
@@ -25,6 +25,13 @@ class Proposer(Protocol):
 
     name: str
     """For metrics."""
+
+    share: float
+    """Part of the KV budget that the proposer takes."""
+
+    def open(self, max_model_len: int) -> None:
+        """Prepare to propose, after the model's KV memory is created, within the engine's context."""
+        ...
 
     @property
     def step_times(self) -> StepTimes:
@@ -45,7 +52,7 @@ class Proposer(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything, opened or not."""
         ...
 
 
@@ -74,18 +81,14 @@ class Speculation:
 
     Call `load` before the model's KV memory is created, which gets `memory_share` of the budget, and `open` afterwards.
 
-    Args:
-        draft: the draft model, or `None` for n-grams of the text.
-
     Attributes:
         counts: of draft tokens so far. From any thread.
     """
 
-    def __init__(self, config: EngineConfig, target: LoadedModel, draft: DraftModel | None) -> None:
+    def __init__(self, config: EngineConfig, target: LoadedModel, proposer: Proposer) -> None:
         self._config = config
         self._eos_token_ids = target.eos_token_ids
-        self._draft = draft
-        self._proposer: Proposer | None = None
+        self._proposer = proposer
         self._lengths: LengthControl
         self._step_times: Callable[[], StepTimes]
         self._excluded: set[Request] = set()  # proposing has failed for them
@@ -109,12 +112,13 @@ class Speculation:
                 f"speculation is {config.speculation!r}, but {config.model!r} keeps a recurrent state in "
                 f"{len(layers.states)} layers, which cannot be rolled back after a rejected draft; set it to 'off'"
             )
-        return cls(config, target, DraftModel(config, target, layers) if config.speculation == "draft" else None)
+        by_model = config.speculation == "draft"
+        return cls(config, target, DraftProposer(config, target, layers) if by_model else NgramProposer())
 
     @property
     def memory_share(self) -> float:
         """The model's own share of the KV budget."""
-        return 1.0 if self._draft is None else 1 - self._draft.share
+        return 1 - self._proposer.share
 
     def open(self, max_model_len: int, step_times: Callable[[], StepTimes]) -> None:
         """Prepare to propose.
@@ -126,22 +130,12 @@ class Speculation:
         Raises:
             ConfigError, ModelError: the draft model cannot run with these settings; call `close` nevertheless.
         """
-        if self._draft is None:
-            self._proposer = NgramProposer()
-        else:
-            self._draft.open(max_model_len)
-            self._proposer = DraftProposer(
-                self._draft,
-                step_tokens=self._config.max_num_batched_tokens,
-                max_num_seqs=self._config.max_num_seqs,
-                view=self._config.kv_view,
-            )
+        self._proposer.open(max_model_len)
         self._step_times = step_times
         self.begin()
 
     def begin(self) -> None:
         """Reset the acceptance statistics, while no request runs."""
-        assert self._proposer is not None
         proposer = self._proposer
         self._lengths = LengthControl(self._config.max_draft_tokens, self._step_times, lambda: proposer.step_times)
         self.counts = SpeculationCounts(self._config.speculation)
@@ -156,7 +150,6 @@ class Speculation:
             requests: decoding requests, of which all tokens but the last are computed. Beams, requests about to be
                 forked, and requests whose sampling depends on preceding tokens get no draft tokens.
         """
-        assert self._proposer is not None
         eligible: list[Request] = []
         drafts: dict[Request, list[int]] = {}
         at_fault: Request | None = None
@@ -189,30 +182,20 @@ class Speculation:
 
     def forget_request(self, request: Request) -> None:
         """Free the state of a request that has ended or was preempted. It may come back."""
-        if self._proposer is not None:
-            self._proposer.forget_request(request)
-            self._lengths.forget_request(request)
+        self._proposer.forget_request(request)
+        self._lengths.forget_request(request)
         self._excluded.discard(request)
 
-    def check_integrity(self) -> None:
-        """Raise `IntegrityError` if the proposer's state is inconsistent."""
-        if self._proposer is not None:
-            self._proposer.check_integrity()
-
-    def check_idle(self) -> None:
-        """Raise `IntegrityError` if state of a request remains."""
-        self.check_integrity()
-        remembered = self._lengths.num_requests if self._proposer is not None else 0
-        if remembered or self._excluded:
-            raise IntegrityError(f"speculation has state of {remembered or len(self._excluded)} ended requests")
+    def check_integrity(self, *, idle: bool) -> None:
+        """Raise `IntegrityError` if the proposer's state is inconsistent, or, without requests (`idle`), not empty."""
+        self._proposer.check_integrity()
+        remembered = self._lengths.num_requests or len(self._excluded)
+        if idle and remembered:
+            raise IntegrityError(f"speculation has state of {remembered} ended requests")
 
     def close(self) -> None:
         """Free everything, opened or not."""
-        if self._proposer is not None:
-            self._proposer.close()
-            self._proposer = None
-        elif self._draft is not None:
-            self._draft.close()
+        self._proposer.close()
 
     def _exclude(self, requests: Sequence[Request], error: BaseException) -> None:
         names = ", ".join(request.request_id for request in requests)

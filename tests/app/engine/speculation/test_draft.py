@@ -16,7 +16,7 @@ from app.engine.request import Request
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.sampler import sample
 from app.engine.scheduler import Scheduled
-from app.engine.speculation.draft import DraftModel, DraftProposer
+from app.engine.speculation.draft import DraftProposer
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
 from tests.app.engine.speculation.requests import generate, make_request
@@ -32,23 +32,20 @@ class Drafting:
     """A draft proposer, and the tokens of every forward of its model."""
 
     def __init__(self, config: EngineConfig, target: Executor, max_model_len: int) -> None:
-        self.model = DraftModel(config, target.model, target.layers)
-        self.model.open(max_model_len)
-        self.proposer = DraftProposer(
-            self.model, step_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs, view=config.kv_view
-        )
+        self.proposer = DraftProposer(config, target.model, target.layers)
+        self.proposer.open(max_model_len)
         self.target = target
         assert config.draft_model is not None
         alone = dataclasses.replace(config, model=config.draft_model, speculation="off", draft_model=None)
         self.alone = Executor(alone, spawn_ranks)  # the draft model
         self.forwards: list[int] = []
-        run = self.model.run
+        run = self.proposer.run
 
         def note(scheduled: Sequence[Scheduled]) -> torch.Tensor:
             self.forwards.append(sum(s.num_tokens for s in scheduled))
             return run(scheduled)
 
-        self.model.run = note  # type: ignore[method-assign]
+        self.proposer.run = note  # type: ignore[method-assign]
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         guesses = self.proposer.propose(requests, most)
@@ -122,7 +119,7 @@ def test_drafts_are_the_draft_models_own_tokens(make_drafting: MakeDrafting, vie
 def test_a_model_that_drafts_for_itself_is_always_right(make_drafting: MakeDrafting) -> None:
     drafting = make_drafting(draft=ARCHITECTURES["llama"][1])
     target = drafting.target
-    assert drafting.model.share == pytest.approx(0.5)
+    assert drafting.proposer.share == pytest.approx(0.5)
     for params in (GREEDY, SAMPLED):
         request = make_request(tokens(40), params)
         for _ in range(4):
@@ -206,7 +203,7 @@ def test_full_memory_costs_drafts_only(make_drafting: MakeDrafting, view: str) -
     """There is room for most of eight at first, and for three in the end: those give way that would have most to
     compute, and do not take each other's place again and again."""
     drafting = make_drafting(max_model_len=128, kv_memory_bytes=100 * 4096, kv_view=view)
-    assert drafting.model.memory.most_budget_bytes == 14 * 4096
+    assert drafting.proposer.memory.most_budget_bytes == 14 * 4096
     requests = [make_request(tokens(30, i)) for i in range(8)]
     served = []
     for _ in range(22):
@@ -233,7 +230,7 @@ def test_no_drafts_beyond_the_draft_models_context(make_drafting: MakeDrafting) 
         lengths.append(len(guesses))
         generate(request, 5)
     assert lengths == [4, 4, 3, 2, 1, 0, 0, 0]
-    drafting.model.memory.check_idle()
+    drafting.proposer.memory.check_idle()
 
 
 def test_a_failed_step_is_recovered(make_drafting: MakeDrafting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +244,7 @@ def test_a_failed_step_is_recovered(make_drafting: MakeDrafting, monkeypatch: py
     def refuse(*_: object) -> None:
         raise MapError("mmap failed")
 
-    for failing, name, raised in ((drafting.model, "run", True), (drafting.model.memory, "ensure", False)):
+    for failing, name, raised in ((drafting.proposer, "run", True), (drafting.proposer.memory, "ensure", False)):
         for request in requests:
             generate(request, 9)
         with monkeypatch.context() as patch:

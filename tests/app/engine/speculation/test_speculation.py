@@ -14,7 +14,7 @@ from app.engine.engine import Engine
 from app.engine.report import StepTimes
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import length
-from app.engine.speculation.draft import DraftModel
+from app.engine.speculation.draft import DraftProposer
 from app.errors import ConfigError, EngineError
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
@@ -229,7 +229,7 @@ def test_a_failing_draft_model_costs_drafts_only(folder: str, monkeypatch: pytes
     for step in range(100):
         with monkeypatch.context() as patch:
             if step == 3:
-                patch.setattr(DraftModel, "run", fail)
+                patch.setattr(DraftProposer, "run", fail)
             for delta in run.engine.step():
                 outputs[int(delta.request_id)].extend(delta.token_ids)
         run.engine.check_integrity()

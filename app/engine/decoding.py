@@ -14,7 +14,7 @@ from app.engine.execution.batch import Array
 from app.engine.faults import failure_of
 from app.engine.generation import BestOf, EndedOutputs, Generation
 from app.engine.load_report import LoadMeter
-from app.engine.request import Deadlines, Delta, Request, SequenceGroup, TokenLogprobs
+from app.engine.request import Delta, Request, SequenceGroup, TokenLogprobs
 from app.engine.sampling.beam import BeamSearch, likeliest
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.sampler import Sampled, prompt_logprobs, sample, sample_apart
@@ -75,7 +75,7 @@ class Decoder:
 
     Args:
         scheduler: its groups get forks, and lose sequences that end.
-        generations, deadlines: of the engine's requests; requests that end are removed.
+        generations: of the engine's requests; requests that end are removed.
         speculation: gets the results of verification.
 
     Attributes:
@@ -88,7 +88,6 @@ class Decoder:
         scheduler: Scheduler,
         vocabulary: Vocabulary,
         generations: dict[str, Generation],
-        deadlines: Deadlines,
         meter: LoadMeter,
         speculation: Speculation | None = None,
     ) -> None:
@@ -96,7 +95,6 @@ class Decoder:
         self._scheduler = scheduler
         self._vocabulary = vocabulary
         self._generations = generations
-        self._deadlines = deadlines
         self._meter = meter
         self._speculation = speculation
         self.ended = EndedOutputs()
@@ -211,7 +209,6 @@ class Decoder:
         generation.sequences.remove(request)
         if not generation.sequences:
             del self._generations[request.request_id]
-            self._deadlines.discard(request.request_id)
         if self._speculation is not None:
             self._speculation.forget_request(request)
         self._meter.note_ended(request, time.monotonic())

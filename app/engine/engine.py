@@ -6,9 +6,11 @@ No Ray and no asyncio. One thread calls the engine; a method that any thread may
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Unpack
 
 import torch
@@ -28,7 +30,7 @@ from app.engine.lora.weights import check_sources
 from app.engine.model.kv_plan import build_memory
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StartClock
-from app.engine.request import Deadlines, Delta, Request, RequestOptions, check_timeout
+from app.engine.request import Delta, Request, RequestOptions, check_timeout
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduled, Scheduler
@@ -131,13 +133,13 @@ class Engine:
                 held=lambda: self.adapters.waiting_groups,
             )
             self.generations: dict[str, Generation] = {}
-            self.deadlines = Deadlines()
+            self._next_deadline = math.inf  # or before it: of a request that has ended
             self.vocabulary = Vocabulary(self.model)
             self.intake = RequestValidator(
                 self.model, self.memory, self.vocabulary, self.scheduler, isolate_tenants=config.isolate_tenants
             )
             self.decoder = Decoder(
-                self.memory, self.scheduler, self.vocabulary, self.generations, self.deadlines, meter, self.speculation
+                self.memory, self.scheduler, self.vocabulary, self.generations, meter, self.speculation
             )
             self.step_s: float | None = None
             self._stalled_since: float | None = None
@@ -204,12 +206,9 @@ class Engine:
             request_id, prompt_token_ids, params, max_tokens, options, keys=keys, pin_name=pin_name
         )
         if (timeout_s := options.get("timeout_s")) is not None:
-            self.deadlines.add(request_id, time.monotonic() + timeout_s)
-        try:
-            self.adapters.add(generation.sequences[0].group)
-        except BaseException:
-            self.deadlines.discard(request_id)
-            raise
+            generation.deadline = time.monotonic() + timeout_s
+            self._next_deadline = min(self._next_deadline, generation.deadline)
+        self.adapters.add(generation.sequences[0].group)
         self.generations[request_id] = generation  # last: a failure before this leaves nothing behind
 
     def fork(self, request_id: str, fork_id: str, params: SamplingParams, *, index: int = 0) -> None:
@@ -288,7 +287,7 @@ class Engine:
         """
         self.step_s = None
         self.executor.check_ranks()
-        if late := [name for name in self.deadlines.expired(time.monotonic()) if name in self.generations]:
+        if time.monotonic() >= self._next_deadline and (late := self._expired()):
             text = "request {!r} has not finished within its timeout_s; raise it, or send the request later"
             return [self._fail(request_id, DeadlineError(text.format(request_id))) for request_id in late]
         if not_loaded := self.adapters.advance():
@@ -321,6 +320,14 @@ class Engine:
                 deltas.append(self._pin(s.request))
         self._note_step(scheduled, num_attended, time.perf_counter() - start)
         return deltas
+
+    def _expired(self) -> list[str]:
+        """The requests whose deadline has passed, the earliest first. Rare: once for each deadline that passes, or was
+        the next one of a request that has ended."""
+        now = time.monotonic()
+        generations = sorted(self.generations.values(), key=attrgetter("deadline"))
+        self._next_deadline = next((g.deadline for g in generations if g.deadline > now), math.inf)
+        return [g.request_id for g in generations if g.deadline <= now]
 
     def _propose(self) -> dict[Request, list[int]]:
         """Propose draft tokens for sequences that decode."""

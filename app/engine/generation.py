@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -97,12 +98,14 @@ class Generation:
     Attributes:
         sequences: sequences that have not ended.
         selection: selects the outputs to send, with `best_of` or beam search.
+        deadline: when the request ends with an error, by `time.monotonic`.
     """
 
     request_id: str
     params: SamplingParams
     sequences: list[Request] = field(default_factory=list)
     selection: BestOf | BeamSearch | None = None
+    deadline: float = math.inf
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.sequences)

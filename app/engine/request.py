@@ -1,9 +1,8 @@
-"""Request: options, sequences and groups, deltas and their queue, deadlines."""
+"""Request: options, sequences and groups, deltas and their queue."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -299,42 +298,9 @@ class DeltaQueue:
             self._waiter.set_result(None)
 
 
-# Least number of stale heap entries that is worth a rebuild.
-_FEW = 64
-
-
 def check_timeout(timeout_s: float | None) -> None:
     """Raise `RequestError` unless the timeout is positive and finite, or `None`."""
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise RequestError(
             f"timeout_s is {timeout_s}; it must be above 0 and finite, or left out for no limit", "timeout_s"
         )
-
-
-class Deadlines:
-    """Deadlines of requests, on any monotonic clock. O(log n) each, and O(1) when none has passed."""
-
-    def __init__(self) -> None:
-        self._at: dict[str, float] = {}
-        self._heap: list[tuple[float, str]] = []  # with stale entries, which `_at` lacks
-
-    def add(self, request_id: str, at_s: float) -> None:
-        """Set or replace the deadline of a request."""
-        self._at[request_id] = at_s
-        heapq.heappush(self._heap, (at_s, request_id))
-        if len(self._heap) > 2 * len(self._at) + _FEW:
-            self._heap = [(at, name) for name, at in self._at.items()]
-            heapq.heapify(self._heap)
-
-    def discard(self, request_id: str) -> None:
-        self._at.pop(request_id, None)
-
-    def expired(self, now: float) -> list[str]:
-        """Remove and return the requests whose deadline has passed, the earliest first."""
-        passed = []
-        while self._heap and self._heap[0][0] <= now:
-            at, request_id = heapq.heappop(self._heap)
-            if self._at.get(request_id) == at:
-                del self._at[request_id]
-                passed.append(request_id)
-        return passed

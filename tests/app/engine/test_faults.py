@@ -10,7 +10,6 @@ import fnmatch
 import functools
 import importlib
 import inspect
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -208,7 +207,6 @@ class Run:
             if not engine.has_work and number:
                 break
         assert not engine.has_work, list(engine.generations)
-        assert not engine.deadlines.expired(math.inf)
         assert not engine.scheduler.unfinished()
         assert not engine.adapters.waiting_groups
         for seed in VICTIM_SEEDS:
@@ -372,7 +370,6 @@ CASES = [
         "sampling.structure.StructureCompiler", "check_structure matcher", "structured", structure_of_victims, REFUSED
     ),
     *cases("sampling.state.SamplingState", "__init__", "rich", expected=REFUSED),
-    *cases("request.Deadlines", "add", "rich", expected=REFUSED),
     *cases("lora.queue.AdapterQueue", "add", "rich", expected=REFUSED),
     *cases("lora.store.AdapterStore", "ensure_loading", "adapter", adapter_of_victims),
     *cases("lora.store.AdapterFiles", "read", "adapter", adapter_of_victims),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import pickle
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,25 +37,49 @@ def engine(make_checkpoint: MakeCheckpoint) -> Iterator[Engine]:
     engine.close()
 
 
-def test_a_request_past_its_deadline_ends(engine: Engine) -> None:
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the engine's clock."""
+    ahead = [0.0]
+    clock = SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: time.monotonic() + ahead[0])
+    monkeypatch.setattr("app.engine.engine.time", clock)
+    return lambda seconds: ahead.append(ahead.pop() + seconds)
+
+
+def test_a_request_past_its_deadline_ends(engine: Engine, pass_time: Callable[[float], None]) -> None:
     """Whether it runs or waits, and even while nothing can be scheduled; its memory is free at once."""
-    engine.submit("runs", [1, 2, 3], LONG, timeout_s=1e6)
+    engine.submit("runs", [1, 2, 3], LONG, timeout_s=2e3)
     engine.step()
-    engine.submit("waits", [1, 2, 3], LONG, timeout_s=1e6)
+    engine.submit("waits", [1, 2, 3], LONG, timeout_s=1e3)
     engine.submit("in time", [1, 2, 3], GREEDY, timeout_s=1e6)
-    for name in ("runs", "waits"):
-        engine.deadlines.add(name, 0.0)
+    pass_time(3e3)
     engine.scheduler.schedule = lambda: pytest.fail("a step is computed for nobody")  # type: ignore[method-assign, assignment]
     deltas = engine.step()
     assert [(d.request_id, type(d.error), d.ends_request) for d in deltas] == [
-        ("runs", DeadlineError, True),
         ("waits", DeadlineError, True),
+        ("runs", DeadlineError, True),
     ]
     del engine.scheduler.schedule
     assert engine.report().active_bytes == 0
     while engine.has_work:
         assert not any(delta.error for delta in engine.step())
-    assert not engine.deadlines.expired(math.inf)
+
+
+def test_requests_expire_at_their_deadlines_earliest_first(engine: Engine, pass_time: Callable[[float], None]) -> None:
+    """Whatever the order in which they came, and which of them have ended since."""
+    for name, timeout_s in (("20", 20.0), ("10", 10.0), ("none", None), ("11", 11.0)):
+        engine.submit(name, [1, 2, 3], LONG, timeout_s=timeout_s)
+        pass_time(0.1)
+    engine.cancel("10")
+    ended = []
+    for _ in range(5):
+        pass_time(7)
+        while (deltas := engine.step()) and deltas[0].error is not None:
+            ended.append([delta.request_id for delta in deltas])
+    assert ended == [["11"], ["20"]]
+    pass_time(1e6)
+    assert not any(delta.error for delta in engine.step())
+    engine.cancel("none")
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf])
@@ -63,11 +89,14 @@ def test_a_timeout_that_cannot_pass_is_refused(engine: Engine, timeout_s: float)
     assert not engine.has_work
 
 
-def test_the_next_request_of_a_name_has_no_deadline_of_the_last(engine: Engine) -> None:
-    engine.submit("0", [1], GREEDY, timeout_s=1e6)
+def test_the_next_request_of_a_name_has_no_deadline_of_the_last(
+    engine: Engine, pass_time: Callable[[float], None]
+) -> None:
+    engine.submit("0", [1], GREEDY, timeout_s=1e3)
     engine.cancel("0")
     engine.submit("0", [1], GREEDY)
-    assert not engine.deadlines.expired(math.inf)
+    pass_time(1e6)
+    assert not any(delta.error for delta in engine.step())
     engine.cancel("0")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from app.engine.faults import failure_of
-from app.engine.lora.store import AdapterReport, AdapterStore
+from app.engine.lora.store import AdapterStore
 from app.engine.request import Request, SequenceGroup
 from app.engine.scheduler import Scheduler
 from app.errors import FolioError, UnknownModelError
@@ -40,11 +40,6 @@ class AdapterQueue:
         """Name → slot of every loaded adapter."""
         return {} if self._store is None else self._store.slots
 
-    @property
-    def report(self) -> AdapterReport:
-        """From any thread."""
-        return AdapterReport({}) if self._store is None else self._store.report
-
     def check_adapter(self, name: str | None) -> None:
         """Raise `UnknownModelError` for an unknown adapter; `None` is always known. From any thread."""
         if name is None:
@@ -63,7 +58,7 @@ class AdapterQueue:
     def advance(self) -> dict[str, FolioError]:
         """Pass on groups whose adapter is loaded, and begin to load others as slots allow. Return failed requests with
         their errors; they have left the queue, and the caller ends them."""
-        if self._store is None or not (self._held or self._store.num_loading):
+        if self._store is None or not (self._held or self._store.loading):
             return {}
         failures = self._store.collect()
         held, self._held = self._held, []
@@ -87,7 +82,7 @@ class AdapterQueue:
                 self._scheduler.waiting.add(group)
             else:
                 self._held.append(group)
-                blocked |= not self._store.is_loading(name)
+                blocked |= name not in self._store.loading
         return failed
 
     def wait(self, timeout_s: float) -> bool:

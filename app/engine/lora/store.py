@@ -12,7 +12,6 @@ import struct
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 
 from app.engine.lora.layers import LoRALayers, Updates, num_bytes
@@ -22,20 +21,6 @@ from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import EngineError, FolioError, ModelError, UnknownModelError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterReport:
-    """Memory of adapters.
-
-    Attributes:
-        loaded: name → bytes on the device.
-        num_loads, num_evictions: totals since the start.
-    """
-
-    loaded: Mapping[str, int]
-    num_loads: int = 0
-    num_evictions: int = 0
 
 
 _HEADER = struct.Struct("<BI")  # action, slot; the adapter's name follows
@@ -53,7 +38,7 @@ class _Action(enum.IntEnum):
 class AdapterStore:
     """At most `max_loaded` adapters, evicted least recently used first and never while in use.
 
-    Only `check_known` and `report` may be used outside of the engine's thread.
+    Only `check_known` may be used outside of the engine's thread.
 
     Args:
         sources: name → folder or Hub id.
@@ -62,7 +47,7 @@ class AdapterStore:
 
     Attributes:
         slots: name → slot of every loaded adapter, least recently used first.
-        report: replaced at every change.
+        loading: name → its slot and the adapter that is being read.
     """
 
     def __init__(
@@ -73,10 +58,9 @@ class AdapterStore:
         self._ranks = ranks
         self._free = list(range(max_loaded))
         self.slots: dict[str, int] = {}
-        self._loading: dict[str, tuple[int, Future[Updates]]] = {}
+        self.loading: dict[str, tuple[int, Future[Updates]]] = {}
         self._files = AdapterFiles(sources, layers)
         self._thread = ThreadPoolExecutor(1, "folio-adapters")
-        self.report = AdapterReport({})
 
     def check_known(self, name: str) -> None:
         """Raise `UnknownModelError` if no such adapter is configured. From any thread."""
@@ -93,30 +77,23 @@ class AdapterStore:
         if name in self.slots:
             self.slots[name] = self.slots.pop(name)
             return True
-        if name not in self._loading:
+        if name not in self.loading:
             if not self._free:
                 self._evict(in_use())
             if self._free:
                 future = self._thread.submit(self._files.read, name)
-                self._loading[name] = self._free.pop(), future
+                self.loading[name] = self._free.pop(), future
                 self._order(_Action.READ, 0, name)
         return False
-
-    @property
-    def num_loading(self) -> int:
-        return len(self._loading)
-
-    def is_loading(self, name: str) -> bool:
-        return name in self._loading
 
     def collect(self) -> dict[str, FolioError]:
         """Insert adapters that have been read; return the failed ones with their errors. The next request for a failed
         one tries again."""
         failures: dict[str, FolioError] = {}
-        for name, (slot, future) in list(self._loading.items()):
+        for name, (slot, future) in list(self.loading.items()):
             if not future.done():
                 continue
-            del self._loading[name]
+            del self.loading[name]
             error = self._insert(name, slot, future)
             if error is None:
                 continue
@@ -150,12 +127,11 @@ class AdapterStore:
             self._layers.remove_adapter(slot)
             return failure
         self.slots[name] = slot
-        self._note({name: num_bytes(updates)}, num_loads=1)
         return None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until one of the adapters being loaded has been read; false if none is."""
-        futures = [future for _, future in self._loading.values()]
+        futures = [future for _, future in self.loading.values()]
         if futures:
             wait(futures, timeout_s, FIRST_COMPLETED)
         return bool(futures)
@@ -166,7 +142,7 @@ class AdapterStore:
         for slot in self.slots.values():
             self._layers.remove_adapter(slot)
         self.slots.clear()
-        self._loading.clear()
+        self.loading.clear()
 
     def _evict(self, in_use: Collection[str]) -> None:
         name = next((name for name in self.slots if name not in in_use), None)
@@ -176,18 +152,11 @@ class AdapterStore:
         self._layers.remove_adapter(slot)
         self._order(_Action.REMOVE, slot)
         self._free.append(slot)
-        self._note({}, num_evictions=1)
         logger.info("dropped adapter %r", name)
 
     def _order(self, action: _Action, slot: int, name: str = "") -> None:
         if self._ranks is not None:
             self._ranks.command(RankOrder.ADAPTER, _HEADER.pack(action, slot) + name.encode())
-
-    def _note(self, new: Mapping[str, int], *, num_loads: int = 0, num_evictions: int = 0) -> None:
-        """Replace the report, which other threads read."""
-        old = self.report
-        loaded = {name: size for name, size in {**old.loaded, **new}.items() if name in self.slots}
-        self.report = AdapterReport(loaded, old.num_loads + num_loads, old.num_evictions + num_evictions)
 
 
 class AdapterFiles:

@@ -388,7 +388,7 @@ class Decoder:
             return
         start = len(beams.requests[0].prompt_token_ids)
         outputs = [request.token_ids[start:] for request in beams.requests]
-        step = search.advance(outputs, beams.logprobs, beams.token_ids)
+        continuations = search.advance(outputs, beams.logprobs, beams.token_ids)
         if search.done:
             first = beams.requests[0]
             for request in beams.requests:
@@ -396,7 +396,7 @@ class Decoder:
             yield from self._best(generation, search, first)
             return
         going: list[Request] = []
-        for beam, _ in step.continuations:  # forks first, so that no block is freed that a fork shares
+        for beam, _ in continuations:  # forks first, so that no block is freed that a fork shares
             parent = beams.requests[beam]
             if parent in going:
                 going.append(self.fork_sequence(parent, parent.sampling.fork(), index=0))
@@ -406,7 +406,7 @@ class Decoder:
         for request in beams.requests:
             if request not in going:
                 self._scheduler.remove_sequence(request)
-        for request, (_, token_id) in zip(going, step.continuations, strict=True):
+        for request, (_, token_id) in zip(going, continuations, strict=True):
             request.token_ids.append(token_id)
         first = going[0]
         first.num_forks = 0

@@ -22,13 +22,6 @@ class Hypothesis:
     score: float
 
 
-@dataclass(frozen=True, slots=True)
-class BeamStep:
-    """The beams after a step, the best first: `(index of the previous beam, token)`."""
-
-    continuations: tuple[tuple[int, int], ...]
-
-
 class BeamSearch:
     """The beams of one request.
 
@@ -74,8 +67,10 @@ class BeamSearch:
         """The best finished beams, the best first."""
         return tuple(self._hypotheses)
 
-    def advance(self, outputs: Sequence[Sequence[int]], logprobs: np.ndarray, token_ids: np.ndarray) -> BeamStep:
-        """Extend all beams by a token.
+    def advance(
+        self, outputs: Sequence[Sequence[int]], logprobs: np.ndarray, token_ids: np.ndarray
+    ) -> list[tuple[int, int]]:
+        """Extend all beams by a token; return the beams that continue, the best first: (previous beam, token).
 
         Args:
             outputs: each beam's output, in the order of the last step's continuations.
@@ -99,7 +94,7 @@ class BeamSearch:
         if running and self._is_full:
             self._can_improve &= bool(self._best_possible(length) > self._hypotheses[-1].score)
         self.done = not running or not self._can_improve or (self._early_stopping is True and self._is_full)
-        return BeamStep(tuple((beam, token) for beam, token, _ in running))
+        return [(beam, token) for beam, token, _ in running]
 
     @property
     def _is_full(self) -> bool:

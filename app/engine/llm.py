@@ -76,39 +76,15 @@ class LLM:
 
     Args:
         model: "builtin", a local checkpoint folder, or a Hugging Face Hub id.
-        settings: further fields of `EngineConfig`, where all are described.
+        settings: further fields of `EngineConfig`, where they are described.
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work.
         UnavailableError: a rank died.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        dtype: str = "auto",
-        device: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 1024,
-        kv_memory_bytes: int | None = None,
-        skip_tokenizer_init: bool = False,
-        **settings: Any,
-    ) -> None:
-        self.engine = Engine(
-            EngineConfig(
-                model=str(model),
-                dtype=dtype,
-                device=device,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                kv_memory_bytes=kv_memory_bytes,
-                skip_tokenizer_init=skip_tokenizer_init,
-                **settings,
-            )
-        )
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        self.engine = Engine(EngineConfig(model=str(model), **settings))
         self._num_requests = 0
         self._closed = False
         self._lock = threading.Lock()  # an engine has one thread at a time

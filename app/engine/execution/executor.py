@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 
@@ -52,10 +54,8 @@ class Executor:
 
     def _observe(self, config: EngineConfig) -> ModelRunner:
         provider = select_provider(config.attention, self.model.module.device)
-        if self.ranks is None:
-            return ModelRunner(self.model, provider)
         try:
-            with self.ranks.step(bytes([RankOrder.OBSERVE]), self._limit_s):
+            with self._on_peers(RankOrder.OBSERVE):
                 return ModelRunner(self.model, provider)
         except UnavailableError as error:
             if error.__cause__ is None:  # a rank was lost
@@ -80,17 +80,17 @@ class Executor:
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step, on the CPU."""
-        if self.ranks is None:
-            return self._run(plan, memory)
-        with self.ranks.step(bytes([RankOrder.STEP]) + pack_step(plan), self._limit_s):
-            return self._run(plan, memory)
+        with self._on_peers(RankOrder.STEP, b"" if self.ranks is None else pack_step(plan)):
+            batch = build_batch(plan, memory.tensors, self.model.module.device)
+            try:
+                logits = self._runner.run(batch)
+            finally:
+                memory.launched()  # a part of a failed step may be running
+            return logits.cpu()  # synchronises
 
     def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits `[num_tokens, vocab_size]` of one sequence by the model's own attention, on the CPU."""
-        if self.ranks is None:
-            return self._runner.own_logits(token_ids)
-        message = pack_arrays([token_ids.numpy().astype(np.int64)])
-        with self.ranks.step(bytes([RankOrder.OWN_LOGITS]) + message, self._limit_s):
+        with self._on_peers(RankOrder.OWN_LOGITS, pack_arrays([token_ids.numpy().astype(np.int64)])):
             return self._runner.own_logits(token_ids)
 
     def enforce_step_timeout(self) -> None:
@@ -112,10 +112,6 @@ class Executor:
         if self.ranks is not None:
             self.ranks.close()
 
-    def _run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
-        batch = build_batch(plan, memory.tensors, self.model.module.device)
-        try:
-            logits = self._runner.run(batch)
-        finally:
-            memory.launched()  # a part of a failed step may be running
-        return logits.cpu()  # synchronises
+    def _on_peers(self, order: RankOrder, message: bytes = b"") -> AbstractContextManager[None]:
+        """The peers execute an order while this rank does the same within the context."""
+        return nullcontext() if self.ranks is None else self.ranks.step(bytes([order]) + message, self._limit_s)

@@ -20,7 +20,6 @@ have passed, or until no request of the priority waits.
 
 from __future__ import annotations
 
-import bisect
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import takewhile
@@ -44,7 +43,6 @@ class WaitingQueue:
         self._quantum = quantum
         self._tokens: dict[SequenceGroup, int] = {}  # prompt tokens, in order of arrival
         self._levels: dict[int, _Level] = {}  # only levels with waiting groups
-        self._priorities: list[int] = []  # keys of `_levels`, in order
         self._next: SequenceGroup | None = None
 
     @property
@@ -69,7 +67,6 @@ class WaitingQueue:
         self._tokens[group] = sum(request.num_uncomputed for request in group.members)
         if group.priority not in self._levels:
             self._levels[group.priority] = _Level(self._quantum)
-            bisect.insort(self._priorities, group.priority)
         self._levels[group.priority].add(group)
         if self._next is not None and group.priority < self._next.priority:
             self._next = None
@@ -81,14 +78,13 @@ class WaitingQueue:
         level.remove(group)
         if not level.num_waiting:
             del self._levels[group.priority]
-            del self._priorities[bisect.bisect_left(self._priorities, group.priority)]
         if group is self._next:
             self._next = None
 
     def peek(self) -> SequenceGroup | None:
         """The group that begins next, if any waits."""
-        if self._next is None and self._priorities:
-            self._next = self._levels[self._priorities[0]].next()
+        if self._next is None and self._levels:
+            self._next = self._levels[min(self._levels)].next()
         return self._next
 
     def charge(self, group: SequenceGroup, num_tokens: int) -> None:

@@ -108,11 +108,8 @@ def retry_after_s(
         free_tokens: tokens for which the KV cache has room.
         now: on the meter's clock.
     """
-    num_steps = -(-sum(queued) // step_tokens)
-    compute_s = num_steps * step.fixed_s + sum(
-        tokens * step.token_s + attended_tokens(tokens, 0) * step.attended_s for tokens in queued
-    )
-    seconds = compute_s / 2
+    num_steps, attended = -(-sum(queued) // step_tokens), sum(attended_tokens(tokens, 0) for tokens in queued)
+    seconds = step.seconds(num_steps, sum(queued), attended) / 2
     if rate := meter.ended_requests.at(now):
         seconds = max(seconds, len(queued) / 2 / rate)
     missing_tokens = sum(queued) / 2 - free_tokens
@@ -215,7 +212,6 @@ class LoadReporter:
         attended = sum(attended_tokens(tokens - cached, cached) for tokens, cached in queued_parts)
         memory_report = self._memory.report()
         cached_keys = self._memory.prefixes.cached_keys(most_keys)
-        num_steps = -(-queued // self._step_tokens)
         return ReplicaReport(
             made_at=now,
             unit_tokens=self._memory.prefixes.unit_tokens,
@@ -229,9 +225,9 @@ class LoadReporter:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(early),
             queued_tokens=queued,
-            queued_s=num_steps * step.fixed_s + queued * step.token_s + attended * step.attended_s,
+            queued_s=step.seconds(-(-queued // self._step_tokens), queued, attended),
             num_decodes=num_decodes,
-            decode_s=num_decodes * step.token_s + context * step.attended_s,
+            decode_s=step.seconds(0, num_decodes, context),
             free_tokens=self._free_tokens(memory_report),
             total_tokens=int(memory_report.budget_bytes * self._tokens_per_byte),
             freed_tokens_per_s=meter.freed_tokens.at(now),

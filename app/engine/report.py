@@ -29,9 +29,10 @@ class StepTimes:
 
     def prefill_s(self, num_tokens: int, num_cached: int, step_tokens: int) -> float:
         """Seconds to compute the prompt's last `num_tokens` tokens behind `num_cached`, in steps of `step_tokens`."""
-        num_steps = -(-num_tokens // step_tokens)
-        attended = attended_tokens(num_tokens, num_cached)
-        return num_steps * self.fixed_s + num_tokens * self.token_s + attended * self.attended_s
+        return self.seconds(-(-num_tokens // step_tokens), num_tokens, attended_tokens(num_tokens, num_cached))
+
+    def seconds(self, num_steps: float, num_tokens: float, num_attended: float) -> float:
+        return num_steps * self.fixed_s + num_tokens * self.token_s + num_attended * self.attended_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -194,18 +194,10 @@ class FoundMixer:
     cache_argument: str
 
 
-class MixerHandler(Protocol):
-    """Computes a mixer's call."""
-
-    def mix(self, layer: int, mixer: PackedMixer, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute the packed row `[1, num_tokens, hidden_size]` with `mixer.run`; return the same shape."""
-        ...
-
-
 class PackedMixer(nn.Module):
     """Wrapper of a mixer for packed forwards; without a bound handler it calls the mixer."""
 
-    state: MixerHandler | None = None
+    state: StateProbe | CachedStates | None = None
 
     def __init__(self, layer: int, found: FoundMixer) -> None:
         super().__init__()
@@ -266,7 +258,7 @@ def install(model: nn.Module) -> frozenset[int]:
     return frozenset(found)
 
 
-def bind_mixers(model: nn.Module, state: MixerHandler | None) -> None:
+def bind_mixers(model: nn.Module, state: StateProbe | CachedStates | None) -> None:
     """Let `state` compute every wrapped mixer; with `None` mixers run as in transformers."""
     for module in model.modules():
         if isinstance(module, PackedMixer):

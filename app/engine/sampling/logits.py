@@ -12,7 +12,8 @@ from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError
 
 if TYPE_CHECKING:
-    from app.engine.sampling.state import GrammarMatcher, SamplingState
+    from app.engine.sampling.state import SamplingState
+    from app.engine.sampling.structure import StructureMatcher
 
 _FIRST_ROOM = 64
 
@@ -183,7 +184,7 @@ def _places(token_ids: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _mask_structures(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    matchers: list[tuple[int, GrammarMatcher]] = []
+    matchers: list[tuple[int, StructureMatcher]] = []
     for i, state in enumerate(states):
         if state.matcher is not None:
             matchers.append((i, state.matcher))

@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from typing import Protocol
 
 import numpy as np
 
 from app.engine.sampling.logits import BadWords, TokenCounts
 from app.engine.sampling.noise import noise_key
 from app.engine.sampling.params import SamplingParams
-from app.errors import FolioError, RequestError
+from app.engine.sampling.structure import StructureMatcher
+from app.errors import RequestError
 
 # Division of logits by a lower temperature overflows, and the result is greedy in any case.
 _GREEDY_BELOW = 1e-5
-
-
-class GrammarMatcher(Protocol):
-    """Position of an output in its structure."""
-
-    def fill(self, mask: np.ndarray) -> None:
-        """Set the bits of allowed tokens, clear the others: `[ceil(vocab_size / 32)]` int32."""
-        ...
-
-    def accept(self, token_id: int) -> None:
-        """Advance by an allowed token."""
-        ...
-
-    def fork(self) -> GrammarMatcher:
-        """An independent copy."""
-        ...
-
-    @property
-    def finished(self) -> bool:
-        """Whether the output is complete and cannot continue."""
-        ...
-
-    @property
-    def error(self) -> FolioError | None:
-        """The reason why the output cannot continue, if there is one."""
-        ...
 
 
 class SamplingState:
@@ -64,7 +38,7 @@ class SamplingState:
         prompt_token_ids: list[int],
         *,
         index: int = 0,
-        matcher: GrammarMatcher | None = None,
+        matcher: StructureMatcher | None = None,
         bad_words: BadWords | None = None,
         eos_token_ids: frozenset[int] | None = None,
     ) -> None:
@@ -139,7 +113,7 @@ class SamplingState:
         params: SamplingParams | None = None,
         index: int | None = None,
         *,
-        matcher: GrammarMatcher | None = None,
+        matcher: StructureMatcher | None = None,
         bad_words: BadWords | None = None,
     ) -> SamplingState:
         """Another state with the same output so far, and the noise of its own seed and index from here on.

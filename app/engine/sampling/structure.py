@@ -131,7 +131,7 @@ class StructureCompiler:
 
 
 class StructureMatcher:
-    """`GrammarMatcher` by llguidance's parser, for one thread at a time.
+    """Position of an output in its structure, by llguidance's parser; for one thread at a time.
 
     Attributes:
         error: the structure exceeded a limit of the parser. Only end-of-sequence tokens are allowed from then on; the

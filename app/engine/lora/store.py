@@ -47,20 +47,18 @@ class AdapterStore:
 
     Attributes:
         slots: name → slot of every loaded adapter, least recently used first.
-        loading: name → its slot and the adapter that is being read.
+        loading: name → slot of every adapter that is being read.
     """
 
     def __init__(
         self, sources: Mapping[str, str], layers: LoRALayers, max_loaded: int, ranks: RankGroup | None = None
     ) -> None:
         self._sources = dict(sources)
-        self._layers = layers
+        self._own = RankAdapters(sources, layers)
         self._ranks = ranks
         self._free = list(range(max_loaded))
         self.slots: dict[str, int] = {}
-        self.loading: dict[str, tuple[int, Future[Updates]]] = {}
-        self._files = AdapterFiles(sources, layers)
-        self._thread = ThreadPoolExecutor(1, "folio-adapters")
+        self.loading: dict[str, int] = {}
 
     def check_known(self, name: str) -> None:
         """Raise `UnknownModelError` if no such adapter is configured. From any thread."""
@@ -81,20 +79,19 @@ class AdapterStore:
             if not self._free:
                 self._evict(in_use())
             if self._free:
-                future = self._thread.submit(self._files.read, name)
-                self.loading[name] = self._free.pop(), future
                 self._order(_Action.READ, 0, name)
+                self.loading[name] = self._free.pop()
         return False
 
     def collect(self) -> dict[str, FolioError]:
         """Insert adapters that have been read; return the failed ones with their errors. The next request for a failed
         one tries again."""
         failures: dict[str, FolioError] = {}
-        for name, (slot, future) in list(self.loading.items()):
-            if not future.done():
+        for name, slot in list(self.loading.items()):
+            if not self._own.reading[name].done():
                 continue
             del self.loading[name]
-            error = self._insert(name, slot, future)
+            error = self._insert(name, slot)
             if error is None:
                 continue
             self._free.append(slot)
@@ -109,38 +106,37 @@ class AdapterStore:
                 )
         return failures
 
-    def _insert(self, name: str, slot: int, future: Future[Updates]) -> BaseException | None:
-        """Put a read adapter into its slot; return the error if that fails."""
-        error = future.exception()
+    def _insert(self, name: str, slot: int) -> BaseException | None:
+        """Put a read adapter into its slot on all ranks, or on none; return the error if that fails."""
+        error = self._own.reading[name].exception()
+        if error is None and self._ranks is not None:
+            answers = self._ranks.ask_all(RankOrder.ADAPTER, _HEADER.pack(_Action.INSERT, slot) + name.encode())
+            if errors := [answer.decode(errors="replace") for answer in answers if answer]:
+                error = ModelError(errors[0])
+                self._order(_Action.REMOVE, slot)
         if error is not None:
             self._order(_Action.DISCARD, 0, name)
             return error
-        if self._ranks is not None:
-            answers = self._ranks.ask_all(RankOrder.ADAPTER, _HEADER.pack(_Action.INSERT, slot) + name.encode())
-            if errors := [answer.decode(errors="replace") for answer in answers if answer]:
-                self._order(_Action.REMOVE, slot)
-                return ModelError(errors[0])
-        updates = future.result()
         try:
-            self._layers.insert(slot, updates)
+            self._own.execute(_Action.INSERT, slot, name)
         except Exception as failure:  # noqa: BLE001 - returned; torch raises RuntimeError when memory is short
-            self._layers.remove_adapter(slot)
+            self._order(_Action.REMOVE, slot)
             return failure
         self.slots[name] = slot
         return None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until one of the adapters being loaded has been read; false if none is."""
-        futures = [future for _, future in self.loading.values()]
+        futures = [self._own.reading[name] for name in self.loading]
         if futures:
             wait(futures, timeout_s, FIRST_COMPLETED)
         return bool(futures)
 
     def close(self) -> None:
         """Drop all adapters, after the reads in progress."""
-        self._thread.shutdown(cancel_futures=True)
+        self._own.close()
         for slot in self.slots.values():
-            self._layers.remove_adapter(slot)
+            self._own.execute(_Action.REMOVE, slot)
         self.slots.clear()
         self.loading.clear()
 
@@ -149,26 +145,55 @@ class AdapterStore:
         if name is None:
             return
         slot = self.slots.pop(name)
-        self._layers.remove_adapter(slot)
         self._order(_Action.REMOVE, slot)
         self._free.append(slot)
         logger.info("dropped adapter %r", name)
 
     def _order(self, action: _Action, slot: int, name: str = "") -> None:
+        self._own.execute(action, slot, name)
         if self._ranks is not None:
             self._ranks.command(RankOrder.ADAPTER, _HEADER.pack(action, slot) + name.encode())
 
 
-class AdapterFiles:
-    """Reads the adapters of one model, for one thread; arguments as for `AdapterStore`."""
+class RankAdapters:
+    """The adapters of one rank, which executes the orders of rank 0's `AdapterStore`.
+
+    Attributes:
+        reading: adapters that are being read, or have been and are in no slot.
+    """
 
     def __init__(self, sources: Mapping[str, str], layers: LoRALayers) -> None:
         self._sources = sources
         self._layers = layers
         self._folders: dict[str, tuple[Path, tuple[int, int]]] = {}
+        self._thread = ThreadPoolExecutor(1, "folio-adapters")
+        self.reading: dict[str, Future[Updates]] = {}
+
+    def handle_adapter_order(self, message: bytes) -> bytes:
+        """Execute an order to a peer; return an error message or nothing."""
+        action, slot = _HEADER.unpack_from(message)
+        name = message[_HEADER.size :].decode()
+        if action == _Action.INSERT and (error := self.reading[name].exception()) is not None:
+            return str(error if isinstance(error, FolioError) else EngineError(f"{name!r}: {error!r}")).encode()
+        self.execute(_Action(action), slot, name)
+        return b""
+
+    def execute(self, action: _Action, slot: int, name: str = "") -> None:
+        match action:
+            case _Action.READ:
+                self.reading[name] = self._thread.submit(self.read, name)
+            case _Action.INSERT:
+                self._layers.insert(slot, self.reading.pop(name).result())
+            case _Action.DISCARD:
+                self.reading.pop(name, None)
+            case _Action.REMOVE:
+                self._layers.remove_adapter(slot)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
     def read(self, name: str) -> Updates:
-        """The adapter's weights, on the model's device.
+        """The adapter's weights, on the model's device. For the reading thread.
 
         Raises:
             ModelError: the adapter is unavailable, does not fit the model, or has changed since the first read.
@@ -206,40 +231,6 @@ class AdapterFiles:
                 "not match; give it another name, or restart"
             )
         return folder
-
-
-class PeerAdapters:
-    """The adapters of a peer, which executes the orders of rank 0's `AdapterStore`."""
-
-    def __init__(self, sources: Mapping[str, str], layers: LoRALayers) -> None:
-        self._layers = layers
-        self._files = AdapterFiles(sources, layers)
-        self._thread = ThreadPoolExecutor(1, "folio-adapters")
-        self._reading: dict[str, Future[Updates]] = {}
-
-    def handle_adapter_order(self, message: bytes) -> bytes:
-        """Execute an order; return an error message or nothing."""
-        action, slot = _HEADER.unpack_from(message)
-        name = message[_HEADER.size :].decode()
-        match action:
-            case _Action.READ:
-                self._reading[name] = self._thread.submit(self._files.read, name)
-            case _Action.INSERT:
-                future = self._reading.pop(name)
-                error = future.exception()
-                if error is not None:
-                    return str(error if isinstance(error, FolioError) else EngineError(f"{name!r}: {error!r}")).encode()
-                self._layers.insert(slot, future.result())
-            case _Action.DISCARD:
-                del self._reading[name]
-            case _Action.REMOVE:
-                self._layers.remove_adapter(slot)
-            case _:
-                raise ValueError(f"unknown adapter order {action}")
-        return b""
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
 
 
 def _version(folder: Path) -> tuple[int, int]:

@@ -139,7 +139,7 @@ class RankOrder(enum.IntEnum):
     STEP = 6  # compute a step
     OWN_LOGITS = 7  # compute one sequence by the model's own attention
     STOP = 8
-    ADAPTER = 9  # see `lora.store.PeerAdapters`
+    ADAPTER = 9  # see `lora.store.RankAdapters`
 
 
 def pack_arrays(arrays: Sequence[Array]) -> bytes:

@@ -21,7 +21,7 @@ import torch
 from app.config.machine import num_threads
 from app.engine.execution.batch import build_batch
 from app.engine.execution.model_runner import ModelRunner
-from app.engine.lora.store import PeerAdapters
+from app.engine.lora.store import RankAdapters
 from app.engine.model.loader import LoadedModel, load_model
 from app.engine.tensor_parallel.communicator import Communicator, open_store
 from app.engine.tensor_parallel.processes import (
@@ -74,7 +74,7 @@ class RankWorker:
         self._model: LoadedModel
         self._runner: ModelRunner
         self._tensors: CacheTensors
-        self._adapters: PeerAdapters | None = None
+        self._adapters: RankAdapters | None = None
 
     def run(self) -> None:
         """Execute orders until STOP. Raises the error of an order that must not fail."""
@@ -129,7 +129,7 @@ class RankWorker:
             case RankOrder.ADAPTER:
                 if self._adapters is None:
                     assert self._model.adapters is not None
-                    self._adapters = PeerAdapters(self.spec.config.adapters, self._model.adapters)
+                    self._adapters = RankAdapters(self.spec.config.adapters, self._model.adapters)
                 return self._adapters.handle_adapter_order(message)
             case _:
                 raise ValueError(f"unknown order {order!r}")

@@ -372,7 +372,7 @@ CASES = [
     *cases("sampling.state.SamplingState", "__init__", "rich", expected=REFUSED),
     *cases("lora.queue.AdapterQueue", "add", "rich", expected=REFUSED),
     *cases("lora.store.AdapterStore", "ensure_loading", "adapter", adapter_of_victims),
-    *cases("lora.store.AdapterFiles", "read", "adapter", adapter_of_victims),
+    *cases("lora.store.RankAdapters", "read", "adapter", adapter_of_victims),
     *cases("lora.layers.LoRALayers", "insert", "adapter", always),
     *cases("load_report.LoadMeter", "note_begun", "plain"),
     # A step has its next tokens.

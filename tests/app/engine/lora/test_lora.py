@@ -23,7 +23,7 @@ from app.config.engine import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine
 from app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
-from app.engine.lora.store import AdapterFiles
+from app.engine.lora.store import RankAdapters
 from app.engine.lora.weights import LowRank, check_sources, read_config
 from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError, ModelError, UnknownModelError
@@ -235,13 +235,13 @@ def test_only_requests_of_an_adapter_wait_for_its_file(
     engine = make_engine(llama, three)
     engine.submit("b", prompt, GREEDY, adapter="b")
     run(engine)
-    may_read, read = threading.Event(), AdapterFiles.read
+    may_read, read = threading.Event(), RankAdapters.read
 
-    def read_late(files: AdapterFiles, name: str) -> Any:
+    def read_late(files: RankAdapters, name: str) -> Any:
         assert may_read.wait(60)
         return read(files, name)
 
-    monkeypatch.setattr(AdapterFiles, "read", read_late)
+    monkeypatch.setattr(RankAdapters, "read", read_late)
     for name in ("a", "b", None):
         engine.submit(str(name), prompt, GREEDY, adapter=name)
     deltas = [delta for _ in range(NUM_TOKENS + 2) for delta in engine.step()]

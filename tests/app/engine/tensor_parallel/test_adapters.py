@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.lora.store import PeerAdapters
+from app.engine.lora.store import RankAdapters
 from app.engine.sampling.params import SamplingParams
 from app.engine.tensor_parallel import worker
 from app.errors import ModelError
@@ -47,7 +47,7 @@ def test_an_adapter_that_a_peer_cannot_read_is_refused(
     for seed, key in enumerate("ab"):
         make_adapter(tmp_path / key, model, r"_proj$", seed=seed)
     moved = {"a": str(tmp_path / "elsewhere")}
-    monkeypatch.setattr(worker, "PeerAdapters", lambda sources, layers: PeerAdapters(sources | moved, layers))
+    monkeypatch.setattr(worker, "RankAdapters", lambda sources, layers: RankAdapters(sources | moved, layers))
     settings = {"tensor_parallel_size": 2, "max_loaded_adapters": 1}
     engine = make_engine(model, {key: tmp_path / key for key in "ab"}, thread_ranks, **settings)
     for key in "ab":

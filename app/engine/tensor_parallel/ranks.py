@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -56,9 +55,7 @@ class RankGroup:
         self._waits: set[_Wait] = set()
         self._links: list[Link] = []
         self._call_locks = [threading.Lock() for _ in (STEPS, MEMORY)]  # held from a call to its answers
-        self._files: list[int] = []
-        self._memory: mmap.mmap | None = None
-        self._listener: SocketListener | None = None
+        self._undo = ExitStack()
         self._comm: Communicator | None = None
         self._num_ordered = 0
         self._ordering = threading.Lock()  # orders are counted in the order in which they are sent
@@ -89,29 +86,29 @@ class RankGroup:
         host = processes.host
         port, store = open_store(host, size, limits.JOIN_TIMEOUT_S)
         link: MemoryAddress | SocketAddress
-        in_memory = processes.on_one_machine and shared_memory.is_supported()
-        if in_memory:
-            link = shared_memory.create_rings(2, self._num_peers)
-            self._files.append(link.fd)
-            self._memory = link.open()
-            self._links = [RingWriter(self._memory, link, index, self.check_alive) for index in (STEPS, MEMORY)]
-        else:
-            self._listener = SocketListener(host)
-            link = self._listener.address
-        logger.info("%d ranks, messages over %s", size, "shared memory" if in_memory else "TCP")
-        leader_pid = os.getpid() if processes.on_one_machine else None
-        processes.run(
-            [
-                RankSpec(self._config, rank, link, (host, port), host, leader_pid, processes.may_kill_leader)
-                for rank in range(1, size)
-            ]
-        )
-        with self._limited(limits.START_TIMEOUT_S):
-            if self._listener is not None:
-                self._links = list(self._listener.accept(2, self._num_peers, self.check_alive))
-            self._post(bytes([RankOrder.CONNECT]), answered=True)
-            self._links[STEPS].collect()  # all have started, and join next
-        self._close_files()
+        listener: SocketListener | None = None
+        with ExitStack() as shared:  # until every peer has opened the file or failed to
+            if processes.on_one_machine and shared_memory.is_supported():
+                link = shared_memory.create_rings(2, self._num_peers)
+                shared.callback(os.close, link.fd)
+                memory = self._undo.enter_context(link.open())
+                self._links = [RingWriter(memory, link, index, self.check_alive) for index in (STEPS, MEMORY)]
+            else:
+                listener = self._undo.enter_context(closing(SocketListener(host)))
+                link = listener.address
+            logger.info("%d ranks, messages over %s", size, "TCP" if listener else "shared memory")
+            leader_pid = os.getpid() if processes.on_one_machine else None
+            processes.run(
+                [
+                    RankSpec(self._config, rank, link, (host, port), host, leader_pid, processes.may_kill_leader)
+                    for rank in range(1, size)
+                ]
+            )
+            with self._limited(limits.START_TIMEOUT_S):
+                if listener is not None:
+                    self._links = list(listener.accept(2, self._num_peers, self.check_alive))
+                self._post(bytes([RankOrder.CONNECT]), answered=True)
+                self._links[STEPS].collect()  # all have started, and join next
         self._comm = Communicator(store, 0, size, device, host, limits.JOIN_TIMEOUT_S)
         return self._comm
 
@@ -225,16 +222,12 @@ class RankGroup:
             self._post(bytes([RankOrder.STOP]))
         self._stop.set()
         self._watcher.join()
-        self._close_files()
-        if self._listener is not None:
-            self._listener.close()
         if self._reason is None:
             self._reason = "the engine has been closed"
         links, self._links = self._links, []
-        for link in links:
+        for link in links:  # before the memory that they are in
             link.close()
-        if self._memory is not None:
-            self._memory.close()
+        self._undo.close()
         if self._comm is not None:
             self._comm.close()
 
@@ -345,11 +338,6 @@ class RankGroup:
     def _ring(self) -> RingWriter | None:
         link = self._links[MEMORY] if self._links else None
         return link if isinstance(link, RingWriter) else None
-
-    def _close_files(self) -> None:
-        """Close shared files, after every peer has opened them or failed to."""
-        while self._files:
-            os.close(self._files.pop())
 
     def _kill_all(self) -> None:
         if self._processes is not None:

@@ -130,23 +130,17 @@ def plan_shards(model: PreTrainedModel, rank: int, size: int) -> ShardPlan:
     styles = dict(model.tp_plan or {}) | _EXTENSIONS.get(kind, {})
     if not any(".layers." in f".{name}" for name in styles):
         raise ModelError(f"{kind} has no tensor-parallel plan for its layers; tensor_parallel_size must be 1")
-    planner = _Planner(model, ShardPlan(rank, size), styles)
-    planner.run()
-    _warn_of_whole_weights(model, planner.plan)
-    return planner.plan
-
-
-def _warn_of_whole_weights(model: PreTrainedModel, plan: ShardPlan) -> None:
-    """Plans may omit attention, and with it the KV cache."""
+    plan = _Planner(model, ShardPlan(rank, size), styles).run()
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     replicated = sum(size for name, size in sizes.items() if name not in plan.cuts) / sum(sizes.values())
-    if replicated > _MOST_REPLICATED and not plan.rank:
+    if replicated > _MOST_REPLICATED and not rank:  # plans may omit attention, and with it the KV cache
         logger.warning(
             "the tensor-parallel plan of %s replicates %.0f %% of its weights, and the KV cache of layers "
             "whose attention is among them",
-            model.config.model_type,
+            kind,
             replicated * 100,
         )
+    return plan
 
 
 class _Planner:
@@ -157,12 +151,13 @@ class _Planner:
         self._styles = styles
         self._num_heads: int = model.config.get_text_config().num_attention_heads
 
-    def run(self) -> None:
+    def run(self) -> ShardPlan:
         for path, module in self._modules.items():
             if (style := self._styles.get(_generic(path))) is not None:
                 self.plan.styles[path] = style
             for name, parameter in module.named_parameters(recurse=False):
                 self._plan_parameter(path, name, parameter)
+        return self.plan
 
     def _plan_parameter(self, path: str, name: str, parameter: nn.Parameter) -> None:
         full_name = f"{path}.{name}"
@@ -199,7 +194,9 @@ class _Planner:
         if name in _KV_PROJECTIONS and isinstance(head_dim, int) and length % head_dim == 0:
             num_kv_heads = length // head_dim
             if num_kv_heads < size and size % num_kv_heads == 0:
-                self._share_kv_heads(parent_path, parent)
+                num_heads = self._num_query_heads(parent)
+                self._check_divides(num_heads, f"query heads of {parent_path}")
+                self.plan.kv_groups[parent_path] = num_heads // size
                 copies = size // num_kv_heads
                 return tuple((r // copies * head_dim, (r // copies + 1) * head_dim) for r in range(size))
             self._check_divides(num_kv_heads, f"KV heads of {parent_path}")
@@ -207,11 +204,6 @@ class _Planner:
             self._check_divides(self._num_query_heads(parent), f"query heads of {parent_path}")
         self._check_divides(length // 2 if style.startswith("packed") else length, f"rows or columns of {path}")
         return tuple((length * r // size, length * (r + 1) // size) for r in range(size))
-
-    def _share_kv_heads(self, path: str, attention: nn.Module | None) -> None:
-        num_heads = self._num_query_heads(attention)
-        self._check_divides(num_heads, f"query heads of {path}")
-        self.plan.kv_groups[path] = num_heads // self.plan.size
 
     def _num_query_heads(self, attention: nn.Module | None) -> int:
         names = ("num_heads", "num_attention_heads")

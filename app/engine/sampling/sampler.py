@@ -36,9 +36,6 @@ class Sampled:
     blocked: frozenset[int] = frozenset()
 
 
-NOTHING = Sampled([], [], [])
-
-
 def sample(logits: torch.Tensor, rows: Sequence[SamplingState], positions: Sequence[int] | None = None) -> Sampled:
     """The next token of each sequence, from its row of `logits [len(rows), vocab_size]`.
 

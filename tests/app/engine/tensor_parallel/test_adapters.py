@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from app.engine.lora.layers import LoRALayers, Updates
 from app.engine.lora.store import RankAdapters
 from app.engine.sampling.params import SamplingParams
 from app.engine.tensor_parallel import worker
-from app.errors import ModelError
+from app.errors import EngineError, ModelError
 from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
@@ -56,4 +57,29 @@ def test_an_adapter_that_a_peer_cannot_read_is_refused(
     assert isinstance(outputs["a"][0].error, ModelError)
     assert "elsewhere" in str(outputs["a"][0].error)
     assert tokens(outputs["b"]) == Merged(model, tmp_path / "b").generate(PROMPT, 6)
+    engine.close()
+
+
+def test_an_adapter_that_rank_0_cannot_insert_is_on_no_rank(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the peers kept it, and failed when the next adapter came into its slot."""
+    model = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    for seed, key in enumerate("ab"):
+        make_adapter(tmp_path / key, model, r"_proj$", seed=seed)
+    settings = {"tensor_parallel_size": 2, "max_loaded_adapters": 1}
+    engine = make_engine(model, {key: tmp_path / key for key in "ab"}, thread_ranks, **settings)
+    original = LoRALayers.insert
+
+    def insert(layers: LoRALayers, slot: int, updates: Updates) -> None:
+        original(layers, slot, updates)
+        if layers is engine.model.adapters:
+            raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoRALayers, "insert", insert)
+        engine.submit("a", PROMPT, GREEDY, adapter="a")
+        assert isinstance(run(engine)["a"][0].error, EngineError)
+    engine.submit("b", PROMPT, GREEDY, adapter="b")
+    assert tokens(run(engine)["b"]) == Merged(model, tmp_path / "b").generate(PROMPT, 6)
     engine.close()

@@ -400,12 +400,12 @@ CASES = [
     *cases("decoding", "prompt_logprobs", "rich", with_number(6)),
     *cases("sampling.state.SamplingState", "fork forbidden noise_key counts", "rich"),
     *cases("sampling.state", "noise_key", "plain", by_seed),
-    *cases("sampling.penalties.BadWords", "completing", "rich"),
+    *cases("sampling.logits.BadWords", "completing", "rich"),
     *cases("sampling.sampler", "apply_logits_processors _apply_min_p _draw_truncated", "rich", with_params),
     *cases("sampling.sampler", "_choose", "plain", with_params),
     *cases("sampling.sampler", "token_logprobs", "rich", with_number(7)),
     *cases("sampling.logits", "penalise", "rich", with_params),
-    *cases("sampling.penalties.TokenCounts", "fork token_ids in_output", "rich"),
+    *cases("sampling.logits.TokenCounts", "fork token_ids in_output", "rich"),
     *cases("sampling.structure.StructureMatcher", "fill fork _note_error", "structured"),
     *cases("decoding.Decoder", "_beams", "beams"),
     *cases("decoding", "likeliest", "beams", with_number(10)),
@@ -413,7 +413,7 @@ CASES = [
     # It is added.
     *cases("request.Request", "append _take", "rich"),
     *cases("sampling.state.SamplingState", "append", "rich"),
-    *cases("sampling.penalties.TokenCounts", "add _append", "rich"),
+    *cases("sampling.logits.TokenCounts", "add _append", "rich"),
     *cases("sampling.structure.StructureMatcher", "accept finished", "structured"),
     *cases("sampling.token_text.IncrementalDetokenizer", "push _decode flush", "rich"),
     *cases("decoding.Decoder", "_append _fork_all fork_sequence _ended", "rich"),
@@ -499,14 +499,14 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
     seen: set[str] = set()
     structures = run.engine.vocabulary._structures
     assert structures is not None
-    structures._cache.clear()
+    structures._compiled.cache_clear()
     kinds = (Request, SamplingState, SamplingParams, Generation, Delta, SequenceMemory)
     kinds += tuple(
         getattr(importlib.import_module(f"app.engine.{module}"), name)
         for module, name in (
             ("sampling.structure", "StructureMatcher"),
             ("sampling.token_text", "IncrementalDetokenizer"),
-            ("sampling.penalties", "TokenCounts"),
+            ("sampling.logits", "TokenCounts"),
             ("generation", "BestOf"),
             ("sampling.beam", "BeamSearch"),
             ("scheduler", "Scheduled"),

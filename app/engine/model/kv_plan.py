@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 from app.config.engine import EngineConfig
 from app.config.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
@@ -189,19 +188,17 @@ def _plan_groups(
     for layer in layers.attention:
         members.setdefault(layers.windows.get(layer), []).append(layer)
     specs = [[layers.attention[layer] for layer in group] for group in members.values()]
-
-    plan = partial(
-        plan_groups,
-        specs,
-        model.dtype,
-        granularity_bytes=granularity_bytes,
-        kind=config.kv_layout,
-        expected_tokens=config.expected_tokens,
-    )
-    layouts = plan(block_tokens=config.block_tokens)
-    longer = iter(_LONGER_BLOCK_TOKENS if config.block_tokens is None else ())
-    while layouts[0].page_bytes < smallest_page_bytes and (block_tokens := next(longer, None)):
-        layouts = plan(block_tokens=block_tokens)
+    for block_tokens in (config.block_tokens, *(_LONGER_BLOCK_TOKENS if config.block_tokens is None else ())):
+        layouts = plan_groups(
+            specs,
+            model.dtype,
+            granularity_bytes=granularity_bytes,
+            kind=config.kv_layout,
+            block_tokens=block_tokens,
+            expected_tokens=config.expected_tokens,
+        )
+        if layouts[0].page_bytes >= smallest_page_bytes:
+            break
     groups = [
         LayerGroup(tuple(group), layout, window)
         for (window, group), layout in zip(members.items(), layouts, strict=True)

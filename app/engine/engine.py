@@ -24,7 +24,6 @@ from app.engine.faults import SequenceFailure, attribute_failures, failure_of, k
 from app.engine.generation import Generation
 from app.engine.intake import RequestValidator, check_fork, fit_context
 from app.engine.load_report import LoadMeter, LoadReporter
-from app.engine.lora.queue import AdapterQueue
 from app.engine.lora.store import AdapterStore
 from app.engine.lora.weights import check_sources
 from app.engine.model.kv_plan import build_memory
@@ -117,10 +116,9 @@ class Engine:
                 policy=config.preemption,
                 fair_tenants=config.fair_tenants,
             )
-            store = None
-            if (layers := self.model.adapters) is not None:
-                store = AdapterStore(config.adapters, layers, config.max_loaded_adapters, ranks)
-            self.adapters = AdapterQueue(store, self.scheduler)
+            self.adapters = AdapterStore(
+                config.adapters, self.model.adapters, config.max_loaded_adapters, ranks, self.scheduler
+            )
             undo.callback(self.adapters.close)
             self._meter = meter = LoadMeter()
             self.load = LoadReporter(

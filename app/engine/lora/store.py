@@ -1,21 +1,26 @@
 """Adapter store: LoRA adapters in memory, loaded on the first request and evicted for others.
 
 A thread of the store's own reads files, so that no step waits for them. Slots change between steps, in the engine's
-thread. There is no count of users: each call that may evict an adapter names those in use.
+thread. There is no count of users: the requests of the scheduler name the adapters in use.
 """
 
 from __future__ import annotations
 
+import bisect
 import enum
 import logging
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from operator import attrgetter
 from pathlib import Path
 
+from app.engine.faults import failure_of
 from app.engine.lora.layers import LoRALayers, Updates, num_bytes
 from app.engine.lora.weights import WEIGHTS_FILE, find_folder, read_config, read_weights
+from app.engine.request import Request, SequenceGroup
+from app.engine.scheduler import Scheduler
 from app.engine.tensor_parallel.processes import RankOrder
 from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import EngineError, FolioError, ModelError, UnknownModelError
@@ -36,14 +41,20 @@ class _Action(enum.IntEnum):
 
 
 class AdapterStore:
-    """At most `max_loaded` adapters, evicted least recently used first and never while in use.
+    """Requests that wait for an adapter, before the scheduler's waiting queue, and at most `max_loaded` adapters,
+    evicted least recently used first and never while in use.
 
-    Only `check_known` may be used outside of the engine's thread.
+    Requests without an adapter pass at once. The others are first come, first served within priority: behind a request
+    that waits for a slot, later ones wait even if their adapter is loaded, because adapters in constant use could never
+    be evicted. A request whose adapter is being read already has a slot and does not block others.
+
+    For the engine's thread, where nothing else is stated.
 
     Args:
         sources: name → folder or Hub id.
-        layers: the model's, observed.
+        layers: the model's, observed; `None` without adapters.
         ranks: the peers, which insert and remove the same adapters.
+        scheduler: gets the requests whose adapter is loaded; adapters of its requests are in use.
 
     Attributes:
         slots: name → slot of every loaded adapter, least recently used first.
@@ -51,39 +62,84 @@ class AdapterStore:
     """
 
     def __init__(
-        self, sources: Mapping[str, str], layers: LoRALayers, max_loaded: int, ranks: RankGroup | None = None
+        self,
+        sources: Mapping[str, str],
+        layers: LoRALayers | None,
+        max_loaded: int,
+        ranks: RankGroup | None,
+        scheduler: Scheduler,
     ) -> None:
         self._sources = dict(sources)
         self._own = RankAdapters(sources, layers)
         self._ranks = ranks
+        self._scheduler = scheduler
+        self._held: list[SequenceGroup] = []  # in queue order
         self._free = list(range(max_loaded))
         self.slots: dict[str, int] = {}
         self.loading: dict[str, int] = {}
 
-    def check_known(self, name: str) -> None:
-        """Raise `UnknownModelError` if no such adapter is configured. From any thread."""
-        if name not in self._sources:
-            known = ", ".join(sorted(self._sources))
+    @property
+    def waiting_groups(self) -> list[Request]:
+        """Requests that wait for an adapter. From any thread."""
+        return [request for group in tuple(self._held) for request in tuple(group.members)]
+
+    def check_adapter(self, name: str | None) -> None:
+        """Raise `UnknownModelError` for an unknown adapter; `None` is always known. From any thread."""
+        if name is not None and name not in self._sources:
+            known = ", ".join(sorted(self._sources)) or "none"
             raise UnknownModelError(f"there is no adapter {name!r}; this engine has {known}", "model")
 
-    def ensure_loading(self, name: str, in_use: Callable[[], Collection[str]]) -> bool:
-        """Whether the adapter is loaded. If not, begin to load it as soon as there is a slot.
+    def add(self, group: SequenceGroup) -> None:
+        """Pass a group to the scheduler once its adapter is loaded."""
+        if group.adapter is None:
+            self._scheduler.waiting.add(group)
+        else:
+            bisect.insort(self._held, group, key=attrgetter("sort_key"))
 
-        Args:
-            in_use: adapters that must not be evicted.
-        """
+    def advance(self) -> dict[str, FolioError]:
+        """Pass on groups whose adapter is loaded, and begin to load others as slots allow. Return failed requests with
+        their errors; they have left the queue, and the caller ends them."""
+        if not (self._held or self.loading):
+            return {}
+        failures = self._collect()
+        held, self._held = self._held, []
+        failed: dict[str, FolioError] = {}
+        blocked = False
+        for group in held:
+            name = group.adapter
+            assert name is not None
+            if not group.members:  # cancelled
+                continue
+            request_id = group.members[0].request_id
+            if (error := failures.get(name)) is not None:
+                failed[request_id] = error
+                continue
+            try:
+                is_ready = not blocked and self.ensure_loading(name)
+            except BaseException as failure:  # noqa: BLE001 - raised again unless it is the request's
+                failed[request_id] = failure_of(request_id, failure)
+                continue
+            if is_ready:
+                self._scheduler.waiting.add(group)
+            else:
+                self._held.append(group)
+                blocked |= name not in self.loading
+        return failed
+
+    def ensure_loading(self, name: str) -> bool:
+        """Whether the adapter is loaded. If not, begin to load it as soon as there is a slot."""
         if name in self.slots:
             self.slots[name] = self.slots.pop(name)
             return True
         if name not in self.loading:
             if not self._free:
-                self._evict(in_use())
+                self._evict()
             if self._free:
                 self._order(_Action.READ, 0, name)
                 self.loading[name] = self._free.pop()
         return False
 
-    def collect(self) -> dict[str, FolioError]:
+    def _collect(self) -> dict[str, FolioError]:
         """Insert adapters that have been read; return the failed ones with their errors. The next request for a failed
         one tries again."""
         failures: dict[str, FolioError] = {}
@@ -140,7 +196,8 @@ class AdapterStore:
         self.slots.clear()
         self.loading.clear()
 
-    def _evict(self, in_use: Collection[str]) -> None:
+    def _evict(self) -> None:
+        in_use = {request.group.adapter for request in self._scheduler.unfinished()}
         name = next((name for name in self.slots if name not in in_use), None)
         if name is None:
             return
@@ -162,7 +219,7 @@ class RankAdapters:
         reading: adapters that are being read, or have been and are in no slot.
     """
 
-    def __init__(self, sources: Mapping[str, str], layers: LoRALayers) -> None:
+    def __init__(self, sources: Mapping[str, str], layers: LoRALayers | None) -> None:
         self._sources = sources
         self._layers = layers
         self._folders: dict[str, tuple[Path, tuple[int, int]]] = {}
@@ -179,6 +236,7 @@ class RankAdapters:
         return b""
 
     def execute(self, action: _Action, slot: int, name: str = "") -> None:
+        assert self._layers is not None
         match action:
             case _Action.READ:
                 self.reading[name] = self._thread.submit(self.read, name)
@@ -201,6 +259,7 @@ class RankAdapters:
         start = time.monotonic()
         folder = self._find(name)
         layers = self._layers
+        assert layers is not None
         weights = read_weights(
             name,
             folder,

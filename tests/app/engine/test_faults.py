@@ -370,7 +370,7 @@ CASES = [
         "sampling.structure.StructureCompiler", "check_structure matcher", "structured", structure_of_victims, REFUSED
     ),
     *cases("sampling.state.SamplingState", "__init__", "rich", expected=REFUSED),
-    *cases("lora.queue.AdapterQueue", "add", "rich", expected=REFUSED),
+    *cases("lora.store.AdapterStore", "add", "rich", expected=REFUSED),
     *cases("lora.store.AdapterStore", "ensure_loading", "adapter", adapter_of_victims),
     *cases("lora.store.RankAdapters", "read", "adapter", adapter_of_victims),
     *cases("lora.layers.LoRALayers", "insert", "adapter", always),
@@ -468,9 +468,9 @@ def test_a_failing_call_ends_its_request_only(
 ) -> None:
     """Anything but two reasons of a parser failed the step, and with that everybody."""
     unharmed = whole(case.victim) if case.expected == WITHOUT_DRAFTS else {}
-    store = run.engine.adapters._store
-    assert store is not None
-    store._evict([name for name in store.slots if name != "mine"])
+    if "mine" in (slots := run.engine.adapters.slots):
+        slots |= {name: slots.pop(name) for name in list(slots) if name != "mine"}  # used more recently
+        run.engine.adapters._evict()
     injection = Injection(run, case)
     with monkeypatch.context() as patches:
         patch(patches, case.target, injection.note)

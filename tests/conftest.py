@@ -219,6 +219,12 @@ def _kernels_of(item: pytest.Item) -> object:
     return item.location[0], item.originalname if isinstance(item, pytest.Function) else item.name, repr(parameters)
 
 
+def tokens(length: int, seed: int = 0) -> list[int]:
+    """A random prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE - 1, (length,), generator=generator).tolist()
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     """`make_checkpoint(model_type, **config)` → folder of a random-init checkpoint; the same call, the same folder."""

@@ -13,7 +13,7 @@ from app.engine.execution.batch import StepBatch
 from app.engine.request import RequestOptions
 from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError, RequestError
-from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
@@ -53,11 +53,6 @@ def counted(make_checkpoint: MakeCheckpoint) -> Iterator[Counted]:
     yield counted
     counted.engine.check_integrity()
     counted.engine.close()
-
-
-def tokens(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB_SIZE - 1, (length,), generator=generator).tolist()
 
 
 def test_requests_that_come_together_compute_their_prefix_once(counted: Counted) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from app.builtin import BUILTIN_FOLDER
 from app.config.engine import EngineConfig
@@ -32,7 +31,7 @@ from app.engine.startup import (
     warm_up_rounds,
 )
 from app.errors import ConfigError, EngineError, ModelError, UnavailableError
-from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 from vmem import CachedPrefix, IntegrityError
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -44,11 +43,6 @@ def config(make_checkpoint: MakeCheckpoint, model: str = "llama", **settings: An
     return EngineConfig(
         model=str(make_checkpoint(model, **architecture)), **(defaults | {"max_num_batched_tokens": 96} | settings)
     )
-
-
-def tokens(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB_SIZE - 1, (length,), generator=generator).tolist()
 
 
 def run(engine: Engine, prompt: Sequence[int], **options: Any) -> int:

@@ -20,7 +20,7 @@ from app.engine.speculation.draft import DraftProposer
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
 from tests.app.engine.speculation.requests import generate, make_request
-from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint, tokens
 from vmem import MapError
 
 TINY = ARCHITECTURES["llama"][1] | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
@@ -86,11 +86,6 @@ def make_drafting(make_checkpoint: MakeCheckpoint) -> Iterator[MakeDrafting]:
     yield make
     for drafting in made:
         drafting.proposer.close()
-
-
-def tokens(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB_SIZE - 1, (length,), generator=generator).tolist()
 
 
 def go_on(request: Request, guesses: list[int], accepted: int) -> None:

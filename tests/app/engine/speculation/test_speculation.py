@@ -17,7 +17,7 @@ from app.engine.speculation import length
 from app.engine.speculation.draft import DraftProposer
 from app.errors import ConfigError, EngineError
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
-from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 
 TINY = ARCHITECTURES["llama"][1] | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -56,11 +56,6 @@ class Run:
         if close:
             self.engine.close()
         return outputs
-
-
-def tokens(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB_SIZE - 1, (length,), generator=generator).tolist()
 
 
 PROMPTS = [tokens(20), tokens(12, 1) * 4, tokens(90, 2), tokens(3, 3) * 9, tokens(31, 4)]

@@ -149,14 +149,6 @@ class LoRALinear(nn.Module):
 Updates = Mapping[LoRALinear, Update]
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A layer of the checkpoint: some output columns of a linear layer."""
-
-    linear: LoRALinear
-    columns: slice
-
-
 class LoRALayers:
     """The layers of a model that adapters can change, between steps.
 
@@ -173,8 +165,7 @@ class LoRALayers:
         """
         self._plan = plan
         self._step = _Step()
-        self._targets: dict[str, _Target] = {}
-        self._paths: dict[LoRALinear, list[str]] = {}
+        self._targets: dict[LoRALinear, dict[str, slice]] = {}  # path in the checkpoint → its output columns
         self.head: str | None = None
         self._output = model.get_output_embeddings()
         self._wrap(model, "")
@@ -182,14 +173,14 @@ class LoRALayers:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, int]]:
-        return {path: self._whole_shape(path) for path in self._targets}
-
-    def _whole_shape(self, path: str) -> tuple[int, int]:
-        target, cut = self._targets[path], self._cut(path)
-        shape = [target.columns.stop - target.columns.start, target.linear.in_features]
-        if cut is not None and self._plan is not None:
-            shape[cut.dim] = self._plan.spans[path][-1][1]
-        return shape[0], shape[1]
+        shapes = {}
+        for linear, targets in self._targets.items():
+            for path, columns in targets.items():
+                shape = [columns.stop - columns.start, linear.in_features]
+                if (cut := self._cut(path)) is not None and self._plan is not None:
+                    shape[cut.dim] = self._plan.spans[path][-1][1]
+                shapes[path] = shape[0], shape[1]
+        return shapes
 
     def _cut(self, path: str) -> WeightShard | None:
         """This rank's shard of a weight; `None` for the complete weight."""
@@ -217,23 +208,19 @@ class LoRALayers:
             elif not _EXPERT.search(path):
                 linear = LoRALinear(child, shape, self._step, for_samples=child is self._output)
                 setattr(parent, name, linear)
-                self._enter(linear, prefix, getattr(child, "merged", ()) or ((name, shape[0]),))
+                targets, start = self._targets.setdefault(linear, {}), 0
+                for part, rows in getattr(child, "merged", ()) or ((name, shape[0]),):
+                    targets[prefix + part] = slice(start, start + rows)
+                    start += rows
+                assert start == linear.out_features
                 if child is self._output:
                     self.head = path
-
-    def _enter(self, linear: LoRALinear, prefix: str, parts: tuple[tuple[str, int], ...]) -> None:
-        start = 0
-        for name, rows in parts:
-            self._targets[prefix + name] = _Target(linear, slice(start, start + rows))
-            self._paths.setdefault(linear, []).append(prefix + name)
-            start += rows
-        assert start == linear.out_features
 
     @contextmanager
     def observed(self, num_tokens: int, num_samples: int) -> Iterator[None]:
         """Observe a forward: layers that do not run exactly once over all tokens, or all samples, cannot assign rows to
         adapters and are no targets from then on."""
-        seen: dict[LoRALinear, list[int]] = {linear: [] for linear in self._paths}
+        seen: dict[LoRALinear, list[int]] = {linear: [] for linear in self._targets}
 
         def note(linear: LoRALinear, args: tuple[torch.Tensor]) -> None:
             seen[linear].append(args[0].numel() // linear.in_features)
@@ -246,20 +233,19 @@ class LoRALayers:
                 hook.remove()
         for linear, rows in seen.items():
             if rows != [num_samples if linear.for_samples else num_tokens]:
-                for path in self._paths.pop(linear):
-                    del self._targets[path]
+                del self._targets[linear]
 
     def stack(self, weights: Mapping[str, LowRank]) -> Updates:
         """Convert an adapter's weights to updates. From any thread, after the observed forward."""
         updates: dict[LoRALinear, Update] = {}
-        for linear, paths in self._paths.items():
-            changed = {path: self._share(path, weights[path]) for path in paths if path in weights}
+        for linear, targets in self._targets.items():
+            changed = {path: self._share(path, weights[path]) for path in targets if path in weights}
             if not changed:
                 continue
             parts, start = [], 0
             for path, low_rank in changed.items():
                 end = start + len(low_rank.down)
-                parts.append(_Part(low_rank.up.T.contiguous(), slice(start, end), self._targets[path].columns))
+                parts.append(_Part(low_rank.up.T.contiguous(), slice(start, end), targets[path]))
                 start = end
             downs = [low_rank.down for low_rank in changed.values()]
             updates[linear] = Update(torch.cat(downs) if len(downs) > 1 else downs[0], tuple(parts))
@@ -273,7 +259,7 @@ class LoRALayers:
 
     def remove_adapter(self, slot: int) -> None:
         """Empty a slot and free its memory."""
-        for linear in self._paths:
+        for linear in self._targets:
             linear.updates.pop(slot, None)
 
     def set_batch(self, batch: AdapterBatch | None) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -71,15 +71,24 @@ def merge_linears(layers: Mapping[str, nn.Linear]) -> nn.Linear:
 @torch.inference_mode()
 def fuse_modules(model: nn.Module, ops: CpuElementwise) -> int:
     """Fuse norms and MLPs; return the number of replaced modules. Linear layers must not be packed yet."""
+
+    def fuse(module: nn.Module) -> nn.Module | None:
+        fused, size = _fused_norm(module, ops) or _fused_swiglu(module, ops) or (None, 0)
+        return fused if fused is not None and _same_output(module, fused, size) else None
+
+    return _replace(model, fuse)
+
+
+def _replace(parent: nn.Module, fuse: Callable[[nn.Module], nn.Module | None]) -> int:
+    """Replace the modules that `fuse` has a replacement for, the outermost first; return their number."""
     num_fused = 0
-    for name in [name for name, _ in model.named_children()]:  # a list of modules would keep replaced ones alive
-        child = model.get_submodule(name)
-        fused, size = _fused_norm(child, ops) or _fused_swiglu(child, ops) or (None, 0)
-        if fused is not None and _same_output(child, fused, size):
-            setattr(model, name, fused)
-            num_fused += 1
+    for name in [name for name, _ in parent.named_children()]:  # a list of modules would keep replaced ones alive
+        child = parent.get_submodule(name)
+        if (fused := fuse(child)) is None:
+            num_fused += _replace(child, fuse)
         else:
-            num_fused += fuse_modules(child, ops)
+            setattr(parent, name, fused)
+            num_fused += 1
     return num_fused
 
 
@@ -218,22 +227,7 @@ def fuse_attention(model: nn.Module, ops: CpuElementwise) -> int:
     # Some models use one tensor of complex numbers instead of cosines and sines.
     if not isinstance(angles, tuple) or dtype not in TOLERANCE or angles[0].dtype != dtype:
         return 0
-    return _fuse_children(model, ops, angles[0].shape[-1])
-
-
-def _fuse_children(parent: nn.Module, ops: CpuElementwise, rotary_dim: int) -> int:
-    num_fused = 0
-    for name in [name for name, _ in parent.named_children()]:
-        child = parent.get_submodule(name)
-        if not _looks_fusable(child):
-            num_fused += _fuse_children(child, ops, rotary_dim)
-            continue
-        fused = _fused(child, ops, rotary_dim)
-        if fused is not None:
-            fused.take_over()
-            setattr(parent, name, fused)
-            num_fused += 1
-    return num_fused
+    return _replace(model, lambda child: _fused(child, ops, angles[0].shape[-1]) if _looks_fusable(child) else None)
 
 
 def _looks_fusable(module: nn.Module) -> bool:
@@ -261,7 +255,7 @@ def _looks_fusable(module: nn.Module) -> bool:
 
 
 def _fused(original: Any, ops: CpuElementwise, rotary_dim: int) -> FusedAttention | None:
-    """The replacement, if it behaves like the original."""
+    """The replacement with the original's weights, if it behaves like the original."""
     dtype, size = original.q_proj.weight.dtype, original.q_proj.weight.shape[1]
     generator = torch.Generator().manual_seed(0)
     fused: FusedAttention | None = None
@@ -281,6 +275,8 @@ def _fused(original: Any, ops: CpuElementwise, rotary_dim: int) -> FusedAttentio
         if not all(itertools.starmap(_close, pairs)):
             return None
     bind_attention(original, None)
+    if fused is not None:
+        fused.take_over()
     return fused
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,39 +26,20 @@ _LEFT_UNPACKED = {"dt_proj", "wg"}
 _PRIMITIVE_CACHES, _CACHED_PRIMITIVES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), 16
 
 
-class Product(Protocol):
-    """Matrix kernel: `pack` converts a weight `[outputs, inputs]` at load; a call computes `x @ weight.T + bias`."""
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Matrix kernel: `pack` converts a weight `[outputs, inputs]` at load; `multiply(x, packed, bias)` computes
+    `x @ weight.T + bias`."""
 
-    def pack(self, weight: torch.Tensor, /) -> Any: ...
+    pack: Callable[[torch.Tensor], Any]
+    multiply: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
-    def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None, /) -> torch.Tensor: ...
 
-
-class OneDnnProduct:
+def onednn_product() -> Product:
     """torch's oneDNN product; packed weights make it several times faster on few rows, and faster on many."""
-
-    def __init__(self) -> None:
-        for name in _PRIMITIVE_CACHES:  # read when this process makes its first product
-            os.environ.setdefault(name, str(_CACHED_PRIMITIVES))
-
-    def pack(self, weight: torch.Tensor) -> Any:
-        return onednn_pack(weight)
-
-    def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        return onednn_linear(x, packed, bias)
-
-
-class Int8Product:
-    """8-bit weights with one scale for each output; sums are as exact as those of the dtype."""
-
-    def __init__(self, linear: CpuLinear) -> None:
-        self._linear = linear
-
-    def pack(self, weight: torch.Tensor) -> Any:
-        return self._linear.pack(weight, int8=True)
-
-    def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._linear(x, packed, bias)
+    for name in _PRIMITIVE_CACHES:  # read when this process makes its first product
+        os.environ.setdefault(name, str(_CACHED_PRIMITIVES))
+    return Product(onednn_pack, onednn_linear)
 
 
 class PackedLinear(nn.Module):
@@ -77,11 +61,11 @@ class PackedLinear(nn.Module):
         self.merged = merged
         self.out_features, self.in_features = weight.shape
         self._bias = bias
-        self._product = product
+        self._multiply = product.multiply
         self.packed = product.pack(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, self.packed, self._bias)
+        return self._multiply(x, self.packed, self._bias)
 
 
 def choose_product(dtype: torch.dtype, *, int8: bool = False) -> Product | None:
@@ -98,13 +82,13 @@ def choose_product(dtype: torch.dtype, *, int8: bool = False) -> Product | None:
     if int8:
         if reason is not None:
             raise ConfigError(f"quantization is 'int8', which is not possible with {dtype} here: {reason}; use 'none'")
-        return Int8Product(linear)
+        return Product(partial(linear.pack, int8=True), linear)  # a scale for each output; sums exact as the dtype's
     if reason is None and not (dtype == torch.bfloat16 and has_matrix_tiles()):
-        return linear
+        return Product(linear.pack, linear)
     if reason is not None:
         logger.info("Folio's own matrix kernel does not run with %s: %s", dtype, reason)
     if onednn_supports(dtype):
-        return OneDnnProduct()
+        return onednn_product()
     logger.warning(
         "no fast %s matrix kernel for this processor: linear layers stay unpacked, several times slower", dtype
     )

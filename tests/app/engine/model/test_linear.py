@@ -8,18 +8,18 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from app.compat.torch import onednn_supports
+from app.compat.torch import onednn_linear, onednn_supports
 from app.engine.model import linear
-from app.engine.model.linear import Int8Product, OneDnnProduct, PackedLinear, Product, choose_product, pack_linears
+from app.engine.model.linear import PackedLinear, Product, choose_product, onednn_product, pack_linears
 from app.errors import ConfigError
 from kernels import CpuLinear, KernelError
 
 
 def products(dtype: torch.dtype) -> list[Product]:
     own = CpuLinear()
-    there: list[Product] = [] if own.unsupported(dtype) else [own]
+    there: list[Product] = [] if own.unsupported(dtype) else [Product(own.pack, own)]
     if onednn_supports(dtype):
-        there.append(OneDnnProduct())
+        there.append(onednn_product())
     return there or pytest.skip(f"no products of {dtype} here")
 
 
@@ -37,18 +37,18 @@ def test_packed_equals_plain(dtype: torch.dtype, bias: bool) -> None:
 
 _MANY_NUMBERS_OF_ROWS = """
 import psutil, torch
-from app.engine.model.linear import OneDnnProduct
+from app.engine.model.linear import onednn_product
 
 def private_mib():
     memory = psutil.Process().memory_info()
     return (memory.rss - memory.shared) / (1 << 20)
 
-product = OneDnnProduct()
+product = onednn_product()
 weight, x = product.pack(torch.ones(64, 64)), torch.ones(300, 64)
-product(x, weight, None)
+product.multiply(x, weight, None)
 before = private_mib()
 for rows in range(1, 300):
-    product(x[:rows], weight, None)
+    product.multiply(x[:rows], weight, None)
 print(private_mib() - before)
 """
 
@@ -63,7 +63,7 @@ def test_every_linear_of_a_model_is_replaced() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Conv1D(4, 8), nn.ReLU()), nn.Embedding(4, 4))
     x = torch.randn(1, 5, 8)
     expected = model[1][0](model[0](x)).relu()  # type: ignore[index]
-    assert pack_linears(model, OneDnnProduct()) == 2
+    assert pack_linears(model, onednn_product()) == 2
     torch.testing.assert_close(model[1](model[0](x)), expected)
     assert [type(m).__name__ for m in model[1]] == ["PackedLinear", "ReLU"]  # type: ignore[union-attr]
 
@@ -73,14 +73,22 @@ def test_unsupported_dtypes_stay_unpacked_with_a_warning(caplog: pytest.LogCaptu
     assert "stay unpacked" in caplog.text
 
 
+def multiply_of(dtype: torch.dtype) -> object:
+    product = choose_product(dtype)
+    return product and product.multiply
+
+
 def test_matrix_tiles_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     if CpuLinear().unsupported(torch.bfloat16):
         pytest.skip("no products of bfloat16 here")
-    assert isinstance(choose_product(torch.bfloat16), CpuLinear)
+    assert isinstance(multiply_of(torch.bfloat16), CpuLinear)
     monkeypatch.setattr(linear, "has_matrix_tiles", lambda: True)
-    assert isinstance(choose_product(torch.bfloat16), OneDnnProduct)
-    assert isinstance(choose_product(torch.float32), CpuLinear)
-    assert isinstance(choose_product(torch.bfloat16, int8=True), Int8Product)
+    assert multiply_of(torch.bfloat16) is onednn_linear
+    assert isinstance(multiply_of(torch.float32), CpuLinear)
+    int8 = choose_product(torch.bfloat16, int8=True)
+    assert int8 is not None
+    assert isinstance(int8.multiply, CpuLinear)
+    assert int8.pack(torch.randn(16, 32, dtype=torch.bfloat16)).scales is not None
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +98,6 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KernelError("no C++ compiler")
 
     monkeypatch.setattr(linear, "CpuLinear", fail)
-    assert isinstance(choose_product(torch.float32), OneDnnProduct)
+    assert multiply_of(torch.float32) is onednn_linear
     with pytest.raises(ConfigError, match=r"'int8'.*no C\+\+ compiler; use 'none'"):
         choose_product(torch.float32, int8=True)

@@ -114,7 +114,7 @@ class AsyncEngine:
 
     @property
     def start_times(self) -> StartTimes:
-        return self._engine.clock.times
+        return self._engine.start_times
 
     @cached_property
     def prefix_fingerprint(self) -> str:

@@ -28,7 +28,7 @@ from app.engine.lora.store import AdapterStore
 from app.engine.lora.weights import check_sources
 from app.engine.model.kv_plan import build_memory
 from app.engine.preemption import PreemptionCostModel
-from app.engine.report import StartClock
+from app.engine.report import StartTimes, process_age_s
 from app.engine.request import Delta, Request, RequestOptions, check_timeout
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
@@ -79,12 +79,12 @@ class Engine:
     ) -> None:
         self.config = config
         check_sources(config.adapters)
-        self.clock = StartClock()
+        self.start_times = StartTimes(process_s=process_age_s())
         with ExitStack() as undo, kernel_errors_as_config_errors():
             self.executor = Executor(config, launch)
             undo.callback(self.executor.close)
             self.model, ranks = self.executor.model, self.executor.ranks
-            self.clock.lap("model_s")
+            self.start_times.lap("model_s")
             self.speculation = Speculation.load(config, self.model, self.executor.layers)
             share = 1.0
             if self.speculation is not None:
@@ -95,15 +95,15 @@ class Engine:
             except VmemError as error:
                 raise ConfigError(f"these settings do not work here: {error}") from error
             undo.callback(self.memory.close)
-            self.clock.lap("memory_s")
+            self.start_times.lap("memory_s")
             if admit is not None:
                 admit(self.memory)
-                self.clock.lap("budget_s")
+                self.start_times.lap("budget_s")
             self.max_model_len = fit_context(config, self.model, self.memory)
             self_test(self.executor, self.memory.groups, config.kv_view)
             self.executor.bind_memory(self.memory)
             self.executor.enforce_step_timeout()
-            self.clock.lap("self_test_s")
+            self.start_times.lap("self_test_s")
             self.recovery = PreemptionCostModel(config.max_num_batched_tokens)
             if self.speculation is not None:
                 self.speculation.open(self.max_model_len, lambda: self.recovery.step_times)
@@ -144,7 +144,7 @@ class Engine:
             undo.callback(self.cancel_all)
             self.recovery.try_swaps(self.memory, config.kv_view, self.model.module.device)
             self._pin_configured()
-            self.clock.lap("pins_s")
+            self.start_times.lap("pins_s")
             self._undo = undo.pop_all()
 
     @property

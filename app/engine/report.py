@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,9 +85,9 @@ class ReplicaReport:
     missed_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StartTimes:
-    """Seconds of each phase of a start, in order.
+    """Seconds of each phase of a start, in order; `lap` ends a phase.
 
     Attributes:
         model_s: loading the checkpoint, packing it for the kernels, starting the other ranks.
@@ -108,6 +108,13 @@ class StartTimes:
     warm_up_s: float = 0.0
     prefixes_s: float = 0.0
     process_s: float = 0.0
+    _lap_began: float = field(default_factory=time.perf_counter, repr=False, compare=False)
+
+    def lap(self, phase: str) -> None:
+        """End a phase, a field, now."""
+        now = time.perf_counter()
+        setattr(self, phase, getattr(self, phase) + now - self._lap_began)
+        self._lap_began = now
 
     @property
     def ready_s(self) -> float:
@@ -116,31 +123,13 @@ class StartTimes:
 
     def phases(self) -> dict[str, float]:
         """Name of each phase → its seconds."""
-        return {field.name.removesuffix("_s"): getattr(self, field.name) for field in fields(self)}
+        return {f.name.removesuffix("_s"): getattr(self, f.name) for f in fields(self) if f.name.endswith("_s")}
 
     def __str__(self) -> str:
         parts = [
             f"{name.replace('_', ' ')} {seconds:.2f}" for name, seconds in self.phases().items() if seconds >= 0.005
         ]
         return f"{self.ready_s:.2f} s ({', '.join(parts)})"
-
-
-class StartClock:
-    """Stopwatch of the phases of a start."""
-
-    def __init__(self) -> None:
-        self._seconds = {"process_s": process_age_s()}
-        self._at = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """End a phase of `StartTimes` now."""
-        now = time.perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._at
-        self._at = now
-
-    @property
-    def times(self) -> StartTimes:
-        return StartTimes(**self._seconds)
 
 
 def process_age_s() -> float:

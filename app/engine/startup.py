@@ -77,7 +77,7 @@ def get_ready(engine: Engine, prefixes_of_others: PeerPrefixes | None) -> None:
         reports = prefixes_of_others(prefix_fingerprint(config, engine.model))
         if any(reports):
             logger.info("%s", warm_prefixes(engine, reports, config.restore_prefixes_s))
-        engine.clock.lap("prefixes_s")
+        engine.start_times.lap("prefixes_s")
 
 
 def warm_up(engine: Engine) -> None:
@@ -105,7 +105,7 @@ def warm_up(engine: Engine) -> None:
                 break
     engine.memory.prefixes.evict_prefixes(_WARM_UP_KEYS)
     engine.reset_counts()
-    engine.clock.lap("warm_up_s")
+    engine.start_times.lap("warm_up_s")
 
 
 def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:

@@ -19,7 +19,7 @@ from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from app.engine.engine import Engine
 from app.engine.model.loader import load_model
-from app.engine.report import StartClock, StartTimes, process_age_s
+from app.engine.report import StartTimes, process_age_s
 from app.engine.startup import (
     SAMPLED,
     STRUCTURED,
@@ -100,10 +100,9 @@ def test_another_models_tokenizer_is_refused(damaged: Path) -> None:
 
 
 def test_phases_add_up() -> None:
-    clock = StartClock()
-    clock.lap("model_s")
-    clock.lap("memory_s")
-    times = clock.times
+    times = StartTimes(process_s=process_age_s())
+    times.lap("model_s")
+    times.lap("memory_s")
     assert times.ready_s == pytest.approx(times.model_s + times.memory_s)
     assert 0 < times.process_s <= process_age_s()
     assert times.process_s not in (0.0, times.ready_s)
@@ -172,7 +171,7 @@ def test_a_warm_engine_is_as_good_as_new(model: str, make_checkpoint: MakeCheckp
     assert load.step.token_s > 0 or load.step.fixed_s > 0
     assert cold.load.report().step == type(load.step)()
     assert warm.decoder.ended.get("warm-up 0", 0) is None
-    assert warm.clock.times.warm_up_s > 0
+    assert warm.start_times.warm_up_s > 0
     outputs = []
     for engine in (cold, warm):
         engine.submit("r", tokens(150), GREEDY)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from app.config.engine import EngineConfig, PolicyName
-from app.config.http import HttpSettings
+from app.config.http import HttpSettings, Settings
 from app.errors import ConfigError
 
 
-class RoutingArgs(BaseModel):
+class RoutingArgs(Settings):
     """`args.routing` of the YAML.
 
     Attributes:
@@ -24,15 +24,13 @@ class RoutingArgs(BaseModel):
             autoscaling goes to zero replicas, longer than a replica takes to start.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     policy: PolicyName = "prefix_aware"
     report_period_s: PositiveFloat = 0.5
     stale_after_s: PositiveFloat = 5.0
     wait_for_replica_s: PositiveFloat = 10.0
 
 
-class StreamingArgs(BaseModel):
+class StreamingArgs(Settings):
     """`args.streaming` of the YAML: pace of streams (`StreamPace`).
 
     Attributes:
@@ -41,14 +39,12 @@ class StreamingArgs(BaseModel):
         min_interval_s, max_interval_s: between two items of one stream.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     items_per_s: PositiveFloat | None = None
     min_interval_s: NonNegativeFloat = 0.02
     max_interval_s: NonNegativeFloat = 0.25
 
 
-class AppArgs(BaseModel):
+class AppArgs(Settings):
     """`args` of the YAML.
 
     Attributes:
@@ -60,8 +56,6 @@ class AppArgs(BaseModel):
     Raises:
         ConfigError: settings contradict each other; a line for each, beginning with the key.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     engine: EngineConfig
     model_name: str | None = None
@@ -82,12 +76,8 @@ class AppArgs(BaseModel):
 
     def _problems(self) -> Iterator[tuple[bool, str]]:
         """(whether the problem exists, the problem)."""
-        engine, routing, streaming, shared_bytes = (
-            self.engine,
-            self.routing,
-            self.streaming,
-            self.shared_kv_memory_bytes,
-        )
+        engine, routing, streaming = self.engine, self.routing, self.streaming
+        shared_bytes = self.shared_kv_memory_bytes
         is_shared = shared_bytes is not None
         yield (
             self.served_name in engine.adapters,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from app.errors import ConfigError
 
@@ -18,19 +18,6 @@ Speculation = Literal["off", "ngram", "draft"]
 Quantization = Literal["none", "int8"]
 LoadFormat = Literal["auto", "dummy"]
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": DTYPES,
-    "device": DEVICES,
-    "kv_layout": get_args(LayoutKind),
-    "kv_view": get_args(ViewPolicy),
-    "preemption": get_args(PreemptionPolicy),
-    "speculation": get_args(Speculation),
-    "quantization": get_args(Quantization),
-    "load_format": get_args(LoadFormat),
-}
 _AT_LEAST_1 = (
     "max_model_len",
     "max_num_seqs",
@@ -200,3 +187,10 @@ class EngineConfig:
             bool(both),
             f"pinned_prompts and pinned_system_prompts both have {', '.join(sorted(both))}; rename one of them",
         )
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "device": ("auto", "cpu", "cuda"),
+    **{name: get_args(kind) for name, kind in get_type_hints(EngineConfig).items() if get_origin(kind) is Literal},
+}

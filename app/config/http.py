@@ -7,11 +7,13 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 
-class _Settings(BaseModel):
+class Settings(BaseModel):
+    """Base of settings: unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class RateLimits(_Settings):
+class RateLimits(Settings):
     """Limits of one caller over all ingress replicas (`app.edge.limits`); `None`: no limit.
 
     Attributes:
@@ -25,7 +27,7 @@ class RateLimits(_Settings):
     concurrent_requests: PositiveInt | None = None
 
 
-class KeySource(_Settings):
+class KeySource(Settings):
     """Source of API keys on the ingress's node: a file, read again when it changes, or an environment variable."""
 
     file: Path | None = None
@@ -38,7 +40,7 @@ class KeySource(_Settings):
         return self
 
 
-class HttpSettings(_Settings):
+class HttpSettings(Settings):
     """Protection of the HTTP interface. Limits of callers hold over all ingress replicas, others for each of them.
 
     Attributes:
@@ -84,7 +86,7 @@ class HttpSettings(_Settings):
         return self
 
 
-class KeyEntry(_Settings):
+class KeyEntry(Settings):
     """One API key in a file.
 
     Attributes:
@@ -114,7 +116,7 @@ class KeyEntry(_Settings):
         return self
 
 
-class KeyFile(_Settings):
+class KeyFile(Settings):
     """A YAML or JSON file of API keys."""
 
     keys: tuple[KeyEntry, ...] = Field(min_length=1)

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.edge.request_body import path_of
 from app.errors import OverloadedError, UnavailableError
 from app.fleet.overload import LoadShedder
 from app.http_errors import HttpRefusal, whole_seconds
@@ -124,10 +125,7 @@ def overloaded_error(retry_after_s: float) -> OverloadedError:
 
 
 def _is_sheddable(scope: Scope) -> bool:
-    path: str = scope["path"]
-    if path.removeprefix(scope.get("root_path", "")) not in _PATHS:
-        return False
-    return all(name != b"origin" for name, _ in scope["headers"])
+    return path_of(scope) in _PATHS and all(name != b"origin" for name, _ in scope["headers"])
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from app.config.http import HttpSettings, RateLimits
 from app.edge.keys import KeyRing
 from app.edge.limits import IngressLimits
 from app.edge.quota import AddressQuotas, Quota
-from app.edge.request_body import Head, check_size, read_body, read_head, replay
+from app.edge.request_body import Head, check_size, path_of, read_body, read_head, replay
 from app.edge.request_log import log_request
 from app.errors import ForbiddenError, RateLimitError
 from app.http_errors import HttpRefusal, error_response
@@ -74,7 +74,7 @@ class Guard:
         token = CURRENT.set(context)
         try:
             check_size(scope, head, self._settings)
-            if _path_of(scope) not in self._settings.open_paths:
+            if path_of(scope) not in self._settings.open_paths:
                 await self._admit(scope, head, context)
                 self._num_running += 1
                 is_running = True
@@ -121,7 +121,7 @@ class Guard:
             _begin(context, self._address_quota(scope))  # guesses of keys count towards the address's limits
             raise HttpRefusal.no_key(presented=head.key is not None)
         context.key = key.entry
-        path = _path_of(scope)
+        path = path_of(scope)
         if not key.entry.operator and any(
             path == own or path.startswith(own + "/") for own in self._settings.operator_paths
         ):
@@ -180,12 +180,6 @@ class _Reply:
         self._context.error_code = refusal.answer.error.code
         for message in refusal.messages():
             await self(message)
-
-
-def _path_of(scope: Scope) -> str:
-    """The path within the application, which may be mounted below another path."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 def protect(

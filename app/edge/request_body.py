@@ -62,6 +62,12 @@ def read_head(scope: Scope) -> Head:
     )
 
 
+def path_of(scope: Scope) -> str:
+    """The path within the application, which may be mounted below another path."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def check_size(scope: Scope, head: Head, settings: HttpSettings) -> None:
     """Raise `HttpRefusal` if URL, headers or announced body are too large."""
     num_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])

@@ -31,15 +31,19 @@ async def test_prefixes_are_pinned_for_the_keys_tenant(
     path.write_text(json.dumps({"keys": [key | {"operator": True} for key in keys]}))
     asked: list[tuple[Any, ...]] = []
 
-    async def ask_all(method: str, *args: Any) -> list[None]:
-        asked.append((method, *args))
+    async def results() -> list[None]:
         return [None]
+
+    def broadcast(method: str, *args: Any) -> SimpleNamespace:
+        asked.append((method, *args))
+        return SimpleNamespace(results_async=results)
 
     async def pins() -> PinList:
         return PinList(data=[PinCard(id="rules", num_tokens=16, num_bytes=1, num_replicas=1)])
 
-    ingress = ingress_with(Engines())
-    ingress._replicas = SimpleNamespace(call_all=ask_all)
+    engines: Any = Engines()
+    engines.broadcast = broadcast
+    ingress = ingress_with(engines)
     ingress.pins = pins
     api = guarded_api(ingress, HttpSettings.model_validate({"api_keys": {"file": str(path)}}))
     body = json.dumps({"name": "rules", "prompt": "Be brief. " * 9} | ({} if tenant is None else {"tenant": tenant}))

@@ -210,9 +210,7 @@ class Mapper:
             return
         self._policy.clear_step_demand()
         self._note_failure(failure, gives_back=work.gives_back)
-        rested_at = time.monotonic() + _REST_AFTER_FAILURE_S
-        while not self._stopping and (left := rested_at - time.monotonic()) > 0:
-            self._lock.wait(left)
+        self._lock.wait_for(lambda: self._stopping, _REST_AFTER_FAILURE_S)
 
     def _note_failure(self, failure: VmemError, *, gives_back: bool) -> None:
         if isinstance(failure, OutOfPages):  # the device has other users; the step that needs the pages raises it

@@ -131,6 +131,8 @@ class MemoryMachine(RuleBasedStateMachine):
         finally:
             Mapper.start = start  # type: ignore[method-assign]
         self.num_pages = num_pages
+        report = self.memory.report()  # calls at the start are not all counted
+        self.num_uncounted = self.backend.num_mappings - (report.map_calls - report.unmap_calls)
         self.written: dict[SequenceMemory, Tokens] = {}
         self.swapped: list[tuple[SwappedGroup, list[Tokens]]] = []
         self.next_token = 10_000
@@ -327,6 +329,10 @@ class MemoryMachine(RuleBasedStateMachine):
         assert report.eager_bytes <= report.parked_bytes
         if not self.threaded:  # else the mapper may change mappings meanwhile
             assert report.mapped_bytes == self.backend.num_mappings * PAGE_BYTES
+            num_mapped = report.map_calls - report.unmap_calls
+            assert num_mapped + self.num_uncounted == self.backend.num_mappings
+            assert report.physical_bytes == (report.create_calls - report.destroy_calls) * PAGE_BYTES
+            assert report.alias_calls <= report.map_calls
         assert report.physical_bytes <= self.num_pages * PAGE_BYTES
         assert report.pinned_bytes <= report.active_bytes
         assert report.swapped_bytes <= report.swap_budget_bytes

@@ -87,6 +87,9 @@ def test_long_chains_that_do_not_fit_are_walked_once() -> None:
     nodes.note((0, 100))
     assert nodes.best(120, units_of, lambda _: True) == [((0, 100), 2)]
     assert visited < 20 * 1100 + 2 * 2000
+    nodes.note((0, 101))
+    assert nodes.best(120, units_of, lambda _: True) == [((0, 101), 1)], "the other one is its beginning"
+    nodes.forget((0, 101))
     assert nodes.best(1100, units_of, lambda _: True) == [((0, 100), 2), ((19, 1000), 1)]
 
 

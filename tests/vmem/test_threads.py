@@ -15,6 +15,7 @@ from tests.vmem.small_memory import (
     MAX_TOKENS,
     PAGE_BYTES,
     FlakyCuda,
+    FlakyHost,
     FlakyStandIn,
     Tokens,
     make_memory,
@@ -91,6 +92,27 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str, device: type[F
     assert backend.fake.leftovers == (0, 0, 0, 0, 0)
     assert not backend.fake.violations
     assert _is_enough(engine, report), (engine.num_steps, report)
+
+
+def test_closing_waits_for_the_work_in_hand() -> None:
+    begun, ended = threading.Event(), []
+
+    class Slow(FlakyHost):
+        def destroy(self, handle: int) -> None:
+            if threading.current_thread().name == "folio-mapper":
+                begun.set()
+                time.sleep(0.1)  # closing would take less
+            super().destroy(handle)
+            ended.append(threading.current_thread().name)
+
+    memory, _ = make_memory(Slow, idle_release_s=0.0)
+    sequence = memory.create_sequence("region")
+    memory.append(sequence, 64)
+    memory.ensure([StepDemand(sequence, 0, 64)])
+    memory.free(sequence)
+    assert begun.wait(NO_PROGRESS_S)
+    memory.close()
+    assert ended[0] == "folio-mapper"
 
 
 def _is_enough(engine: _Engine, report: MemoryReport) -> bool:

@@ -231,8 +231,6 @@ class CudaBackend(AccountedBackend):
         self._check_closed()
         for event in (*self._spare_events, *(event for _, event in self._events)):
             self._call("cuEventDestroy", event)
-        self._spare_events.clear()
-        self._events.clear()
         self._call("cuDevicePrimaryCtxRelease", self._device)
         self._context = None
 

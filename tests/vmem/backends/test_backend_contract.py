@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stan
 from tests.vmem.direct_peers import DirectPeers
 from vmem import AddressRange, Backend, CudaBackend, HostBackend, IntegrityError, MapError, MirroredBackend, OutOfPages
 from vmem.backends.cuda import CPU
+from vmem.tensor_parallel.orders import Answers, unpack
 
 NUM_PAGES = 8
 
@@ -137,6 +139,34 @@ def test_fences_pass(case: tuple[Backend, int]) -> None:
     third = backend.fence()
     backend.wait(third)
     assert backend.completed(third)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_peers_unmap_after_the_orders_before_the_passed_fence(waits: bool) -> None:
+    class Peers(DirectPeers):
+        requests: ClassVar[list[bytes]] = []
+        num_ordered = 0  # type: ignore[assignment]
+
+        def call_request(self, request: bytes) -> Answers:
+            self.requests.append(request)
+            return super().call_request(request)
+
+    size = 16384
+    peers = Peers(HostBackend)
+    backend = MirroredBackend(HostBackend(size), peers, capacity_bytes=size)
+    reserved, handle = backend.reserve(size), backend.create(size)
+    backend.map(reserved.address, [handle])
+    for _ in range(5):
+        peers.memories[0].done()
+    peers.num_ordered = 5
+    fence = backend.fence()
+    peers.num_ordered = 6  # the peers may unmap before they carry it out
+    if waits:
+        backend.wait(fence)
+    else:
+        assert backend.completed(fence)
+    backend.unmap(reserved)
+    assert unpack(peers.requests[-1][1:])[-1] == 5
 
 
 def test_rules_are_enforced(case: tuple[Backend, int]) -> None:

@@ -12,14 +12,7 @@ from vmem.errors import IntegrityError
 class BlockPool:
     """States and reference counts of the blocks with these ids (PagedAttention §4.3).
 
-    unbacked            ──attach──>    free             ──detach──>  unbacked
-    free, free-mapped   ──allocate──>  owned
-    owned               ──free──>      free             no region maps the block
-                                       free-mapped      a region still maps it (deferred reclamation)
-                                       cached           the prefix cache has indexed it
-    free-mapped         ──unmap──>     free             the last region mapping is gone
-    cached              ──hit──>       owned
-    cached              ──evict──>     free, free-mapped
+    The states and their changes are drawn in docs/internals/memory.md, "The life of a page".
 
     Low ids are allocated first: neighbours are mapped by one call and merge into one mapping. A block that is being
     attached, detached or mapped ahead is *moving*, and neither free nor owned. Only called with the memory's lock held.

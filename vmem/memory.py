@@ -1,13 +1,7 @@
 """KV memory of one engine: sequences own blocks, blocks have pages, pages are mapped where kernels read them.
 
-Two address ranges show the same pages:
-
-    home      | anchor  | block 1 | block 2 | block 3 | …      block b is always at b · page_bytes
-    regions   | anchor | 2 | 1 |   hole    | 3 |   hole  | …   each maps one sequence's blocks in order
-
-A paged kernel reads home through the block table; any contiguous kernel reads the sequence's region. A block with pages
-is always mapped at home, so that a sequence can change from its region to its block table at any time. The content of
-freed blocks stays in the prefix cache until their pages are needed.
+docs/internals/memory.md draws the two address ranges and the life of a page. A block with pages is always mapped at
+home, so that a sequence can change from its region to its block table at any time.
 """
 
 from __future__ import annotations

@@ -33,11 +33,7 @@ class _Pending:
 
 @dataclass(eq=False)
 class PrefixCache:
-    """The prefix cache of one memory.
-
-    A unit is *announced* when its sequence is admitted, *pending* while the step that computes it runs, and then
-    cached. A step writes keys and values before it reads any, layer by layer, so a sequence may share pending units; if
-    that step fails, the sequence must start again.
+    """The prefix cache of one memory. Announced, pending and cached units: docs/internals/memory.md.
 
     Args:
         enabled: without it nothing is found and nothing is kept.

@@ -33,8 +33,11 @@ class Gathered:
     lse: torch.Tensor | None
 
 
-class GatherProvider(AttentionProvider):
-    """Write by index, and attend sequence by sequence; a subclass attends for one."""
+class ReferenceProvider(AttentionProvider):
+    """The definition of correct: sequence by sequence, every step written out, computed in float32, or in float64 when
+    given float64."""
+
+    name = "reference"
 
     def unsupported(self, call: AttentionCall) -> str | None:
         if not call.query.dtype.is_floating_point or call.query.dtype.itemsize < 2:
@@ -74,15 +77,6 @@ class GatherProvider(AttentionProvider):
 
     def attend_one(self, sequence: Gathered, masking: Masking) -> torch.Tensor:
         """Attention of one sequence, `[num_queries, num_q_heads, value_dim]`."""
-        raise NotImplementedError
-
-
-class ReferenceProvider(GatherProvider):
-    """The definition of correct: every step written out, computed in float32, or in float64 when given float64."""
-
-    name = "reference"
-
-    def attend_one(self, sequence: Gathered, masking: Masking) -> torch.Tensor:
         query, mask = sequence.query, sequence.mask
         compute = torch.promote_types(query.dtype, torch.float32)
         group_size = query.shape[1] // sequence.key.shape[1]

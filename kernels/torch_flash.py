@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.nn.attention import varlen as torch_varlen
 
 from kernels.provider import AttentionCall, KernelError, Masking, VarlenBatch
-from kernels.reference import GatherProvider, ReferenceProvider
+from kernels.reference import ReferenceProvider
 
 MAX_SPLITS = 128
 BLOCK_MULTIPLE = 256
@@ -39,7 +39,7 @@ _OPERATOR_NEEDS = frozenset({"scale", "window_size_left", "window_size_right", "
 _CONFIRMED = 2e-2  # largest difference of float16 results and logarithms, of order 1, from the reference's
 
 
-class TorchFlashProvider(GatherProvider):
+class TorchFlashProvider(ReferenceProvider):
     """torch's flash attention: `varlen_attn` if it reads caches (from torch 2.12), else the operator beneath it.
 
     The choice is made by signature and schema. torch 2.11's operator takes lengths, windows and the scale, but no block

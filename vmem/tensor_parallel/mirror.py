@@ -237,11 +237,11 @@ class MirroredContents:
     def __init__(self, local: BlockContents, tensors: CacheTensors, backend: MirroredBackend) -> None:
         self._local = local
         self._peers, self._number = backend.peers, backend.number
-        homes, regions = (
+        indices = [
             [[backend.index_of(reserved) for reserved in ranges] for ranges in kind]
             for kind in (tensors.homes, tensors.regions)
-        )
-        shape = (tensors.groups, homes, regions, tensors.region_tokens)
+        ]
+        shape = (tensors.groups, indices, tensors.region_tokens)
         self._peers.post_order(message(self._number, MemoryOrder.TENSORS) + pickle.dumps(shape))
 
     def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from vmem.backends.base import AddressRange, Backend
 from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
-from vmem.group import LayerGroup
 from vmem.tensor_parallel.orders import MemoryOrder, MemoryRequest, ReplyStatus, pack, unpack
 from vmem.tensors import BlockContents, CacheTensors
 
@@ -109,7 +108,9 @@ class PeerMemory:
         memory, order = self._memories[message[0]], message[1:]
         kind = MemoryOrder(order[0])
         if kind is MemoryOrder.TENSORS:
-            memory.tensors = memory.make_tensors(*pickle.loads(order[1:]))
+            groups, indices, region_tokens = pickle.loads(order[1:])
+            homes, regions = ([[memory.ranges[i] for i in of_group] for of_group in kind] for kind in indices)
+            memory.tensors = CacheTensors(memory.backend, groups, homes, regions, region_tokens)
             memory.contents = self._make_contents(memory.tensors)
             return pack(ReplyStatus.DONE)
         first, *numbers = unpack(order)
@@ -157,19 +158,6 @@ class _Memory:
         self.ranges: dict[int, AddressRange] = {}
         self.fence = backend.fence()
         self._handles: dict[int, int] = {}  # rank 0's handle → this rank's
-
-    def make_tensors(
-        self,
-        groups: Sequence[LayerGroup],
-        homes: Sequence[Sequence[int]],
-        regions: Sequence[Sequence[int]],
-        region_tokens: Sequence[int],
-    ) -> CacheTensors:
-        """Create `CacheTensors` over the ranges with these indices."""
-        home_ranges, region_ranges = (
-            [[self.ranges[i] for i in indices] for indices in kind] for kind in (homes, regions)
-        )
-        return CacheTensors(self.backend, groups, home_ranges, region_ranges, region_tokens)
 
     def map(self, address: int, page_bytes: int, handles: Sequence[int]) -> None:
         """Map pages, creating new ones first."""

@@ -223,7 +223,8 @@ class MappingPolicy:
             return None
         spare = self._num_takable_pages - self.options.reclaim_threshold * self._pages.budget
         for group, demand in zip(self._groups, self.demand, strict=True):
-            depth = min(self._eager_depth(demand), group.region_blocks)
+            recent = self.now - demand.last_at < self.options.idle_release_s
+            depth = min(demand.depth, group.region_blocks) if recent else 0
             ready = sum(self._is_ready(group, region, depth) for region in group.parked)
             if not depth or ready >= demand.num_regions:
                 continue
@@ -356,9 +357,6 @@ class MappingPolicy:
             for i, region in enumerate(group.parked)
         ]
         return tails + [(r, r.touched) for r in group.held if len(r.mapped_blocks) > max(r.used, r.wanted)]
-
-    def _eager_depth(self, demand: PromptDemand) -> int:
-        return demand.depth if self.now - demand.last_at < self.options.idle_release_s else 0
 
     def _may_change(self, region: Region) -> bool:
         if region.busy:

@@ -277,7 +277,7 @@ class KVMemory:
                 self._release(sequence)
                 sequence.num_tokens, sequence.prefix.chain = 0, None
                 raise
-            self.prefixes.count_hit(match, len(token_ids))
+            self.tree.count_hit(match, len(token_ids))
             return match.num_tokens
 
     def pin(self, name: str, sequence: SequenceMemory, num_tokens: int) -> None:

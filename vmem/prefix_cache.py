@@ -250,11 +250,6 @@ class PrefixCache:
         sequence.num_tokens = match.num_tokens
         self._tree.start_cursor(sequence.prefix, match.nodes)
 
-    def count_hit(self, match: PrefixMatch, num_queried: int) -> None:
-        self._counts.queried_tokens += num_queried
-        self._counts.hit_tokens += match.num_tokens
-        self._tree.note_hit(match)
-
     def fork_prefix(self, parent: SequenceMemory, child: SequenceMemory, chain: TokenChain | None) -> None:
         """Start the child's cursor in the units that it shares with its parent."""
         child.prefix.chain = chain

@@ -237,8 +237,10 @@ class PrefixTree:
                 best, most = child, common
         return best, most // 4
 
-    def note_hit(self, match: PrefixMatch) -> None:
-        """Count a hit of the match."""
+    def count_hit(self, match: PrefixMatch, num_queried: int) -> None:
+        """Count the match of a new sequence of `num_queried` tokens."""
+        self._counts.queried_tokens += num_queried
+        self._counts.hit_tokens += match.num_tokens
         if match.nodes:
             self._hot.note(match.nodes[-1])
 

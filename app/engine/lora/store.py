@@ -27,7 +27,6 @@ from app.errors import EngineError, FolioError, ModelError, UnknownModelError
 
 logger = logging.getLogger(__name__)
 
-
 _HEADER = struct.Struct("<BI")  # action, slot; the adapter's name follows
 
 

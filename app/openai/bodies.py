@@ -53,9 +53,9 @@ def _in_path(name: str) -> str:
 
 PinName = Annotated[Name, AfterValidator(_in_path)]
 Prompt = Annotated[
-    Annotated[str, Tag("text")]
+    Annotated[Text, Tag("text")]
     | Annotated[TokenIds, Tag("tokens")]
-    | Annotated[ListOf[str], at_most(MAX_PROMPTS, "prompts"), Tag("texts")]
+    | Annotated[ListOf[Text], at_most(MAX_PROMPTS, "prompts"), Tag("texts")]
     | Annotated[ListOf[TokenIds], at_most(MAX_PROMPTS, "prompts"), Tag("batch")],
     Discriminator(_kind_of),
 ]
@@ -107,16 +107,11 @@ class CompletionRequest(GenerationBody):
             return [self.prompt]
         return self.prompt
 
-    @property
-    def only_echoes(self) -> bool:
-        """Whether only the prompt is returned. The engine still generates one token, which is not shown."""
-        return bool(self.echo) and self.max_tokens == 0
-
     def sampling_params(self) -> SamplingParams:
         """Raises `RequestError`, see `params`."""
         of_prompt = self.prompt_logprobs, self.logprobs if self.echo else None
         return self.params(
-            1 if self.only_echoes else self.max_tokens,
+            1 if self.echo and self.max_tokens == 0 else self.max_tokens,  # one that is not shown
             logprobs=self.logprobs,
             prompt_logprobs=max((number for number in of_prompt if number is not None), default=None),
         )
@@ -144,11 +139,11 @@ class ForkRequest(SamplingBody):
 
 class TextPart(StrictBody):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 Content = Annotated[
-    Annotated[str, Tag("text")]
+    Annotated[Text, Tag("text")]
     | Annotated[ListOf[Annotated[TextPart, only_text]], at_most(MAX_PARTS, "parts"), Tag("parts")],
     text_or("parts"),
 ]
@@ -275,7 +270,7 @@ class PinRequest(StrictBody):
 
     name: Annotated[PinName, Field(examples=["rules"])]
     """Pinning the same prefix again has no effect; another prefix under this name is an error."""
-    prompt: str | TokenIds | None = None
+    prompt: Text | TokenIds | None = None
     """Text or token ids that prompts begin with. At least one block of tokens."""
     messages: Messages | None = None
     """Messages that conversations begin with."""

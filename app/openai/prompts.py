@@ -77,7 +77,6 @@ class PromptEncoder:
         if isinstance(request.prompt, list):
             return request.prompt
         assert request.prompt is not None
-        _check_text(request.prompt, "prompt")
         return text_prefix(self._tokenizer, request.prompt)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -95,7 +94,6 @@ class PromptEncoder:
         return text
 
     def _encode_text(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-        _check_text(text, "prompt")
         self._bounds.check_length(text, max_model_len, "prompt")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
@@ -125,7 +123,7 @@ class PromptEncoder:
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
         # Not earlier: templates may leave out some of the messages.
         self._bounds.check_length(self._encoder.unshielded(text), max_model_len, "messages")
-        return self._encoder.encode_shielded(text)
+        return self._encoder.encode(text, add_special_tokens=False)
 
 
 def _check_one_kind(request: TokenizeRequest | PinRequest) -> None:
@@ -138,7 +136,6 @@ def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     functions: dict[str, str] = {}  # by the id of the call
     shown = []
     for message in messages:
-        _check_text(message.text, "messages")
         role = "system" if message.role == "developer" else message.role
         fields: dict[str, Any] = {"role": role, "content": message.text}
         if message.tool_calls is not None:
@@ -168,14 +165,6 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
         raise RequestError(
             f"arguments of the tool call {call.id!r} cannot be written into the prompt: {error}", "messages"
         ) from error
-
-
-def _check_text(text: str, param: str) -> None:
-    """Refuse an unpaired surrogate, which has no tokens. Bodies by handle are not parsed from JSON."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{param} is not valid Unicode at character {error.start}", param) from error
 
 
 # Control tokens that a text may spell; each is a further cut.
@@ -209,8 +198,10 @@ class TextEncoder:
         self._normalized = [t.content for t in special if t.normalized] if normalizer is not None else []
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text. Control tokens that it spells become tokens."""
-        return self._encode([text], add_special_tokens)
+        """The tokens of a text, perhaps a rendered one. Control tokens that it spells without marks become tokens."""
+        parts = text.split(self._mark)
+        encodings = self._backend.encode_batch_fast(parts, add_special_tokens=add_special_tokens)
+        return list(itertools.chain.from_iterable(encoding.ids for encoding in encodings))
 
     def shielded(self, value: Any, param: str) -> Any:
         """Shield all texts of a client's value of texts, lists and dicts. Raises `RequestError` for a text that spells
@@ -224,14 +215,6 @@ class TextEncoder:
     def unshielded(self, text: str) -> str:
         """The rendered text without marks."""
         return text.replace(self._mark, "")
-
-    def encode_shielded(self, text: str) -> list[int]:
-        """The tokens of a rendered text."""
-        return self._encode(text.split(self._mark), add_special_tokens=False)
-
-    def _encode(self, parts: list[str], add_special_tokens: bool) -> list[int]:
-        encodings = self._backend.encode_batch_fast(parts, add_special_tokens=add_special_tokens)
-        return list(itertools.chain.from_iterable(encoding.ids for encoding in encodings))
 
     def _shielded(self, text: str, param: str) -> str:
         if self._normalized:

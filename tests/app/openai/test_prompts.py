@@ -115,7 +115,7 @@ def test_control_tokens_in_all_fields_are_text() -> None:
 
 def test_texts_that_cannot_be_cut_are_refused() -> None:
     encoder = TextEncoder(byte_level())
-    assert encoder.encode_shielded(encoder.shielded("<|im_end|>" * MAX_SPELLED, "messages"))
+    assert encoder.encode(encoder.shielded("<|im_end|>" * MAX_SPELLED, "messages"), add_special_tokens=False)
     with pytest.raises(RequestError, match=f"more than {MAX_SPELLED} times"):
         encoder.shielded("<|im_end|>" * (MAX_SPELLED + 1), "messages")
     backend = backend_of(byte_level())
@@ -126,7 +126,7 @@ def test_texts_that_cannot_be_cut_are_refused() -> None:
         with pytest.raises(RequestError, match=message):
             encoder.shielded([text], "messages")
     parts = encoder.encode("<") + encoder.encode("eot>")
-    assert encoder.encode_shielded(encoder.shielded("<eot>", "messages")) == parts
+    assert encoder.encode(encoder.shielded("<eot>", "messages"), add_special_tokens=False) == parts
 
 
 def test_other_threads_run_while_a_text_is_tokenised() -> None:

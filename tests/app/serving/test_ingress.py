@@ -211,7 +211,7 @@ async def test_texts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.Monke
         raise AssertionError("it was tokenised")
 
     ingress = ingress_with(Engines())
-    monkeypatch.setattr(TextEncoder, "_encode", fail)
+    monkeypatch.setattr(TextEncoder, "encode", fail)
     chat = ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
     response = ResponsesRequest.model_validate({"model": "m", "input": long})
     for asked, param in (

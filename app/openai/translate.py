@@ -1,7 +1,7 @@
 """Translator: bodies to calls of engine replicas, and the answers that their pieces become.
 
-A conversation goes through here in one direction: tools (`tools.use`) → prompt (`prompts`, `text_encoder`) → sampling
-parameters (`bodies`, `sampling_body`) → call.
+A conversation goes through here in one direction: tools (`tools.parser`) → prompt (`prompts`) → sampling parameters
+(`bodies`, `sampling_body`) → call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from app.openai.bodies import (
     DetokenizeRequest,
     ForkRequest,
     GenerationBody,
-    PinRequest,
     TokenizeRequest,
     Tokens,
 )
@@ -61,7 +60,7 @@ class Translator:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name: str, adapters: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._prompts = PromptEncoder(tokenizer)
+        self.prompts = PromptEncoder(tokenizer)
         self._tokens = TokenTexts(tokenizer)
         self._executor = SizedExecutor("translator", _NUM_THREADS)
         self._model_name = model_name
@@ -90,7 +89,7 @@ class Translator:
     ) -> tuple[list[GenerateRequest], CompletionAnswer]:
         """A call for each prompt, and the answer."""
         adapter = self.adapter_of(request.model)
-        prompts = self._prompts.encode_completion(request, max_model_len)
+        prompts = self.prompts.encode_completion(request, max_model_len)
         tops = (request.logprobs if request.echo else None, request.prompt_logprobs)
         _check_entries(sum(map(len, prompts)) * request.num_outputs, *tops)
         params = request.sampling_params()
@@ -99,7 +98,7 @@ class Translator:
             _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session, i)
             for i, prompt in enumerate(prompts)
         ]
-        echoed = self._prompts.echoed_texts(request) if request.echo else None
+        echoed = self.prompts.echoed_texts(request) if request.echo else None
         return calls, CompletionAnswer(request_id, request, self._tokens, prompts, echoed)
 
     def translate_response(
@@ -116,7 +115,7 @@ class Translator:
         """The one call, and the answer. `kind` is the prefix of the id."""
         adapter = self.adapter_of(request.model)
         tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
-        prompt = self._prompts.encode_chat(request, max_model_len)
+        prompt = self.prompts.encode_chat(request, max_model_len)
         if tools is None:
             params = request.sampling_params()
         else:
@@ -141,18 +140,14 @@ class Translator:
     def translate_tokenize(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         """The tokens of a text or a conversation."""
         self._check_model(request.model)
-        tokens = self._prompts.encode_tokenize(request, max_model_len)
+        tokens = self.prompts.encode_tokenize(request, max_model_len)
         texts = [self._tokens.chat_token(token_id) for token_id in tokens] if request.return_token_strs else None
         return Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=texts)
 
     def translate_detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
         """The text of tokens."""
         self._check_model(request.model)
-        return DetokenizedText(prompt=self._prompts.decode(request.tokens))
-
-    def encode_pin_prefix(self, request: PinRequest) -> list[int]:
-        """The common prefix of prompts that begin with the pinned text or messages."""
-        return self._prompts.encode_pin(request)
+        return DetokenizedText(prompt=self.prompts.decode(request.tokens))
 
     def adapter_of(self, model: str) -> str | None:
         """The adapter of that name, or `None` for the model itself. Raises `UnknownModelError`."""

@@ -325,7 +325,7 @@ class Ingress(GrpcIngress):
         with self._admission.admitted():
             context = current_context()
             tenant = request.tenant if context is None else context.tenant_of(request.tenant)
-            prefix = await self._translator.in_thread(self._translator.encode_pin_prefix, request)
+            prefix = await self._translator.in_thread(self._translator.prompts.encode_pin, request)
             await self._replicas.call_all("pin", request.name, prefix, request.cache_salt, tenant)
 
     async def unpin(self, name: str) -> None:

@@ -70,6 +70,8 @@ class ReplicaClient:
         Args:
             arrived: arrival of the HTTP request (`time.monotonic`), from which the calls' `timeout_s` count.
         """
+        if len(calls) == 1:  # the common case needs no interleaving
+            return [[piece async for piece in self._retried(calls[0], arrived, None, whole=True)]]
         outputs: list[list[Piece]] = [[] for _ in calls]
         async for number, piece in self._interleaved(calls, arrived, whole=True):
             outputs[number].append(piece)

@@ -107,8 +107,8 @@ class EngineReplica:
         gc.freeze()
 
     async def complete_as_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[list[Piece]]:
-        """The outputs, each in one piece, as a stream of one item. Through a stream the replica learns of its caller's
-        death, and the caller of the replica's.
+        """The outputs, each in one piece, as a stream of one item: streams have heartbeats, and by value they end when
+        their caller dies.
 
         Raises:
             UnknownRequestError: the request to fork is not here, or has ended.

@@ -1,6 +1,6 @@
 """Speculative decoding: proposing draft tokens, which the engine verifies in one step. `Speculation` is the
 interface."""
 
-from app.engine.speculation.speculation import Proposer, Speculation, SpeculationCounts
+from app.engine.speculation.speculation import Speculation, SpeculationCounts
 
-__all__ = ["Proposer", "Speculation", "SpeculationCounts"]
+__all__ = ["Speculation", "SpeculationCounts"]

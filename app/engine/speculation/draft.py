@@ -112,8 +112,6 @@ class DraftProposer:
         ModelError: the model cannot be loaded.
     """
 
-    name = "draft"
-
     def __init__(self, config: EngineConfig, target: LoadedModel, layers: ObservedLayers) -> None:
         assert config.draft_model is not None
         self._num_ranks = config.tensor_parallel_size

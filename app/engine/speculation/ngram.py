@@ -133,7 +133,6 @@ class NgramProposer:
     A request's index is built at its first call; a prompt of more than `STEP_TOKENS` takes several steps.
     """
 
-    name = "ngram"
     share = 0.0
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 4) -> None:

@@ -23,9 +23,6 @@ from vmem import IntegrityError
 class Proposer(Protocol):
     """Proposes draft tokens, for one thread. A request's `token_ids` may only grow."""
 
-    name: str
-    """For metrics."""
-
     share: float
     """Part of the KV budget that the proposer takes."""
 

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import ray
-from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayActorError
 
 from app.config.engine import EngineConfig
 from app.engine import SamplingParams
-from app.errors import ConfigError
 from app.fleet.messages import GenerateRequest
-from app.main import AppArgs, build, replica_resources, shared_engine
+from app.main import AppArgs, replica_resources, shared_engine
 from app.serving.ledger import NAMESPACE, ledger_name
 from app.serving.replica import EngineReplica
 from tests.e2e.conftest import deleted_at_the_end
@@ -111,17 +109,3 @@ def test_budgets_add_up_while_replicas_and_the_ledger_are_replaced(server: Serve
     ray.kill(ray.get_actor(f"SERVE_REPLICA::{NAME}#EngineReplica#{victim}", namespace="serve"))
     until(lambda: victim not in server.members() and server.is_shared_by_two())
     assert len(server.members() & members) == 1
-
-
-@pytest.mark.parametrize(
-    ("engine", "shared_bytes", "message"),
-    [
-        ({}, 0, "shared_kv_memory_bytes\n  Input should be greater than 0"),
-        ({"kv_memory_bytes": 5}, 9, "leave one of them out"),
-        ({"kv_memory_floor_bytes": 5}, 9, "kv_memory_floor_bytes is 5; memory below the floor cannot be shared"),
-        ({"tensor_parallel_size": 2}, 9, "only replicas of one rank can share a device"),
-    ],
-)
-def test_settings_that_contradict_sharing(engine: dict[str, Any], shared_bytes: int, message: str) -> None:
-    with pytest.raises((ConfigError, ValidationError), match=message):
-        build(AppArgs(engine=EngineConfig(model="builtin", **engine), shared_kv_memory_bytes=shared_bytes))

@@ -16,10 +16,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
-from ray.serve.schema import ServeDeploySchema
 
 from app.builtin import corpus
 from app.client import Folio
@@ -174,36 +172,6 @@ def test_stop_seed_and_n(server: Server) -> None:
     assert len(set(sampled)) > 1
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({"model": "builtin", "messages": []}, 400, "messages"),
-        ({"model": "builtin", "messages": [{"role": "user", "content": "x"}], "max_tokens": -1}, 400, "max_tokens"),
-        ({"model": "builtin", "messages": [{"role": "user", "content": "x"}], "max_tokens": 99999}, 400, "max_tokens"),
-        ({"model": "builtin", "messages": [{"role": "user", "content": 5}]}, 400, "messages"),
-        ({"model": "builtin", "messages": [{"role": "king", "content": "x"}]}, 400, "messages"),
-        ({"model": "builtin", "messages": [{"role": "user", "content": "x" * 40000}]}, 400, "prompt"),
-        (
-            {"model": "builtin", "messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
-            400,
-            "temperature",
-        ),
-        ({"model": "builtin", "messages": [{"role": "user", "content": "x"}], "colour": 1}, 400, "colour"),
-        ({"model": "builtin", "messages": [{"role": "user", "content": "\ud800"}]}, 400, None),
-        ({"model": "gpt-9", "messages": [{"role": "user", "content": "x"}]}, 404, "model"),
-    ],
-)
-def test_errors(server: Server, body: dict[str, Any], status: int, param: str | None) -> None:
-    for stream in (False, True):
-        content = json.dumps(body | {"stream": stream})
-        headers = {"content-type": "application/json"}
-        url = f"{server.url}/v1/chat/completions"
-        answer = httpx.post(url, content=content, headers=headers, timeout=DEADLINE_S)
-        assert answer.status_code == status
-        assert answer.json()["error"]["param"] == param
-        assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
 def test_a_request_that_takes_too_long_is_408(server: Server) -> None:
     body = {"model": "builtin", "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "timeout_s": 0.2}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
@@ -279,11 +247,6 @@ def test_handle_gives_the_same_answers(server: Server) -> None:
     assert (
         "".join(p.choices[0].text for p in pieces) == server.handle.generate.remote(completion).result().choices[0].text
     )
-
-
-def test_handle_raises_typed_errors(server: Server) -> None:
-    with pytest.raises(UnknownModelError, match="does not exist"):
-        server.handle.generate.remote(CompletionRequest(model="other", prompt="x")).result()
 
 
 def test_several_outputs_of_several_prompts(server: Server) -> None:
@@ -626,15 +589,6 @@ def test_the_hotel_desk_composes_folio(server: Server) -> None:
 def test_idle_memory_goes_back(server: Server) -> None:
     ask(server, "What is a page?")
     until(lambda: not server.report().physical_bytes)
-
-
-def test_the_yaml_is_valid() -> None:
-    config = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "serve_config.yaml").read_text()))
-    assert config.http_options.host == "127.0.0.1"
-    [application] = config.applications
-    assert AppArgs.model_validate(application.args).engine.model == "builtin"
-    names = {deployment.name for deployment in application.deployments}
-    assert names == {"Ingress", "EngineReplica"}
 
 
 def test_responses(server: Server) -> None:

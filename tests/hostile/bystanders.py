@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.hostile.wire import Answer, Dropped, connected, request
+from tests.processes import until
 
 DEADLINE_S = 90.0
 NUM_CLIENTS = 3
@@ -86,10 +87,8 @@ class Bystanders(threading.Thread):
     def take(self) -> Tally:
         """Outcomes since the last call. Waits until each client has an answer to a request sent after this call."""
         now = time.monotonic()
-        while min(self._last_sent) < now:
-            assert time.monotonic() < now + 3 * DEADLINE_S, "the innocent clients have stopped"
-            assert self.is_alive(), "the innocent clients have ended"
-            time.sleep(0.02)
+        until(lambda: min(self._last_sent) >= now or not self.is_alive(), 3 * DEADLINE_S)
+        assert self.is_alive(), "the innocent clients have ended"
         with self._lock:
             taken, self._tally = self._tally, Tally()
         return taken

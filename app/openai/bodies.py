@@ -17,7 +17,6 @@ from app.openai.base import (
     StrictBody,
     Text,
     at_most,
-    joined_text,
     only_text,
     text_or,
     unsupported_field,
@@ -176,10 +175,6 @@ class Message(StrictBody):
     """Added to answers by OpenAI's client. Ignored."""
     provider_specific_fields: Any = None
     """Added to answers by LiteLLM. Ignored."""
-
-    @property
-    def text(self) -> str:
-        return joined_text(self.content)
 
     @model_validator(mode="after")
     def _check_role(self) -> Message:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app.engine.vocabulary import conversation_prefix, text_prefix
 from app.errors import ContextLengthError, RequestError
-from app.openai.base import check_json
+from app.openai.base import check_json, joined_text
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest, TokenizeRequest
 from app.openai.tools.bodies import Tool, ToolCall
 from app.openai.tools.formats import tool_template
@@ -137,7 +137,7 @@ def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     shown = []
     for message in messages:
         role = "system" if message.role == "developer" else message.role
-        fields: dict[str, Any] = {"role": role, "content": message.text}
+        fields: dict[str, Any] = {"role": role, "content": joined_text(message.content)}
         if message.tool_calls is not None:
             functions |= {call.id: call.function.name for call in message.tool_calls}
             fields["tool_calls"] = [

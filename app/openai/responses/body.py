@@ -75,10 +75,6 @@ class InputMessage(StrictBody):
     phase: Literal["commentary", "final_answer"] | None = None
     """Not shown to the model."""
 
-    @property
-    def text(self) -> str:
-        return joined_text(self.content)
-
 
 class GivenFunctionCall(StrictBody):
     """A call of an earlier answer."""
@@ -103,10 +99,6 @@ class FunctionCallOutput(StrictBody):
     ]
     id: Text | None = None
     status: ItemStatus | None = None
-
-    @property
-    def text(self) -> str:
-        return joined_text(self.output)
 
 
 def _type_of(item: object) -> object:
@@ -267,9 +259,9 @@ class ResponsesRequest(GenerationBody):
                 continue
             calling = None
             if isinstance(item, FunctionCallOutput):
-                messages.append(Message(role="tool", content=item.text, tool_call_id=item.call_id))
+                messages.append(Message(role="tool", content=joined_text(item.output), tool_call_id=item.call_id))
             else:
-                messages.append(Message(role=item.role, content=item.text))
+                messages.append(Message(role=item.role, content=joined_text(item.content)))
                 calling = messages[-1] if item.role == "assistant" else None
         return messages
 

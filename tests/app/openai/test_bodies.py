@@ -283,7 +283,7 @@ def test_messages_of_tools() -> None:
     assert called.text == ""
     assert called.tool_calls is not None
     assert called.tool_calls[0].function.name == "f"
-    assert Message.model_validate({"role": "tool", "content": "4", "tool_call_id": "call_1"}).text == "4"
+    assert Message.model_validate({"role": "tool", "content": "4", "tool_call_id": "call_1"}).content == "4"
 
 
 @pytest.mark.parametrize("fields", [{"suffix": "y"}, {"timeout_s": 0}, {"timeout_s": float("nan")}, {"tenant": ""}])

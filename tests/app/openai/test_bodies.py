@@ -280,7 +280,7 @@ def test_invalid_messages(message: object) -> None:
 
 def test_messages_of_tools() -> None:
     called = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [CALL]})
-    assert called.text == ""
+    assert called.content is None
     assert called.tool_calls is not None
     assert called.tool_calls[0].function.name == "f"
     assert Message.model_validate({"role": "tool", "content": "4", "tool_call_id": "call_1"}).content == "4"

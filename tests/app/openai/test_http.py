@@ -24,6 +24,7 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.openai import description as examples
+from app.openai.base import joined_text
 from app.openai.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -101,7 +102,7 @@ class FakeService:
         yield self._completion("b")
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
-        choice = ChatChoice(message=AssistantMessage(content=request.messages[0].text))
+        choice = ChatChoice(message=AssistantMessage(content=joined_text(request.messages[0].content)))
         return ChatCompletion(id="c", created=0, model="m", choices=[choice], usage=USAGE)
 
     async def chat_stream(

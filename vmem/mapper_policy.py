@@ -211,11 +211,8 @@ class MappingPolicy:
 
     def _fill_floor(self) -> MappingWork | None:
         """The pages of the floor."""
-        missing = self.floor - self._pages.num_created
-        if missing <= 0:
-            return None
         group = min(self._groups, key=lambda group: len(group.handles) / len(group.pool.block_ids))
-        return self._attach(group, missing // group.num_slices)
+        return self._attach(group, (self.floor - self._pages.num_created) // group.num_slices)
 
     def _map_ahead(self) -> MappingWork | None:
         """Regions for the next prompts (vAttention §6.2.2, eager allocation)."""

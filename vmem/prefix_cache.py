@@ -69,11 +69,6 @@ class PrefixCache:
         """
         return TokenChain(self.unit_tokens, keys, self._tree.hash)
 
-    @property
-    def version(self) -> int:
-        """Increases whenever the result of `match` may change."""
-        return self._tree.changes
-
     def match(self, chain: TokenChain, token_ids: Sequence[int]) -> PrefixMatch:
         """Return the cached prefix of these tokens but the last one, whose logits are needed. Extends the chain; valid
         until the next call that changes ownership."""
@@ -326,7 +321,6 @@ class PrefixCache:
         for node in path.nodes[start:end]:
             if node.writer is path:
                 node.writer = None
-        self._tree.changes += 1
 
     def _keep_state(self, sequence: SequenceMemory, *, generated: bool) -> None:
         """Index the sequence's present state; of those made while it generates, only the latest."""

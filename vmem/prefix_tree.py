@@ -161,16 +161,12 @@ class PrefixTree:
     Args:
         unit_tokens: tokens of a node; whole blocks in every group.
         hash: parent's digest and tokens → digest.
-
-    Attributes:
-        changes: increases whenever the result of `match` may change.
     """
 
     def __init__(self, groups: Sequence[GroupMemory], unit_tokens: int, hash: Hash, counts: MemoryCounts) -> None:
         self.unit_tokens = unit_tokens
         self.hash = hash
         self._counts = counts
-        self.changes = 0
         self.summary = PrefixSummary()
         self._hot: HotNodes[PrefixNode] = HotNodes()
         # Groups that decide whether a prefix counts as cached: without those of windows, whose blocks go first, and of
@@ -295,7 +291,6 @@ class PrefixTree:
 
     def truncate_cursor(self, path: PrefixCursor, num_units: int) -> None:
         """Cut the cursor to `num_units` units."""
-        self.changes += 1
         for node in path.nodes[num_units:]:
             if node.writer is path:
                 node.writer = None
@@ -316,7 +311,6 @@ class PrefixTree:
         """Index these owned blocks of a group in the node; False if the node has some, or another node has them."""
         if node.blocks[g] is not None or any(b in self._node_of[g] for b in block_ids):
             return False
-        self.changes += 1
         node.blocks[g] = block_ids
         node.references += 1
         for block_id in block_ids:
@@ -331,7 +325,6 @@ class PrefixTree:
         block_ids = node.blocks[g]
         if block_ids is None:
             return 0
-        self.changes += 1
         if g in self._deciding and self._is_cached(node):
             self.summary.remove(node.digest, node.depth)
         node.blocks[g] = None

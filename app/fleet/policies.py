@@ -115,7 +115,8 @@ class PrefixAware:
         loads = self._fleet.loads(known, now)
         cached = self._fleet.cached_tokens(request, known)
         ttft_s, harm_s = request_cost(loads, request.num_tokens, cached, self._weights)
-        cost = ttft_s + harm_s * (1 + _HARM_NOISE * self._random.random(len(known)))
+        noise = self._random.uniform(1, 1 + _HARM_NOISE, len(known))
+        cost = ttft_s + harm_s * noise
         # Requests without a prompt cost nothing; they go to the replica with the least assigned work.
         order = np.lexsort((loads.assigned_share, cost))
         ranked = [known[i] for i in order.tolist()]

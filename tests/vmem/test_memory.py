@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -45,6 +48,7 @@ from vmem import (
     VmemError,
     plan_layout,
 )
+from vmem.budget import MemoryCounts
 from vmem.mapper_policy import PromptDemand
 
 __all__ = ["no_thread"]  # a fixture
@@ -391,6 +395,8 @@ def test_misuse_is_refused() -> None:
         memory.free(extra)
     with pytest.raises(IntegrityError, match="not open"):
         memory.append(sequences[0], 1)
+    with pytest.raises(IntegrityError, match="not open"):
+        memory.fork(sequences[0], 0)
     memory.close()
 
 
@@ -521,6 +527,58 @@ def test_the_next_step_is_mapped_beside_this_one() -> None:
     assert memory.report().num_exposed == exposed
     memory.check_integrity()
     finish(memory, *sequences)
+
+
+def test_blocks_for_the_next_step_are_attached_ahead(no_thread: None) -> None:
+    """Where the home view reads them: as many as are missing."""
+    memory, _ = make_memory()
+    sequence = begin(memory, 32, "block_table")
+    memory.plan([StepDemand(sequence, 32, 64)])
+    do_background(memory)
+    assert memory.report().physical_bytes == 4 * PAGE_BYTES
+    finish(memory, sequence)
+
+
+def test_blocks_whose_fence_is_open_are_looked_at_again_soon(no_thread: None) -> None:
+    """No notification comes when the device passes the fence."""
+    memory, device = make_memory(FlakyCuda, idle_release_s=0.0)
+    assert isinstance(device, FlakyCuda)
+    sequence = begin(memory, 32, "block_table")
+    device.fake.launch(pages_read(memory, [StepDemand(sequence, 0, 32)]))
+    memory.launched()
+    memory.free(sequence)
+    assert do_background(memory) == 0
+    assert (memory.policy.wait_s(time.monotonic() - 100.0) or math.inf) < 1.0
+    device.fake.finish_work()
+    do_background(memory)
+    assert memory.report().physical_bytes == 0
+    memory.close()
+
+
+def test_a_page_that_cannot_be_created_leaves_none_behind(no_thread: None) -> None:
+    memory, device = make_memory()
+    sequence = memory.create_sequence("block_table")
+    device.fail_at = device.num_calls + 3
+    with pytest.raises(MapError, match="injected"):
+        memory.append(sequence, 64)
+    assert memory.report().physical_bytes == 0
+    finish(memory, sequence)
+
+
+def test_a_report_made_at_most_50_ms_ago_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers that cannot have the lock get the last one."""
+    monkeypatch.setattr("vmem.report._RENEWED_AFTER_S", 100.0)
+    memory, _ = make_memory()
+    sequence = begin(memory, 32)
+    with memory.lock, ThreadPoolExecutor(1) as pool:
+        report = pool.submit(memory.report).result()
+    assert report.active_bytes == 0
+    assert memory.report().active_bytes == 2 * PAGE_BYTES
+    finish(memory, sequence)
+
+
+def test_counts_begin_at_zero() -> None:
+    assert not any(asdict(MemoryCounts()).values())
 
 
 def test_prompts_find_regions_mapped_ahead() -> None:

@@ -206,6 +206,71 @@ def test_a_match_with_an_announced_prefix_says_wait() -> None:
     memory.close()
 
 
+def test_a_sequence_may_be_freed_before_its_step_ends() -> None:
+    """Nobody shares its units."""
+    memory, _ = make_memory()
+    memory.free(begin(memory, Tokens(memory.prefixes.chain(), prompt(50))))
+    memory.prefixes.commit_prefixes()
+    assert memory.report().cached_bytes == 0
+    memory.check_idle()
+    memory.close()
+
+
+def test_a_fork_of_a_chain_goes_on_with_tokens_of_its_own() -> None:
+    memory, _ = make_memory()
+    parent, expected = memory.prefixes.chain(), memory.prefixes.chain()
+    parent.extend(prompt(64))
+    fork, ids = parent.fork(40), prompt(32) + prompt(32, 1)
+    fork.extend(ids)
+    expected.extend(ids)
+    assert (fork.units, fork.digests) == (expected.units, expected.digests)
+    memory.close()
+
+
+def test_the_prefix_of_a_swapped_sequence_is_cached_again() -> None:
+    memory, _ = make_memory(swap_pages=20)
+    swapped = memory.swap_out([run(memory, prompt(64))])
+    memory.tree.clear()
+    [sequence] = memory.swap_in(swapped)
+    other = run(memory, [*prompt(64), 1], found=64)
+    for each in (sequence, other):
+        memory.free(each)
+    memory.check_idle()
+    memory.close()
+
+
+def test_a_pinned_prefix_has_the_pins_blocks() -> None:
+    """Two sequences compute one prompt at once, and the one whose blocks are not cached is pinned."""
+    memory, _ = make_memory(num_pages=16)
+    begun = []
+    for _ in range(2):
+        tokens = Tokens(memory.prefixes.chain(), prompt(32))
+        sequence = memory.create_sequence("block_table")
+        memory.share_prefix(sequence, tokens.chain, tokens.ids)
+        begun.append((sequence, tokens, 0))
+    for sequence, tokens, _ in begun:
+        memory.append(sequence, 32)
+        memory.prefixes.stage_prefix(sequence, tokens.ids, 0, 32)
+    compute(memory, *begun)
+    memory.pin("p", begun[1][0], 32)
+    for sequence, *_ in begun:
+        memory.free(sequence)
+    memory.free(run(memory, prompt(150, 5)))
+    memory.free(run(memory, prompt(150, 6)))
+    memory.free(run(memory, prompt(40), found=32))
+    memory.close()
+
+
+def test_cached_blocks_up_to_the_floor_are_kept(no_thread: None) -> None:
+    memory, _ = make_memory(floor_pages=12, idle_release_s=0.0, cache_release_s=0.0)
+    for seed in range(2):
+        memory.free(run(memory, prompt(160, seed)))
+    assert memory.report().cached_bytes > 12 * PAGE_BYTES
+    do_background(memory)
+    assert memory.report().cached_bytes == memory.report().physical_bytes == 12 * PAGE_BYTES
+    memory.close()
+
+
 def test_a_failed_step_caches_nothing() -> None:
     memory, _ = make_memory()
     sequence = begin(memory, Tokens(memory.prefixes.chain(), prompt(50)))

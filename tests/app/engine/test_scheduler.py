@@ -35,6 +35,8 @@ class Counted:
 
         def checked(*args: Any) -> list[Scheduled]:
             scheduled = schedule(*args)
+            for s in scheduled:
+                assert s.request.memory.num_tokens >= s.request.num_computed + s.num_tokens, "each token has a block"
             num_tokens = sum(s.num_tokens for s in scheduled)
             assert num_tokens <= self.engine.config.max_num_batched_tokens
             assert len(scheduled) <= scheduler.num_running <= scheduler.max_num_seqs
@@ -237,6 +239,26 @@ def test_a_prompt_without_room_is_looked_up_once(make: Any, looked_up: list[int]
             ended += [delta.request_id] * delta.ends_request
     assert ended == ["short", "short too", "waits", "long"]
     assert looked_up == [num_tokens] * 3, "when it came, when there was room, and when it was given its blocks"
+
+
+def test_of_resumed_groups_one_computes_the_prefix_again(make: Any) -> None:
+    """The other one waits for it, though it is admitted and the step has room: the first one's logits are limited."""
+    engine = make(max_num_seqs=8, max_num_batched_tokens=256).engine
+    rng = random.Random(1)
+    prefix = ids(rng, 160)
+    for name, params in (("first", {"prompt_logprobs": 1}), ("second", {})):
+        engine.submit(name, prefix + ids(rng, 5), greedy(40, **params))
+    scheduler = engine.scheduler
+    while len(scheduler.decoding()) < 2:
+        engine.step()
+    first, second = scheduler.decoding()
+    for request in (second, first):
+        scheduler.preempt(request.group, "recompute")
+    engine.memory.tree.clear()
+    engine.step()
+    assert (first.num_computed, second.num_computed, second.memory) == (128, 0, None)
+    while engine.has_work:
+        assert all(delta.error is None for delta in engine.step())
 
 
 def test_who_waits_for_a_prefix_begins_when_it_is_computed(make: Any, looked_up: list[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stan
 from tests.vmem.direct_peers import DirectPeers
 from vmem import AddressRange, Backend, CudaBackend, HostBackend, IntegrityError, MapError, MirroredBackend, OutOfPages
 from vmem.backends.cuda import CPU
-from vmem.tensor_parallel.orders import Answers, unpack
 
 NUM_PAGES = 8
 
@@ -143,30 +142,51 @@ def test_fences_pass(case: tuple[Backend, int]) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_peers_unmap_after_the_orders_before_the_passed_fence(waits: bool) -> None:
+    """And destroy and close with rank 0."""
+    calls: list[str] = []
+
+    class Peer(HostBackend):
+        def unmap(self, mapped: AddressRange) -> None:
+            calls.append("unmap")
+            super().unmap(mapped)
+
+        def destroy(self, handle: int) -> None:
+            calls.append("destroy")
+            super().destroy(handle)
+
+        def close(self) -> None:
+            calls.append("close")
+            super().close()
+
     class Peers(DirectPeers):
-        requests: ClassVar[list[bytes]] = []
         num_ordered = 0  # type: ignore[assignment]
 
-        def call_request(self, request: bytes) -> Answers:
-            self.requests.append(request)
-            return super().call_request(request)
-
     size = 16384
-    peers = Peers(HostBackend)
+    peers = Peers(Peer)
+    [peer] = peers.memories
     backend = MirroredBackend(HostBackend(size), peers, capacity_bytes=size)
     reserved, handle = backend.reserve(size), backend.create(size)
     backend.map(reserved.address, [handle])
-    for _ in range(5):
-        peers.memories[0].done()
-    peers.num_ordered = 5
+    peers.num_ordered = 2
     fence = backend.fence()
-    peers.num_ordered = 6  # the peers may unmap before they carry it out
+    peers.num_ordered = 3  # the peer may unmap before it has carried out this one
     if waits:
         backend.wait(fence)
     else:
         assert backend.completed(fence)
-    backend.unmap(reserved)
-    assert unpack(peers.requests[-1][1:])[-1] == 5
+    peer.done()
+    with ThreadPoolExecutor(1) as pool:
+        unmapping = pool.submit(backend.unmap, reserved)
+        assert not wait([unmapping], 0.05).done
+        assert not calls
+        peer.done()
+        unmapping.result(10)
+    peer.done()
+    backend.destroy(handle)
+    assert calls == ["unmap", "destroy"]
+    backend.release(reserved)
+    backend.close()
+    assert calls == ["unmap", "destroy", "close"]
 
 
 def test_rules_are_enforced(case: tuple[Backend, int]) -> None:

@@ -83,9 +83,10 @@ def test_a_failed_map_is_undone(fail_at: int) -> None:
     backend.close()
 
 
-def test_headroom_is_left_to_torch() -> None:
-    backend, _ = make(4, headroom_bytes=2 * PAGE)
-    handles = [backend.create(PAGE) for _ in range(2)]
+@pytest.mark.parametrize("num_pages", [1, 2])
+def test_headroom_is_left_to_torch(num_pages: int) -> None:
+    backend, _ = make(4, headroom_bytes=(4 - num_pages) * PAGE)
+    handles = [backend.create(PAGE) for _ in range(num_pages)]
     with pytest.raises(OutOfPages):
         backend.create(PAGE)
     assert backend.memory_info().available_bytes == 0

@@ -12,25 +12,25 @@ BudgetAnswer = Literal["applied", "deferred", "stale"]
 
 @dataclass(slots=True)
 class MemoryCounts:
-    """Counts and times since the start."""
+    """Counts and times since the start, as described for `MemoryReport`."""
 
-    map_calls: int = 0  # pages mapped
-    unmap_calls: int = 0  # pages unmapped
-    alias_calls: int = 0  # of the pages mapped, those that were mapped in a region already
-    create_calls: int = 0  # pages taken from the device
-    destroy_calls: int = 0  # pages given back to the device
-    exposed_us: float = 0.0  # mapping time that steps waited for
-    hidden_us: float = 0.0  # mapping time that passed beside steps
-    num_exposed: int = 0  # units of mapping work that steps waited for
-    num_hidden: int = 0  # units of mapping work beside steps
-    mapper_failures: int = 0  # units of work that the device refused; the mapper retries
-    adoptions: int = 0  # sequences that adopted a parked region
-    adopted_blocks: int = 0  # blocks that they found mapped there
-    demotions: int = 0  # sequences demoted to the home view, or that found every region taken
-    queried_tokens: int = 0  # tokens of new sequences
-    hit_tokens: int = 0  # of these, prefix hits
-    evicted_blocks: int = 0  # cached blocks that were evicted
-    copied_blocks: int = 0  # copies on write
+    map_calls: int = 0
+    unmap_calls: int = 0
+    alias_calls: int = 0
+    create_calls: int = 0
+    destroy_calls: int = 0
+    exposed_us: float = 0.0
+    hidden_us: float = 0.0
+    num_exposed: int = 0
+    num_hidden: int = 0
+    mapper_failures: int = 0
+    adoptions: int = 0
+    adopted_blocks: int = 0
+    demotions: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_blocks: int = 0
+    copied_blocks: int = 0
 
 
 class PagePool:

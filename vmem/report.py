@@ -35,23 +35,53 @@ class GroupReport:
 
 @dataclass(slots=True, kw_only=True)
 class MemoryReport(MemoryCounts):
-    """Figures of one moment, and counts from the start."""
+    """Figures of one moment. Counts and times run from the start.
 
-    budget_bytes: int  # what `set_budget` last accepted
-    budget_revision: int  # of that order
-    reserved_bytes: int  # virtual addresses, mapped or not
-    mapped_bytes: int  # mapped virtual addresses; a page mapped twice counts twice
-    physical_bytes: int  # memory taken from the device, without the anchor page
-    anchor_bytes: int  # the anchor page, outside the budget
-    active_bytes: int  # of the physical, owned by sequences and pins
-    cached_bytes: int  # of the physical, in cached blocks
-    pinned_bytes: int  # of the active, owned by pinned prefixes
-    swapped_bytes: int  # host memory that preempted sequences take
-    swap_budget_bytes: int  # host memory that they may take
-    parked_bytes: int  # of the physical, in free-mapped blocks
-    eager_bytes: int  # of the parked, mapped ahead
-    num_mappings: int  # pages mapped now, counted once per address
-    cached_prefixes: int  # prefixes known now, one for each unit of tokens
+    Attributes:
+        budget_bytes, budget_revision: what `set_budget` last accepted.
+        reserved_bytes: virtual addresses, mapped or not.
+        mapped_bytes: mapped virtual addresses; a page mapped twice counts twice.
+        physical_bytes: memory taken from the device, without the anchor page.
+        anchor_bytes: the anchor page, outside the budget.
+        active_bytes: of the physical, owned by sequences and pins.
+        cached_bytes: of the physical, in cached blocks.
+        pinned_bytes: of the active, owned by pinned prefixes.
+        swapped_bytes, swap_budget_bytes: host memory that preempted sequences take, and may take.
+        parked_bytes: of the physical, in free-mapped blocks.
+        eager_bytes: of the parked, mapped ahead.
+        num_mappings: pages mapped now, counted once per address.
+        map_calls, unmap_calls: pages mapped and unmapped.
+        alias_calls: of the pages mapped, those that were mapped in a region already.
+        create_calls, destroy_calls: pages taken from the device and given back.
+        exposed_us, hidden_us: mapping time that steps waited for, and that passed beside them.
+        num_exposed, num_hidden: units of mapping work in each.
+        mapper_failures: units of work that the device refused; the mapper retries.
+        adoptions, adopted_blocks: sequences that adopted a parked region, and blocks they found mapped there.
+        demotions: sequences demoted to the home view, or that found every region taken.
+        queried_tokens, hit_tokens: tokens of new sequences, and how many of them were prefix hits.
+        evicted_blocks: cached blocks that were evicted.
+        cached_prefixes: prefixes known now, one for each unit of tokens.
+        copied_blocks: copies on write.
+        pins: pinned prefixes.
+    """
+
+    __pydantic_config__ = {"json_schema_serialization_defaults_required": True}  # `/v1/load/memory` has all fields
+
+    budget_bytes: int
+    budget_revision: int
+    reserved_bytes: int
+    mapped_bytes: int
+    physical_bytes: int
+    anchor_bytes: int
+    active_bytes: int
+    cached_bytes: int
+    pinned_bytes: int
+    swapped_bytes: int
+    swap_budget_bytes: int
+    parked_bytes: int
+    eager_bytes: int
+    num_mappings: int
+    cached_prefixes: int
     pins: tuple[PinReport, ...]
     groups: tuple[GroupReport, ...]
 

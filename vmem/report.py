@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from vmem.backends.base import Backend
 from vmem.budget import MemoryCounts, PagePool
@@ -65,7 +66,8 @@ class MemoryReport(MemoryCounts):
         pins: pinned prefixes.
     """
 
-    __pydantic_config__ = {"json_schema_serialization_defaults_required": True}  # `/v1/load/memory` has all fields
+    # `/v1/load/memory` has all fields.
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"json_schema_serialization_defaults_required": True}
 
     budget_bytes: int
     budget_revision: int

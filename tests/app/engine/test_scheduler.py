@@ -37,6 +37,9 @@ class Counted:
             scheduled = schedule(*args)
             for s in scheduled:
                 assert s.request.memory.num_tokens >= s.request.num_computed + s.num_tokens, "each token has a block"
+                beams = [beam for beam in scheduled if beam.request.group is s.request.group]
+                if s.samples and s.request.group.lockstep:
+                    assert [beam.request for beam in beams if beam.samples] == s.request.group.members
             num_tokens = sum(s.num_tokens for s in scheduled)
             assert num_tokens <= self.engine.config.max_num_batched_tokens
             assert len(scheduled) <= scheduler.num_running <= scheduler.max_num_seqs
@@ -241,15 +244,28 @@ def test_a_prompt_without_room_is_looked_up_once(make: Any, looked_up: list[int]
     assert looked_up == [num_tokens] * 3, "when it came, when there was room, and when it was given its blocks"
 
 
+def test_a_tenants_prompts_are_charged_to_it(make: Any) -> None:
+    """With one sequence at a time and one output token each, requests with short prompts get the same tokens in more
+    turns."""
+    counted: Counted = make(max_num_seqs=1, fair_tenants=True)
+    rng, ended = random.Random(2), ""
+    for i in range(16):
+        for tenant, num_tokens in (("a", 320), ("b", 20)):
+            counted.engine.submit(f"{tenant}{i}", ids(rng, num_tokens), greedy(1), tenant=tenant)
+    while counted.engine.has_work:
+        ended += "".join(delta.request_id[0] for delta in counted.engine.step() if delta.ends_request)
+    assert ended[:20].count("a") <= 5, ended
+
+
 def test_of_resumed_groups_one_computes_the_prefix_again(make: Any) -> None:
     """The other one waits for it, though it is admitted and the step has room: the first one's logits are limited."""
-    engine = make(max_num_seqs=8, max_num_batched_tokens=256).engine
-    rng = random.Random(1)
+    counted: Counted = make(max_num_seqs=8, max_num_batched_tokens=256)
+    engine, rng = counted.engine, random.Random(1)
     prefix = ids(rng, 160)
     for name, params in (("first", {"prompt_logprobs": 1}), ("second", {})):
         engine.submit(name, prefix + ids(rng, 5), greedy(40, **params))
     scheduler = engine.scheduler
-    while len(scheduler.decoding()) < 2:
+    for _ in range(10):
         engine.step()
     first, second = scheduler.decoding()
     for request in (second, first):
@@ -257,8 +273,7 @@ def test_of_resumed_groups_one_computes_the_prefix_again(make: Any) -> None:
     engine.memory.tree.clear()
     engine.step()
     assert (first.num_computed, second.num_computed, second.memory) == (128, 0, None)
-    while engine.has_work:
-        assert all(delta.error is None for delta in engine.step())
+    counted.run()
 
 
 def test_who_waits_for_a_prefix_begins_when_it_is_computed(make: Any, looked_up: list[int]) -> None:

@@ -10,9 +10,9 @@ from vmem.errors import BudgetError, IntegrityError
 BudgetAnswer = Literal["applied", "deferred", "stale"]
 
 
-@dataclass(slots=True)
+@dataclass
 class MemoryCounts:
-    """Counts and times since the start, as described for `MemoryReport`."""
+    """Counts and times since the start, as described for `MemoryReport`. Without slots: reports copy them by `vars`."""
 
     map_calls: int = 0
     unmap_calls: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 from vmem.backends.base import Backend
@@ -34,7 +34,7 @@ class GroupReport:
     eager_blocks: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class MemoryReport(MemoryCounts):
     """Figures of one moment. Counts and times run from the start.
 
@@ -173,7 +173,7 @@ class MemoryAudit:
             for group in self._groups
         )
         return MemoryReport(
-            **asdict(self._counts),
+            **vars(self._counts),
             budget_bytes=self._pages.budget * page_bytes,
             budget_revision=self._pages.revision,
             reserved_bytes=sum(group.reserved_bytes for group in self._groups),

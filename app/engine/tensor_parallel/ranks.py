@@ -87,28 +87,30 @@ class RankGroup:
         port, store = open_store(host, size, limits.JOIN_TIMEOUT_S)
         link: MemoryAddress | SocketAddress
         listener: SocketListener | None = None
-        with ExitStack() as shared:  # until every peer has opened the file or failed to
-            if processes.on_one_machine and shared_memory.is_supported():
-                link = shared_memory.create_rings(2, self._num_peers)
-                shared.callback(os.close, link.fd)
-                memory = self._undo.enter_context(link.open())
-                self._links = [RingWriter(memory, link, index, self.check_alive) for index in (STEPS, MEMORY)]
-            else:
-                listener = self._undo.enter_context(closing(SocketListener(host)))
-                link = listener.address
-            logger.info("%d ranks, messages over %s", size, "TCP" if listener else "shared memory")
-            leader_pid = os.getpid() if processes.on_one_machine else None
-            processes.run(
-                [
-                    RankSpec(self._config, rank, link, (host, port), host, leader_pid, processes.may_kill_leader)
-                    for rank in range(1, size)
-                ]
-            )
-            with self._limited(limits.START_TIMEOUT_S):
-                if listener is not None:
-                    self._links = list(listener.accept(2, self._num_peers, self.check_alive))
-                self._post(bytes([RankOrder.CONNECT]), answered=True)
-                self._links[STEPS].collect()  # all have started, and join next
+        # Closed below, or by `close`: after every peer has opened the file, or failed to.
+        shared = self._undo.enter_context(ExitStack())
+        if processes.on_one_machine and shared_memory.is_supported():
+            link = shared_memory.create_rings(2, self._num_peers)
+            shared.callback(os.close, link.fd)
+            memory = self._undo.enter_context(link.open())
+            self._links = [RingWriter(memory, link, index, self.check_alive) for index in (STEPS, MEMORY)]
+        else:
+            listener = self._undo.enter_context(closing(SocketListener(host)))
+            link = listener.address
+        logger.info("%d ranks, messages over %s", size, "TCP" if listener else "shared memory")
+        leader_pid = os.getpid() if processes.on_one_machine else None
+        processes.run(
+            [
+                RankSpec(self._config, rank, link, (host, port), host, leader_pid, processes.may_kill_leader)
+                for rank in range(1, size)
+            ]
+        )
+        with self._limited(limits.START_TIMEOUT_S):
+            if listener is not None:
+                self._links = list(listener.accept(2, self._num_peers, self.check_alive))
+            self._post(bytes([RankOrder.CONNECT]), answered=True)
+            self._links[STEPS].collect()  # all have started, and join next
+        shared.close()
         self._comm = Communicator(store, 0, size, device, host, limits.JOIN_TIMEOUT_S)
         return self._comm
 

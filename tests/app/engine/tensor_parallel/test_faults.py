@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from app.engine.engine import Engine
 from app.engine.execution.model_runner import ModelRunner
 from app.engine.tensor_parallel import processes as limits
 from app.engine.tensor_parallel import worker
-from app.engine.tensor_parallel.processes import ChildProcesses
+from app.engine.tensor_parallel.processes import ChildProcesses, RankSpec
+from app.engine.tensor_parallel.shared_memory import MemoryAddress
 from app.errors import ConfigError, ModelError, UnavailableError
-from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
+from tests.app.engine.tensor_parallel.thread_ranks import ThreadRanks, thread_ranks
 from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
 from vmem import KVMemory
 
@@ -154,6 +156,27 @@ def test_a_peer_that_cannot_load(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(worker, "load_model", broken)
     with pytest.raises(ModelError, match="rank 1: this shard is broken"):
         Engine(config(folder), thread_ranks)
+
+
+def test_peers_are_killed_before_the_shared_file_is_closed(folder: Path) -> None:
+    """Else a late peer opens another file, which has the number by then."""
+    kills = []
+
+    class Broken(ThreadRanks):
+        def run(self, specs: Sequence[RankSpec]) -> None:
+            assert isinstance(specs[0].link, MemoryAddress)
+            self.link = specs[0].link
+            raise RuntimeError("for a test")
+
+        def kill(self, peer: int) -> None:
+            kills.append(os.readlink(f"/proc/self/fd/{self.link.fd}"))
+
+    before = shared_files()
+    with pytest.raises(UnavailableError, match="for a test"):
+        Engine(config(folder), Broken)
+    assert kills
+    assert all("folio-ranks" in name for name in kills)
+    assert shared_files() == before
 
 
 def test_ranks_that_cannot_be_started(folder: Path) -> None:

@@ -323,9 +323,9 @@ class Engine:
         """The requests whose deadline has passed, the earliest first. Rare: once for each deadline that passes, or was
         the next one of a request that has ended."""
         now = time.monotonic()
-        generations = sorted(self.generations.values(), key=attrgetter("deadline"))
-        self._next_deadline = next((g.deadline for g in generations if g.deadline > now), math.inf)
-        return [g.request_id for g in generations if g.deadline <= now]
+        late = sorted((g for g in self.generations.values() if g.deadline <= now), key=attrgetter("deadline"))
+        self._next_deadline = min((g.deadline for g in self.generations.values() if g.deadline > now), default=math.inf)
+        return [g.request_id for g in late]
 
     def _propose(self) -> dict[Request, list[int]]:
         """Propose draft tokens for sequences that decode."""

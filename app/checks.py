@@ -127,12 +127,13 @@ class _Faults:
             if key not in settings:
                 self.add([f"{where} is not a setting; {_nearest(str(key), settings)}"])
                 continue
-            parts = (
-                {f"{where}[{i}]": entry for i, entry in enumerate(part)} if isinstance(part, list) else {where: part}
-            )
+            model, parts = settings[key], {where: part}
+            if get_origin(model) is list:
+                model = _model_in(*get_args(model))
+                if isinstance(part, list):
+                    parts = {f"{where}[{i}]": entry for i, entry in enumerate(part)}
             for place, entry in parts.items():
-                nested = settings[key] is not None and isinstance(entry, dict)
-                if nested and not self.check_value(settings[key], entry, place):
+                if model is not None and isinstance(entry, dict) and not self.check_value(model, entry, place):
                     invalid.add(key)
         kept = {key: part for key, part in value.items() if key not in invalid}
         return self._validate(kind, kept, path, frozenset(invalid)) and not invalid
@@ -235,7 +236,7 @@ def _why_not_hub_id(model: str) -> str | None:
 
 
 def _settings(kind: Any) -> dict[str, Any]:
-    """Each key of a model → the model of its value or of the entries of a list; `None` for other values."""
+    """Each key of a model → the model of its value, or the list of models; `None` for other values."""
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         return {field.name: _model_in(hints[field.name]) for field in fields(kind)}
@@ -243,8 +244,10 @@ def _settings(kind: Any) -> dict[str, Any]:
 
 
 def _model_in(annotation: Any) -> Any:
-    if get_origin(annotation) in (Union, types.UnionType, list):
+    if get_origin(annotation) in (Union, types.UnionType):
         return next(filter(None, map(_model_in, get_args(annotation))), None)
+    if get_origin(annotation) is list:
+        return annotation if _model_in(*get_args(annotation)) else None
     is_model = isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation))
     return annotation if is_model else None
 

@@ -98,6 +98,10 @@ def test_folios_own_files_are_valid(file: str, monkeypatch: pytest.MonkeyPatch) 
         (engine(adapters={"a": "./no"}), f"{ENGINE}.adapters.a is './no'; no such folder exists"),
         (application(args={}), f"{ENGINE} is missing"),
         (application(args=[1]), f"{KEY}.args is [1]; it must be a mapping"),
+        (  # a list of models was checked where one model belongs, and the fault of the list was not told
+            application(args={"engine": {"model": "builtin"}, "routing": [{"policy": "nearest"}]}),
+            f'{KEY}.args.routing is [{{"policy": "nearest"}}]; it must be a mapping',
+        ),
         (
             application(args={"engine": {"model": "builtin"}, "routing": {"policy": "nearest"}}),
             f"{KEY}.args.routing.policy is \"nearest\"; it must be 'prefix_aware', 'least_loaded', 'round_robin' or ",

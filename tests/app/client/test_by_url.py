@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,7 @@ async def test_a_server_that_starts_late_is_found_soon() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_keys_reports_and_retry_after(scheme: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("a-key-of-an-operator\n")
-    report = MemoryReport(**dict.fromkeys(MemoryReport.__dataclass_fields__, 7) | {"pins": (), "groups": ()})
+    report = MemoryReport(**{field.name: 7 for field in fields(MemoryReport)} | {"pins": (), "groups": ()})
 
     class Service(FakeService):
         async def reports(self) -> dict[str, MemoryReport]:

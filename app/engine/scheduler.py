@@ -283,14 +283,14 @@ class Scheduler:
             return 0
         end = request.num_computed + num_tokens
         end = next((stop for stop in request.snapshot_positions if request.num_computed < stop < end), end)
-        if request.snapshot_positions and end < len(request.token_ids):
+        if request.snapshot_positions:  # chunks end at whole units; the prompt's last one begins at its last position
             whole = end // self._prefixes.unit_tokens * self._prefixes.unit_tokens
             end = whole if whole > request.num_computed else end
         num_tokens = end - request.num_computed
-        if not self._grow(request, num_tokens, request.group if new else None):
-            return 0
-        scheduled.append(Scheduled(request, num_tokens))
-        self._stage(scheduled[-1])
+        # Otherwise the group itself has been preempted, and the step takes no further prompt.
+        if self._grow(request, num_tokens, request.group if new else None):
+            scheduled.append(Scheduled(request, num_tokens))
+            self._stage(scheduled[-1])
         return num_tokens
 
     def _open(self, request: Request) -> bool:

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.config.engine import EngineConfig
-from app.engine import Delta, SamplingParams, Structure, generation
+from app.engine import Delta, SamplingParams, Structure, decoding, generation
 from app.engine.engine import Engine
+from app.engine.sampling import sampler
 from app.errors import EngineError, RequestError
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from vmem import VmemError
@@ -239,6 +240,65 @@ def test_what_cannot_run_together_is_refused_at_once(llama: Path, params: Sampli
     assert error.value.param == field
     assert not engine.has_work
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("view", "beams", "policy"),
+    [("auto", True, "block_table"), ("auto", False, "auto"), ("region", True, "region"), ("region", False, "region")],
+)
+def test_forked_beams_are_read_through_block_tables(llama: Path, view: str, beams: bool, policy: str) -> None:
+    """Beams are forked in most steps, and a region would be mapped anew for each; unless regions are configured."""
+    engine = make_engine(llama, kv_view=view)
+    engine.submit("n", prompt(20), SamplingParams(n=2, use_beam_search=beams, max_tokens=4, ignore_eos=True))
+    engine.step()
+    memories = [request.memory for request in engine.scheduler.unfinished()]
+    assert [memory.policy for memory in memories if memory is not None] == [view, policy]
+    engine.cancel("n")
+    engine.close()
+
+
+# ---- failures ----
+
+
+@pytest.mark.parametrize(
+    ("failing", "others", "error"), [("a", "", ValueError), ("a", "b", ValueError), ("ab", "", RequestError)]
+)
+def test_requests_that_cannot_be_sampled_fail_alone(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, failing: str, others: str, error: type[Exception]
+) -> None:
+    engine = make_engine(llama)
+    fail_to_sample(failing, error, monkeypatch)
+    for name in failing + others:
+        engine.submit(name, prompt(10), SamplingParams(max_tokens=4, seed=ord(name), ignore_eos=True))
+    deltas = list(steps(engine))
+    assert "".join(delta.request_id for delta in deltas if delta.error is not None) == failing
+    assert "".join(delta.request_id for delta in deltas if delta.error is None) == 4 * others
+    engine.close()
+
+
+def test_what_fails_for_all_requests_is_no_requests_failure(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(llama)
+    for name in "ab":
+        engine.submit(name, prompt(10), SamplingParams(max_tokens=4, seed=ord(name), ignore_eos=True))
+    with monkeypatch.context() as patch:
+        fail_to_sample("ab", ValueError, patch)
+        with pytest.raises(ValueError, match="injected"):
+            engine.step()
+    assert [len(tokens) for tokens in run(engine).values()] == [4, 4]
+    engine.close()
+
+
+def fail_to_sample(failing: str, error: type[Exception], patch: pytest.MonkeyPatch) -> None:
+    """Fail for requests whose seed is one of these letters."""
+
+    def sample(logits: torch.Tensor, states: Any, positions: Any = None) -> Any:
+        if any(chr(state.params.seed) in failing for state in states):
+            raise error("injected")
+        return real(logits, states, positions)
+
+    real = sampler.sample
+    for module in (decoding, sampler):
+        patch.setattr(module, "sample", sample)
 
 
 # ---- forks ----

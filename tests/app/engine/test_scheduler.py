@@ -12,10 +12,12 @@ import pytest
 from app.config.engine import EngineConfig
 from app.engine import SamplingParams
 from app.engine.engine import Engine
+from app.engine.faults import SequenceFailure
 from app.engine.request import SequenceGroup
 from app.engine.scheduler import Scheduled, Scheduler
 from app.errors import RequestError
-from tests.conftest import SMALL, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
+from vmem import IntegrityError, KVMemory
 from vmem.prefix_cache import PrefixCache
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -28,8 +30,8 @@ class Counted:
 
     def __init__(self, make_checkpoint: MakeCheckpoint, **settings: Any) -> None:
         defaults: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "num_threads": 1}
-        folder = make_checkpoint("llama", **TINY)
-        self.engine = Engine(EngineConfig(model=str(folder), **(defaults | settings)))
+        defaults["model"] = str(make_checkpoint("llama", **TINY))
+        self.engine = Engine(EngineConfig(**(defaults | settings)))
         self.most_tokens = self.most_rows = self.most_drafts = 0
         scheduler, schedule = self.engine.scheduler, self.engine.scheduler.schedule
 
@@ -296,3 +298,45 @@ def test_who_waits_for_a_prefix_begins_when_it_is_computed(make: Any, looked_up:
     while engine.has_work:
         for delta in engine.step():
             assert delta.num_cached_tokens == 96
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "ends", "num_cached"), [(32, [16, 32], 16), (33, [32, 33], 32), (49, [32, 48, 49], 48)]
+)
+def test_steps_end_where_a_recurrent_state_can_be_shared(
+    make: Any, make_checkpoint: MakeCheckpoint, num_tokens: int, ends: list[int], num_cached: int
+) -> None:
+    """After whole blocks, and before the last token, which the next request with the prompt has to compute."""
+    model = str(make_checkpoint("bamba", **HYBRIDS["bamba"]))
+    engine = make(model=model, block_tokens=16, max_num_batched_tokens=40, max_num_seqs=4).engine
+    prompt = ids(random.Random(3), num_tokens)
+    engine.submit("first", prompt, greedy(1))
+    [request] = engine.scheduler.unfinished()
+    computed = []
+    while engine.has_work:
+        engine.step()
+        computed.append(request.num_computed)
+    assert computed == ends
+    engine.submit("again", prompt, greedy(1))
+    assert [delta.num_cached_tokens for delta in engine.step()] == [num_cached]
+
+
+@pytest.mark.parametrize(("error", "raised"), [(RuntimeError, SequenceFailure), (IntegrityError, IntegrityError)])
+def test_a_call_that_fails_for_one_sequence_fails_its_request(
+    make: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception], raised: type[Exception]
+) -> None:
+    """An inconsistent memory is no request's failure, nor is what fails before any sequence has its turn."""
+    engine = make().engine
+    engine.submit("runs", [1, 2, 3], greedy(8))
+
+    def fail(*_: object, **__: object) -> None:
+        raise error("injected")
+
+    for place, expected in (("append", raised), ("num_free_pages", error)):
+        engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(KVMemory, place, property(fail) if place == "num_free_pages" else fail)
+            with pytest.raises(expected):
+                engine.scheduler.schedule()
+        engine.scheduler.abort_step()
+    engine.cancel("runs")

@@ -387,6 +387,19 @@ def test_a_new_ledger_hears_all_members_before_it_grants() -> None:
     assert other.revision >= revisions[1]
 
 
+def test_a_new_ledger_keeps_the_shares_of_the_earlier_one() -> None:
+    """Equal demand would give other shares, but nobody is short."""
+    talk = Talk()
+    busy, idle = talk.join(), talk.join()
+    busy.demand_bytes = 700
+    talk.round(10)
+    before, busy.demand_bytes = talk.budgets, 0
+    assert before[0] > before[1]
+    talk.ledger = BudgetLedger(talk.now, awaits=[busy.name, idle.name])
+    talk.round(3)
+    assert talk.budgets == before
+
+
 def test_an_order_of_an_earlier_ledger_is_void() -> None:
     """The new ledger counts what the member's first heartbeat says; the earlier one granted more."""
     talk = Talk()

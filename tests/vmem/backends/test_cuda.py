@@ -39,17 +39,17 @@ def test_one_set_access_for_a_run() -> None:
 
 def test_errors_say_call_address_and_status() -> None:
     backend, driver = make()
-    reserved = backend.reserve(PAGE)
-    handle = backend.create(PAGE)
-    driver.fail_at = len(driver.calls) + 1
-    with pytest.raises(
-        MapError, match=rf"cuMemMap at {reserved.address:#x} failed: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"
-    ):
-        backend.map(reserved.address, [handle])
+    reserved = backend.reserve(2 * PAGE)
+    handles = [backend.create(PAGE) for _ in range(2)]
+    for i in range(2):
+        driver.fail_at, address = len(driver.calls) + 1 + i, reserved.address + i * PAGE
+        with pytest.raises(MapError, match=rf"cuMemMap at {address:#x} failed: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+            backend.map(reserved.address, handles)
     driver.fail_at, driver.fail_status = len(driver.calls) + 1, CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(OutOfPages):
         backend.create(PAGE)
-    backend.destroy(handle)
+    for handle in handles:
+        backend.destroy(handle)
     backend.release(reserved)
     backend.close()
 

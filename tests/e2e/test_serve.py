@@ -20,7 +20,7 @@ from tests.processes import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240  # of the start, too, on a machine that does much else
-NUM_TOKENS = 3000  # of a stream that must still run when the signal arrives
+NUM_TOKENS = 1500  # of a stream that must still run when the signal arrives
 
 
 @pytest.fixture

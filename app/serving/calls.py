@@ -26,7 +26,7 @@ from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.fleet.overload import LoadShedder
 from app.fleet.retry import CallRetries, CallWindow
 from app.fleet.streams import SILENCE_S, interleave, without_heartbeats
-from app.serving.shared_streams import SharedReader
+from app.serving.shared_streams import ExpectedStream, SharedReader
 
 # A gRPC message holds 4 MiB. An output token takes up to 16 bytes, id and text: all outputs of a call with this many
 # tokens fit into half a message, even when a slow reader gets them in one item.
@@ -162,11 +162,10 @@ class ReplicaClient:
     async def _pieces(self, call: GenerateRequest | ForkCall, *, whole: bool) -> AsyncGenerator[Piece, None]:
         """The pieces of a replica's stream. The call is sent when the first piece is asked for: a sent call needs to be
         cancelled."""
-        by_value = fits_by_value(call.params)
-        handle, shared, expected = streaming_handle(self._handle, by_value=by_value), self._shared, None
-        if shared is not None and by_value and not whole and isinstance(call, GenerateRequest):
-            expected = shared.expect()
-            call = replace(call, share=expected.share)
+        handle = streaming_handle(self._handle, by_value=fits_by_value(call.params))
+        shared = None
+        if not whole and isinstance(call, GenerateRequest):
+            call, shared = self._expect(call)
         response: Any = None
         finished = False
         try:
@@ -175,14 +174,13 @@ class ReplicaClient:
                 async for item in without_heartbeats(response, SILENCE_S, self._first_s):
                     if isinstance(item, int):  # the number of the shared stream that has the later pieces
                         assert shared is not None
-                        assert expected is not None
-                        async with aclosing(shared.rest(expected, item)) as rest:
+                        async with aclosing(shared[0].rest(shared[1], item)) as rest:
                             async for piece in rest:
                                 finished = piece.ends_request
                                 yield piece
                         continue
-                    if shared is not None and expected is not None and expected.replica is None:
-                        shared.begun(expected, item[0].replica)
+                    if shared is not None and shared[1].replica is None:
+                        shared[0].begun(shared[1], item[0].replica)
                     for piece in item:
                         finished |= piece.ends_request
                         yield piece
@@ -194,8 +192,15 @@ class ReplicaClient:
         finally:
             if response is not None and not finished:  # dropping the generator would not stop the replica
                 response.cancel()
-            if shared is not None and expected is not None:
-                shared.forget(expected)
+            if shared is not None:
+                shared[0].forget(shared[1])
+
+    def _expect(self, call: GenerateRequest) -> tuple[GenerateRequest, tuple[SharedReader, ExpectedStream] | None]:
+        """Register a call for shared streams, if its pieces are small enough to come by one."""
+        if self._shared is None or not fits_by_value(call.params):
+            return call, None
+        expected = self._shared.expect()
+        return replace(call, share=expected.share), (self._shared, expected)
 
 
 def fits_by_value(params: SamplingParams) -> bool:

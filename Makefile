@@ -10,11 +10,11 @@ OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 PYTEST := RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 WITHOUT_RAY := -n auto --ignore tests/e2e --ignore tests/hostile
 
-.PHONY: serve test test-fast mutants check bench proto clean compiler
+.PHONY: serve test test-fast mutants check docs bench bench-full proto clean compiler
 
 serve: $(VENV)/.base compiler
-	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001: at another port; Ctrl-C stops it when requests under way have ended, a second one at once)"
-	@RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/python -m app.serve serve_config.yaml $(if $(PORT),--port $(PORT))
+	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001 MODEL=Qwen/Qwen2.5-0.5B-Instruct ARGS='--kv-memory 2GiB': with options of folio serve; Ctrl-C stops it when requests under way have ended, a second one at once)"
+	@RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/folio serve $(MODEL) --config serve_config.yaml $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.oldest compiler
 	@echo "==> Running the tests"
@@ -42,8 +42,18 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.bench compiler
-	@echo "==> Running the benchmarks, quick versions"
-	for name in walkthrough attention throughput mapping elastic fragmentation sharing preemption tensor_parallel routing serving; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	@echo "==> Running the benchmarks, quick versions; then benchmarks/results/quick/cpu/report.md has all figures"
+	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m benchmarks.all
+
+bench-full: $(VENV)/.bench compiler
+	@echo "==> Running the whole benchmarks: hours, on a machine that does nothing else (make bench-full RIVALS=1: installs vLLM and OpenVINO beside it first)"
+	$(if $(RIVALS),$(BIN)/python -m benchmarks.rival_servers --install)
+	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m benchmarks.all --full
+
+docs: $(VENV)/.docs
+	@echo "==> Building the documentation into site/ (open site/index.html)"
+	$(BIN)/python -m tools.reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 proto: $(VENV)/.dev
 	@echo "==> Writing the generated code of app/proto/folio.proto"
@@ -79,7 +89,12 @@ $(VENV)/.oldest: $(VENV)/.python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest $(OLDEST)
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.base
+	@echo "==> Installing what builds the documentation"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 $(VENV)/.bench: $(VENV)/.base
 	@echo "==> Installing what the benchmarks compare with"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,dev]'
 	@touch $@

@@ -41,7 +41,25 @@ _MAX_LISTED = 12  # known keys, when none is near
 
 
 def load_config(path: Path, *, is_local: bool = True) -> ServeDeploySchema:
-    """Load and check a configuration file of `serve deploy`.
+    """Read and check a configuration file of `serve deploy`. Raises `ConfigError` as `read_config` and `check_config`
+    do, with the file's name before each line."""
+    value = read_config(path)
+    try:
+        return check_config(value, is_local=is_local)
+    except ConfigError as error:
+        raise _in_file(path, error) from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A configuration file's content. Raises `ConfigError` if it cannot be read."""
+    try:
+        return _parsed(path)
+    except ConfigError as error:
+        raise _in_file(path, error) from None
+
+
+def check_config(value: dict[str, Any], *, is_local: bool = True) -> ServeDeploySchema:
+    """Check a configuration file's content.
 
     Args:
         is_local: the server runs on this machine: named modules and models must exist here.
@@ -49,18 +67,20 @@ def load_config(path: Path, *, is_local: bool = True) -> ServeDeploySchema:
     Raises:
         ConfigError: a line for each fault.
     """
-    try:
-        value = _parsed(path)
-        faults = _Faults()
-        faults.check_value(ServeDeploySchema, value, "")
-        applications = value.get("applications")
-        for i, application in enumerate(applications if isinstance(applications, list) else ()):
-            if isinstance(application, dict):
-                faults.check_application(application, f"applications[{i}]", is_local=is_local)
-        faults.close()
-    except ConfigError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+    faults = _Faults()
+    faults.check_value(ServeDeploySchema, value, "")
+    applications = value.get("applications")
+    for i, application in enumerate(applications if isinstance(applications, list) else ()):
+        if isinstance(application, dict):
+            faults.check_application(application, f"applications[{i}]", is_local=is_local)
+    if isinstance(tracing := value.get("tracing_config"), dict):
+        faults.add(_tracing_faults(tracing, is_local=is_local))
+    faults.close()
     return ServeDeploySchema.model_validate(value)
+
+
+def _in_file(path: Path, error: ConfigError) -> ConfigError:
+    return ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines()))
 
 
 def check_args(args: AppArgs) -> None:
@@ -221,6 +241,18 @@ class _Faults:
                     self.add([f"{where} is {source!r}, a folder without adapter_config.json; a LoRA adapter has one"])
             elif (reason := _why_not_hub_id(source)) is not None:
                 self.add([f"{where} is {source!r}; {reason}"])
+
+
+def _tracing_faults(tracing: Mapping[str, Any], *, is_local: bool) -> Iterator[str]:
+    """Faults of `tracing_config` that Serve would not find before a replica starts."""
+    path, key = tracing.get("exporter_import_path"), "tracing_config.exporter_import_path"
+    if tracing.get("enabled") and not path:
+        yield (
+            f"{key} is missing; Serve's own exporter also writes exceptions, whose messages may quote a request: use "
+            "app.tracing:otlp or app.tracing:files"
+        )
+    if is_local and path == "app.tracing:otlp" and not _is_module("opentelemetry.exporter.otlp.proto.http"):
+        yield f"{key} is {_shown(path)}, which needs a package: pip install 'folio-serve[traces]'"
 
 
 _OF_MODELS = ("model", "draft_model", "speculation", "tensor_parallel_size", "load_format", "adapters")

@@ -30,7 +30,7 @@ from pathlib import Path
 STATISTICS_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 # Outside of the range from which the kernel gives any free port, as to Ray's processes.
 _PORTS = range(20_000, 30_000)
-# "1": HAProxy; "0": Serve's proxy. Serve's default is "0", the default of `python -m app.serve` "1".
+# "1": HAProxy; "0": Serve's proxy. Serve's default is "0", the default of `folio serve` "1".
 SWITCH = "RAY_SERVE_ENABLE_HA_PROXY"
 RAY = "2.60."
 # For a request's head, and the part of its body that fits into a buffer. Longer bodies: `body_timeout_s`.

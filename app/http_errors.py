@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from app.errors import (
     ContextLengthError,
@@ -50,6 +52,8 @@ _BY_TYPE: dict[str, type[FolioError]] = {
     "timeout_error": DeadlineError,
     "server_error": EngineError,
 }
+# Outcome by HTTP status; otherwise 4xx is "invalid", 5xx "failed".
+_OUTCOMES = {408: "timeout", 429: "refused", 503: "unavailable"}
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 _UNREAD_CODES = {
     400: "invalid_value",
@@ -97,6 +101,14 @@ class ErrorBody(BaseModel):
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+
+
+def outcome_of(error: BaseException) -> str:
+    """The outcome of a request that ends with this error, for metrics and traces."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "cancelled"
+    status, _ = error_response(error)
+    return _OUTCOMES.get(status, "invalid" if status < 500 else "failed")
 
 
 def error_response(error: BaseException) -> tuple[int, ErrorBody]:
@@ -239,3 +251,26 @@ def error_of(answer: Any, retry_after_s: float | None = None) -> FolioError | No
     if issubclass(kind, OverloadedError | UnavailableError):
         return kind(message, retry_after_s)
     return kind(message)
+
+
+def error_of_status(status: int, retry_after: str | None, content: bytes) -> FolioError:
+    """The error behind an answer with an error status, which may be a proxy's and have no JSON.
+
+    Args:
+        retry_after: the header.
+    """
+    retry_after_s = float(retry_after) if retry_after is not None and retry_after.isdigit() else None
+    try:
+        error = error_of(from_json(content), retry_after_s)
+    except ValueError:
+        error = None
+    if error is not None:
+        return error
+    message = f"HTTP status {status}: {content[:200].decode(errors='replace')}"
+    if status == 503:
+        return UnavailableError(message, retry_after_s)
+    if status == 429:
+        return OverloadedError(message, retry_after_s)
+    if status in (408, 504):
+        return DeadlineError(message)
+    return RequestError(message) if status < 500 else EngineError(message)

@@ -108,6 +108,11 @@ class RequestContext:
             raise RequestError(f"timeout_s is {timeout_s}; it must be at most {most} (max_timeout_s)", "timeout_s")
         return tenant, timeout_s
 
+    def check_operator(self, noun: str) -> None:
+        """Raise `ForbiddenError` unless the caller's key is an operator's, or there are no keys."""
+        if self.key is not None and not self.key.operator:
+            raise ForbiddenError(f"{noun} is for operators; send an operator's API key")
+
     def check_model(self, model: str) -> None:
         """Raise `ForbiddenError` unless the caller's key allows the model."""
         if self.key is not None and self.key.models is not None and model not in self.key.models:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import random
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
+from app.cli.load import Ask
+from app.cli.load import poisson as poisson
 from benchmarks import workloads
-from benchmarks.load import Ask
 from benchmarks.workloads import Lengths
 
 # (seconds since the first, prompt tokens, output tokens)
@@ -27,16 +27,6 @@ def asks(lengths: Lengths, vocabulary: int, seed: int, at_s: Sequence[float] | N
         Ask(rng.integers(vocabulary, size=prompt).tolist(), output, at)
         for (prompt, output), at in zip(lengths, times, strict=True)
     ]
-
-
-def poisson(rate: float, duration_s: float, seed: int) -> list[float]:
-    """Times of a Poisson process with `rate` arrivals a second on average."""
-    rng = random.Random(seed)
-    times, at = [], rng.expovariate(rate)
-    while at < duration_s:
-        times.append(at)
-        at += rng.expovariate(rate)
-    return times
 
 
 def replay(path: Path | None, rate: float, duration_s: float, longest: int, seed: int) -> tuple[list[Row], str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.engine import LLM, SamplingParams
-from app.engine.model.loader import load_tokenizer
+from app.engine.model.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     import httpx

@@ -21,11 +21,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import harness
 from benchmarks.facts import record
+from benchmarks.picture import LIMIT, OURS, RIVALS, legend_below, picture
 from kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
 from kernels.provider import AttentionCall
 from vmem import (
@@ -180,8 +183,7 @@ def main() -> None:
         gib = row.case.batch * row.case.length * SHAPES[row.shape].token_bytes * device.num_layers / 2**30
         figures[f"footprint_{gib:g}gib_{row.layout}_{row.block_tokens}_{row.view}"] = row.share
     _table(rows + footprints)
-    _picture(rows, args, device)
-    harness.finish("attention", args, figures, [asdict(row) for row in rows + footprints])
+    harness.finish("attention", args, figures, [asdict(row) for row in rows + footprints], draw)
 
 
 def _block_sizes(args: argparse.Namespace, device: Device, heads: Heads, layout: LayoutKind) -> tuple[int, ...]:
@@ -547,38 +549,40 @@ def _table(rows: Sequence[Row]) -> None:
         )
 
 
-def _picture(rows: Sequence[Row], args: argparse.Namespace, device: Device) -> None:
-    plt = harness.pyplot()
-    if plt is None:
-        return
-    kernel = device.providers[0]
-    figure, axes = plt.subplots(1, len(SHAPES), figsize=(12, 4.5), sharey=True)
-    for axis, shape in zip(axes, SHAPES, strict=True):
-        for provider, layout, view, style in (
-            (kernel, "per_layer", "region", "-o"),
-            (kernel, "per_layer", "block_table", "--o"),
-            (kernel, "interleaved", "region", "-s"),
-            (kernel, "interleaved", "block_table", "--s"),
-            ("sdpa", "per_layer", "region", ":^"),
-        ):
-            chosen = [
-                row
-                for row in rows
-                if (row.shape, row.provider, row.layout, row.view) == (shape, provider, layout, view)
-                and row.case.queries == 1
-            ]
-            smallest = min((row.block_tokens for row in chosen), default=0)
-            best: dict[int, float] = {}
-            for row in chosen:
-                if row.block_tokens == smallest:
-                    best[row.case.length] = max(best.get(row.case.length, 0.0), row.share)
-            axis.plot(sorted(best), [best[n] for n in sorted(best)], style, label=f"{provider}, {layout}, {view}")
-        axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set(xscale="log", xlabel="cached tokens of a sequence", title=f"{shape} heads, decode, best batch")
-    axes[0].set_ylabel("share of the measured bandwidth")
-    axes[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(harness.results_folder(args) / f"attention{'-quick' if args.quick else ''}.png", dpi=120)
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Decode: share of the memory bandwidth by length, for both heads."""
+    rows = [Row(**row | {"case": Case(**row["case"])}) for row in result["raw"]]
+    kernel = rows[0].provider
+    lines = (
+        (kernel, "per_layer", "region", "Folio, contiguous view", OURS[0], "-o"),
+        (kernel, "per_layer", "block_table", "Folio, block table", OURS[1], "--s"),
+        (kernel, "interleaved", "region", "Folio, layers interleaved, contiguous view", RIVALS[2], "-^"),
+        (kernel, "interleaved", "block_table", "Folio, layers interleaved, block table", RIVALS[5], "--v"),
+        ("sdpa", "per_layer", "region", "torch SDPA, contiguous", RIVALS[0], "-x"),
+    )
+    title = "Decode attention: share of the machine's memory bandwidth"
+    with picture(result, path, title, columns=len(SHAPES), height=4.4, sharey=True) as (figure, plots):
+        for plot, shape in zip(plots, SHAPES, strict=True):
+            for provider, layout, view, label, colour, style in lines:
+                chosen = [
+                    row
+                    for row in rows
+                    if (row.shape, row.provider, row.layout, row.view) == (shape, provider, layout, view)
+                    and row.case.queries == 1
+                ]
+                smallest = min((row.block_tokens for row in chosen), default=0)
+                best: dict[int, float] = {}
+                for row in chosen:
+                    if row.block_tokens == smallest:
+                        best[row.case.length] = max(best.get(row.case.length, 0.0), 100 * row.share)
+                plot.plot(sorted(best), [best[n] for n in sorted(best)], style, color=colour, label=label)
+            plot.axhline(100, color=LIMIT, linewidth=1, linestyle=":", label="measured bandwidth")
+            plot.set(xscale="log", ylim=(0, None), xlabel="cached tokens of a sequence", title=f"heads of {shape}")
+            lengths = [n for n in LENGTHS if any(row.case.length == n for row in rows)]
+            plot.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths], minor=False)
+            plot.minorticks_off()
+        plots[0].set_ylabel("keys and values read, % of bandwidth\n(best batch size)")
+        legend_below(figure, plots[0], 2)
 
 
 if __name__ == "__main__":

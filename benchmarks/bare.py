@@ -11,9 +11,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from app.cli.load import Ask, Clock, Record, closed_loop, open_loop
 from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
-from benchmarks.load import Ask, Clock, Record, closed_loop, open_loop
 
 START_S, STOP_S = 300.0, 30.0
 

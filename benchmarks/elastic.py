@@ -6,25 +6,27 @@ of Llama-3-8B, with few layers: steps are short, so that the cost of mapping sho
 
 Saturation: more requests than fit at once, both in turn; the ratio of their output tokens per second. Load: waves of
 1, 4, 16, 32, 16, 4, 1 requests at once, then none, while a thread samples the physical bytes of the KV cache (blocks of
-its memfd, by the kernel's figures; on CUDA the engine's report). Idle bytes and the time until memory is given back
-follow from that curve. Cached prefixes are released as early as other idle pages (`prefix_cache_release_s` 0.5, not
-60), and prompts do not repeat.
+its memfd, by the kernel's figures; on CUDA the engine's report), and of these the bytes of cached prefixes. Settings of
+release are the defaults: idle pages are given back after half a second, cached prefixes after a minute, and the time
+until memory is given back has that minute in it. Prompts do not repeat.
 
 `--measure blocks` instead: saturation of the elastic engine by block size and view. `--measure delays`: cost of bursts
 by `kv_idle_release_s`, 0.5 to 120 s, with the time between bursts and the delays all divided by 20.
 
---quick runs each once, with fewer requests; --tiny only shows that this program works.
+--quick runs each once, with fewer requests, and releases cached prefixes after 5 s; --tiny only shows that this program
+works.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import itertools
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,7 @@ from transformers import AutoConfig
 from app.engine import LLM, SamplingParams
 from benchmarks import harness, sweep
 from benchmarks.facts import record
+from benchmarks.picture import OURS, RIVALS, legend_below, picture
 from benchmarks.throughput import make_checkpoint
 
 NUM_LAYERS = 4
@@ -43,7 +46,7 @@ SHAPES = {"cpu": None, "cuda": "llama-3-8b"}
 TINY_SHAPE = "tiny"
 # Memory counts as given back at this share of the peak.
 IDLE_SHARE = 0.02
-SAMPLE_S = 0.005
+SAMPLE_S, REPORT_S = 0.005, 0.1
 # Seconds between bursts: the longest delay of idle release exceeds all of them, the shortest none.
 GAPS_S, TIMES_AS_SHORT = (2, 20, 60, 20), 20
 
@@ -58,7 +61,9 @@ class Sizes:
         page_bytes: the smallest page size.
         num_requests, repeats: at saturation; `at_once` run at once if there is room.
         waves: requests at once while the curve is recorded.
-        idle_s: time before and after the waves; in its second half, memory of the start has been released.
+        idle_s: time before and after the waves; in the second half of the former, memory of the start has been
+            released, and in the last second of the latter all.
+        prefix_cache_release_s: the engine's setting; `None`: its default.
         factors: block sizes, as multiples of the smallest page.
         delays_s: of idle release; these and the gaps between bursts are divided by `times_as_short`.
     """
@@ -70,7 +75,8 @@ class Sizes:
     num_requests: int
     repeats: int
     waves: Sequence[int]
-    idle_s: tuple[float, float] = (2.0, 3.0)
+    idle_s: tuple[float, float] = (2.0, 65.0)
+    prefix_cache_release_s: float | None = None
     at_once: int = 32
     prompt_tokens: int = 256
     new_tokens: int = 48
@@ -84,35 +90,47 @@ class Sizes:
 def sizes_of(args: argparse.Namespace) -> Sizes:
     waves = (1, 16, 1) if args.quick else (1, 4, 16, 32, 16, 4, 1)
     if args.tiny:
-        load = {"idle_s": (0.7, 0.8), "at_once": 4, "prompt_tokens": 24, "new_tokens": 3, "times_as_short": 500.0}
+        load = {
+            "idle_s": (0.7, 1.6),
+            "prefix_cache_release_s": 0.5,
+            "at_once": 4,
+            "prompt_tokens": 24,
+            "new_tokens": 3,
+            "times_as_short": 500.0,
+        }
         few = {"factors": (4,), "views": ("auto",), "delays_s": (0.5,), "warm_up": False}
         return Sizes("cpu", TINY_SHAPE, 2 * 2 * 2 * 16 * 2, 1 << 12, 4, 1, (1, 2), **(load | few))  # type: ignore[arg-type]
+    idle: dict[str, Any] = {"idle_s": (2.0, 8.0), "prefix_cache_release_s": 5.0} if args.quick else {}
     if args.device == "cuda":
         token_bytes, repeats = NUM_LAYERS * 2 * 8 * 128 * 2, 2 if args.quick else 5
-        return Sizes("cuda", SHAPES["cuda"], token_bytes, 2 << 20, 96, repeats, waves, at_once=64)
+        return Sizes("cuda", SHAPES["cuda"], token_bytes, 2 << 20, 96, repeats, waves, at_once=64, **idle)
     num_requests, repeats = (32, 1) if args.quick else (96, 5)
-    return Sizes("cpu", SHAPES["cpu"], NUM_LAYERS * 2 * 2 * 64 * 2, 64 << 10, num_requests, repeats, waves)
+    return Sizes("cpu", SHAPES["cpu"], NUM_LAYERS * 2 * 2 * 64 * 2, 64 << 10, num_requests, repeats, waves, **idle)
 
 
 class Sampler(threading.Thread):
-    """Samples physical KV bytes: by the kernel's figures, or by the engine's report on CUDA."""
+    """Samples physical KV bytes: by the kernel's figures, or by the engine's report on CUDA; and cached bytes."""
 
     def __init__(self, llm: LLM, sizes: Sizes) -> None:
         super().__init__(daemon=True)
         self._read = kv_bytes if sizes.device == "cpu" else lambda: llm.engine.report().physical_bytes
         self.start_at = time.perf_counter()
+        self._cached = lambda: llm.engine.report().cached_bytes
         self.points: list[tuple[float, int]] = []
+        self.cached: list[tuple[float, int]] = []
         self.stopping = False
 
     def run(self) -> None:
         while not self.stopping:
-            self.points.append((time.perf_counter() - self.start_at, self._read()))
+            at_s = time.perf_counter() - self.start_at
+            if not self.cached or at_s - self.cached[-1][0] > REPORT_S:  # a report takes the memory's lock
+                self.cached.append((at_s, self._cached()))
+            self.points.append((at_s, self._read()))
             time.sleep(SAMPLE_S)
 
-    def stop(self) -> list[tuple[float, int]]:
+    def stop(self) -> None:
         self.stopping = True
         self.join()
-        return self.points
 
 
 def kv_bytes() -> int:
@@ -156,7 +174,9 @@ def make_engine(folder: str, sizes: Sizes, *, static: bool = False, **settings: 
     """An engine whose budget holds a little more than half of the requests of a full load."""
     num_tokens = sizes.prompt_tokens + sizes.new_tokens
     budget = round(0.6 * sizes.at_once * num_tokens * sizes.token_bytes)
-    choices: dict[str, Any] = {"prefix_cache_release_s": 0.5, "kv_memory_bytes": budget} | settings
+    choices: dict[str, Any] = {"kv_memory_bytes": budget} | settings
+    if sizes.prefix_cache_release_s is not None:
+        choices.setdefault("prefix_cache_release_s", sizes.prefix_cache_release_s)
     return LLM(
         folder,
         device=sizes.device,
@@ -175,8 +195,8 @@ def finish(llm: LLM) -> None:
     llm.close()
 
 
-def follow_load(llm: LLM, sizes: Sizes) -> tuple[list[tuple[float, int]], float, float]:
-    """The curve of physical bytes over the waves, and the begin and end of the load."""
+def follow_load(llm: LLM, sizes: Sizes) -> tuple[Sampler, float, float]:
+    """Physical and cached bytes over the waves, and the begin and end of the load."""
     sampler = Sampler(llm, sizes)
     sampler.start()
     time.sleep(sizes.idle_s[0])
@@ -185,7 +205,8 @@ def follow_load(llm: LLM, sizes: Sizes) -> tuple[list[tuple[float, int]], float,
         run(llm, sizes, count, 1000 + i)
     ended = time.perf_counter() - sampler.start_at
     time.sleep(sizes.idle_s[1])
-    return sampler.stop(), began, ended
+    sampler.stop()
+    return sampler, began, ended
 
 
 def main() -> None:
@@ -214,20 +235,25 @@ def against_static(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
         finish(llm)
     for name in ("static", "elastic"):
         llm = make_engine(folder, sizes, static=name == "static")
-        curves[name], *span = follow_load(llm, sizes)
-        spans[name] = (span[0], span[1])
+        sampler, *span = follow_load(llm, sizes)
+        curves[name], spans[name] = sampler.points, (span[0], span[1])
+        cached = sampler.cached
         finish(llm)
 
     began, ended = spans["elastic"]
     peak = max(size for _, size in curves["elastic"])
-    given_back = next((t for t, size in curves["elastic"] if t > ended and size <= IDLE_SHARE * peak), float("inf"))
-    idle = [size for t, size in curves["elastic"] if began / 2 < t < began or t > ended + sizes.idle_s[1] / 2]
+    at = [t for t, _ in cached]
+    after = [(t - ended, size, cached[bisect.bisect_right(at, t) - 1][1]) for t, size in curves["elastic"] if t > ended]
+    idle = [size for t, size in curves["elastic"] if began / 2 < t < began]
+    idle += [size for t, size, _ in after if t > sizes.idle_s[1] - 1]
+    busy = {name: [size for t, size in curve if spans[name][0] < t < spans[name][1]] for name, curve in curves.items()}
     figures = {
         "saturated_vs_static": harness.median_ratio(rates["elastic"], rates["static"]),
         "idle_bytes_share": max(idle) / peak,
-        "release_s": given_back - ended,
-        "mean_bytes_vs_static": statistics.mean(s for _, s in curves["elastic"])
-        / statistics.mean(s for _, s in curves["static"]),
+        "release_s": next((t for t, size, _ in after if size <= IDLE_SHARE * peak), float("inf")),
+        "release_of_requests_s": next((t for t, size, of in after if size - of <= IDLE_SHARE * peak), float("inf")),
+        "cached_bytes_share": max(of for t, _, of in after if t > 1) / peak,
+        "mean_bytes_vs_static": statistics.mean(busy["elastic"]) / statistics.mean(busy["static"]),
         "saturated_tokens_per_s": statistics.median(rates["elastic"]),
     }
     print(
@@ -240,11 +266,11 @@ def against_static(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
     )
     print(
         f"  memory      peak {peak / 2**20:.1f} MiB, idle {max(idle) / 2**20:.2f} MiB, "
-        f"given back {figures['release_s']:.2f} s after the last request, "
-        f"on average {figures['mean_bytes_vs_static']:.0%} of the static pool"
+        f"given back {figures['release_s']:.2f} s after the last request, without cached prefixes "
+        f"{figures['release_of_requests_s']:.2f} s, in use {figures['mean_bytes_vs_static']:.0%} of the static pool"
     )
-    draw(curves, spans, harness.results_folder(args) / f"elastic{'-quick' if args.quick else ''}.png")
-    harness.finish("elastic", args, figures, {"tokens_per_s": rates, "curves": {n: thin(c) for n, c in curves.items()}})
+    raw = {"tokens_per_s": rates, "curves": {name: thin(curve) for name, curve in curves.items()}, "spans": spans}
+    harness.finish("elastic", args, figures, raw, draw)
 
 
 def by_blocks(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
@@ -290,7 +316,8 @@ def by_delay(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
             start = time.perf_counter()
             rates.append(run(llm, sizes, sizes.at_once, 1 + i))
             busy_s += time.perf_counter() - start
-        curve, after = sampler.stop(), llm.engine.report()
+        sampler.stop()
+        curve, after = sampler.points, llm.engine.report()
         values = {
             "pages_mapped": after.map_calls - before.map_calls,
             "pages_created": after.create_calls - before.create_calls,
@@ -315,18 +342,20 @@ def thin(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
     return [(round(t, 3), size) for t, size in kept]
 
 
-def draw(curves: dict[str, list[tuple[float, int]]], spans: dict[str, tuple[float, float]], path: Path) -> None:
-    pyplot = harness.pyplot()
-    if pyplot is None:
-        return
-    figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
-    for name, color in (("static", "#b0b0b0"), ("elastic", "#2a6f97")):
-        axes.plot(*zip(*((t, size / 2**20) for t, size in curves[name]), strict=True), color=color, label=name)
-    axes.axvspan(*spans["elastic"], color="#2a6f97", alpha=0.08, label="load")
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("physical KV memory, MiB")
-    axes.legend(loc="upper left", fontsize=8)
-    figure.savefig(path, dpi=120)
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Physical KV memory over time, elastic and static."""
+    curves, spans = result["raw"]["curves"], result["raw"].get("spans", {})
+    with picture(result, path, "KV memory follows the load") as (figure, [plot]):
+        for name, label, colour in (
+            ("static", "static pool of the same budget", RIVALS[0]),
+            ("elastic", "Folio, elastic", OURS[0]),
+        ):
+            times, sizes = zip(*((t, size / 2**20) for t, size in curves[name]), strict=True)
+            plot.step(times, sizes, where="post", color=colour, label=label)
+        if "elastic" in spans:
+            plot.axvspan(*spans["elastic"], color=OURS[2], alpha=0.25, label="requests are running")
+        plot.set(xlabel="seconds", ylabel="physical KV memory, MiB", ylim=(0, None))
+        legend_below(figure, plot, 3)
 
 
 if __name__ == "__main__":

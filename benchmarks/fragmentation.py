@@ -34,7 +34,7 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,13 +42,25 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks import harness, workloads
+from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
 from vmem import HostBackend, KVMemory, LayerGroup, LayerSpec, OutOfPages, SequenceMemory, StepDemand, View, plan_layout
 
 SEED = 0
 LONGEST_AT_ONCE = 8
 MOST_RUNNING = 1024
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32)
-COLORS = ("#d0d0d0", "#b0b0b0", "#909090", "#2a6f97", "#61a5c2")
+PAPER_SHARE = 96.3
+HOLDERS = {
+    "reserved max": "contiguous, longest possible",
+    "reserved pow2": "contiguous, next power of two",
+    "reserved oracle": "contiguous, length known",
+    "block table": "Folio, block table",
+    "region": "Folio, contiguous view",
+}
+WORKLOADS = {"azure": "code completion", "sharegpt": "ShareGPT", "alpaca": "Alpaca"}
+# Shapes whose waste is planned: layers, KV heads, head dimension.
+CUDA_SHAPES = {"llama8b": (32, 8, 128), "qwen05b": (24, 2, 64)}
+CUDA_PAGE_BYTES, CUDA_TOKENS = 2 << 20, 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -279,6 +291,16 @@ def block_tokens_for(lengths: workloads.Lengths) -> int:
     return layout.block_tokens
 
 
+def planned_waste() -> dict[str, float]:
+    """Expected waste of the planner's layout on CUDA, whose smallest page is 2 MiB, for sequences of 1,024 tokens."""
+    return {
+        f"cuda_waste_{name}": plan_layout(
+            [LayerSpec(heads, dim, dim)] * layers, torch.bfloat16, granularity_bytes=CUDA_PAGE_BYTES
+        ).expected_waste(CUDA_TOKENS)
+        for name, (layers, heads, dim) in CUDA_SHAPES.items()
+    }
+
+
 def run_reservations(workload: Workload) -> dict[str, Outcome]:
     longest, sizes = workload.longest, dict[str, Callable[[Request], int]]()
     sizes["reserved max"] = lambda request: longest
@@ -338,8 +360,7 @@ def main() -> None:
         f"{worst['token_state_share_of_physical']:.1%}; with blocks of 16 tokens in all workloads "
         f"{worst['token_state_share_of_16']:.1%}"
     )
-    draw(shares, harness.results_folder(args) / f"fragmentation{'-quick' if args.quick else ''}.png")
-    harness.finish("fragmentation", args, worst | figures, raw)
+    harness.finish("fragmentation", args, worst | planned_waste() | figures, raw, draw)
 
 
 def print_workload(
@@ -361,26 +382,23 @@ def print_workload(
         )
 
 
-def draw(shares: dict[str, dict[str, Outcome]], path: Path) -> None:
-    pyplot = harness.pyplot()
-    if pyplot is None:
-        return
-    figure, axes = pyplot.subplots(figsize=(7.5, 3.5), layout="constrained")
-    names = list(next(iter(shares.values())))
-    for i, (name, color) in enumerate(zip(names, COLORS, strict=True)):
-        at = [w + (i - 2) * 0.17 for w in range(len(shares))]
-        bars = axes.bar(at, [outcomes[name].share * 100 for outcomes in shares.values()], 0.16, color=color, label=name)
-        axes.bar_label(bars, fmt="%.1f", fontsize=7)
-        useless = [outcomes[name].share_of_all * 100 for outcomes in shares.values()]
-        axes.scatter(
-            at, useless, marker="_", color="black", s=60, label="with free memory held back" if not i else None
-        )
-    axes.axhline(96.3, color="#c1121f", linestyle="--", linewidth=0.8)
-    axes.set_xticks(range(len(shares)), list(shares))
-    axes.set_ylim(0, 112)
-    axes.set_ylabel("token state, % of KV memory held")
-    axes.legend(loc="upper center", ncols=3, fontsize=7, bbox_to_anchor=(0.5, 1.19), frameon=False)
-    figure.savefig(path, dpi=120)
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Share of token state by workload and way of holding memory."""
+    colours = (*[RIVALS[0]] * 3, *[OURS[0]] * 2)
+    title = "KV memory that holds tokens, of the memory that requests hold"
+    with picture(result, path, title, columns=len(result["raw"]), height=3.6, sharey=True) as (figure, plots):
+        for plot, (workload, row) in zip(plots, result["raw"].items(), strict=True):
+            shares = {HOLDERS[name]: 100 * outcome[0] for name, outcome in row["outcomes"].items()}
+            bars(plot, shares, colours, "%.1f")
+            of_all = [100 * outcome[1] for outcome in row["outcomes"].values()]
+            label = "the same of that and of free memory that no request can use"
+            plot.scatter(of_all, list(shares), marker="|", s=160, color=LIMIT, zorder=3, label=label)
+            label = f"PagedAttention's paper: {PAPER_SHARE} %"
+            plot.axvline(PAPER_SHARE, color="#1c1f23", linestyle=":", linewidth=1.2, label=label)
+            source = "trace" if row["source"].startswith("the first") else "synthetic lengths"
+            plot.set(xlim=(0, 125), xticks=(0, 50, 100), xlabel="%", title=f"{WORKLOADS[workload]}\n({source})")
+        plots[0].set_ylim(len(HOLDERS) - 0.5, -0.5)  # the plots share the axis, and each has turned it
+        legend_below(figure, plots[0], 2)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,28 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import picture
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+# Git ignores them: a quick run must not replace a result that documents cite.
+QUICK_RESULTS = RESULTS / "quick"
 RESULTS_VARIABLE = "FOLIO_RESULTS"
+Draw = Callable[[Mapping[str, Any], Path], None]  # a result, as in its JSON, and the picture's file
+_BEGUN = time.monotonic()
 PACKAGES = ("folio-serve", "torch", "triton", "transformers", "cuda-bindings", "ray")
 
 
@@ -79,29 +87,29 @@ def matrix_rate(dtype: torch.dtype, repeats: int = 5) -> float:
     return best
 
 
-def pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files. `None`, with a message, if it is not installed."""
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError:
-        print("matplotlib is not installed: no picture")
-        return None
-    matplotlib.use("Agg")
-    return importlib.import_module("matplotlib.pyplot")
-
-
-def finish(name: str, args: argparse.Namespace, figures: Mapping[str, float], raw: object) -> None:
-    """Write the raw figures as JSON and print the result as the last line."""
+def finish(
+    name: str, args: argparse.Namespace, figures: Mapping[str, float], raw: object, draw: Draw | None = None
+) -> None:
+    """Write figures and raw data as JSON, draw the picture from that file, and print the result as the last line."""
     result = {
         "benchmark": name,
         "device": _device_name() if args.device == "cpu" else torch.cuda.get_device_name(),
+        "machine": machine(),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "duration_s": round(time.monotonic() - _BEGUN),
+        "command": command(),
         "versions": versions(args.device),
         "commit": commit(),
         "quick": args.quick,
         "figures": {key: float(f"{value:.4g}") for key, value in figures.items()},
     }
-    path = results_folder(args) / f"{name}{'-quick' if args.quick else ''}.json"
+    path = results_folder(args) / f"{name}.json"
     path.write_text(json.dumps(result | {"raw": raw}, indent=1) + "\n")
+    if draw is not None:
+        if picture.is_possible():
+            draw(json.loads(path.read_text()), path.with_suffix(".png"))
+        else:
+            print("matplotlib is not installed: no picture")
     print(json.dumps(result))
 
 
@@ -112,16 +120,44 @@ def fail_if_any(counts: Mapping[str, float], *keys: str) -> None:
 
 
 def results_folder(args: argparse.Namespace) -> Path:
-    """The folder of results: `FOLIO_RESULTS` if set, else `benchmarks/results/<device>`."""
-    folder = Path(os.environ.get(RESULTS_VARIABLE) or RESULTS / str(args.device))
+    """The folder of results: `FOLIO_RESULTS` if set, else `benchmarks/results/<device>`, or of quick runs
+    `benchmarks/results/quick/<device>`."""
+    usual = (QUICK_RESULTS if args.quick else RESULTS) / str(args.device)
+    folder = Path(os.environ.get(RESULTS_VARIABLE) or usual)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _device_name() -> str:
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, memory in GiB, and system."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(aliased=True, terse=True),
+    }
+
+
+def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{model}, {torch.get_num_threads()} threads"
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16; without them float32 is faster."""
+    flags = Path("/proc/cpuinfo").read_text()
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16"))
+
+
+def command() -> str:
+    """The command line of this process, as in `python -m benchmarks.mapping --quick`."""
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def versions(device: str) -> dict[str, str]:

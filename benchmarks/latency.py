@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.load import Record
+from app.cli.load import Record
+from benchmarks.picture import LIMIT, OURS, RIVALS, legend_below, picture
+
+_NAMES = {"folio": "Folio"}
+_PERCENTILES = {"p50": "median", "p99": "99th percentile"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,30 +128,25 @@ def print_table(summaries: Mapping[str, Sequence[Summary]]) -> None:
             print(f"{name:16s}" + "".join(f"{cell:>10s}" for cell in cells))
 
 
-def draw(summaries: Mapping[str, Sequence[Summary]], targets: Targets, path: Path) -> None:
-    """Plot normalised latency, TTFT and goodput over the rate, a line for each server."""
-    pyplot = harness.pyplot()
-    if pyplot is None:
-        return
-    figure, (normalised, ttft, good) = pyplot.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
-    for number, (name, runs) in enumerate(summaries.items()):
-        colour = "#2a6f97" if name == "folio" else f"C{number}"
-        line: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 3, "label": name}
-        rates = [s.rate for s in runs]
-        normalised.plot(rates, [s.normalised_ms for s in runs], **line)
-        ttft.plot(rates, [s.ttft_ms_p50 for s in runs], **line)
-        ttft.plot(rates, [s.ttft_ms_p99 for s in runs], **line | {"linestyle": "--", "label": f"{name}, p99"})
-        good.plot(rates, [s.good_per_s for s in runs], **line)
-    good.axline((0, 0), slope=1, color="#b0b0b0", linewidth=0.8, linestyle=":")
-    for axes, title in (
-        (normalised, "normalised latency, ms/token"),
-        (ttft, "time to first token, ms: p50, p99"),
-        (good, f"requests/s with TTFT ≤ {targets.ttft_s:g} s, TPOT ≤ {targets.tpot_s:g} s"),
-    ):
-        axes.set_title(title, fontsize=9)
-        axes.set_xlabel("requests due a second", fontsize=8)
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-    ttft.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Time to first token, time per token, and the share of good requests over the rate, a line for each server."""
+    loads, goal = result["raw"]["loads"], result["raw"]["targets"]
+    title = "Latency over HTTP under Poisson arrivals"
+    with picture(result, path, title, columns=3, height=3.9) as (figure, (ttft, tpot, good)):
+        for number, (name, runs) in enumerate(loads.items()):
+            colour = OURS[0] if name == "folio" else RIVALS[number % len(RIVALS)]
+            rates = [run["rate"] for run in runs]
+            for plot, key, scale in ((ttft, "ttft_ms", 1e-3), (tpot, "tpot_ms", 1.0)):
+                for percent, style in (("p50", "-o"), ("p99", "--s")):
+                    values = [run[f"{key}_{percent}"] * scale for run in runs]
+                    label = f"{_NAMES.get(name, name)}, {_PERCENTILES[percent]}"
+                    plot.plot(rates, values, style, color=colour, label=label)
+            good.plot(rates, [100 * run["good_share"] for run in runs], "-o", color=colour)
+        ttft.axhline(goal["ttft_s"], color=LIMIT, linestyle=":", label="target of a good request")
+        tpot.axhline(1e3 * goal["tpot_s"], color=LIMIT, linestyle=":")
+        ttft.set(title="Time to first token", ylabel="s")
+        tpot.set(title="Time per further token", ylabel="ms")
+        good.set(title="Goodput", ylabel="% of requests that meet both targets")
+        for plot in (ttft, tpot, good):
+            plot.set(xlabel="requests a second", xlim=(0, None), ylim=(0, None))
+        legend_below(figure, ttft, 3)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduler
 from benchmarks import harness, workloads
 from benchmarks.facts import record
+from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
 from vmem import (
     AddressRange,
     Backend,
@@ -54,6 +56,14 @@ VARIANTS = {
     "no deferred reclamation": MappingOptions(deferred_reclamation=False),
     "no eager allocation": MappingOptions(eager_allocation=False),
     "all off": MappingOptions(overlap=False, deferred_reclamation=False, eager_allocation=False),
+}
+AIM_PERCENT = 1
+DRAWN = {
+    "all on": "Folio, as it is",
+    "no overlap": "not in the background",
+    "no deferred reclamation": "unmapped at once",
+    "no eager allocation": "nothing mapped ahead",
+    "all off": "none of the three",
 }
 
 
@@ -140,8 +150,7 @@ def main() -> None:
             if name.startswith("no ") and hidden > 0:
                 note = f"   hides {(share - medians['all on']) / hidden:6.1%} of what is hidden, the others given"
             print(f"    {name:26s}{share:9.3%}{note}")
-    draw(shares, harness.results_folder(args) / f"mapping{'-quick' if args.quick else ''}.png")
-    harness.finish("mapping", args, figures, raw)
+    harness.finish("mapping", args, figures, raw, draw)
 
 
 def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
@@ -336,19 +345,22 @@ def one_size(args: argparse.Namespace, size: int, pages: int, repeats: int = 7) 
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def draw(shares: dict[str, dict[str, float]], path: Path) -> None:
-    pyplot = harness.pyplot()
-    if pyplot is None:
-        return
-    figure, rows = pyplot.subplots(len(shares), 1, figsize=(7, 2 * len(shares)), layout="constrained")
-    for axes, (name, medians) in zip(rows, shares.items(), strict=True):
-        axes.barh(list(medians), [share * 100 for share in medians.values()], color="#2a6f97")
-        axes.axvline(1, color="#c1121f", linestyle="--", label="1 %")
-        axes.invert_yaxis()
-        axes.set_title(name, fontsize=9)
-        axes.set_xlabel("exposed mapping time, % of step time")
-        axes.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, dpi=120)
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Exposed share by variant, for both models."""
+    shares = {
+        name: {variant: 100 * statistics.median(runs[variant]) for variant in VARIANTS}
+        for name, runs in result["raw"].items()
+        if name not in ("calls", "workload")
+    }
+    title = "Time that steps wait for memory to be mapped"
+    with picture(result, path, title, columns=len(shares), height=3.2, sharey=True) as (figure, plots):
+        for plot, (model, medians) in zip(plots, shares.items(), strict=True):
+            colours = [OURS[0] if name == "all on" else RIVALS[0] for name in medians]
+            bars(plot, {DRAWN[name]: share for name, share in medians.items()}, colours, "%.2f")
+            plot.axvline(AIM_PERCENT, color=LIMIT, linestyle="--", linewidth=1.2, label=f"aim: at most {AIM_PERCENT} %")
+            plot.set(xlabel="% of step time", title=model)
+        plots[0].set_ylim(len(VARIANTS) - 0.5, -0.5)  # the plots share the axis, and each has turned it
+        legend_below(figure, plots[0], 1)
 
 
 if __name__ == "__main__":

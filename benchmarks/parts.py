@@ -1,6 +1,6 @@
 """Faults of single parts under load: HAProxy, ingress, engine replica.
 
-`python -m benchmarks.faults --parts`. A server as `python -m app.serve` starts it: one HAProxy, one ingress, one engine
+`python -m benchmarks.faults --parts`. A server as `folio serve` starts it: one HAProxy, one ingress, one engine
 replica. Clients send a short request five times a second, each over a connection of its own, and keep two streams in
 flight. A part gets SIGKILL; outcomes are recorded until no request has failed for a while, or the server has ended.
 
@@ -39,7 +39,7 @@ SERVERS: list[dict[str, tuple[str, float]]] = [
         "GCS": ("gcs_server", 100.0),
     },
     {"raylet": ("raylet/raylet", WELL_S)},
-    {"app.serve": ("app.serve", WELL_S)},
+    {"folio serve": ("app.cli serve", WELL_S)},
 ]
 BETWEEN_REQUESTS_S, NUM_STREAMS = 0.2, 2
 START_TIMEOUT_S, PATIENCE_S, LONGEST_S = 300.0, 30.0, 150.0
@@ -182,7 +182,7 @@ async def _kill_all(parts: dict[str, tuple[str, float]], rows: dict[str, Seen]) 
         config = Path(folder) / "config.yaml"
         http_options = {"host": "127.0.0.1", "port": port}
         config.write_text(json.dumps({"http_options": http_options, "applications": [application]}))
-        command = [sys.executable, "-m", "app.serve", str(config)]
+        command = [sys.executable, "-m", "app.cli", "serve", "--config", str(config)]
         server = subprocess.Popen(command, cwd=harness.ROOT, stdout=log, stderr=log)
         family = psutil.Process(server.pid)
         started: dict[int, psutil.Process] = {}

@@ -24,7 +24,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -41,10 +41,12 @@ from app.engine.preemption import PreemptionCost, PreemptionMode
 from app.engine.request import Request
 from benchmarks import harness
 from benchmarks.facts import record
+from benchmarks.picture import OURS, legend_below, picture, plain_numbers
 from benchmarks.throughput import make_checkpoint
 from vmem import StepDemand
 
 QWEN, NUM_LAYERS = "Qwen2.5-0.5B", {"cpu": 4, "cuda": 24}
+DRAWN = {QWEN: "Qwen2.5-0.5B, 4 layers", "narrow": "one narrow layer", "wide": "one wide layer"}
 ONE_LAYER = {"narrow": (1, 32), "wide": (64, 512)}  # heads, and their size
 LONGEST = {"wide": 256}
 BLOCKS, QUICK_BLOCKS, TINY_BLOCKS = (1, 4, 16, 64, 256), (1, 16, 256), (16,)
@@ -134,9 +136,8 @@ def main() -> None:
         print(f"  {name:12s}{statistics.median(values):8.1f} tok/s   preemptions a run: {times}")
     for key, value in figures.items():
         print(f"  {key:28s}{value:8.3f}")
-    draw(cells, harness.results_folder(args) / f"preemption{'-quick' if args.quick else ''}.png")
     raw = {"cells": [asdict(cell) for cell in cells], "tokens_per_s": rates, "preempted": preempted}
-    harness.finish("preemption", args, figures, raw)
+    harness.finish("preemption", args, figures, raw, draw)
 
 
 def make_one_layer(folder: Path, num_heads: int, dim: int) -> None:
@@ -340,27 +341,32 @@ def print_cells(cells: Sequence[Cell]) -> None:
         )
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
-    pyplot = harness.pyplot()
-    if pyplot is None:
-        return
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Time of both ways by length, for each model, with few block sizes; dots are what the cost model picked."""
+    cells = [Cell(**cell | {"expected": PreemptionCost(**cell["expected"])}) for cell in result["raw"]["cells"]]
     models = list(dict.fromkeys(c.model for c in cells))
-    figure, panels = pyplot.subplots(1, len(models), figsize=(12, 3.5), layout="constrained", squeeze=False)
-    for axes, model in zip(panels[0], models, strict=True):
-        lengths = sorted({c.num_tokens for c in cells if c.model == model})
-        for i, num_tokens in enumerate(lengths):
-            row = [c for c in cells if (c.model, c.num_tokens) == (model, num_tokens)]
-            blocks = [c.block_tokens for c in row]
-            for way, color in (("swap", "#2a6f97"), ("recompute", "#c1121f")):
-                times = [1e3 * (c.swap_s if way == "swap" else c.recompute_s) for c in row]
-                picked = [j for j, c in enumerate(row) if c.picked == way]
-                label, alpha = f"{way}, {num_tokens} tokens", 0.3 + 0.7 * (i + 1) / len(lengths)
-                axes.plot(blocks, times, "-o", markevery=picked, markersize=4, color=color, alpha=alpha, label=label)
-        axes.set(xscale="log", yscale="log", xlabel="tokens in a block", ylabel="ms until the state is back")
-        axes.set_xticks(blocks, blocks)
-        axes.set_title(f"{model} (dots: picked)", fontsize=9)
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center", fontsize=6)
-    figure.savefig(path, dpi=120)
+    sizes = sorted({c.block_tokens for c in cells})
+    sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    title = "Getting a preempted sequence back: swap or recompute"
+    with picture(result, path, title, columns=len(models), height=4.2, sharey=True) as (figure, plots):
+        for plot, model in zip(plots, models, strict=True):
+            for colours, way in ((OURS, "swap"), (("#8c4a0f", "#c98a2b", "#e6c48b"), "recompute")):
+                for colour, size in zip(colours, sizes, strict=False):
+                    row = [c for c in cells if (c.model, c.block_tokens) == (model, size)]
+                    times = [1e3 * (c.swap_s if way == "swap" else c.recompute_s) for c in row]
+                    lengths = [c.num_tokens for c in row]
+                    label = f"{way}, blocks of {size} token{'s' * (size > 1)}"
+                    plot.plot(lengths, times, color=colour, label=label)
+                    chosen = [(n, ms) for n, ms, c in zip(lengths, times, row, strict=True) if c.picked == way]
+                    if chosen:
+                        plot.scatter(*zip(*chosen, strict=True), color=colour, s=28, zorder=3)
+            ticks = sorted({c.num_tokens for c in cells if c.model == model})
+            plot.set(xscale="log", yscale="log", xlabel="tokens of the sequence", title=DRAWN.get(model, model))
+            plot.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=40)
+            plot.minorticks_off()
+            plain_numbers(plot)
+        plots[0].set_ylabel("ms until it can go on\n(dot: chosen by the cost model)")
+        legend_below(figure, plots[0], 2)
 
 
 if __name__ == "__main__":

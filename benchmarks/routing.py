@@ -277,9 +277,7 @@ def main() -> None:
     if args.real:
         real, raw["real"] = routing_real.measure(args.quick)
         figures |= real
-    path = harness.results_folder(args) / f"routing{'-quick' if args.quick else ''}.png"
-    pictures.draw(raw["routing"], raw["agents"], raw["autoscaling"], path)
-    harness.finish("routing", args, figures, raw)
+    harness.finish("routing", args, figures, raw, pictures.draw)
 
 
 def parse() -> argparse.Namespace:

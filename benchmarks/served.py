@@ -128,7 +128,7 @@ def cluster(num_cpus: int = 4) -> Iterator[str]:
     import ray
     from ray import serve
 
-    from app.serve import prepared_environment
+    from app.cli.env import prepared_environment
 
     port = free_port()
     with prepared_environment():

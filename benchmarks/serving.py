@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from app import haproxy
+from app.cli.load import Ask, HttpTarget, Record, closed_loop, connect, open_loop
 from benchmarks import arrivals, harness, latency, workloads
 from benchmarks.bare import BareEngine, bare_engine
 from benchmarks.latency import Summary, Targets
-from benchmarks.load import Ask, HttpTarget, Record, closed_loop, connect, open_loop
 from benchmarks.served import served
 from benchmarks.throughput import VOCAB_SIZE, checkpoint
 from benchmarks.usage import Meter, Usage
@@ -311,7 +311,6 @@ async def run_all(
         latency.print_table(summaries)
         print(source)
         latency.print_table(of_trace)
-        latency.draw(summaries, goal, harness.results_folder(args) / f"serving{'-quick' if args.quick else ''}.png")
         ours = [*summaries[targets[0].name], *of_trace[targets[0].name]]
         figures["lost"] = figures.get("lost", 0) + sum(s.lost + s.failed for s in ours)
         figures["goodput_share_at_highest_load"] = ours[-2].good_share
@@ -461,7 +460,10 @@ def main() -> None:
                         raw["serve_proxy"] = {}
                         more = asyncio.run(only_beside_bare(server.url, bare, sizes, raw["serve_proxy"]))
                         figures |= {f"serve_proxy_{name}": value for name, value in more.items()}
-    harness.finish("serving-soak" if args.soak is not None else "serving", args, figures, raw)
+    if args.soak is not None:
+        harness.finish("serving-soak", args, figures, raw)
+    else:
+        harness.finish("serving", args, figures, raw, latency.draw)
 
 
 if __name__ == "__main__":

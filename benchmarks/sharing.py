@@ -40,7 +40,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -51,6 +51,7 @@ import torch
 
 from app.engine import LLM, SamplingParams
 from benchmarks import harness, workloads
+from benchmarks.picture import LIMIT, OURS, legend_below, picture, plain_numbers
 from benchmarks.throughput import make_checkpoint
 from vmem import HostBackend, KVMemory, LayerGroup, LayerSpec, SequenceMemory, StepDemand, plan_layout
 
@@ -58,6 +59,7 @@ Steps = Sequence[Sequence[int]]  # for each step, the parent of each of its sequ
 Requests = list[tuple[int, Steps]]  # prompt tokens, and one step for each output token
 
 SEED = 0
+DATASETS = {"alpaca": "Alpaca", "sharegpt": "ShareGPT"}
 BLOCK_TOKENS = 16
 WIDTHS = (2, 4, 6)
 ENTROPY_NATS = 1.5
@@ -407,32 +409,37 @@ def main() -> None:
         f"prefix_{prefix}_speedup": harness.median_ratio(r["cache on"], r["cache off"]) for prefix, r in rates.items()
     }
     figures |= first_tokens
-    draw(figures, raw["ttft_s"], harness.results_folder(args) / f"sharing{'-quick' if args.quick else ''}.png")
-    harness.finish("sharing", args, figures, raw | {"requests_per_s": rates})
+    harness.finish("sharing", args, figures, raw | {"requests_per_s": rates}, draw)
 
 
-def draw(figures: dict[str, float], curves: list[list[float]], path: Path) -> None:
-    pyplot = harness.pyplot()
-    if pyplot is None:
-        return
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for j, width in enumerate(WIDTHS):
-        shares = [figures[f"{method}_{width}_saved_{name}"] * 100 for method, name in PAPER]
-        at = [i + (j - 1) * 0.27 for i in range(len(PAPER))]
-        bars = left.bar(at, shares, 0.25, color=("#c9dbe6", "#61a5c2", "#2a6f97")[j], label=f"{width} sequences")
-        left.bar_label(bars, fmt="%.0f", fontsize=7)
-    for side, ends in zip((-0.27, 0.27), zip(*PAPER.values(), strict=True), strict=True):
-        at = [i + side for i in range(len(PAPER))]
-        label = "paper" if side < 0 else None
-        left.scatter(at, [share * 100 for share in ends], marker="_", color="#c1121f", label=label)
-    left.set_xticks(range(len(PAPER)), [f"{method}, {name}" for method, name in PAPER], fontsize=7)
-    left.set_ylabel("KV blocks saved, %")
-    left.legend(fontsize=7)
-    medians = [statistics.median(column) * 1e3 for column in zip(*curves, strict=True)]
-    right.semilogy(range(1, len(medians) + 1), medians, ".", color="#2a6f97")
-    right.set_xlabel(f"request with the same {COMMON}-token prefix")
-    right.set_ylabel("time to first token, ms")
-    figure.savefig(path, dpi=120)
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Blocks saved by workload, method and width; and TTFT along requests with one prefix."""
+    figures, curves = result["figures"], result["raw"]["ttft_s"]
+    title = "What sharing saves: KV blocks, and time to first token"
+    with picture(result, path, title, columns=2, height=4.2) as (figure, (left, right)):
+        for j, width in enumerate(WIDTHS):
+            shares = [figures[f"{method}_{width}_saved_{name}"] * 100 for method, name in PAPER]
+            at = [i + (j - 1) * 0.28 for i in range(len(PAPER))]
+            drawn = left.bar(at, shares, 0.26, color=OURS[2 - j], label=f"{width} sequences of a request")
+            left.bar_label(drawn, fmt="%.0f", fontsize=8)
+        for side, ends in zip((-0.28, 0.28), zip(*PAPER.values(), strict=True), strict=True):
+            at = [i + side for i in range(len(PAPER))]
+            label = "PagedAttention's paper (2 and 6)" if side < 0 else None
+            left.scatter(at, [share * 100 for share in ends], marker="_", s=220, color=LIMIT, label=label, zorder=3)
+        names = {"parallel": "samples", "beam": "beams"}
+        left.set_xticks(range(len(PAPER)), [f"{names[method]},\n{DATASETS[name]}" for method, name in PAPER])
+        left.grid(axis="x", visible=False)
+        left.set(ylabel="KV blocks saved, %", title="Sequences of one request")
+        medians = [statistics.median(column) * 1e3 for column in zip(*curves, strict=True)]
+        right.semilogy(range(1, len(medians) + 1), medians, ".", color=OURS[0], label="Folio, median of prefixes")
+        right.set(
+            xlabel=f"number of the request with this {COMMON}-token prefix",
+            ylabel="time to first token, ms",
+            title="Requests with a common prefix",
+        )
+        plain_numbers(right)
+        right.annotate("computed", (1, medians[0]), xytext=(8, -3), textcoords="offset points", fontsize=9)
+        legend_below(figure, left, 2)
 
 
 if __name__ == "__main__":

@@ -29,19 +29,25 @@ GENERATED = ("app/proto/folio_pb2.py", "app/proto/folio_pb2_grpc.py")
 # From the lowest to the highest; a module may import modules of its own row and of lower rows only.
 LAYERS = (
     ("vmem", "kernels"),
-    ("app.errors", "app.logs", "app.haproxy", "app.compat"),
+    ("app.errors", "app.logs", "app.haproxy", "app.compat", "app.event_stream"),
     ("app.config",),
     ("app.engine", "app.builtin"),
     ("app.fleet",),
     ("app.request_context", "app.http_errors"),
-    ("app.openai", "app.edge", "app.proto"),
+    ("app.openai", "app.edge", "app.proto", "app.dashboard", "app.tracing"),
     ("app.serving",),
     ("app.client",),
     ("app.checks",),
-    ("app.main", "app.serve"),
+    ("app.main",),
+    ("app.cli",),
 )
 # Packages of one row that must not import each other.
-APART = (("vmem", "kernels"), ("app.openai", "app.edge"))
+APART = (
+    ("vmem", "kernels"),
+    ("app.openai", "app.edge"),
+    ("app.dashboard", "app.openai"),
+    ("app.dashboard", "app.edge"),
+)
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.IfExp, ast.ExceptHandler, ast.match_case)
 
 

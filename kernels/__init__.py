@@ -1,11 +1,20 @@
-"""Attention over a KV cache, block copies and CPU products: tensors in, tensors out."""
+"""Attention over a KV cache, block copies and CPU products: tensors in, tensors out.
 
-from kernels.attention import flash_attn_with_kvcache, varlen_attention
-from kernels.blocks import CopyBlocks, select_block_copy
+Importing the package does not import torch, as in `vmem`: routers need prefix hashing only.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from kernels.cpu.build import has_matrix_tiles
-from kernels.cpu.ops import CpuElementwise, CpuLinear
-from kernels.provider import AttentionProvider, CacheScales, KernelError, Masking, VarlenBatch
-from kernels.select import PROVIDERS, select_provider
+from kernels.errors import KernelError
+
+if TYPE_CHECKING:
+    from kernels.attention import flash_attn_with_kvcache, varlen_attention
+    from kernels.blocks import CopyBlocks, select_block_copy
+    from kernels.cpu.ops import CpuElementwise, CpuLinear
+    from kernels.provider import AttentionProvider, CacheScales, Masking, VarlenBatch
+    from kernels.select import PROVIDERS, select_provider
 
 __all__ = [
     "PROVIDERS",
@@ -23,3 +32,27 @@ __all__ = [
     "select_provider",
     "varlen_attention",
 ]
+
+# Names that are imported at their first use, and their modules.
+_NEED_TORCH = {
+    "flash_attn_with_kvcache": "kernels.attention",
+    "varlen_attention": "kernels.attention",
+    "CopyBlocks": "kernels.blocks",
+    "select_block_copy": "kernels.blocks",
+    "CpuElementwise": "kernels.cpu.ops",
+    "CpuLinear": "kernels.cpu.ops",
+    "AttentionProvider": "kernels.provider",
+    "CacheScales": "kernels.provider",
+    "Masking": "kernels.provider",
+    "VarlenBatch": "kernels.provider",
+    "PROVIDERS": "kernels.select",
+    "select_provider": "kernels.select",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _NEED_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value = getattr(import_module(_NEED_TORCH[name]), name)
+        return value

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.cpu.build import load_function
-from kernels.provider import KernelError
+from kernels.errors import KernelError
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.errors import KernelError
+
 MAX_WINDOW = 2**30
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class KernelError(Exception):
-    """A kernel cannot be built, is not available, does not support a shape, or got a cache without memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kernels.provider import AttentionCall, AttentionProvider, CacheWrite, KernelError
+from kernels.errors import KernelError
+from kernels.provider import AttentionCall, AttentionProvider, CacheWrite
 
 logger = logging.getLogger(__name__)
 

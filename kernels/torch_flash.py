@@ -29,7 +29,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import varlen as torch_varlen
 
-from kernels.provider import AttentionCall, KernelError, Masking, VarlenBatch
+from kernels.errors import KernelError
+from kernels.provider import AttentionCall, Masking, VarlenBatch
 from kernels.reference import ReferenceProvider
 
 MAX_SPLITS = 128

@@ -1,4 +1,4 @@
-"""Architectures that are tested for equal tokens and little else; `docs/models.md` lists them beside `conftest`'s.
+"""Architectures that are tested for equal tokens and little else; `docs/reference/models.md` lists them, too.
 
 What makes each special is on, and small enough to matter within 700 tokens.
 """

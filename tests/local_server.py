@@ -21,24 +21,31 @@ from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayTaskError
 
+import app.engine
 from app.config.engine import EngineConfig
 from app.config.http import HttpSettings
+from app.dashboard.collector import Collector
+from app.dashboard.http import add_dashboard
 from app.edge.guard import protect
 from app.engine import AsyncEngine
-from app.engine.model.loader import load_tokenizer
+from app.engine.model.tokenizer import load_tokenizer
 from app.errors import FolioError
 from app.fleet.streams import StreamPace
 from app.openai.http import build_api
 from app.serving import ingress as ingress_module
 from app.serving import replica as replica_module
+from app.serving import tp_actors
 from app.serving.ingress import Ingress
 from app.serving.replica import EngineReplica
 from tests.processes import until
 
 
-def guarded_api(service: Any, settings: HttpSettings | None = None) -> FastAPI:
+def guarded_api(service: Any, settings: HttpSettings | None = None, dashboard: Collector | None = None) -> FastAPI:
     """The API of a service, guarded as an ingress guards it."""
-    return protect(build_api(service), settings or HttpSettings())
+    api = build_api(service)
+    if dashboard is not None:
+        add_dashboard(api, dashboard)
+    return protect(api, settings or HttpSettings())
 
 
 @contextmanager
@@ -69,8 +76,8 @@ def replica_of(
 ) -> EngineReplica:
     """A replica of this engine. `audit`: in place of its `RoutingAudit`."""
     with _replica_context(name) as patch:
-        patch.setattr(replica_module, "AsyncEngine", lambda *_, **__: engine)
-        patch.setattr(replica_module, "actors_of_this_replica", lambda: None)
+        patch.setattr(app.engine, "AsyncEngine", lambda *_, **__: engine)
+        patch.setattr(tp_actors, "actors_of_this_replica", lambda: None)
         if audit is not None:
             patch.setattr(replica_module, "RoutingAudit", lambda: audit)
         pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
@@ -83,6 +90,7 @@ def ingress_of(handle: Any, model_name: str = "builtin", adapters: Sequence[str]
         patch.setattr(ingress_module, "load_tokenizer", _tokenizer)
         patch.setattr(ingress_module, "SharedReader", lambda _: None)
         patch.setattr(ingress_module, "MetricsPage", lambda _: _Metrics())
+        patch.setattr(ingress_module, "count_starting", lambda *_: 0)
         constructor: Any = Ingress.__bases__[0]  # Serve's subclass needs a cluster
         return constructor("builtin", model_name, handle, adapters)
 
@@ -91,14 +99,15 @@ _tokenizer = cache(load_tokenizer)
 
 
 class LocalServer:
-    """`api` is the ASGI application, `engine` its engine. Close it at the end."""
+    """`api` is the ASGI application of `ingress`, `engine` its engine. Close it at the end."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, http: HttpSettings | None = None, **settings: Any) -> None:
         config = EngineConfig(
             **({"model": "builtin", "kv_memory_bytes": 64 << 20, "max_num_batched_tokens": 512} | settings)
         )
         self.engine = AsyncEngine(config)
-        self.api = guarded_api(ingress_of(_Handle(replica_of(self.engine))))
+        self.ingress = ingress_of(_Handle(replica_of(self.engine)))
+        self.api = guarded_api(self.ingress, http, self.ingress.dashboard)
 
     def wait_until_idle(self) -> None:
         """Unpin all prefixes, wait until no request runs or waits and no memory is owned, and audit the engine."""
@@ -139,6 +148,8 @@ class _Metrics:
 
 class _Handle:
     """A `DeploymentHandle` of one replica."""
+
+    deployment_name = "EngineReplica"
 
     def __init__(self, replica: Any) -> None:
         self._replica = replica

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from app.engine.model.tokenizer import load_tokenizer
 from benchmarks.structure import LAYERS, circles, modules, upward
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +23,7 @@ FORBIDDEN = {
     "app/fleet": {"ray", "fastapi", "starlette", "pydantic", "transformers"},
     "app/edge": {"ray", "app.engine", "vmem", "kernels"},
     "app/openai": {"ray", "kernels"},
+    "app/dashboard": {"ray", "kernels"},
     "app/builtin": {"ray", "vmem", "kernels", "app.engine"},
     "app/proto": {"ray", "vmem", "kernels", "app.engine"},
 }
@@ -78,3 +80,31 @@ for name in ("ray", "triton", "cuda", "fastapi", "pydantic"):
 import vmem, kernels, app.engine
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.processes
+def test_heavy_libraries_are_imported_where_they_are_needed() -> None:
+    """Regression: a start took 40 s, because each process of Serve imported torch and transformers; `app.client` took
+    seven."""
+    code = """
+import sys
+def check(*names):
+    assert not (found := [name for name in names if name in sys.modules]), found
+import vmem, kernels, app.engine, app.client
+check("torch", "transformers", "ray")
+import app.main, app.serving.autoscaling, app.serving.router  # Serve's controller, and all that it starts
+check("torch", "transformers")
+from app.compat.transformers import imported_without_torch
+from app.engine.model.tokenizer import load_tokenizer
+with imported_without_torch():  # an ingress
+    tokenizer = load_tokenizer("builtin")
+check("torch")
+light = tokenizer.apply_chat_template([{"role": "user", "content": "What is Folio?"}], return_dict=False)
+print(light)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    whole = load_tokenizer("builtin").apply_chat_template(
+        [{"role": "user", "content": "What is Folio?"}], return_dict=False
+    )
+    assert done.stdout == f"{whole}\n"

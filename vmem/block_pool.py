@@ -5,8 +5,21 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from vmem.errors import IntegrityError
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCopy:
+    """What the states of a pool's blocks follow from, at one moment. `unbacked`: ids in no order; others as in
+    `BlockPool`."""
+
+    references: list[int]
+    region_mappings: list[int]
+    unbacked: list[int]
+    indexed: set[int]
+    moving: set[int]
 
 
 class BlockPool:
@@ -62,6 +75,16 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         return len(self._cached)
+
+    def copy(self) -> PoolCopy:
+        """Copy the states whole lists at once, so that the lock is held briefly."""
+        return PoolCopy(
+            self.references.copy(),
+            self.region_mappings.copy(),
+            self._unbacked.copy(),
+            self.indexed_blocks.copy(),
+            self._moving.copy(),
+        )
 
     def is_allocatable(self, block_id: int) -> bool:
         """Whether the block is free or free-mapped."""

@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from vmem.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
 
 LayoutKind = Literal["interleaved", "per_layer"]
 

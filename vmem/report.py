@@ -116,9 +116,12 @@ class MemoryAudit:
     def report(self) -> MemoryReport:
         """See `KVMemory.report`."""
         with self._lock.soon() as held:
-            if held:
-                self.publish()
-            return self._report
+            return self.current() if held else self._report
+
+    def current(self) -> MemoryReport:
+        """A report of now. With the lock held."""
+        self.publish()
+        return self._report
 
     def publish(self) -> None:
         """Make a report for readers that cannot have the lock. With the lock held."""

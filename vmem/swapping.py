@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
 from vmem.group import GroupMemory
@@ -15,7 +16,9 @@ from vmem.prefix_cache import PrefixCache
 from vmem.prefix_tree import PrefixCursor, PrefixTree
 from vmem.sequence import GroupTable, SequenceMemory
 from vmem.tables import BlockAllocator
-from vmem.tensors import BlockContents
+
+if TYPE_CHECKING:
+    from vmem.tensors import BlockContents
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +68,11 @@ class Swapping:
     def pages_needed(self, swapped: SwappedGroup) -> int:
         """Pages that swapping in takes at most."""
         return sum(rows * group.num_slices for rows, group in zip(swapped.num_rows, self._groups, strict=True))
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """Copied blocks of each layer group. With the lock held."""
+        return [sum(swapped.num_rows[g] for swapped in self._live) for g in range(len(self._groups))]
 
     def discard_swapped(self, swapped: SwappedGroup) -> None:
         """Drop swapped sequences."""

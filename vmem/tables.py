@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vmem.backends.base import Backend
 from vmem.budget import MemoryCounts, PagePool
@@ -17,8 +18,10 @@ from vmem.mapping_work import AttachPages, DetachPages
 from vmem.prefix_tree import PrefixTree
 from vmem.region import HOLE
 from vmem.sequence import GroupTable, SequenceMemory, ViewPolicy
-from vmem.tensors import BlockContents
 from vmem.views import RegionManager
+
+if TYPE_CHECKING:
+    from vmem.tensors import BlockContents
 
 
 @dataclass(eq=False)

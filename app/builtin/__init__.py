@@ -3,6 +3,9 @@
 from pathlib import Path
 
 BUILTIN = "builtin"
+BUILTIN_DESCRIPTION = (
+    "a toy of 3 million parameters for first steps and tests; serve a real model with `folio serve MODEL`"
+)
 BUILTIN_FOLDER = Path(__file__).parent / "model"
 
 

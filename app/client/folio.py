@@ -31,7 +31,7 @@ class Folio:
         application: a name or a handle, in any process of the application's Ray cluster; `http://host:port` or
             `https://…`, with the application's route prefix if it has one; or `grpc://host:port` or `grpcs://…`, with
             the application's name as the path where Serve has several. Calls by URL need no Ray. They have no
-            `fork` and `set_budget`; `responses` is available over HTTP and within the cluster, not over gRPC.
+            `fork`; `responses` and `set_budget` are available over HTTP and within the cluster, not over gRPC.
         api_key: for calls by URL of a server with keys. Calls within the cluster need none.
     """
 

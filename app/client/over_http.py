@@ -13,10 +13,10 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic_core import from_json
 
 from app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
-from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError, UnavailableError
-from app.http_errors import error_of
+from app.event_stream import DONE, event_data
+from app.http_errors import error_of, error_of_status
 from app.openai.replies import (
-    DONE,
+    BudgetReport,
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -24,7 +24,6 @@ from app.openai.replies import (
     PinCard,
     PinDeleted,
     PinList,
-    event_data,
 )
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from vmem import MemoryReport
@@ -51,6 +50,7 @@ _ROUTES = {
     "pins": _Route("GET", "/v1/pins", TypeAdapter(PinList)),
     "load": _Route("GET", "/v1/load", TypeAdapter(LoadReport)),
     "reports": _Route("GET", "/v1/load/memory", TypeAdapter(dict[str, MemoryReport])),
+    "set_budget": _Route("PUT", "/v1/budget", TypeAdapter(BudgetReport)),
     "ready": _Route("GET", "/ready", TypeAdapter(None)),
 }
 
@@ -65,7 +65,8 @@ class OverHttp:
 
     async def call(self, method: str, *args: Any) -> Any:
         async with self._answer(method, args, streams=False) as (route, response):
-            return route.answer.validate_json(await response.read() or b"null")
+            answer = route.answer.validate_json(await response.read() or b"null")
+        return answer.answers if isinstance(answer, BudgetReport) else answer
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         async with self._answer(method, args, streams=True) as (route, response):
@@ -93,7 +94,9 @@ class OverHttp:
             raise no_such_call(method, "HTTP")
         path, body, headers = route.path, None, dict(self._headers)
         first, session = (*args, None, None)[:2]
-        if isinstance(first, BaseModel):
+        if method == "set_budget":
+            body, session = {"budget_bytes": first, "revision": session}, None
+        elif isinstance(first, BaseModel):
             body = first.model_dump(mode="json", exclude_unset=True, by_alias=True)
             if method != "pin":
                 body["stream"] = streams
@@ -106,7 +109,7 @@ class OverHttp:
                 route.method, self._url + path, json=body, headers=headers
             ) as response:
                 if response.status >= 400:
-                    raise _error(response.status, response.headers.get("Retry-After"), await response.read())
+                    raise error_of_status(response.status, response.headers.get("Retry-After"), await response.read())
                 yield route, response
         except aiohttp.ClientConnectorError as error:
             raise unreachable(self._url, error.os_error) from error
@@ -117,21 +120,3 @@ class OverHttp:
         # The request itself bounds the time of its answer.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-
-
-def _error(status: int, retry_after: str | None, content: bytes) -> FolioError:
-    retry_after_s = float(retry_after) if retry_after is not None and retry_after.isdigit() else None
-    try:
-        error = error_of(from_json(content), retry_after_s)
-    except ValueError:  # the answer of a proxy
-        error = None
-    if error is not None:
-        return error
-    message = f"HTTP status {status}: {content[:200].decode(errors='replace')}"
-    if status == 503:
-        return UnavailableError(message, retry_after_s)
-    if status == 429:
-        return OverloadedError(message, retry_after_s)
-    if status in (408, 504):
-        return DeadlineError(message)
-    return RequestError(message) if status < 500 else EngineError(message)

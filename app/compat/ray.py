@@ -4,6 +4,8 @@ Seen to work with `VERSION`. `tests/app/compat/test_ray.py` fails first when Ray
 
 - `ServeControllerClient.deploy_apps`: `serve.run` takes Python objects, not a configuration; the REST API
   for configurations needs the dashboard.
+- `JobConfig(_client_job=, _py_driver_sys_path=)`: otherwise Ray's workers look for modules in the working directory
+  first, where a user's folder `app` would hide ours.
 - `ServeControllerClient._controller`, `_shutdown`: `serve.shutdown` has no timeout, and logs "infinite retries" when
   the controller ends before it answers.
 - `DeploymentBroadcastResponse._fetch_replica_results_async`: `results_async` has one timeout for all replicas, and
@@ -14,20 +16,25 @@ Seen to work with `VERSION`. `tests/app/compat/test_ray.py` fails first when Ray
   would reserve a slot at the replica first, by a further message for each request.
 - `PendingRequest.routing_context.should_backoff`: otherwise Serve asks a router again at once, and for ever, while all
   replicas are full.
+- `get_serve_logs_dir`: where Serve's own exporter of traces writes, and log collectors look.
 - `grpc.aio.AioRpcError`, `RayTaskError.cause`: the errors of calls between deployments.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
+from ray.job_config import JobConfig
+from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
@@ -36,6 +43,12 @@ from ray.serve.schema import LoggingConfig, ServeDeploySchema
 from app.errors import EngineError, FolioError, OverloadedError, UnavailableError
 
 VERSION = "2.60"
+
+
+def own_search_path() -> JobConfig:
+    """A job whose workers on this machine import from this process's `sys.path`, in its order."""
+    # The workers put one folder after another in front of their own. `_client_job`: without the working directory.
+    return JobConfig(_client_job=True, _py_driver_sys_path=sys.path[::-1])
 
 
 class ServeInstance:
@@ -97,6 +110,11 @@ class BoundedWaitRouter(FIFOMixin, RequestRouter):
 def back_off(pending: PendingRequest) -> None:
     """Have Serve pause before it asks for another ranking of this request."""
     pending.routing_context.should_backoff = True
+
+
+def logs_directory() -> Path:
+    """Serve's folder of logs on this node, within a replica."""
+    return Path(get_serve_logs_dir())
 
 
 # Errors of a call that failed at the callee, could not be delivered, or was refused by Serve.

@@ -34,8 +34,8 @@ class StreamingArgs(Settings):
     """`args.streaming` of the YAML: pace of streams (`StreamPace`).
 
     Attributes:
-        items_per_s: of all streams of a replica; by default 30 for each core of its machine, which costs up to 1.5 % of
-            the core (0.14 to 0.5 ms an item).
+        items_per_s: of all streams of a replica; by default 30 for each core of its machine, which costs little of
+            the core's time.
         min_interval_s, max_interval_s: between two items of one stream.
     """
 
@@ -48,9 +48,12 @@ class AppArgs(Settings):
     """`args` of the YAML.
 
     Attributes:
+        engine: settings of each replica's engine.
         model_name: the model's name in requests; by default the last part of `engine.model`.
         shared_kv_memory_bytes: KV memory shared by all replicas on one device, a GPU or a node's CPUs: each may take
             what others do not need. None: each has `engine.kv_memory_bytes` for itself.
+        routing: choice of the replica.
+        streaming: pace of streams.
         http: protection of the HTTP interface.
 
     Raises:

@@ -28,7 +28,12 @@ class RateLimits(Settings):
 
 
 class KeySource(Settings):
-    """Source of API keys on the ingress's node: a file, read again when it changes, or an environment variable."""
+    """Source of API keys on the ingress's node.
+
+    Attributes:
+        file: a file of keys, read again when it changes.
+        env: an environment variable with keys, separated by commas, read at the start.
+    """
 
     file: Path | None = None
     env: str | None = None
@@ -45,7 +50,7 @@ class HttpSettings(Settings):
 
     Attributes:
         api_keys: valid keys; `None`: everybody who can reach the port may call.
-        open_paths: paths that need no key and count towards no limit.
+        open_paths: paths that need no key and count towards no limit, and all paths below them.
         operator_paths: paths that need an operator's key, and all paths below them, if `api_keys` is set.
         key_limits: of each key without limits of its own.
         address_limits: of each client address without `api_keys`; with them, of addresses that send a wrong key.
@@ -59,11 +64,12 @@ class HttpSettings(Settings):
         max_timeout_s: requests with a longer `timeout_s` are refused.
         cors_origins: origins of web pages that may call from a browser; "*": all.
         log_requests: one log line for each request, without any of its text.
+        dashboard: the live page at `/dashboard`; its data need a key as `/v1/load` does, its files need none.
     """
 
     api_keys: KeySource | None = None
     open_paths: frozenset[str] = frozenset({"/health", "/ready"})
-    operator_paths: frozenset[str] = frozenset({"/metrics", "/v1/load", "/v1/pins"})
+    operator_paths: frozenset[str] = frozenset({"/metrics", "/v1/load", "/v1/pins", "/v1/budget"})
     key_limits: RateLimits = RateLimits()
     address_limits: RateLimits = RateLimits()
     max_addresses: PositiveInt = 10_000
@@ -77,6 +83,7 @@ class HttpSettings(Settings):
     max_timeout_s: PositiveFloat | None = None
     cors_origins: tuple[str, ...] = ()
     log_requests: bool = True
+    dashboard: bool = True
 
     @model_validator(mode="after")
     def _check_timeouts(self) -> HttpSettings:

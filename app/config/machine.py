@@ -17,7 +17,7 @@ MOST_SEQS = 1 << 16
 MOST_STEP_TOKENS = 1 << 20
 # Share of the memory left to the interpreter, requests and page tables, beside weights, steps and the KV cache.
 SPARE_SHARE = 1 / 16
-_DEFAULT_MAP_COUNT = 65_530  # Linux's vm.max_map_count
+DEFAULT_MAP_COUNT = 65_530  # Linux's vm.max_map_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Machine:
             available_bytes=max(0, min([available, *(limit - used for limit, used in groups)])),
             limited=lowest < memory,
             num_cores=min([len(os.sched_getaffinity(0)), *_quotas(root)]),
-            max_map_count=_number(root / "proc/sys/vm/max_map_count") or _DEFAULT_MAP_COUNT,
+            max_map_count=_number(root / "proc/sys/vm/max_map_count") or DEFAULT_MAP_COUNT,
         )
 
     def __str__(self) -> str:

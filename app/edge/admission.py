@@ -82,6 +82,11 @@ class AdmissionControl:
         """Refuse all further requests."""
         self._is_draining = True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the server takes requests: false while it drains."""
+        return not self._is_draining
+
     def check_open(self) -> None:
         """Raise `UnavailableError` while the server drains."""
         if self._is_draining:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fastapi import FastAPI
@@ -31,6 +32,9 @@ _EXPOSED = [
     "retry-after",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 ]
+# Files of the dashboard: without a key, so that its page can ask for one. Its data are the load's, and need what
+# `/v1/load` needs.
+_PAGE, _PAGE_FILES, _DATA, _LOAD = frozenset({"/", "/dashboard"}), "/dashboard/static/", "/dashboard/", "/v1/load"
 
 
 class Guard:
@@ -74,7 +78,7 @@ class Guard:
         token = CURRENT.set(context)
         try:
             check_size(scope, head, self._settings)
-            if path_of(scope) not in self._settings.open_paths:
+            if not self._is_open(_secured_path(scope)):
                 await self._admit(scope, head, context)
                 self._num_running += 1
                 is_running = True
@@ -104,6 +108,11 @@ class Guard:
             if self._settings.log_requests:
                 log_request(scope, context, reply.is_complete)
 
+    def _is_open(self, path: str) -> bool:
+        if self._settings.dashboard and (path in _PAGE or path.startswith(_PAGE_FILES)):
+            return True
+        return is_below(path, self._settings.open_paths)
+
     async def _admit(self, scope: Scope, head: Head, context: RequestContext) -> None:
         """Raise `HttpRefusal` if the caller may not call, or not now."""
         quota = await self._quota_of(scope, head, context)
@@ -121,10 +130,7 @@ class Guard:
             _begin(context, self._address_quota(scope))  # guesses of keys count towards the address's limits
             raise HttpRefusal.no_key(presented=head.key is not None)
         context.key = key.entry
-        path = path_of(scope)
-        if not key.entry.operator and any(
-            path == own or path.startswith(own + "/") for own in self._settings.operator_paths
-        ):
+        if not key.entry.operator and is_below(_secured_path(scope), self._settings.operator_paths):
             error = ForbiddenError("this path is for operators; send an operator's API key")
             raise HttpRefusal.from_error(error)
         return key.quota
@@ -134,6 +140,17 @@ class Guard:
             return None
         client = scope.get("client")
         return self._addresses.quota_of(client[0] if client else "unknown")
+
+
+def is_below(path: str, paths: Collection[str]) -> bool:
+    """Whether a path is one of the paths, or below one."""
+    return any(path == own or path.startswith(own + "/") for own in paths)
+
+
+def _secured_path(scope: Scope) -> str:
+    """The path whose protection holds for the request."""
+    path = path_of(scope)
+    return _LOAD if path.startswith(_DATA) and not path.startswith(_PAGE_FILES) else path
 
 
 def _begin(context: RequestContext, quota: Quota | None) -> None:

@@ -1,10 +1,18 @@
-"""The engine, without Ray: `LLM` for scripts, `AsyncEngine` for servers."""
+"""The engine, without Ray: `LLM` for scripts, `AsyncEngine` for servers.
+
+Importing the package imports neither torch nor transformers: routers, ingresses and clients need its values only.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from app.config.engine import EngineConfig
-from app.engine.async_engine import AsyncEngine
-from app.engine.llm import LLM, Completion, Output
-from app.engine.request import Delta, FinishReason, RequestOptions, TokenLogprobs
+from app.engine.delta import Delta, FinishReason, RequestOptions, TokenLogprobs
 from app.engine.sampling.params import SamplingParams, Structure
+
+if TYPE_CHECKING:
+    from app.engine.async_engine import AsyncEngine
+    from app.engine.llm import LLM, Completion, Output
 
 __all__ = [
     "LLM",
@@ -19,3 +27,19 @@ __all__ = [
     "Structure",
     "TokenLogprobs",
 ]
+
+# Names that are imported at their first use, and their modules.
+_NEED_TORCH = {
+    "AsyncEngine": "app.engine.async_engine",
+    "LLM": "app.engine.llm",
+    "Completion": "app.engine.llm",
+    "Output": "app.engine.llm",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _NEED_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value = getattr(import_module(_NEED_TORCH[name]), name)
+        return value

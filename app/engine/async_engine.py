@@ -17,14 +17,16 @@ from functools import cached_property, partial
 from typing import Unpack
 
 from app.config.engine import EngineConfig
+from app.engine.delta import Delta, DeltaQueue, RequestOptions
 from app.engine.engine import Engine
+from app.engine.faults import start_error
 from app.engine.load_report import MOST_KEYS, Activity
 from app.engine.report import ReplicaReport, StartTimes
-from app.engine.request import Delta, DeltaQueue, RequestOptions
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
 from app.engine.startup import PeerPrefixes, get_ready, hot_prefixes, prefix_fingerprint
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from app.engine.watch import EngineWatch
 from app.errors import EngineError, FolioError, RequestError, UnavailableError, UnknownRequestError
 from vmem import BudgetAnswer, CachedPrefix, IntegrityError, KVMemory, MemoryReport
 
@@ -251,6 +253,12 @@ class AsyncEngine:
         return self._engine.report()
 
     @property
+    def watch(self) -> EngineWatch:
+        """Views for the dashboard. Raises `UnavailableError` once the engine has stopped."""
+        self.check()
+        return self._engine.watch
+
+    @property
     def speculation(self) -> SpeculationCounts | None:
         """Counts of draft tokens; `None` without speculation."""
         speculation = self._engine.speculation
@@ -337,7 +345,7 @@ class AsyncEngine:
         try:
             self._engine = make()
         except BaseException as error:  # noqa: BLE001 - the constructor raises it
-            started.set_exception(_as_start_error(error))
+            started.set_exception(start_error(error))
             return
         try:
             get_ready(self._engine, prefixes_of_others)
@@ -348,7 +356,7 @@ class AsyncEngine:
             try:
                 self._engine.close()
             finally:
-                started.set_exception(_as_start_error(error))  # also when `close` fails: the constructor waits
+                started.set_exception(start_error(error))  # also when `close` fails: the constructor waits
             return
         started.set_result(None)
         reason = _STOPPED
@@ -483,15 +491,6 @@ def _refuse_commands(commands: queue.SimpleQueue[_Command], reason: str) -> list
             elif isinstance(command, Future) and command.set_running_or_notify_cancel():
                 command.set_exception(UnavailableError(reason))
     return streams
-
-
-def _as_start_error(error: BaseException) -> Exception:
-    """An `Exception` for the constructor's caller: a library may call `sys.exit`, or panic in Rust."""
-    if isinstance(error, Exception):
-        return error
-    failure = EngineError(f"the engine cannot start: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
 
 
 def _put_all(arrived: Sequence[tuple[_Stream, Delta]]) -> None:

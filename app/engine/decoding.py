@@ -10,11 +10,12 @@ from itertools import takewhile
 import numpy as np
 import torch
 
+from app.engine.delta import Delta, TokenLogprobs
 from app.engine.execution.batch import Array
 from app.engine.faults import failure_of
 from app.engine.generation import BestOf, EndedOutputs, Generation
 from app.engine.load_report import LoadMeter
-from app.engine.request import Delta, Request, SequenceGroup, TokenLogprobs
+from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.beam import BeamSearch, likeliest
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.sampler import Sampled, prompt_logprobs, sample, sample_apart
@@ -359,6 +360,7 @@ class Decoder:
             snapshot_positions=parent.snapshot_positions if memory is not None else (),
             sampling=state,
             prompt_logprobs=parent.prompt_logprobs if parent.group.lockstep else [],
+            queue_s=parent.queue_s,
             submitted_at=time.perf_counter(),  # a fork that shares nothing waits until it is recomputed
         )
 
@@ -429,6 +431,7 @@ class Decoder:
                 num_unfinished=n - 1 - index,
                 prompt_logprobs=tuple(first.prompt_logprobs) if not index else (),
                 score=hypothesis.score,
+                queue_s=first.queue_s,
             )
 
 

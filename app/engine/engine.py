@@ -17,6 +17,7 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.engine.decoding import Decoder
+from app.engine.delta import Delta, RequestOptions
 from app.engine.execution.batch import demands, memory_of, next_demands, plan_step
 from app.engine.execution.executor import Executor
 from app.engine.execution.self_test import self_test
@@ -29,13 +30,15 @@ from app.engine.lora.weights import check_sources
 from app.engine.model.kv_plan import build_memory
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StartTimes, process_age_s
-from app.engine.request import Delta, Request, RequestOptions, check_timeout
+from app.engine.request import Request, check_timeout
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.speculation import Speculation
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from app.engine.vocabulary import Vocabulary, encode_pinned
+from app.engine.text_prefix import encode_pinned
+from app.engine.vocabulary import Vocabulary
+from app.engine.watch import EngineWatch
 from app.errors import (
     ConfigError,
     DeadlineError,
@@ -65,6 +68,7 @@ class Engine:
     Attributes:
         max_model_len: longest prompt plus output, in tokens.
         load: load reports and the limit of the queue. From any thread.
+        watch: views for the dashboard. From any thread.
         intake: validates requests. From any thread.
         generations: request id → requests that have not ended.
         step_s: seconds of the latest step; `None` if it computed nothing.
@@ -130,6 +134,7 @@ class Engine:
                 most_queued=config.max_queued_requests,
                 held=lambda: self.adapters.waiting_groups,
             )
+            self.watch = EngineWatch(self.memory, self.scheduler, self.load)
             self.generations: dict[str, Generation] = {}
             self._next_deadline = math.inf  # or before it: of a request that has ended
             self.vocabulary = Vocabulary(self.model)
@@ -317,6 +322,9 @@ class Engine:
             if s.request.pin_name is not None and not s.request.num_uncomputed:
                 deltas.append(self._pin(s.request))
         self._note_step(scheduled, num_attended, time.perf_counter() - start)
+        if self.watch.is_on:
+            num_tokens, num_outputs = sum(s.num_tokens for s in scheduled), sum(len(d.token_ids) for d in deltas)
+            self.watch.note_step(self.step_s or 0.0, num_tokens, num_outputs, len(scheduled))
         return deltas
 
     def _expired(self) -> list[str]:
@@ -354,7 +362,8 @@ class Engine:
             if request.num_computed == request.num_cached_tokens and not request.max_computed:
                 with attribute_failures(request):
                     self._meter.note_begun(request)
-                self._meter.queue_s.append(start - request.submitted_at)
+                request.queue_s = start - request.submitted_at
+                self._meter.queue_s.append(request.queue_s)
 
     def _note_step(self, scheduled: list[Scheduled], num_attended: int, seconds: float) -> None:
         num_tokens = sum(s.num_tokens for s in scheduled)

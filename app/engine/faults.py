@@ -77,3 +77,12 @@ def kernel_errors_as_config_errors() -> Iterator[None]:
         if isinstance(cause, KernelError) and not isinstance(error, ConfigError):
             raise ConfigError(f"these settings do not work here: {error}") from error
         raise
+
+
+def start_error(error: BaseException) -> Exception:
+    """An `Exception` for the constructor's caller: a library may call `sys.exit`, or panic in Rust."""
+    if isinstance(error, Exception):
+        return error
+    failure = EngineError(f"the engine cannot start: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from app.engine.request import Delta, Request, RequestOptions
+from app.engine.delta import Delta, RequestOptions
+from app.engine.request import Request
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 

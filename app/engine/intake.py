@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from app.config.engine import EngineConfig
+from app.engine.delta import RequestOptions
 from app.engine.generation import BestOf, Generation
 from app.engine.model.loader import LoadedModel
 from app.engine.prefix_keys import extra_keys
-from app.engine.request import Request, RequestOptions, SequenceGroup, check_timeout
+from app.engine.request import Request, SequenceGroup, check_timeout
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.state import SamplingState

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from app.config.engine import EngineConfig
+from app.engine.delta import Delta, FinishReason, RequestOptions, TokenLogprobs
 from app.engine.engine import Engine
-from app.engine.request import Delta, FinishReason, RequestOptions, TokenLogprobs
 from app.engine.sampling.params import SamplingParams
 from app.errors import EngineError, RequestError
 

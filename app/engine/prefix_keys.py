@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from kernels import KernelError
-from kernels.cpu.ops import CpuChain
+from kernels.cpu.chain import CpuChain
 from vmem import KEY_BYTES, TokenChain, key_of, split_keys
 
 logger = logging.getLogger(__name__)

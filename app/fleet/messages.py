@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from app.engine.delta import Delta, FinishReason, TokenLogprobs
 from app.engine.report import ReplicaReport, StepTimes
-from app.engine.request import Delta, FinishReason, TokenLogprobs
 from app.engine.sampling.params import SamplingParams
 from vmem import CachedPrefix, MemoryReport
 

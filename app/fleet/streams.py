@@ -14,10 +14,12 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from app.engine.async_engine import Pace
 from app.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from app.engine.async_engine import Pace
 
 BEAT_S = 5.0
 # Far above `BEAT_S`: a replica's event loop may be late when other processes compute on its cores.

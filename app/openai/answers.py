@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from app.engine.request import TokenLogprobs
+from app.engine.delta import TokenLogprobs
 from app.fleet.messages import Piece, public_id
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.logprobs import Offsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs

@@ -275,6 +275,15 @@ class PinRequest(StrictBody):
     """Only requests of the same tenant share the prefix, unless `isolate_tenants` is off."""
 
 
+class BudgetRequest(StrictBody):
+    """A budget for the KV cache of each engine replica."""
+
+    budget_bytes: Annotated[int, Field(ge=1, examples=[1 << 30])]
+    """At most `kv_memory_bytes`, at least what the longest sequence, the floor and pinned prefixes take."""
+    revision: Annotated[int | None, Field(ge=1)] = None
+    """Replicas ignore a request whose revision is not above that of the last one. By default the next one."""
+
+
 class TokenizeRequest(StrictBody):
     """`POST /tokenize`: either a text, or a conversation as in `/v1/chat/completions`."""
 

@@ -15,7 +15,7 @@ from app.openai.responses.replies import StreamEvent
 
 DESCRIPTION = (
     "OpenAI's completions, chat completions and responses for one model and its adapters. Unknown fields are errors, "
-    "and nulls are defaults. `docs/api.md` lists extensions of OpenAI's API and refused fields."
+    "and nulls are defaults. `docs/reference/http-api.md` lists extensions of OpenAI's API and refused fields."
 )
 _RESPONSE_EVENTS: tuple[type[BaseModel], ...] = get_args(StreamEvent)
 
@@ -170,4 +170,5 @@ TOKENIZE = {
     "text": _example("A text", model="builtin", prompt="What is Folio?", return_token_strs=True),
     "conversation": _example("A conversation", model="builtin", messages=_QUESTION),
 }
+BUDGET = {"a gibibyte": _example("1 GiB for each replica", budget_bytes=1 << 30)}
 PIN = {"rules": _example("A text that many prompts begin with", name="rules", prompt=f"{_KEYS} " * 4)}

@@ -22,6 +22,7 @@ from app.http_errors import ErrorBody
 from app.openai import description as examples
 from app.openai.base import json_routes
 from app.openai.bodies import (
+    BudgetRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizedText,
@@ -31,7 +32,9 @@ from app.openai.bodies import (
     Tokens,
 )
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
+from app.openai.docs_page import add_docs_page
 from app.openai.replies import (
+    BudgetReport,
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -46,7 +49,7 @@ from app.openai.replies import (
 )
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ErrorEvent, ResponseObject, StreamEvent
-from app.request_context import note_error, request_id
+from app.request_context import current_context, note_error, request_id
 from vmem import MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -81,6 +84,7 @@ class Service(Protocol):
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText: ...
     async def load(self) -> LoadReport: ...
     async def reports(self) -> dict[str, MemoryReport]: ...
+    async def change_budget(self, request: BudgetRequest) -> BudgetReport: ...
     async def pins(self) -> PinList: ...
     async def pin(self, request: PinRequest) -> None: ...
     async def unpin(self, name: str) -> None: ...
@@ -95,8 +99,12 @@ def build_api(service: Service) -> FastAPI:
         summary="OpenAI-compatible LLM server",
         description=DESCRIPTION,
         version="0.1.0",
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,
         responses=ERRORS,
+        # Serve's span of the request is enough; FastAPI's would begin a second trace, with the query in its attributes.
+        telemetry={"tracing": False},
     )
     api.router.route_class = json_routes()
     _add_generation(api, service)
@@ -104,6 +112,7 @@ def build_api(service: Service) -> FastAPI:
     _add_tokens(api, service)
     _add_operation(api, service)
     _add_error_handlers(api)
+    add_docs_page(api)
     describe(api)
     return api
 
@@ -180,7 +189,7 @@ def _add_operation(api: FastAPI, service: Service) -> None:
 
     @api.get("/metrics", response_class=PlainTextResponse, tags=["operation"])
     async def metrics() -> Response:
-        """Metrics of all replicas in Prometheus' text format; see docs/metrics.md."""
+        """Metrics of all replicas in Prometheus' text format; see docs/reference/metrics.md."""
         return Response(await service.metrics(), media_type=_PROMETHEUS)
 
     @api.get("/v1/load", tags=["operation"])
@@ -192,6 +201,14 @@ def _add_operation(api: FastAPI, service: Service) -> None:
     async def memory() -> dict[str, MemoryReport]:
         """The KV memory of every engine replica in detail, by the replica's name."""
         return await service.reports()
+
+    @api.put("/v1/budget", tags=["operation"])
+    async def budget(request: Annotated[BudgetRequest, Body(openapi_examples=examples.BUDGET)]) -> BudgetReport:
+        """Change the budget of every engine replica's KV cache."""
+        # Whatever `operator_paths` says: a tenant must not take memory from the others.
+        if (context := current_context()) is not None:
+            context.check_operator("the budget")
+        return await service.change_budget(request)
 
     @api.get("/v1/pins", tags=["operation"])
     async def pins() -> PinList:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
 
-from app.engine.request import TokenLogprobs
+from app.engine.delta import TokenLogprobs
 from app.engine.sampling.token_text import byte_level_bytes
 from app.openai.replies import (
     ChatLogprobs,
@@ -20,6 +19,9 @@ from app.openai.replies import (
     PromptLogprobs,
     TopLogprob,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # JSON has no infinity. OpenAI sends this value for tokens of probability 0.
 LEAST_LOGPROB = -9999.0

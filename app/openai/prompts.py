@@ -6,18 +6,20 @@ import itertools
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerBase
 
-from app.engine.vocabulary import conversation_prefix, text_prefix
+from app.engine.text_prefix import conversation_prefix, text_prefix
 from app.errors import ContextLengthError, RequestError
 from app.openai.base import check_json, joined_text
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest, TokenizeRequest
 from app.openai.tools.bodies import Tool, ToolCall
 from app.openai.tools.formats import tool_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class PromptEncoder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from app.fleet.messages import ReplicaStatus
 from app.openai.base import Omitted
 from app.openai.tools.bodies import ToolCall, ToolCallDelta
-from vmem import PinReport
+from vmem import BudgetAnswer, PinReport
 
 ChoiceEnd = Literal["stop", "length", "tool_calls"]
 
@@ -160,7 +160,8 @@ class ChatCompletionChunk(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A served model, or an adapter of the model `parent`. `max_model_len` is the context in tokens."""
+    """A served model, or an adapter of the model `parent`. `max_model_len` is the context in tokens; `description` says
+    of the built-in model that it is a toy."""
 
     id: str
     object: Literal["model"] = "model"
@@ -168,6 +169,7 @@ class ModelCard(BaseModel):
     owned_by: str = "folio"
     max_model_len: int
     parent: str | None = None
+    description: str | None = None
 
 
 class ModelList(BaseModel):
@@ -229,20 +231,6 @@ def _around(chunk: Completion | ChatCompletionChunk) -> tuple[str, str]:
     empty = chunk.model_copy(update={"choices": [choice.model_copy(update=change)]})
     before, key, after = on_one_line(empty.model_dump_json()).partition(_EMPTY[type(chunk)])
     return before + key[:-2], after
-
-
-_DATA, DONE = b"data: ", b"[DONE]"
-
-
-async def event_data(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each event, which is one line, from the parts of an answer as they arrive; `DONE` included."""
-    begun = b""
-    async for part in parts:
-        *events, begun = (begun + part).split(b"\n\n")
-        for event in events:
-            for line in event.split(b"\n"):
-                if line.startswith(_DATA):
-                    yield line[len(_DATA) :]
 
 
 class _Report(BaseModel):
@@ -323,6 +311,17 @@ class PinDeleted(BaseModel):
     id: str
     object: Literal["pin"] = "pin"
     deleted: Literal[True] = True
+
+
+class BudgetReport(_Report):
+    """The change of every engine replica's budget. Replicas that start later begin with `kv_memory_bytes`."""
+
+    object: Literal["budget"] = "budget"
+    budget_bytes: int
+    revision: int
+    answers: list[BudgetAnswer]
+    """Of each replica: `applied`; `deferred`, until requests that hold more have ended or are preempted; or `stale`:
+    the revision is old."""
 
 
 def load_report(answers: Sequence[Any]) -> LoadReport:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError, UnknownModelError, UnknownRequestError
@@ -33,6 +31,9 @@ from app.openai.responses.answers import ResponseAnswer
 from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
 from app.openai.tools.parser import tool_use
 from app.request_context import current_context
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Separate threads: long texts must not occupy those of the event loop's default executor.
 _NUM_THREADS = 4

@@ -21,10 +21,10 @@ from ray.serve.grpc_util import RayServegRPCContext
 from starlette.types import ASGIApp, Message
 
 from app.errors import RequestError
+from app.event_stream import DONE, event_data
 from app.haproxy import ATTEMPT_HEADER
 from app.http_errors import HttpRefusal, error_of, error_response
 from app.openai.base import LOOP_BYTES, SizedExecutor
-from app.openai.replies import DONE, event_data
 from app.proto import convert
 from app.proto import folio_pb2 as pb
 

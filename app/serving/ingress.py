@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from fastapi import FastAPI
@@ -15,12 +16,17 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from app.builtin import BUILTIN, BUILTIN_DESCRIPTION
+from app.compat.transformers import imported_without_torch
 from app.config.http import HttpSettings
+from app.dashboard.collector import Collector
+from app.dashboard.http import add_dashboard
+from app.dashboard.traffic import TrafficLog
 from app.edge.admission import AdmissionControl, LoadSheddingMiddleware
 from app.edge.guard import protect
 from app.edge.limits import IngressLimits
 from app.edge.request_body import ReadsRefusedBodies
-from app.engine.model.loader import load_tokenizer
+from app.engine.model.tokenizer import load_tokenizer
 from app.errors import (
     DeadlineError,
     FolioError,
@@ -34,6 +40,7 @@ from app.fleet.overload import LoadShedder
 from app.haproxy import trusted_addresses
 from app.logs import configure_logs
 from app.openai.bodies import (
+    BudgetRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizedText,
@@ -46,6 +53,7 @@ from app.openai.bodies import (
 )
 from app.openai.http import build_api, note_broken_stream
 from app.openai.replies import (
+    BudgetReport,
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -61,16 +69,19 @@ from app.openai.responses.replies import ResponseObject, StreamEvent
 from app.openai.translate import Translator
 from app.request_context import current_context
 from app.serving.calls import ReplicaClient
+from app.serving.dashboard import WatchedReplicas, count_starting
 from app.serving.grpc_ingress import GrpcIngress
 from app.serving.limits import LimitReporter, num_ingresses
 from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
 from app.serving.shared_streams import SharedReader
+from app.tracing import keep_traces_whole
 from vmem import BudgetAnswer, MemoryReport
 
 # Timeouts of `ready` before and after a replica has answered once: later a replica may be busy.
 STARTING_TIMEOUT_S, READY_TIMEOUT_S = 0.2, 10.0
 STATUS_TIMEOUT_S = 2.0
 UNPIN_TIMEOUT_S = 10.0
+_BUDGET_TRIES = 5
 
 Body = TypeVar("Body", bound=GenerationBody)
 Answer = TypeVar("Answer")
@@ -125,9 +136,13 @@ class Ingress(GrpcIngress):
         wait_for_replica_s: float = 10.0,
     ) -> None:
         configure_logs()
+        keep_traces_whole()
         self._http = http
         self._model_names = (model_name, *adapters)
-        self._translator = Translator(load_tokenizer(model), model_name, adapters)
+        with imported_without_torch():
+            tokenizer = load_tokenizer(model)
+        self._description = BUILTIN_DESCRIPTION if model == BUILTIN else None
+        self._translator = Translator(tokenizer, model_name, adapters)
         shedder = LoadShedder()
         self._replicas = ReplicaClient(engine, shedder, batch_window, SharedReader(engine), wait_for_replica_s)
         self._admission = AdmissionControl(shedder)
@@ -138,7 +153,10 @@ class Ingress(GrpcIngress):
         )
         self._created = int(time.time())
         self._max_model_len: int | None = None
-        self._meter = RequestMeter()
+        traffic = TrafficLog()
+        self._meter = RequestMeter(traffic)
+        starting = partial(count_starting, engine.deployment_name, context.app_name)
+        self.dashboard = Collector(WatchedReplicas(self._replicas, self._admission, starting), traffic, model_name)
         self._edge = EdgeMeter()
         self._metrics = MetricsPage(context.app_name)
         # Keep half a million permanent objects, mostly of libraries, out of full garbage collections, which would hold
@@ -147,9 +165,11 @@ class Ingress(GrpcIngress):
         gc.freeze()
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        api = protect(
-            build_api(self), self._http or HttpSettings(), observer=self._edge, ingress_limits=self._ingress_limits
-        )
+        settings = self._http or HttpSettings()
+        api = build_api(self)
+        if settings.dashboard:
+            add_dashboard(api, self.dashboard)
+        protect(api, settings, observer=self._edge, ingress_limits=self._ingress_limits)
         api.add_middleware(LoadSheddingMiddleware, gate=self._admission, observer=self._edge)
         api.add_middleware(ReadsRefusedBodies)
         trusting: Any = ProxyHeadersMiddleware
@@ -190,8 +210,13 @@ class Ingress(GrpcIngress):
 
     async def model(self, name: str) -> ModelCard:
         adapter = self._translator.adapter_of(name)
-        parent = self._model_names[0] if adapter is not None else None
-        return ModelCard(id=name, created=self._created, max_model_len=await self._model_len(), parent=parent)
+        return ModelCard(
+            id=name,
+            created=self._created,
+            max_model_len=await self._model_len(),
+            parent=self._model_names[0] if adapter is not None else None,
+            description=self._description if adapter is None else None,
+        )
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
@@ -303,6 +328,22 @@ class Ingress(GrpcIngress):
         """
         return await self._replicas.call_all("set_budget", budget_bytes, revision)
 
+    async def change_budget(self, request: BudgetRequest) -> BudgetReport:
+        """`set_budget` with the request's revision, or with the next one.
+
+        Raises:
+            RequestError: see `set_budget`.
+            UnavailableError: a replica has not answered; or other changes came at the same time, again and again.
+        """
+        for _ in range(_BUDGET_TRIES):
+            revision = request.revision
+            if revision is None:
+                revision = 1 + max((report.budget_revision for report in (await self.reports()).values()), default=0)
+            answers = await self.set_budget(request.budget_bytes, revision)
+            if request.revision is not None or "stale" not in answers:
+                return BudgetReport(budget_bytes=request.budget_bytes, revision=revision, answers=answers)
+        raise UnavailableError(f"the budget was changed by others {_BUDGET_TRIES} times meanwhile; try again")
+
     async def load(self) -> LoadReport:
         """The load of every engine replica; replicas without an answer in `STATUS_TIMEOUT_S` are only counted."""
         return load_report(await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S))
@@ -359,7 +400,7 @@ class Ingress(GrpcIngress):
         with self._meter.measure(route) as measured, self._admission.admitted():
             calls, answer = await self._translator.in_thread(translate, request, session, await self._model_len())
             await self._pin_prompt(request, calls, arrived)
-            measured.sends(calls)
+            measured.sends(calls, request.model)
             yield _Admitted(calls, answer, arrived, measured)
 
     async def _pin_prompt(self, request: GenerationBody, calls: Sequence[GenerateRequest], arrived: float) -> None:

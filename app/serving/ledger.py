@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -30,8 +30,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from app.engine.report import ReplicaReport
 from app.errors import ConfigError, UnavailableError
 from app.fleet.ledger import BudgetLedger, BudgetOrder, LedgerHeartbeat, Membership, MemberUsage
-from vmem import KVMemory
 from vmem.errors import BudgetError
+
+if TYPE_CHECKING:
+    from vmem import KVMemory
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of ingresses and engine replicas, and the page `/metrics`. All names are in docs/metrics.md.
+"""Prometheus metrics of ingresses and engine replicas, and the page `/metrics`. Names: docs/reference/metrics.md.
 
 `ray.serve.metrics` sends a process's metrics to the agent of its node every 10 s (`metrics_report_interval_ms` of Ray),
 and each agent serves those of all its processes. Every ingress merges the agents' pages: all ingresses have the same
@@ -14,39 +14,47 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import ray
+from opentelemetry import trace
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from ray.serve import metrics
 
-from app.engine.load_report import Activity
+from app.dashboard.traffic import TrafficLog
 from app.engine.report import ReplicaReport, StartTimes
-from app.engine.speculation import SpeculationCounts
 from app.errors import UnavailableError
 from app.fleet.messages import GenerateRequest, Piece
-from app.http_errors import error_response
+from app.http_errors import outcome_of
 from app.request_context import EdgeObserver
+from app.tracing import set_outcome
 from vmem import MemoryReport
+
+if TYPE_CHECKING:
+    from app.engine.load_report import Activity
+    from app.engine.speculation import SpeculationCounts
 
 _FIRST_S: list[float] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
 _TOKEN_S: list[float] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1]
 _WHOLE_S: list[float] = [0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600]
-# Outcome by HTTP status; otherwise 4xx is "invalid", 5xx "failed".
-_OUTCOMES = {408: "timeout", 429: "refused", 503: "unavailable"}
 _TOKENS: list[float] = [1, 16, 64, 256, 1024, 4096, 16_384, 65_536]
 _STEP_S: list[float] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5]
 _QUEUE_S: list[float] = [0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
 
 
 class RequestMeter:
-    """An ingress's requests by route and outcome, tokens, and times. About 40 µs a request, below 1 µs a piece."""
+    """An ingress's requests by route and outcome, tokens, and times. About 40 µs a request, below 1 µs a piece.
 
-    def __init__(self) -> None:
+    Args:
+        traffic: the dashboard's record of requests.
+    """
+
+    def __init__(self, traffic: TrafficLog | None = None) -> None:
+        self._traffic = traffic or TrafficLog()
         self._requests = metrics.Counter(
             "folio_requests",
             "Requests that have ended, by outcome.",
@@ -78,7 +86,7 @@ class RequestMeter:
     @contextmanager
     def measure(self, route: str) -> Iterator[Measured]:
         """The context of a request from its arrival to its end. The error that leaves it is the outcome."""
-        measured = Measured()
+        measured, span = Measured(), trace.get_current_span()
         self._add_running(route, 1)
         try:
             yield measured
@@ -88,6 +96,8 @@ class RequestMeter:
         finally:
             self._add_running(route, -1)
             self._record(route, measured)
+            if span.is_recording():
+                describe_request(span, route, measured)
 
     def repeat(self) -> None:
         """Set the gauges again: Ray drops a gauge 20 s after it was last set."""
@@ -96,6 +106,7 @@ class RequestMeter:
 
     def _add_running(self, route: str, number: int) -> None:
         self._num_running[route] += number
+        self._traffic.num_in_flight += number
         self._running.set(self._num_running[route], {"route": route})
 
     def _record(self, route: str, measured: Measured) -> None:
@@ -107,10 +118,20 @@ class RequestMeter:
                 counter.inc(number, tags)
         if measured.first_s is not None:
             self._first_s.observe(measured.first_s, tags)
-        for seconds in measured.token_s:
+        token_s = measured.token_s
+        for seconds in token_s:
             self._token_s.observe(seconds, tags)
         if measured.outcome == "ok":
             self._whole_s.observe(time.perf_counter() - measured.begun_at, tags)
+        if self._traffic.is_on:
+            self._traffic.note(
+                is_ok=measured.outcome == "ok",
+                prompt_tokens=measured.prompt_tokens,
+                cached_tokens=measured.cached_tokens,
+                output_tokens=measured.output_tokens,
+                first_s=measured.first_s,
+                token_s=token_s,
+            )
 
 
 @dataclass(slots=True)
@@ -124,9 +145,11 @@ class _Output:
 
 
 class Measured:
-    """Measurements of one request. `first_s`: seconds until the first piece of a stream."""
+    """Measurements of one request. `first_s`: seconds until the first piece of a stream; `model`: once it is known to
+    exist."""
 
     def __init__(self) -> None:
+        self.model = ""
         self.begun_at = time.perf_counter()
         self._outputs: dict[tuple[int, int], _Output] = {}
         self._cached: dict[int, int] = {}  # by prompt
@@ -147,8 +170,9 @@ class Measured:
             if output.tokens > output.first_tokens
         ]
 
-    def sends(self, calls: Iterable[GenerateRequest]) -> None:
+    def sends(self, calls: Iterable[GenerateRequest], model: str) -> None:
         """Note the calls of engine replicas."""
+        self.model = model
         self.prompt_tokens += sum(len(call.prompt_token_ids) for call in calls)
 
     def streams(self, piece: Piece, prompt: int = 0) -> None:
@@ -178,12 +202,21 @@ class Measured:
             self._cached[prompt] = piece.num_cached_tokens
 
 
-def outcome_of(error: BaseException) -> str:
-    """The outcome of a request that ends with this error."""
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return "cancelled"
-    status, _ = error_response(error)
-    return _OUTCOMES.get(status, "invalid" if status < 500 else "failed")
+def describe_request(span: trace.Span, route: str, measured: Measured) -> None:
+    """Add a request's measurements to its span, under OpenTelemetry's names for generative AI where it has one."""
+    span.set_attributes({"folio.route": route, "folio.outcome": measured.outcome})
+    if measured.model:
+        span.set_attributes(
+            {
+                "gen_ai.request.model": measured.model,
+                "gen_ai.usage.input_tokens": measured.prompt_tokens,
+                "gen_ai.usage.cache_read.input_tokens": measured.cached_tokens,
+                "gen_ai.usage.output_tokens": measured.output_tokens,
+            }
+        )
+    if measured.first_s is not None:
+        span.set_attribute("folio.first_token_s", measured.first_s)
+    set_outcome(span, measured.outcome)
 
 
 class EdgeMeter(EdgeObserver):
@@ -227,6 +260,9 @@ class EngineMeter:
         self._mapping_s = metrics.Counter(
             "folio_mapping_s", "Seconds of mapping work: exposed (steps waited) or hidden (beside steps).", ("time",)
         )
+        self._mapper_failures = metrics.Counter(
+            "folio_mapper_failures", "Units of mapping work that the device refused, and that are tried again."
+        )
         self._failed = metrics.Counter("folio_failed_steps", "Steps that failed, and with them all requests in flight.")
         self._step_s = metrics.Histogram("folio_step_s", "Time of an engine step.", boundaries=_STEP_S)
         self._queue_s = metrics.Histogram(
@@ -253,6 +289,7 @@ class EngineMeter:
         self._count(self._preemptions, {str(way): number for way, number in activity.num_preempted.items()}, "way")
         seconds = {"exposed": memory.exposed_us / 1e6, "hidden": memory.hidden_us / 1e6}
         self._count(self._mapping_s, seconds, "time")
+        self._count(self._mapper_failures, {"": memory.mapper_failures})
         self._count(self._failed, {"": activity.num_failed_steps})
         for step_s in activity.step_s:
             self._step_s.observe(step_s)

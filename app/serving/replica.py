@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray import serve
@@ -20,8 +20,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.config.engine import EngineConfig
-from app.engine import AsyncEngine, Delta
-from app.engine.async_engine import Pace
+from app.dashboard.views import ReplicaView, WatchCall, view_replica
+from app.engine import Delta
 from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.autoscaling import AutoscalingLoad
 from app.fleet.messages import (
@@ -40,8 +40,11 @@ from app.logs import configure_logs
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.metrics import EngineMeter, RoutingAudit
 from app.serving.shared_streams import Entry, SharedStreams
-from app.serving.tp_actors import actors_of_this_replica
+from app.tracing import keep_traces_whole, traced
 from vmem import BudgetAnswer, CachedPrefix, MemoryReport
+
+if TYPE_CHECKING:
+    from app.engine.async_engine import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +77,13 @@ class EngineReplica:
     def __init__(
         self, config: EngineConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
     ) -> None:
+        # Imported here, in the replica: Serve's controller and the process that builds the application import this
+        # module, too, and would take seconds to import torch and transformers.
+        from app.engine import AsyncEngine
+        from app.serving.tp_actors import actors_of_this_replica
+
         configure_logs()
+        keep_traces_whole()
         if config.device == "cuda" and len(ray.get_gpu_ids()) != 1:
             raise ConfigError(
                 f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
@@ -103,6 +112,7 @@ class EngineReplica:
                 member.close()
                 raise
             member.follow(partial(self._engine.load, most_keys=0))
+        self._model, self._ready_at = config.model, time.monotonic()
         gc.collect()  # as in the ingress: keep libraries' objects out of full collections
         gc.freeze()
 
@@ -154,6 +164,12 @@ class EngineReplica:
         load = await _run_in_thread(partial(self._engine.load, most_keys=0))
         memory = await _run_in_thread(self._engine.report)
         return ReplicaStatus(self._name, load, memory, self._engine.start_times.ready_s)
+
+    async def look(self, call: WatchCall) -> ReplicaView:
+        """This replica's part of the dashboard. Raises `UnavailableError` once the engine has stopped."""
+        watch = self._engine.watch
+        view = partial(view_replica, watch, call, name=self._name, model=self._model, ready_at=self._ready_at)
+        return await _run_in_thread(view)
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change the budget of this replica's KV cache (`KVMemory.set_budget`).
@@ -249,7 +265,7 @@ class EngineReplica:
         try:
             async with (
                 nullcontext() if key is None else self._duplicates.exclusive(key),
-                aclosing(generate()) as deltas,
+                aclosing(traced(generate(), len(request.prompt_token_ids))) as deltas,
             ):
                 async for some in deltas:
                     if expected is not None:

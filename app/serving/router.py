@@ -27,6 +27,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 from app.compat.ray import BoundedWaitRouter, back_off
 from app.engine.prefix_keys import compiled_hashing, prompt_keys
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
+from app.fleet.decisions import DECISIONS, scores_of
 from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, report_from_stats
 from app.fleet.policies import make_policy
@@ -85,6 +86,7 @@ class FolioRouter(BoundedWaitRouter):
         self._isolate_tenants = isolate_tenants
         compiled_hashing()  # load the library before the first request
         self.policy = make_policy(policy, self.fleet, seed=random.getrandbits(64))
+        self._policy_name = policy
         self._wait_for_replica_s = wait_for_replica_s
         self._by_name: dict[str, RunningReplica] = {}
         self._waiting: dict[asyncio.Future[RunningReplica], _Waiting] = {}
@@ -232,6 +234,8 @@ class FolioRouter(BoundedWaitRouter):
                 ranked.sort(key=call.crowded.__contains__)
         if not ranked:
             return []
+        if DECISIONS.is_on and isinstance(call, GenerateRequest | ForkCall):
+            self._note_decision(call, request, ranked, now)
         cached = int(self.fleet.cached_tokens(request, ranked[:1])[0])
         waiting.first_choice, waiting.sent = ranked[0], self.fleet.note_sent(request, ranked[0], cached, now)
         if generates:
@@ -240,6 +244,24 @@ class FolioRouter(BoundedWaitRouter):
             left_s = waiting.left_s(time.time() - pending.created_at)
             pending.args[0] = replace(call, expected=expected, timeout_s=left_s)
         return ranked
+
+    def _note_decision(
+        self, call: GenerateRequest | ForkCall, request: RoutedRequest, ranked: list[str], now: float
+    ) -> None:
+        """Record the choice for the dashboard, with the scores on which it rests."""
+        scores = scores_of(self.fleet, request, ranked, now)
+        if isinstance(call, ForkCall):
+            reason, scores = "fork", []
+        elif call.crowded or call.refused_by or call.stopped:
+            reason = "retry"
+        elif self._policy_name != "prefix_aware":
+            reason = self._policy_name
+        elif not scores:
+            reason = "no report"
+        else:
+            least = min(scores, key=lambda score: score.ttft_s + score.harm_s).replica
+            reason = "session" if request.session is not None and least != ranked[0] else "cost"
+        DECISIONS.note(call.request_id, request.num_tokens, ranked[0], reason, scores)
 
     def _routed_request(self, pending: PendingRequest) -> RoutedRequest:
         """The request as policies see it. Calls without a prompt, such as `max_model_len` or forks, have no tokens."""

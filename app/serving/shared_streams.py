@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 from ray.serve.handle import DeploymentHandle
 
 from app.compat.ray import CALL_ERRORS, streaming_handle
-from app.engine.request import FinishReason
+from app.engine.delta import FinishReason
 from app.errors import FolioError, UnavailableError
 from app.fleet.messages import Piece, SharedStreamCall, SharedStreamKey
 from app.fleet.streams import SILENCE_S, without_heartbeats

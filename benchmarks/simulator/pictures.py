@@ -1,4 +1,4 @@
-"""Charts of `benchmarks.routing`."""
+"""Picture of `benchmarks.routing`."""
 
 from __future__ import annotations
 
@@ -6,56 +6,59 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks.picture import LIMIT, OURS, RIVALS, picture, plain_numbers
 
-_COLORS = {
-    "prefix_aware": "#2a6f97",
-    "least_loaded": "#c9dbe6",
-    "round_robin": "#adb5bd",
-    "consistent_hash": "#61a5c2",
-    "ray_affinity": "#e07a5f",
-    "ray_affinity_10": "#f2cc8f",
-    "kv_aware": "#81b29a",
+_POLICIES = {
+    "prefix_aware": ("Folio (prefix_aware)", OURS[0]),
+    "least_loaded": ("least loaded", OURS[2]),
+    "round_robin": ("round robin", RIVALS[4]),
+    "consistent_hash": ("consistent hash", RIVALS[0]),
+    "ray_affinity": ("Ray's prefix affinity", RIVALS[1]),
+    "ray_affinity_10": ("Ray's prefix affinity, threshold 10", RIVALS[5]),
+    "kv_aware": ("Ray's KVAwareRouter", RIVALS[2]),
 }
+LINEAR_S = 100.0  # with longer times the axis is logarithmic
+_SCALING = {"code": "code completions at their own times", "code_bursts": "the same in bursts"}
 
 
-def draw(
-    runs: Sequence[Mapping[str, Any]],
-    agents: Sequence[Mapping[str, Any]],
-    scaling: Mapping[str, Any],
-    path: Path,
-) -> None:
-    """Plot hits and TTFT of every policy at all fleet sizes, for conversations and agents; and the autoscaled fleet
-    over time."""
-    pyplot = harness.pyplot()
-    if pyplot is None:
-        return
-    figure, (top, middle, bottom) = pyplot.subplots(3, 2, figsize=(10, 9), layout="constrained")
-    for row, some, name in ((top, runs, "conversations"), (middle, agents, "agents")):
-        _draw_policies(row, some, name)
-    figure.legend(*top[0].get_legend_handles_labels(), loc="outside upper center", ncols=8, fontsize=7)
-    for axes, (name, result) in zip(bottom, scaling.items(), strict=True):
-        steps = result["autoscaled"]["fleet_sizes"]
-        for column, label in ((1, "ordered"), (2, "running")):
-            points = [(step[0] / 60, step[column]) for step in steps]
-            axes.step(*zip(*points, strict=True), where="post", label=label, color=("#e07a5f", "#2a6f97")[column - 1])
-        axes.set_xlabel(f"minutes, {name.replace('_', ', ')}")
-        axes.set_ylabel("replicas")
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Hits and TTFT of every policy at all fleet sizes, for conversations and agents; and the autoscaled fleet over
+    time."""
+    raw = result["raw"]
+    title = "Routing, simulated: Mooncake's conversations, and agents, on Llama-2-70B"
+    with picture(result, path, title, rows=3, columns=2, height=9.2) as (figure, plots):
+        _draw_policies(plots[:2], raw["routing"], "Conversations")
+        _draw_policies(plots[2:4], raw["agents"], "Agents")
+        handles, labels = plots[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        for plot, (name, run) in zip(plots[4:], raw["autoscaling"].items(), strict=True):
+            steps = run["autoscaled"]["fleet_sizes"]
+            for column, label, colour in ((1, "ordered", RIVALS[1]), (2, "running", OURS[0])):
+                points = [(step[0] / 60, step[column]) for step in steps]
+                plot.step(*zip(*points, strict=True), where="post", label=label, color=colour)
+            plot.set(xlabel="minutes", ylabel="replicas", title=f"Autoscaling, {_SCALING[name]}", ylim=(0, None))
+            plot.legend(loc="lower center")
 
 
-def _draw_policies(row: Any, runs: Sequence[Mapping[str, Any]], name: str) -> None:
+def _draw_policies(plots: Sequence[Any], runs: Sequence[Mapping[str, Any]], name: str) -> None:
     sizes = list(dict.fromkeys(run["num_replicas"] for run in runs))
     policies = list(dict.fromkeys(run["policy"] for run in runs))
-    width = 0.8 / len(policies)
-    for axes, key, label in ((row[0], "hit_share", "hits, % of tokens"), (row[1], "ttft_p99_s", "TTFT p99, s")):
+    width = 0.84 / len(policies)
+    left, right = plots
+    for plot, key in ((left, "hit_share"), (right, "ttft_p99_s")):
         for j, policy in enumerate(policies):
             values = [run[key] * (100 if key == "hit_share" else 1) for run in runs if run["policy"] == policy]
             at = [i + (j - (len(policies) - 1) / 2) * width for i in range(len(sizes))]
-            axes.bar(at, values, 0.95 * width, color=_COLORS[policy], label=policy)
-        axes.set_xticks(range(len(sizes)), [f"{size} replicas" for size in sizes])
-        axes.set_ylabel(f"{name}: {label}")
+            label, colour = _POLICIES[policy]
+            plot.bar(at, values, 0.95 * width, color=colour, label=label)
+        plot.set_xticks(range(len(sizes)), [f"{size} replicas" for size in sizes])
+        plot.grid(axis="x", visible=False)
+    left.set(ylabel="prompt tokens found, %", title=f"{name}: hits")
+    if max(run["ttft_p99_s"] for run in runs) > LINEAR_S:
+        right.set_yscale("log")
+        plain_numbers(right)
+    right.set(ylabel="99th percentile, s", title=f"{name}: time to first token")
     for i, size in enumerate(sizes):
         single = next(run["single_hit_share"] for run in runs if run["num_replicas"] == size) * 100
-        row[0].hlines(single, i - 0.45, i + 0.45, color="#c1121f", label=None if i else "one cache of that size")
+        first = None if i else "one cache as large as all"
+        left.hlines(single, i - 0.46, i + 0.46, color=LIMIT, linestyle="--", linewidth=1.4, label=first)

@@ -1,48 +1,50 @@
 """Build of the C++ kernels: compile for this machine's processor on first use, and load.
 
-The libraries need no torch headers. They share torch's OpenMP runtime, because torch is imported before they are
-loaded; so `torch.set_num_threads` governs them.
+The libraries need no torch headers. Those with parallel loops share torch's OpenMP runtime, because torch is imported
+before they are loaded; so `torch.set_num_threads` governs them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import logging
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from kernels.provider import KernelError
+from kernels.errors import KernelError
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent / "csrc"
 # No -ffast-math: linked into a library it sets flush-to-zero for the whole process.
 _FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
-# Numbers of the dtypes in C++.
-CPP_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @cache
-def load_library(name: str, march: str = "native") -> ctypes.CDLL:
+def load_library(name: str, march: str = "native", *, openmp: bool = True) -> ctypes.CDLL:
     """The library of `csrc/<name>.cpp`, compiled unless it is cached for this source, compiler and processor.
 
     Args:
         march: the compiler's name of the processor.
+        openmp: whether the library has parallel loops, and imports torch for its runtime.
 
     Raises:
         KernelError: there is no compiler, it failed, or the cache folder cannot be used.
     """
+    if openmp:
+        importlib.import_module("torch")
+    flags = [flag for flag in _FLAGS if openmp or flag != "-fopenmp"]
     source = _FOLDER / f"{name}.cpp"
     try:
-        return ctypes.CDLL(str(_build(source, march)))
+        return ctypes.CDLL(str(_build(source, flags, march)))
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelError(
             f"{source.name} cannot be compiled in {_cache()}: {error}; set XDG_CACHE_HOME to another folder"
@@ -56,14 +58,14 @@ def load_function(name: str, function: str, *arguments: Any, result: Any = None,
     return loaded
 
 
-def _build(source: Path, march: str) -> Path:
+def _build(source: Path, flags: Sequence[str], march: str) -> Path:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise KernelError("no C++ compiler (g++) found; install one, for example `apt-get install g++`")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     key = hashlib.sha256()
     headers = "".join(path.read_text() for path in sorted(_FOLDER.glob("*.h")))
-    for part in (source.read_text(), headers, version, " ".join(_FLAGS), march, _cpu_flags()):
+    for part in (source.read_text(), headers, version, " ".join(flags), march, _cpu_flags()):
         key.update(part.encode())
     folder = _cache()
     library = folder / f"{source.stem}-{key.hexdigest()[:16]}.so"
@@ -74,7 +76,7 @@ def _build(source: Path, march: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as build:
         built = Path(build) / library.name
         result = subprocess.run(
-            [compiler, *_FLAGS, f"-march={march}", str(source), "-o", str(built)], capture_output=True, text=True
+            [compiler, *flags, f"-march={march}", str(source), "-o", str(built)], capture_output=True, text=True
         )
         if result.returncode:
             raise KernelError(f"{compiler} failed on {source.name}:\n{result.stderr[-2000:]}")
@@ -84,10 +86,6 @@ def _build(source: Path, march: str) -> Path:
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio"
-
-
-def address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def has_matrix_tiles() -> bool:

@@ -1,4 +1,4 @@
-"""Operations in C++ beside attention: linear layers with packed weights, row-wise layer operations, prefix hashing."""
+"""Operations in C++ beside attention: linear layers with packed weights, row-wise layer operations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.build import CPP_DTYPES, address, load_function, load_library
-from kernels.provider import KernelError
+from kernels.cpu.build import load_function
+from kernels.errors import KernelError
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
-DIGEST_BYTES = 16
+# Numbers of the dtypes in C++.
+CPP_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _TILE = 32  # outputs that the kernel computes together
 _WORD_BYTES = 4
@@ -40,6 +41,10 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes of the data and scales."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class CpuLinear:
@@ -167,41 +172,3 @@ class CpuElementwise:
         cos, sin = cos.contiguous(), sin.contiguous()
         pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
         self._rotate(CPP_DTYPES[x.dtype], *pointers, rows, heads, dim, x.stride(0), x.stride(1))
-
-
-class CpuChain:
-    """Chain of BLAKE2b digests: each of the digest before and a unit's tokens, as 4-byte little-endian integers.
-
-    Holds the interpreter's lock, which reading Python's list needs; reading takes half of the time.
-
-    Raises:
-        KernelError: the library cannot be compiled.
-    """
-
-    def __init__(self) -> None:
-        self._hash = ctypes.PyDLL(load_library("chain")._name).folio_hash_chain
-        self._hash.argtypes = [ctypes.py_object, *[_INT64] * 2, *[_POINTER] * 2, _INT64]
-        self._hash.restype = _INT64
-
-    def __call__(self, token_ids: list[int], unit_tokens: int, root: bytes, name_bytes: int) -> bytes:
-        """The first `name_bytes` bytes of each whole unit's digest, joined.
-
-        Args:
-            root: the digest before the first unit, `DIGEST_BYTES`.
-
-        Raises:
-            OverflowError: a token does not fit 32 bits.
-            TypeError: a token is not an integer.
-        """
-        if len(root) != DIGEST_BYTES or not 0 < name_bytes <= DIGEST_BYTES or unit_tokens < 1:
-            raise ValueError(
-                f"root of {len(root)} bytes, names of {name_bytes}, units of {unit_tokens} tokens: digests have "
-                f"{DIGEST_BYTES} bytes, names 1 to {DIGEST_BYTES} of these, and units at least one token"
-            )
-        num_units = len(token_ids) // unit_tokens
-        digest = ctypes.create_string_buffer(root, DIGEST_BYTES)
-        names = ctypes.create_string_buffer(num_units * name_bytes)
-        wrong = self._hash(token_ids, num_units, unit_tokens, digest, names, name_bytes)
-        if wrong >= 0:
-            raise OverflowError(f"token {wrong} is {token_ids[wrong]}, not an integer of 32 bits")
-        return names.raw

@@ -7,8 +7,10 @@ import ctypes
 import torch
 
 from kernels.arguments import check_numbers
-from kernels.cpu.build import CPP_DTYPES, address, load_function
-from kernels.provider import AttentionCall, AttentionProvider, CacheWrite, KernelError
+from kernels.cpu.build import load_function
+from kernels.cpu.ops import CPP_DTYPES, address
+from kernels.errors import KernelError
+from kernels.provider import AttentionCall, AttentionProvider, CacheWrite
 
 _MAX_GROUP_SIZE = 64
 _UNSUPPORTED, _OUTSIDE = 1, 2  # `Result` of call.h

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.provider import (
-    FP8_DTYPES,
-    AttentionCall,
-    AttentionProvider,
-    CacheWrite,
-    KernelError,
-)
+from kernels.errors import KernelError
+from kernels.provider import FP8_DTYPES, AttentionCall, AttentionProvider, CacheWrite
 from kernels.reference import write_by_index
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

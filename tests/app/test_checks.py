@@ -166,6 +166,26 @@ def test_a_fault_is_a_line_with_its_key(tmp_path: Path, content: object, line: s
     assert found.startswith(line)
 
 
+def tracing(**settings: Any) -> dict[str, Any]:
+    return changed(lambda c: c.update(tracing_config={"enabled": True} | settings))
+
+
+def test_an_exporter_without_text_is_asked_for(tmp_path: Path) -> None:
+    """Serve's own one writes exceptions' messages, which may quote a request."""
+    [line] = faults(tmp_path, tracing())
+    assert line.startswith("tracing_config.exporter_import_path is missing; ")
+    assert faults(tmp_path, tracing(enabled=False)) == []
+    assert faults(tmp_path, tracing(exporter_import_path="app.tracing:files")) == []
+
+
+def test_the_package_of_an_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    otlp = tracing(exporter_import_path="app.tracing:otlp")
+    assert faults(tmp_path, otlp) == []
+    monkeypatch.setattr("app.checks._is_module", lambda _: False)
+    assert "pip install 'folio-serve[traces]'" in faults(tmp_path, otlp)[0]
+    assert faults(tmp_path, otlp, is_local=False) == []
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
         load_config(tmp_path / "none.yaml")
@@ -223,6 +243,6 @@ def test_copied_choices_are_the_same() -> None:
 @pytest.mark.processes
 def test_a_check_imports_nothing_heavy() -> None:
     """Regression: a typo was found only after torch and transformers were imported."""
-    code = "import app.serve, sys; print(sorted({'torch', 'transformers', 'vmem', 'kernels'} & sys.modules.keys()))"
+    code = "import app.checks, sys; print(sorted({'torch', 'transformers', 'vmem', 'kernels'} & sys.modules.keys()))"
     ran = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
     assert ran.stdout.strip() == "[]"

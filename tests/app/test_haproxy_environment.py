@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from ray.serve._private import constants
 
-from app import haproxy, serve
+from app import haproxy
+from app.cli import env
 from tests.app.haproxy_front import (
     backend_of,
     short_directory,
@@ -90,7 +91,7 @@ def test_the_environment_of_a_cluster(clean: pytest.MonkeyPatch, caplog: pytest.
     """Variables that are set stay; at the end the environment is restored."""
     clean.setenv("RAY_SERVE_HAPROXY_MAXCONN", "7")
     before = dict(os.environ)
-    with serve.prepared_environment():
+    with env.prepared_environment():
         assert os.environ[haproxy.SWITCH] == "1"
         assert os.environ["RAY_SERVE_HAPROXY_MAXCONN"] == "7"
         launcher = Path(os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"])
@@ -113,7 +114,7 @@ def test_serves_proxy_takes_over_where_haproxy_cannot(
     elif reason != "TLS":
         clean.setattr(haproxy, "find_binary", missing)
     before = dict(os.environ)
-    with serve.prepared_environment(has_tls=reason == "TLS"):
+    with env.prepared_environment(has_tls=reason == "TLS"):
         assert os.environ.get(haproxy.SWITCH, "0") == "0"
         assert not [name for name in os.environ if "HAPROXY" in name]
         assert os.environ["RAY_SERVE_PROXY_USE_GRPC"] == "1"
@@ -125,7 +126,7 @@ def test_serves_proxy_takes_over_where_haproxy_cannot(
 def test_serves_proxy_by_choice(clean: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     clean.setenv(haproxy.SWITCH, "0")
     clean.setattr(haproxy, "find_binary", lambda: pytest.fail("it is looked for"))
-    with serve.prepared_environment():
+    with env.prepared_environment():
         assert os.environ[haproxy.SWITCH] == "0"
         assert not [name for name in os.environ if "HAPROXY" in name]
     assert not caplog.records

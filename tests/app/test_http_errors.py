@@ -1,4 +1,4 @@
-"""The table of errors in docs/api.md has exactly the errors that the server sends."""
+"""The table of errors in docs/reference/errors.md has exactly the errors that the server sends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = tuple[int, str, str | None]
 
 def documented() -> list[Row]:
     """A row of the table may have several codes."""
-    page = Path("docs/api.md").read_text(encoding="utf-8")
+    page = Path("docs/reference/errors.md").read_text(encoding="utf-8")
     _, _, table = page.partition("| status | `type` | `code` |")
     rows = []
     for line in table.partition("\n\n")[0].splitlines()[2:]:

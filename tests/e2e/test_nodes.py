@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 from app import haproxy
-from app.serve import ENVIRONMENT
+from app.cli.env import ENVIRONMENT
 from benchmarks.served import free_port
 from tests.nightly import examples
 from tests.processes import until
@@ -107,7 +107,7 @@ class Node:
 
 
 class Cluster:
-    """Nodes, and Folio on them, deployed as in production: by `app.serve` with RAY_ADDRESS."""
+    """Nodes, and Folio on them, deployed as in production: by `folio serve` with RAY_ADDRESS."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._gcs_port, self._http_port = folder, free_port(), free_port()
@@ -149,7 +149,7 @@ class Cluster:
         file.write_text(yaml.safe_dump(config))
         environment = self.nodes[0].environment | {"RAY_ADDRESS": f"127.0.0.1:{self._gcs_port}"}
         with open(self.folder / "app.log", "wb") as log:
-            command = [sys.executable, "-m", "app.serve", str(file)]
+            command = [sys.executable, "-m", "app.cli", "serve", "--config", str(file)]
             self._app = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT)
 
     def running(self) -> bool:

@@ -82,8 +82,8 @@ class Battle:
             "lost": counts["lost"],
             "wrong": counts["wrong"],
             "hung": counts["hung"],
-            "longest_pause_s": max((tally.longest_pause_s for _, tally, _ in self.rows.values()), default=0.0),
-            "slowest_health_s": max((tally.slowest_health_s for _, tally, _ in self.rows.values()), default=0.0),
+            "victim_pause_ms": 1e3 * max((tally.longest_pause_s for _, tally, _ in self.rows.values()), default=0.0),
+            "health_ms_max": 1e3 * max((tally.slowest_health_s for _, tally, _ in self.rows.values()), default=0.0),
         }
 
 

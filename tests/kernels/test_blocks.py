@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from kernels import blocks, select_block_copy
+from kernels import KernelError, blocks, select_block_copy
 from kernels.cpu import build
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_failed_builds_raise_kernel_error(
         monkeypatch.setattr(build.shutil, "which", lambda name: "/bin/false")
     else:
         monkeypatch.setattr(build.ctypes, "CDLL", Mock(side_effect=OSError("failed to map segment")))
-    with pytest.raises(build.KernelError, match=r"copy\.cpp"):
+    with pytest.raises(KernelError, match=r"copy\.cpp"):
         build.load_library("copy")
 
 

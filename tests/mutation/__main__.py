@@ -43,6 +43,7 @@ from types import CodeType, FrameType
 
 import pytest
 
+from benchmarks import harness
 from tests.mutation.mutants import Mutant, mutants_of
 
 LIBRARIES = ("numpy", "torch", "transformers", "fastapi", "hypothesis", "ray")
@@ -281,6 +282,14 @@ def main() -> None:
         "\n".join(["", *(f"accepted  {mutant}" for mutant in known), *(f"SURVIVED  {mutant}" for mutant in survivors)])
     )
     killed = 1 - (len(known) + len(survivors)) / max(len(mutants), 1)
+    # Fewer than by default, or of chosen files, is a quick run.
+    is_part = bool(arguments.paths) or arguments.count != parser.get_default("count")
+    harness.finish(
+        "tests",
+        argparse.Namespace(device="cpu", quick=is_part),
+        {"mutants_killed_share": killed, "mutants": len(mutants)},
+        {"accepted": [str(mutant) for mutant in known], "survived": [str(mutant) for mutant in survivors]},
+    )
     print(f"{killed:.1%} of {len(mutants)} mutants are killed; at least {arguments.at_least:.0%} must be")
     sys.exit(killed < arguments.at_least)
 

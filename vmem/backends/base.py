@@ -12,11 +12,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from vmem.errors import IntegrityError, MapError, VmemError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

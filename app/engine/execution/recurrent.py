@@ -314,8 +314,9 @@ class _ProbeCache(StateCache):
         )
 
     def resumes(self, mixer: PackedMixer, hidden_states: torch.Tensor) -> bool:
-        """Whether several tokens depend on the state: a large one gives another output than zeros."""
-        if not self.recurrent_states:
+        """Whether several tokens depend on the state: a large one gives another output than zeros. On the meta device,
+        where there are no values, they do."""
+        if not self.recurrent_states or hidden_states.is_meta:
             return True
         outs = []
         for value in (0.0, 1e3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from app.config.engine import EngineConfig
 from app.config.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
@@ -34,7 +35,7 @@ MAX_PAGES = {"cpu": 24_000, "cuda": 200_000}
 MAX_MAPPINGS = {"cpu": 50_000, "cuda": 400_000}
 _MAP_COUNT = 65_530
 # On a CUDA device: bytes left to torch, and the cache's largest share of the rest.
-_HEADROOM_BYTES, _CUDA_SHARE = 2 << 30, 0.9
+HEADROOM_BYTES, CUDA_SHARE = 2 << 30, 0.9
 # Block lengths to try while the budget has more than the most pages.
 _LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
 # Memory that sampling takes for each logit of a chunk: float32, ranks, masks, noise.
@@ -62,35 +63,28 @@ def build_memory(
     device = model.module.device
     machine = Machine.detect()
     on_cpu = device.type == "cpu"
-    ceiling, swap_bytes = _ceilings(config, model, machine, on_cpu=on_cpu)
+    ceiling, swap_bytes = ceilings(config, model, machine, resident_bytes(), on_cpu=on_cpu)
     budget = int(share * ceiling)
     # The memory's budget limits pages; the backend's capacity has room for the anchor page, whose size is not planned
     # yet.
     capacity = 2 * budget
     backend, contents = mirror(
-        select_backend(device, capacity_bytes=capacity, headroom_bytes=_HEADROOM_BYTES),
+        select_backend(device, capacity_bytes=capacity, headroom_bytes=HEADROOM_BYTES),
         ranks,
         capacity_bytes=capacity,
-        headroom_bytes=_HEADROOM_BYTES,
+        headroom_bytes=HEADROOM_BYTES,
         copy_blocks=select_block_copy(device),
     )
     # Two memories of one process hold about as many blocks each, and share the limit of mappings.
     part = 1.0 if share == 1 else 0.5
     most_pages, max_mappings = (
-        int(part * min(most["cuda"], most["cpu"] * machine.max_map_count / _MAP_COUNT if on_cpu else most["cuda"]))
-        for most in (MAX_PAGES, MAX_MAPPINGS)
+        int(part * bound_of_mappings(most, machine, on_cpu=on_cpu)) for most in (MAX_PAGES, MAX_MAPPINGS)
     )
     try:
         if not on_cpu and not config.kv_memory_bytes:
-            budget = int(share * _CUDA_SHARE * backend.memory_info().available_bytes)
-        # Only a configured budget justifies longer blocks.
-        smallest_page_bytes = budget // most_pages if config.kv_memory_bytes else 0
-        groups = _plan_groups(config, model, layers, backend.granularity_bytes, smallest_page_bytes)
+            budget = int(share * CUDA_SHARE * backend.memory_info().available_bytes)
+        groups, num_pages = plan_pages(config, model, layers, backend.granularity_bytes, budget, most_pages, machine)
         page_bytes = groups[0].layout.page_bytes
-        num_pages = min(budget // page_bytes, most_pages)
-        smallest = sum(group.layout.block_bytes for group in groups)
-        if num_pages * page_bytes < 2 * smallest:
-            raise ConfigError(f"kv_memory_bytes {budget} is below two blocks of {smallest} bytes; {machine}")
         step_tokens = config.max_num_batched_tokens
         capacity = longest_sequence(groups, num_pages, step_tokens)
         memory = KVMemory(
@@ -136,11 +130,44 @@ def build_memory(
     return memory
 
 
-def _ceilings(config: EngineConfig, model: LoadedModel, machine: Machine, *, on_cpu: bool) -> tuple[int, int]:
+def bound_of_mappings(most: Mapping[str, int], machine: Machine, *, on_cpu: bool) -> float:
+    """`MAX_PAGES` or `MAX_MAPPINGS` on this machine: on a CPU they follow vm.max_map_count."""
+    return min(most["cuda"], most["cpu"] * machine.max_map_count / _MAP_COUNT) if on_cpu else most["cuda"]
+
+
+def plan_pages(
+    config: EngineConfig,
+    model: LoadedModel,
+    layers: ObservedLayers,
+    granularity_bytes: int,
+    budget_bytes: int,
+    most_pages: int,
+    machine: Machine,
+) -> tuple[list[LayerGroup], int]:
+    """The layer groups, and the number of pages within the budget. Raises `ConfigError` for less than two blocks of
+    each group."""
+    # Only a configured budget justifies longer blocks.
+    smallest_page_bytes = budget_bytes // most_pages if config.kv_memory_bytes else 0
+    groups = _plan_groups(config, model, layers, granularity_bytes, smallest_page_bytes)
+    page_bytes = groups[0].layout.page_bytes
+    num_pages = min(budget_bytes // page_bytes, most_pages)
+    smallest = sum(group.layout.block_bytes for group in groups)
+    if num_pages * page_bytes < 2 * smallest:
+        raise ConfigError(f"kv_memory_bytes {budget_bytes} is below two blocks of {smallest} bytes; {machine}")
+    return groups, num_pages
+
+
+def ceilings(
+    config: EngineConfig, model: LoadedModel, machine: Machine, weight_bytes: int, *, on_cpu: bool
+) -> tuple[int, int]:
     """Most bytes of KV cache and of swap space on one rank; 0 for an unconfigured cache on a CUDA device.
 
     By default the cache gets a quarter of the machine's memory, or the memory available beside a step's work if that is
     less. Swap space gets the remainder, up to `swap_bytes`; without it preempted requests are recomputed.
+
+    Args:
+        machine: with the weights loaded.
+        weight_bytes: of one rank, and what else its process holds.
 
     Raises:
         ConfigError: settings do not fit the machine.
@@ -148,7 +175,6 @@ def _ceilings(config: EngineConfig, model: LoadedModel, machine: Machine, *, on_
     ranks = config.tensor_parallel_size
     token_bytes = _step_bytes_a_token(model) if on_cpu else 0
     sampling_bytes = _SAMPLING_BYTES_A_LOGIT * max(CHUNK_ELEMENTS, model.vocab_size) if on_cpu else 0
-    weight_bytes = resident_bytes()
     step_bytes = token_bytes * config.max_num_batched_tokens + sampling_bytes
     problems = check_resources(config, machine, reserved_bytes=weight_bytes + step_bytes)
     left = machine.memory_bytes // ranks - weight_bytes - sampling_bytes

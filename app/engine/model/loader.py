@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,6 +30,7 @@ from app.engine.execution import attention, recurrent
 from app.engine.lora.layers import LoRALayers
 from app.engine.model.fusion import fuse_attention, fuse_modules
 from app.engine.model.linear import choose_product, pack_linears
+from app.engine.model.tokenizer import load_tokenizer, one_line
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import ShardPlan, install_collectives, load_share
 from app.errors import ConfigError, ModelError
@@ -83,17 +83,6 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no CUDA device here; use cpu")
     return torch.device("cuda" if name == "cuda" else "cpu")
-
-
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Raises `ModelError` without a tokenizer that can decode incrementally."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve_model(model))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"no tokenizer for {model!r}: {one_line(error)}") from error
-    if not tokenizer.is_fast:
-        raise ModelError(f"{model!r} has only a slow tokenizer; Folio needs a fast one (of the tokenizers library)")
-    return tokenizer
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -152,9 +141,26 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         raise ConfigError(f"quantization is {config.quantization!r}, which is for CPUs; use 'none' on {device}")
     else:
         module.to(device)
-    loaded = LoadedModel(
+    tokenizer = None if config.skip_tokenizer_init else _matching_tokenizer(config.model, text_config.vocab_size)
+    adapters = LoRALayers(module, plan) if config.adapters else None
+    loaded = describe_model(module, max_positions, recurrent_layers, tokenizer, adapters)
+    if comm is not None and plan is not None:
+        install_collectives(module, plan, comm)
+    return loaded
+
+
+def describe_model(
+    module: PreTrainedModel,
+    max_positions: int,
+    recurrent_layers: frozenset[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    adapters: LoRALayers | None = None,
+) -> LoadedModel:
+    """The module with its properties. Args: `recurrent_layers`: those of `recurrent.install`."""
+    text_config = module.config.get_text_config()
+    return LoadedModel(
         module=module,
-        tokenizer=None if config.skip_tokenizer_init else _matching_tokenizer(config.model, text_config.vocab_size),
+        tokenizer=tokenizer,
         dtype=module.dtype,
         attention_layers=_attention_layers(text_config, recurrent_layers),
         recurrent_layers=recurrent_layers,
@@ -162,11 +168,8 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         windowed_layers=_windowed_layers(text_config),
         max_positions=max_positions,
         eos_token_ids=_eos_token_ids(module.generation_config),
-        adapters=LoRALayers(module, plan) if config.adapters else None,
+        adapters=adapters,
     )
-    if comm is not None and plan is not None:
-        install_collectives(module, plan, comm)
-    return loaded
 
 
 def _load_module(
@@ -241,11 +244,6 @@ def _weight_files(model: str) -> list[Path]:
             return []
         folder = Path(config).parent
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-
-
-def one_line(error: Exception) -> str:
-    """The error's text in one line; transformers often writes paragraphs."""
-    return " ".join(str(error).split())
 
 
 def random_model(

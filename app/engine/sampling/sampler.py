@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.engine.request import TokenLogprobs
+from app.engine.delta import TokenLogprobs
 from app.engine.sampling.logits import apply_logits_processors
 from app.engine.sampling.noise import draw, gumbel
 from app.engine.sampling.params import SamplingParams

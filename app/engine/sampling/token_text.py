@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerBase
 
 from app.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SENTENCEPIECE_SPACE = "▁"

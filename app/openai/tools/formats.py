@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal
 
 from app.engine.sampling.params import Structure
 from app.errors import RequestError
 from app.openai.tools.bodies import Tool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # The most calls of a forced answer.
 MAX_PARALLEL_CALLS = 16

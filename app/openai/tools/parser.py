@@ -20,9 +20,7 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, NoReturn
 
 from app.engine.sampling.params import Structure
 from app.engine.sampling.token_text import overlap
@@ -30,6 +28,9 @@ from app.errors import RequestError
 from app.openai.base import check_text
 from app.openai.tools.bodies import FunctionCall, NamedToolChoice, Tool, ToolCall, ToolChoice
 from app.openai.tools.formats import ToolFormat, tool_format
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # White space next to markers belongs to them and is held back until the next text decides. More characters than this
 # are content.

@@ -276,6 +276,8 @@ async def test_keys_reports_and_retry_after(scheme: str, tmp_path: Path) -> None
             with pytest.raises(OverloadedError) as caught:
                 await folio.generate(CompletionRequest(model="full for a while", prompt="a"))
             assert caught.value.retry_after_s == 3
+            if scheme == "http":
+                assert await folio.set_budget(1 << 30, 8) == ["applied"]
             answer = await folio.generate(CompletionRequest(model="m", prompt="a"), "s")
             assert answer.choices[0].text == "a of s"
             with pytest.raises(RequestError, match="fork is not available"):
@@ -338,3 +340,21 @@ from app.client import Folio
 Folio("http://x"), Folio("grpc://x")
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+async def test_a_tenant_cannot_change_the_budget(tmp_path: Path) -> None:
+    """Also where the settings leave operators no paths of their own."""
+    file = tmp_path / "keys.json"
+    keys = [
+        {"name": "tenant", "key": "a-key-of-a-tenant"},
+        {"name": "me", "key": "a-key-of-mine-too", "operator": True},
+    ]
+    file.write_text(json.dumps({"keys": keys}))
+    settings = HttpSettings(api_keys=KeySource(file=file), operator_paths=frozenset())
+    with url_of("http", guarded_api(FakeService(), settings)) as url:
+        async with Folio(url, api_key="a-key-of-a-tenant") as folio:
+            assert await folio.report() == {}
+            with pytest.raises(ForbiddenError, match="the budget is for operators"):
+                await folio.set_budget(1 << 30, 8)
+        async with Folio(url, api_key="a-key-of-mine-too") as folio:
+            assert await folio.set_budget(1 << 30, 8) == ["applied"]

@@ -62,8 +62,15 @@ def test_open_paths_need_no_key(keys: Path) -> None:
     app = guarded(keys=keys)
     assert [answer_of(app, path=path).status for path in ("/health", "/ready", "/metrics")] == [200, 200, 401]
     assert answer_of(guarded(keys=keys, open_paths=["/metrics"]), path="/metrics").status == 200
-    for path in ("/health/", "//health", "/v1/../health", "/HEALTH"):
+    for path in ("//health", "/v1/../health", "/HEALTH"):
         assert answer_of(app, path=path).status == 401, path
+
+
+def test_paths_below_an_open_path_need_no_key(keys: Path) -> None:
+    """`/docs` loads `/docs/swagger-ui.css`."""
+    guard = guarded(keys=keys, open_paths=["/metrics"])
+    assert answer_of(guard, path="/metrics/x").status == 200
+    assert answer_of(guard, path="/metricsx").status == 401
 
 
 def test_open_paths_are_within_the_application(keys: Path) -> None:
@@ -108,7 +115,7 @@ def test_refusals_are_observed() -> None:
 
     settings = HttpSettings(address_limits=RateLimits(requests_per_minute=1), max_url_bytes=100)
     app = Guard(echo, settings, observer=Recorder())
-    assert [answer_of(app, path=path).status for path in ("/", "/", "/" + "x" * 100)] == [200, 429, 414]
+    assert [answer_of(app, path=path).status for path in ("/a", "/a", "/" + "x" * 100)] == [200, 429, 414]
     assert codes == ["rate_limit_exceeded", "url_too_long"]
 
 

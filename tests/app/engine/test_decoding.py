@@ -338,9 +338,10 @@ def test_forks_that_share_nothing_wait_from_when_they_were_made(llama: Path, mon
     monkeypatch.setattr(engine.memory, "fork", no_region)
     start = time.perf_counter()
     engine.submit("n", prompt(10), SamplingParams(n=2, max_tokens=4, seed=5, ignore_eos=True))
-    assert len(run(engine)) == 2
+    waited_s = {delta.index: delta.queue_s for delta in steps(engine)}
     queue_s = engine.load.take_activity().queue_s
     assert len(queue_s) == 2
+    assert list(waited_s.values()) == list(queue_s)
     assert all(0 <= waited < time.perf_counter() - start for waited in queue_s)
     engine.close()
 

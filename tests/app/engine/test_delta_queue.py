@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from app.engine.request import Delta, DeltaQueue
+from app.engine.delta import Delta, DeltaQueue
 
 GOES_ON, LAST = Delta("r", (1,), "a"), Delta("r", (2,), "b", "stop")
 

@@ -12,10 +12,10 @@ import torch
 from app.config.engine import EngineConfig
 from app.config.machine import Machine
 from app.engine import engine as engine_module
+from app.engine.delta import Delta
 from app.engine.engine import Engine
 from app.engine.execution.batch import StepBatch
 from app.engine.model import kv_plan
-from app.engine.request import Delta
 from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError, ContextLengthError, RequestError
 from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint

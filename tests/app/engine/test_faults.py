@@ -22,10 +22,11 @@ import pytest
 import torch
 
 from app.config.engine import EngineConfig
+from app.engine.delta import Delta
 from app.engine.engine import Engine
 from app.engine.faults import FAILED
 from app.engine.generation import Generation
-from app.engine.request import Delta, Request, SequenceGroup
+from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams, Structure
 from app.engine.sampling.state import SamplingState
 from app.errors import EngineError, FolioError, RequestError
@@ -36,7 +37,7 @@ from vmem import SequenceMemory
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 ROOT = Path(__file__).parents[3]
-DOCUMENT = ROOT / "docs" / "faults.md"
+DOCUMENT = ROOT / "docs" / "operate" / "failing-calls.md"
 # The second victim's call that fails.
 LATER = 3
 Outputs = dict[str, dict[int, tuple[int, ...]]]
@@ -452,7 +453,7 @@ EXEMPT = {
     "app.engine.sampling.params.*": "looks at numbers that have been checked",
     "app.engine.request.*.num_*": "counts",
     "app.engine.request.*.most_tokens": "counts",
-    "app.engine.request.Delta.*": "looks at its own fields",
+    "app.engine.delta.Delta.*": "looks at its own fields",
     "app.engine.generation.Generation.__iter__": "goes over its own list",
 }
 
@@ -537,7 +538,7 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
 
 
 def table() -> str:
-    """What `docs/faults.md` has of it."""
+    """What `docs/operate/failing-calls.md` has of it."""
     rows = [f"| `{case.name}` | {case.expected} | the same tokens |" for case in CASES]
     return "\n".join(["| call that fails | its client gets | the others get |", "|---|---|---|", *rows])
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from app.engine import LLM, SamplingParams
-from app.engine.request import Delta
+from app.engine.delta import Delta
 from app.errors import EngineError, RequestError
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from app.engine import LLM, decoding
+from app.engine.delta import RequestOptions
 from app.engine.engine import Engine, EngineConfig
 from app.engine.execution.batch import StepBatch
-from app.engine.request import RequestOptions
 from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError, RequestError
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens

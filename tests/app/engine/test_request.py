@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.model.loader import load_tokenizer
-from app.engine.request import Delta, Request, SequenceGroup
+from app.engine.delta import Delta
+from app.engine.model.tokenizer import load_tokenizer
+from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams, Structure
 from app.engine.sampling.state import SamplingState
 from app.engine.sampling.token_text import IncrementalDetokenizer

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from app.config.engine import EngineConfig
+from app.engine.delta import Delta
 from app.engine.engine import Engine
-from app.engine.request import Delta
 from app.engine.sampling.params import SamplingParams, Structure
 from app.engine.vocabulary import Vocabulary
 from app.errors import RequestError

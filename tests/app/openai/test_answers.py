@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.engine.model.loader import load_tokenizer
-from app.engine.request import Delta, TokenLogprobs
+from app.engine.delta import Delta, TokenLogprobs
+from app.engine.model.tokenizer import load_tokenizer
 from app.fleet.messages import Piece, PieceCollector, split_public_id
 from app.openai.answers import ChatAnswer, CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest

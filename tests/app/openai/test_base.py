@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from app.engine.model.loader import load_tokenizer
+from app.engine.model.tokenizer import load_tokenizer
 from app.errors import RequestError
 from app.openai import base as json_body
 from app.openai.base import MAX_JSON_DEPTH, check_json, too_much

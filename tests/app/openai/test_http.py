@@ -26,6 +26,7 @@ from app.errors import (
 from app.openai import description as examples
 from app.openai.base import joined_text
 from app.openai.bodies import (
+    BudgetRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizedText,
@@ -36,6 +37,7 @@ from app.openai.bodies import (
 )
 from app.openai.replies import (
     AssistantMessage,
+    BudgetReport,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -133,6 +135,9 @@ class FakeService:
     async def reports(self) -> dict[str, MemoryReport]:
         return {}
 
+    async def change_budget(self, request: BudgetRequest) -> BudgetReport:
+        return BudgetReport(budget_bytes=request.budget_bytes, revision=request.revision or 8, answers=["applied"])
+
     async def pins(self) -> PinList:
         return PinList(data=[PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1) for name in self.pinned])
 
@@ -222,6 +227,10 @@ def test_operation(client: TestClient) -> None:
     assert client.get("/v1/pins").json()["data"] == [card]
     assert client.delete("/v1/pins/a/b").json() == {"id": "a/b", "object": "pin", "deleted": True}
     assert failure(client.delete("/v1/pins/a/b")) == (404, "pin_not_found")
+    budget = client.put("/v1/budget", json={"budget_bytes": 1 << 30}).json()
+    assert budget == {"object": "budget", "budget_bytes": 1 << 30, "revision": 8, "answers": ["applied"]}
+    for body in ({}, {"budget_bytes": 0}, {"budget_bytes": 1.5}, {"budget_bytes": 1, "revision": 0}):
+        assert client.put("/v1/budget", json=body).status_code == 400
     for name in ("\n", "a/..", "."):  # no path has such a name: it could not be unpinned
         pin, completion = client.post("/v1/pins", json={"name": name, "prompt": "x"}), complete(client, pin=name)
         assert [(a.status_code, a.json()["error"]["param"]) for a in (pin, completion)] == [(400, "name"), (400, "pin")]
@@ -269,8 +278,8 @@ def test_the_examples_are_valid_bodies() -> None:
 
 
 def test_every_field_beyond_openais_is_documented() -> None:
-    """docs/api.md names the fields that OpenAI's own client does not know."""
-    text = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    """docs/reference/http-api.md names the fields that OpenAI's own client does not know."""
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "http-api.md").read_text()
     known = [
         (ChatCompletionRequest, chat.completion_create_params.CompletionCreateParamsStreaming),
         (CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from app.engine.model.loader import load_tokenizer
+from app.engine.model.tokenizer import load_tokenizer
 from app.openai.logprobs import TokenTexts
 from tests.app.small_tokenizers import sentencepiece
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from app.engine.model.loader import load_tokenizer
+from app.engine.model.tokenizer import load_tokenizer
 from app.errors import ContextLengthError, RequestError
 from app.openai.bodies import ChatCompletionRequest, PinRequest
 from app.openai.prompts import MAX_SPELLED, PromptEncoder, TextBounds, TextEncoder

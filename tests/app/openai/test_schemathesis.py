@@ -39,9 +39,11 @@ MOST_TOKENS = 8
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_every_answer_is_as_described(server: LocalServer, mode: GenerationMode) -> None:
-    description = schemathesis.openapi.from_asgi("/openapi.json", server.api).exclude(
-        path="/metrics"
-    )  # Ray's agents have these
+    description = (
+        schemathesis.openapi.from_asgi("/openapi.json", server.api)
+        .exclude(path="/metrics")  # Ray's agents have these
+        .exclude(path="/dashboard/events")  # its answer goes on for minutes
+    )
     for result in description.get_all_operations():
         operation = result.ok()
         if mode.is_negative and not (operation.body or operation.query or operation.headers):

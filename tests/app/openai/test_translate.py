@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from app.config.http import HttpSettings
-from app.engine.model.loader import load_tokenizer
+from app.engine.model.tokenizer import load_tokenizer
 from app.openai.translate import Translator
 from app.request_context import CURRENT, RequestContext
 

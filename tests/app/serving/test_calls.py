@@ -68,6 +68,8 @@ class Response:
 class Handle:
     """Answers each call by the script, and records the calls."""
 
+    deployment_name = "EngineReplica"
+
     def __init__(self, script: Script) -> None:
         self.calls: list[Any] = []
         self.responses: list[Response] = []

@@ -16,8 +16,8 @@ from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
 from app.compat.ray import folio_error
-from app.engine.model.loader import load_tokenizer
-from app.engine.request import TokenLogprobs
+from app.engine.delta import TokenLogprobs
+from app.engine.model.tokenizer import load_tokenizer
 from app.errors import (
     ContextLengthError,
     DeadlineError,
@@ -174,6 +174,8 @@ async def test_adapters_are_models() -> None:
     ingress = ingress_with(engines := Engines())
     cards = (await ingress.models()).data
     assert [(card.id, card.parent) for card in cards] == [("m", None), ("pirate", "m")]
+    assert "a real model with `folio serve MODEL`" in cards[0].description  # the model is the built-in one
+    assert cards[1].description is None
     answer = await ingress.chat(
         ChatCompletionRequest.model_validate(
             {"model": "pirate", "messages": [{"role": "user", "content": "x"}], "user": "u"}

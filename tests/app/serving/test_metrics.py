@@ -79,7 +79,7 @@ def made_in_code() -> set[tuple[str, str, tuple[str, ...]]]:
 
 
 def test_the_documentation_lists_exactly_the_metrics_that_exist() -> None:
-    page = (ROOT / "docs/metrics.md").read_text()
+    page = (ROOT / "docs/reference/metrics.md").read_text()
     listed = {
         (name, kind, tuple(sorted(re.findall(r"`(\w+)`", tags))))
         for name, kind, tags in re.findall(r"^\| `(\w+)` \| (\w+) \|([^|]*)\|", page, re.MULTILINE)
@@ -184,7 +184,7 @@ def test_tokens_and_times_of_a_stream(recorded: Recorded, monkeypatch: pytest.Mo
     clock = iter([10.0, 10.5, 11.0, 12.5, 13.0])
     monkeypatch.setattr("app.serving.metrics.time.perf_counter", lambda: next(clock))
     with RequestMeter().measure("chat") as measured:
-        measured.sends(CALLS)
+        measured.sends(CALLS, "m")
         measured.streams(Piece("x", (7, 8), num_cached_tokens=2))
         measured.streams(Piece("y", (7,), num_cached_tokens=1), prompt=1)
         measured.streams(Piece("z", (7, 8, 9, 10), finish_reason="stop", num_cached_tokens=2))
@@ -204,7 +204,7 @@ def test_tokens_and_times_of_a_stream(recorded: Recorded, monkeypatch: pytest.Mo
 
 def test_a_whole_answer_has_no_first_token(recorded: Recorded) -> None:
     with RequestMeter().measure("completions") as measured:
-        measured.sends(CALLS)
+        measured.sends(CALLS, "m")
         measured.receives([[Piece("x", (7, 8)), Piece("y", (7,), 1)], [Piece("z", (7,))]])
     totals = sums(recorded)
     assert (totals["folio_prompt_tokens"], totals["folio_output_tokens"]) == (5, 4)
@@ -238,7 +238,7 @@ def test_the_error_of_a_request_is_its_outcome(recorded: Recorded, error: BaseEx
     """Tokens count, the time of whole requests does not."""
     meter = RequestMeter()
     with pytest.raises(type(error)), meter.measure("chat") as measured:  # noqa: PT012
-        measured.sends(CALLS)
+        measured.sends(CALLS, "m")
         raise error
     assert ("folio_requests", 1, {"route": "chat", "outcome": outcome}) in recorded
     assert ("folio_requests_in_flight", 0, {"route": "chat"}) in recorded

@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from app.engine.report import ReplicaReport
 from app.errors import DeadlineError, FolioError, RequestError, UnavailableError, UnknownPinError
 from app.fleet.messages import ReplicaStatus
-from app.openai.bodies import DetokenizeRequest, PinRequest, TokenizeRequest
+from app.openai.bodies import BudgetRequest, DetokenizeRequest, PinRequest, TokenizeRequest
 from app.serving import calls as calls_module
 from app.serving import ingress as ingress_module
 from tests.app.compat.ray_types import DeploymentID
@@ -203,3 +203,47 @@ async def test_what_cannot_be_tokenised(fields: dict[str, Any], param: str) -> N
     assert caught.value.param == param
     with pytest.raises(RequestError, match=f"below {len(TOKENIZER)}"):
         await ingress_with(Engines()).detokenize(DetokenizeRequest(tokens=[len(TOKENIZER)]))
+
+
+@pytest.mark.parametrize(("revisions", "expected"), [((0, 0), 1), ((3, 5), 6)])
+async def test_a_budget_takes_the_next_revision(revisions: tuple[int, ...], expected: int) -> None:
+    fleet = Fleet(*(Budgeted(revision) for revision in revisions))
+    report = await ingress_with(fleet).change_budget(BudgetRequest(budget_bytes=7))
+    assert (report.budget_bytes, report.revision, report.answers) == (7, expected, ["applied"] * 2)
+
+
+async def test_a_budget_is_tried_again_after_another_change() -> None:
+    replica = Budgeted(2)
+    replica.others = 2
+    report = await ingress_with(Fleet(replica)).change_budget(BudgetRequest(budget_bytes=7))
+    assert (report.revision, report.answers) == (5, ["applied"])
+    replica.others = 100
+    with pytest.raises(UnavailableError, match="changed by others 5 times"):
+        await ingress_with(Fleet(replica)).change_budget(BudgetRequest(budget_bytes=7))
+
+
+async def test_a_given_revision_is_kept() -> None:
+    report = await ingress_with(Fleet(Budgeted(4))).change_budget(BudgetRequest(budget_bytes=7, revision=4))
+    assert (report.revision, report.answers) == (4, ["stale"])
+
+
+class Budgeted:
+    """A replica with a budget, changed by others after each of the next `others` reports."""
+
+    others = 0
+
+    def __init__(self, revision: int) -> None:
+        self._revision = revision
+
+    async def __call__(self, method: str, args: tuple[Any, ...]) -> Any:
+        if method == "named_report":
+            report = replace(status("a", 1).memory, budget_revision=self._revision)
+            if self.others:
+                self.others -= 1
+                self._revision += 1
+            return "a", report
+        _, revision = args
+        if revision <= self._revision:
+            return "stale"
+        self._revision = revision
+        return "applied"

@@ -1,15 +1,11 @@
-"""Packed linear layers and row-wise operations against float64; prefix hashing against hashlib."""
+"""Packed linear layers and row-wise operations against float64."""
 
 from __future__ import annotations
 
-import hashlib
-
-import numpy as np
 import pytest
 import torch
 
 from kernels import CpuElementwise, CpuLinear, KernelError
-from kernels.cpu.ops import DIGEST_BYTES, CpuChain
 
 # Relative to the largest value: float32 sums of up to 1,500 products; one rounding to bfloat16.
 LINEAR_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}
@@ -171,48 +167,3 @@ def test_wrong_rotary_tables_are_named() -> None:
             CpuElementwise().rotate(x, wrong, wrong)
     with pytest.raises(ValueError, match="strides"):
         CpuElementwise().rotate(x.transpose(1, 2), cos[..., :2], cos[..., :2])
-
-
-ROOT = bytes(range(DIGEST_BYTES))
-
-
-@pytest.fixture(scope="module")
-def chain() -> CpuChain:
-    return CpuChain()
-
-
-# A unit and the digest before it take less than a BLAKE2b block of 128 bytes, just one (28), little more, or several.
-@pytest.mark.parametrize("unit_tokens", [1, 16, 27, 28, 29, 32, 60, 61, 256])
-@pytest.mark.parametrize("name_bytes", [6, DIGEST_BYTES])
-def test_equals_hashlib(chain: CpuChain, unit_tokens: int, name_bytes: int) -> None:
-    rng = np.random.default_rng(unit_tokens)
-    token_ids = [-(2**31), 2**31 - 1, -1, *rng.integers(0, 200_000, 5 * unit_tokens).tolist()]
-    expected, digest, content = [], ROOT, np.array(token_ids, dtype="<i4").tobytes()
-    for at in range(0, len(token_ids) // unit_tokens * unit_tokens, unit_tokens):
-        unit = content[4 * at : 4 * (at + unit_tokens)]
-        digest = hashlib.blake2b(digest + unit, digest_size=DIGEST_BYTES).digest()
-        expected.append(digest[:name_bytes])
-    assert chain(token_ids, unit_tokens, ROOT, name_bytes) == b"".join(expected)
-    assert len(expected) >= 5
-
-
-def test_less_than_a_unit_has_no_digest(chain: CpuChain) -> None:
-    assert chain([1] * 15, 16, ROOT, 6) == chain([], 16, ROOT, 6) == b""
-
-
-@pytest.mark.parametrize("token", [2**31, -(2**31) - 1, 2**80])
-def test_tokens_of_more_than_32_bits(chain: CpuChain, token: int) -> None:
-    with pytest.raises(OverflowError):
-        chain([0, token], 2, ROOT, 6)
-
-
-@pytest.mark.parametrize("token", ["1", None, 1.0])
-def test_tokens_that_are_not_integers(chain: CpuChain, token: object) -> None:
-    with pytest.raises(TypeError):
-        chain([0, token], 2, ROOT, 6)  # type: ignore[list-item]
-
-
-def test_wrong_sizes_are_refused(chain: CpuChain) -> None:
-    for root, unit_tokens, name_bytes in ((b"short", 16, 6), (ROOT, 0, 6), (ROOT, 16, 0), (ROOT, 16, 17)):
-        with pytest.raises(ValueError, match="digests have 16 bytes"):
-            chain([1] * 64, unit_tokens, root, name_bytes)

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from app.config.engine import EngineConfig
+from app.engine.delta import Delta
 from app.engine.engine import Engine
-from app.engine.request import Delta
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.model.loader import load_tokenizer
+from app.engine.model.tokenizer import load_tokenizer
 from app.engine.sampling.logits import BadWords, encode_bad_words
 from app.errors import RequestError
 

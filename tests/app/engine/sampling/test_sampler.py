@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.request import TokenLogprobs
+from app.engine.delta import TokenLogprobs
 from app.engine.sampling import sampler
 from app.engine.sampling import sampler as logprobs
 from app.engine.sampling.logits import BadWords

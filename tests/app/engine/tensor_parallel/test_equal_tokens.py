@@ -25,7 +25,7 @@ from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.nightly import examples
 from vmem import Backend, select_backend
 
-# Of the further ones: experts beside a shared one, and latent attention. `docs/models.md` says what the others do.
+# Of the further ones: experts beside a shared one, and latent attention. `docs/reference/models.md` has the others.
 OF_FURTHER = ("qwen2_moe", "deepseek_v3")
 ALL = ARCHITECTURES | {name: (name, settings) for name, settings in HYBRIDS.items()} | FURTHER
 WITHOUT_PLAN = {"opt", "gpt2", "bamba", "falcon_h1", "lfm2", "gpt_bigcode", "stablelm"}

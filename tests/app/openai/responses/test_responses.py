@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from ray.exceptions import RayTaskError
 from starlette.testclient import TestClient
 
-from app.engine.request import TokenLogprobs
+from app.engine.delta import TokenLogprobs
 from app.errors import ContextLengthError, EngineError, OverloadedError
 from app.fleet.messages import Piece
 from app.openai.responses.body import ResponsesRequest

@@ -1,0 +1,318 @@
+"""`folio chat`: a conversation with a server of the OpenAI API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.cli.connection import DEFAULT_URL, ApiKey, Model, Server, Url
+from app.cli.text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXAMPLES = """
+folio chat
+folio chat --url http://127.0.0.1:8001 --system "Answer in one sentence."
+echo "What is a block table?" | folio chat
+folio chat --url http://127.0.0.1:11434 --model qwen3 --temperature 0.2
+"""
+
+HELP = """\
+/clear          forget the conversation
+/system [TEXT]  show or set the system message
+/model [NAME]   show the models, or choose one
+/save FILE      write the conversation to a file, as JSON
+/quit           leave; so do Ctrl-D, and Ctrl-C at the prompt
+Ctrl-C during an answer ends that answer. A line that ends with \\ goes on in the next one, and so does text
+between two lines of \"\"\"."""
+
+_PROMPT, _CONTINUED, _FENCE = "> ", "… ", '"""'
+
+
+def chat(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    model: Model = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Of sampling; 0 is greedy. By default the server's.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer. By default the server's limit.")
+    ] = None,
+) -> None:
+    """Chat with a served model. Text on standard input is answered once; otherwise /help lists commands."""
+    sampling = {"temperature": temperature, "max_tokens": max_tokens}
+    conversation = Conversation(
+        Server(url, api_key), model, system, {name: value for name, value in sampling.items() if value is not None}
+    )
+    if not sys.stdin.isatty():
+        text = sys.stdin.read().strip()
+        if not text:
+            raise typer.BadParameter("standard input is empty; write a message to it, or use a terminal")
+        reply = asyncio.run(conversation.answer(text, _write))
+        if reply.was_cancelled:
+            raise KeyboardInterrupt
+        _write("" if reply.text.endswith("\n") else "\n")
+        if sys.stderr.isatty():
+            _dim(reply.summary(), stderr=True)
+        return
+    asyncio.run(conversation.connect())
+    Terminal(conversation).run()
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer and its measurements.
+
+    Attributes:
+        num_tokens: by the server's usage; without one, the number of events.
+        first_s, last_s: from the request to the first and to the last text.
+        was_cancelled: the user ended it.
+    """
+
+    text: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    num_tokens: int = 0
+    is_counted: bool = False
+    first_s: float | None = None
+    last_s: float = 0.0
+    finish_reason: str | None = None
+    was_cancelled: bool = False
+
+    def take(self, event: dict[str, Any], at_s: float) -> str:
+        """Take over one event; returns its text."""
+        if usage := event.get("usage"):
+            self.is_counted = True
+            self.num_tokens = usage.get("completion_tokens") or 0
+            self.prompt_tokens = usage.get("prompt_tokens")
+            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        choices = event.get("choices") or []
+        if not choices:
+            return ""
+        self.finish_reason = choices[0].get("finish_reason") or self.finish_reason
+        text: str = (choices[0].get("delta") or {}).get("content") or ""
+        if text:
+            self.first_s = at_s if self.first_s is None else self.first_s
+            self.last_s = at_s
+            self.num_tokens += not self.is_counted
+        self.text += text
+        return text
+
+    def summary(self) -> str:
+        """One line: tokens, cached tokens, TTFT, tokens/s."""
+        if self.first_s is None:
+            return "no text" if not self.was_cancelled else "cancelled"
+        parts = ["cancelled"] if self.was_cancelled else []
+        if self.prompt_tokens is not None:
+            cached = "" if self.cached_tokens is None else f" ({self.cached_tokens} cached)"
+            parts.append(f"{self.prompt_tokens} prompt tokens{cached}")
+        parts.append(f"{self.num_tokens} {'tokens' if self.is_counted else 'pieces of text'}")
+        parts.append(f"first after {self.first_s * 1e3:.0f} ms")
+        if self.num_tokens > 1 and self.last_s > self.first_s:
+            unit = "tokens/s" if self.is_counted else "pieces/s"
+            parts.append(f"{(self.num_tokens - 1) / (self.last_s - self.first_s):.1f} {unit}")
+        if self.finish_reason == "length":
+            parts.append("cut off at the limit of tokens")
+        return " · ".join(parts)
+
+
+@dataclass
+class Conversation:
+    """Messages, and the server that continues them.
+
+    Attributes:
+        model: `None` until the first call.
+        sampling: fields of each request's body.
+    """
+
+    server: Server
+    model: str | None
+    system: str | None
+    sampling: dict[str, Any]
+    messages: list[dict[str, str]] = field(default_factory=list)
+    _has_usage: bool = True
+
+    async def connect(self) -> None:
+        """Choose the model. Raises `FolioError`."""
+        async with self.server:
+            self.model = await self.server.choose_model(self.model)
+
+    async def models(self) -> list[str]:
+        async with self.server:
+            return await self.server.models()
+
+    def with_system(self) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
+
+    async def answer(self, text: str, write: Callable[[str], None]) -> Reply:
+        """Ask, and write the answer as it comes. When it fails, the conversation is as before; a cancelled answer
+        remains as far as it came. Raises `FolioError`."""
+        from app.errors import RequestError
+
+        reply = Reply()
+        self.messages.append({"role": "user", "content": text})
+        try:
+            async with self.server as server:
+                self.model = await server.choose_model(self.model)
+                try:
+                    await self._stream(server, reply, write)
+                except RequestError as error:
+                    if not self._has_usage or "stream_options" not in str(error):
+                        raise
+                    self._has_usage = False
+                    await self._stream(server, reply, write)
+        except asyncio.CancelledError:
+            reply.was_cancelled = True  # the interrupt that cancels this task is the caller's
+        except BaseException:
+            self.messages.pop()
+            raise
+        if reply.text:
+            self.messages.append({"role": "assistant", "content": reply.text})
+        elif reply.was_cancelled:
+            self.messages.pop()
+        return reply
+
+    async def _stream(self, server: Server, reply: Reply, write: Callable[[str], None]) -> None:
+        body = {"model": self.model, "messages": self.with_system(), "stream": True} | self.sampling
+        if self._has_usage:
+            body["stream_options"] = {"include_usage": True}
+        begun = time.perf_counter()
+        async with aclosing(server.stream("/v1/chat/completions", body)) as events:
+            async for event in events:
+                if text := reply.take(event, time.perf_counter() - begun):
+                    write(printable(text))
+
+
+class Terminal:
+    """Reads messages and commands from the terminal until the user leaves."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: print(HELP),
+            "/clear": self._clear,
+            "/system": self._set_system,
+            "/model": self._set_model,
+            "/save": self._save,
+        }
+
+    def run(self) -> None:
+        import readline  # noqa: F401 - gives input() its editing and history
+
+        from app.errors import FolioError
+
+        _dim(f"{self._conversation.model} at {self._conversation.server.url}; /help lists commands")
+        while True:
+            try:
+                text = read_message().strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+            name, _, argument = text.partition(" ")
+            if name in ("/quit", "/exit"):
+                return
+            try:
+                if name in self._commands:
+                    self._commands[name](argument.strip())
+                elif text.startswith("/") and "\n" not in text and "/" not in name[1:]:
+                    print(f"there is no command {name}; /help lists all")
+                elif text:
+                    self._answer(text)
+            except FolioError as error:
+                _show_error(error)
+
+    def _answer(self, text: str) -> None:
+        from app.errors import FolioError
+
+        try:
+            reply = asyncio.run(self._conversation.answer(text, _write))
+        except FolioError:
+            print()
+            raise
+        except KeyboardInterrupt:  # after the last byte, or before the first
+            reply = Reply(was_cancelled=True)
+        if not reply.text.endswith("\n"):
+            print()
+        _dim(reply.summary())
+
+    def _clear(self, _: str) -> None:
+        self._conversation.messages.clear()
+        print("the conversation is forgotten")
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self._conversation.system = text
+        print(f"system message: {self._conversation.system or 'none'}")
+
+    def _set_model(self, name: str) -> None:
+        names = asyncio.run(self._conversation.models())
+        if not name:
+            for known in names:
+                print(f"{'*' if known == self._conversation.model else ' '} {known}")
+        elif name in names:
+            self._conversation.model = name
+            print(f"model: {name}")
+        else:
+            print(f"the server has no model {name!r}; it has {', '.join(names) or 'none'}")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            print("name a file: /save FILE")
+            return
+        messages = self._conversation.with_system()
+        content = {"model": self._conversation.model, "messages": messages}
+        try:
+            Path(name).expanduser().write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            print(f"{name} cannot be written: {error.strerror}")
+        else:
+            print(f"{len(messages)} messages are in {name}")
+
+
+def read_message() -> str:
+    """A message of one line, or of several: lines that end with a backslash, or are between two of three quotes."""
+    line = input(_PROMPT)
+    if line.strip().startswith(_FENCE):
+        lines = [line.strip().removeprefix(_FENCE)]
+        while not lines[-1].endswith(_FENCE):
+            lines.append(input(_CONTINUED))
+        lines[-1] = lines[-1].removesuffix(_FENCE)
+        return "\n".join(lines)
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input(_CONTINUED))
+    return "\n".join(lines)
+
+
+def _show_error(error: Exception) -> None:
+    retry_after_s = getattr(error, "retry_after_s", None)
+    again = "" if retry_after_s is None else f" (try again in {retry_after_s:g} s)"
+    _console(stderr=False).print(f"error: {printable(str(error))}{again}", style="red", markup=False)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _dim(text: str, *, stderr: bool = False) -> None:
+    _console(stderr=stderr).print(text, style="dim", markup=False)
+
+
+def _console(*, stderr: bool) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=True)

@@ -1,0 +1,214 @@
+"""The life of a server: deploy, wait for a signal, drain. `run` starts Ray, or connects to the cluster of RAY_ADDRESS,
+and deploys the applications. The status is 1 if an application cannot be deployed. On SIGTERM or SIGINT:
+
+1. `/ready` and new requests are answered 503 with Retry-After;
+2. requests in flight are finished within the grace period;
+3. Serve is shut down within 4 s, and the status is 0.
+
+A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import nullcontext
+from http.client import HTTPException
+from types import FrameType
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.job_config import JobConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+
+from app.cli.address import reserve_address
+from app.cli.env import prepared_environment
+from app.cli.greeting import base_url, greeting
+from app.compat.ray import ServeInstance, own_search_path
+from app.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S, _LOOK_S = 0.5, 0.1
+# For the last bytes to pass through HAProxy, or Serve's proxy, after the last request has ended.
+_FLUSH_GRACE_S = 1.0
+# Timeouts of an ingress's answer, of Serve's shutdown, and of the whole end, Ray's processes included.
+_ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 1.0, 4.0
+_ROUTED_S = 10.0
+# Last line of our exceptions in a traceback, as Serve's messages contain them.
+_OUR_ERROR = re.compile(r"app\.errors\.(?:ConfigError|ModelError)(?:\(\w+\))?: (.*)")
+
+
+class Signals:
+    """Note the first SIGTERM or SIGINT in `came`; end the process at the second. Construct in the main thread, after
+    Ray has set its handlers."""
+
+    def __init__(self) -> None:
+        self.came = False  # no Event: a handler interrupts the main thread, which may hold its lock
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a signal has come within the timeout."""
+        ends_at = time.monotonic() + timeout_s
+        while not self.came and (left_s := ends_at - time.monotonic()) > 0:
+            time.sleep(min(_LOOK_S, left_s))
+        return self.came
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            # Ray's processes end with this one if it has started them.
+            os._exit(128 + number)
+        self.came = True
+
+
+def run(config: ServeDeploySchema, grace_s: float, *, is_local: bool, ray_dashboard: bool = False) -> int:
+    """Serve a configuration's applications until a signal; returns the exit status.
+
+    Args:
+        is_local: start a cluster, instead of connecting to that of RAY_ADDRESS.
+        ray_dashboard: of a cluster that is started. Its ten processes delay all others by their imports.
+
+    Raises:
+        ConfigError: the address is in use.
+        UnavailableError: Ray does not answer.
+    """
+    http = config.http_options
+    # In a cluster that runs already, the port is its own.
+    reserved = reserve_address(http.host, http.port) if is_local else None
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    with prepared_environment(has_tls=bool(http.ssl_certfile)) if is_local else nullcontext():
+        try:
+            join_ray(is_local=is_local, dashboard=ray_dashboard)
+            return serve_until_signal(config, Signals(), grace_s, ray_dashboard=ray_dashboard)
+        finally:
+            ray.shutdown()
+            if reserved is not None:
+                reserved.close()
+
+
+def join_ray(*, is_local: bool, dashboard: bool = False) -> None:
+    """Start a cluster, or connect to that of RAY_ADDRESS. Raises `UnavailableError` if Ray does not answer in time."""
+    try:
+        ray.init(
+            namespace="serve",
+            job_config=own_search_path() if is_local else JobConfig(),
+            include_dashboard=dashboard if is_local else None,
+        )
+    except Exception as error:  # for a node that is slow to start, Ray raises no more special one
+        logger.debug("ray.init", exc_info=True)
+        reason = " ".join(str(error).split())
+        where, remedy = "cannot be started on this machine", "other processes may keep it busy; try again"
+        if not is_local:
+            where = f"does not answer at RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
+            remedy = "start the cluster, or unset the variable to start one here"
+        raise UnavailableError(f"Ray {where} ({reason}): {remedy}") from error
+
+
+def serve_until_signal(
+    config: ServeDeploySchema, signals: Signals, grace_s: float, *, ray_dashboard: bool = False
+) -> int:
+    """Serve the applications of a configuration until a signal comes; returns the exit status."""
+    names = [application.name for application in config.applications]
+    instance = ServeInstance(config)
+    status, has_ended = 1, True
+    try:
+        instance.deploy(config)
+        status = wait_until_running(names, signals)
+        if status:
+            return status
+        wait_until_routed(base_url(config), signals)
+        if not signals.came:
+            print(greeting(config, ray_dashboard=ray_dashboard), flush=True)
+        while not signals.wait(timeout_s=3600.0):
+            pass
+        has_ended = drain_ingresses(grace_s)
+        return status
+    finally:
+        end_within(_END_S, status)
+        instance.shut_down(_SHUTDOWN_S if has_ended else 0.0)
+
+
+def end_within(seconds: float, status: int) -> None:
+    """End this process after so many seconds, and with it the processes of Serve and Ray that it started, even if their
+    orderly end hangs."""
+    watchdog = threading.Timer(seconds, os._exit, (status,))
+    watchdog.daemon = True
+    watchdog.start()
+
+
+def wait_until_running(names: Sequence[str], signals: Signals) -> int:
+    """Wait until all applications run, or a signal comes. Returns 1 when an application cannot be deployed, else 0."""
+    while not signals.wait(_POLL_S):
+        applications = serve.status().applications
+        statuses = {name: applications[name].status for name in names if name in applications}
+        for name, status in statuses.items():
+            deployments: Any = applications[name].deployments
+            messages = [applications[name].message, *(deployment.message for deployment in deployments.values())]
+            # Our errors are permanent: do not wait for Serve's retries.
+            permanent = [reason for message in messages for reason in _OUR_ERROR.findall(message)]
+            if permanent or status == ApplicationStatus.DEPLOY_FAILED:
+                reason = permanent[0] if permanent else applications[name].message
+                logger.error("%s cannot be deployed: %s", name, reason)
+                return 1
+        if len(statuses) == len(names) and set(statuses.values()) <= {ApplicationStatus.RUNNING}:
+            return 0
+    return 0
+
+
+def wait_until_routed(url: str, signals: Signals) -> None:
+    """Wait until HAProxy, or Serve's proxy, on this node has the applications' routes. Ends at a signal, and after a
+    timeout, because the node may have no proxy."""
+    ends_at = time.monotonic() + _ROUTED_S
+    while not signals.came and time.monotonic() < ends_at:
+        try:
+            with urllib.request.urlopen(f"{url}/-/healthz", timeout=_ANSWER_S):
+                return
+        except (OSError, HTTPException):
+            signals.wait(_LOOK_S)
+
+
+def drain_ingresses(grace_s: float) -> bool:
+    """Drain all ingresses. Returns whether all requests in flight have ended within the grace period."""
+    logger.info("draining: new requests are refused, requests in flight have %g s; another signal ends them", grace_s)
+    ends_at = time.monotonic() + grace_s
+    has_waited = False
+    # Repeated, because ingresses may start meanwhile.
+    while num_in_flight := sum(map(_drain_ingress, folio_applications())):
+        has_waited = True
+        if time.monotonic() >= ends_at:
+            logger.warning("the grace period is over: %d requests are cut off", num_in_flight)
+            return False
+        time.sleep(_POLL_S)
+    if has_waited:
+        time.sleep(_FLUSH_GRACE_S)
+    return True
+
+
+def folio_applications() -> list[str]:
+    """Names of Folio's applications with a running ingress; others cannot drain."""
+    names = []
+    for name, application in serve.status().applications.items():
+        deployments: Any = application.deployments
+        if {"Ingress", "EngineReplica"} <= deployments.keys() and deployments["Ingress"].replica_states.get("RUNNING"):
+            names.append(name)
+    return names
+
+
+def _drain_ingress(name: str) -> int:
+    """Start draining an application's ingresses; returns their requests in flight."""
+    try:
+        handle = serve.get_deployment_handle("Ingress", name)
+        return sum(handle.broadcast("drain").results(timeout_s=_ANSWER_S))
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("an ingress of %s does not answer: %s", name, error)
+        return 1  # it is asked again, until the grace period ends

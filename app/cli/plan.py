@@ -1,0 +1,309 @@
+"""`folio plan`: what a model needs and what fits, from its config.json alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.cli.sizes import parse_size, show_size
+
+if TYPE_CHECKING:
+    from app.engine.model.size import ModelSize
+
+EXAMPLES = """
+folio plan builtin --memory 4GiB
+folio plan Qwen/Qwen2.5-7B-Instruct --device h100 --tokens 8192
+folio plan ./my-checkpoint --device a100-40 --tensor-parallel-size 2
+folio plan Qwen/Qwen2.5-0.5B-Instruct --memory 16GiB --json
+"""
+
+# Memory by the data sheets, in bytes: a device shows a little less or more. Sources: NVIDIA's data sheets of each.
+DEVICES = {
+    "b200": 180 * 10**9,
+    "h200": 141 * 10**9,
+    "h100": 80 * 10**9,
+    "a100": 80 * 10**9,
+    "a100-40": 40 * 10**9,
+    "l40s": 48 * 10**9,
+    "l4": 24 * 10**9,
+    "a10": 24 * 10**9,
+    "t4": 16 * 10**9,
+    "rtx5090": 32 * 10**9,
+    "rtx4090": 24 * 10**9,
+}
+_CPU, _CUDA = "cpu", "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A machine to plan for: "cpu" or "cuda", and the memory of the machine or of each device."""
+
+    kind: str
+    name: str
+    memory_bytes: int
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help='"builtin", a folder with config.json, or a Hugging Face Hub id.')],
+    memory: Annotated[
+        int | None,
+        typer.Option(parser=parse_size, metavar="SIZE", help="Of the machine, or of each GPU, such as 80GiB."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help=f"cpu, cuda (with --memory), or a GPU: {', '.join(DEVICES)}. By default cpu.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of a sequence, prompt and output.")] = 4096,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of a replica, a GPU each.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: auto, bfloat16, float16 or float32.")] = "auto",
+    kv_memory: Annotated[
+        int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV cache of each rank; by default Folio's.")
+    ] = None,
+    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a block; by default the best.")] = None,
+    kv_layout: Annotated[str, typer.Option(help="interleaved, or per_layer.")] = "interleaved",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Plan memory: weights, KV layout, waste, tokens of room, sequences at a length, and replicas that fit.
+
+    Only config.json is read. The numbers are those of the planner that `folio serve` uses.
+    """
+    target = choose_target(device, memory)
+    check_model(model)
+    # transformers reports optional kernels that it lacks, and its progress.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from app.config.engine import EngineConfig
+    from app.engine.model.size import ModelSize
+
+    with _errors_only():
+        size = ModelSize(
+            EngineConfig(
+                model=model,
+                device=target.kind,
+                dtype=dtype,
+                tensor_parallel_size=tensor_parallel_size,
+                kv_memory_bytes=kv_memory,
+                block_tokens=block_tokens,
+                kv_layout=kv_layout,  # type: ignore[arg-type]  # checked there
+            )
+        )
+        figures = plan_figures(size, target, tokens)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        _print(figures)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """The engine's warnings are for its replica's log."""
+    ours = logging.getLogger("app")
+    before = ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+
+
+def choose_target(device: str | None, memory: int | None) -> Target:
+    """Raises `typer.BadParameter` for a device that is not known, or without memory."""
+    name = (device or _CPU).lower()
+    if name in DEVICES:
+        return Target(_CUDA, name, memory or DEVICES[name])
+    if name not in (_CPU, _CUDA):
+        raise typer.BadParameter(f"--device is {device!r}; choose cpu, cuda, or one of {', '.join(DEVICES)}")
+    if memory is not None:
+        return Target(name, name, memory)
+    if name == _CUDA:
+        raise typer.BadParameter("--device cuda needs --memory, such as 80GiB; or name a GPU, such as h100")
+    from app.config.machine import Machine
+
+    return Target(_CPU, "this machine", Machine.detect().memory_bytes)
+
+
+def check_model(model: str) -> None:
+    """Raise `ModelError` for a path without a config.json; a Hub id is not looked up."""
+    from app.builtin import BUILTIN
+    from app.errors import ModelError
+
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if model != BUILTIN and not (folder / "config.json").is_file():
+            raise ModelError(f"cannot plan {model!r}: it has no config.json")
+    elif model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelError(f"cannot plan {model!r}: there is no such folder")
+
+
+def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, Any]:
+    """The plan as JSON. Raises `ConfigError` if the model does not fit."""
+    from app.engine.model.size import GRANULARITY_BYTES, replicas_that_fit
+
+    room = size.room(target.memory_bytes)
+    rooms = replicas_that_fit(size, target.memory_bytes, num_tokens)
+    return {
+        "model": size.config.model,
+        "architecture": size.model.module.config.model_type,
+        "dtype": str(size.model.dtype).removeprefix("torch."),
+        "num_parameters": size.num_parameters,
+        "max_model_len": size.model.max_positions,
+        "device": target.kind,
+        "device_name": target.name,
+        "memory_bytes": target.memory_bytes,
+        "tensor_parallel_size": size.config.tensor_parallel_size,
+        "weight_bytes": size.weight_bytes,
+        "granularity_bytes": GRANULARITY_BYTES[target.kind],
+        "kv_layout": size.config.kv_layout,
+        "groups": [_group_figures(group, size.config.expected_tokens) for group in room.groups],
+        "kv_budget_bytes": room.budget_bytes,
+        "num_pages": room.num_pages,
+        "page_bytes": room.groups[0].layout.page_bytes,
+        "longest_sequence_tokens": min(room.longest_tokens, size.model.max_positions),
+        "room_tokens": room.longest_tokens,
+        "tokens": num_tokens,
+        "sequences": room.sequences(num_tokens),
+        "num_replicas": len(rooms),
+        "replicas": [
+            {"num_replicas": number, "kv_budget_bytes": each.budget_bytes, "sequences": each.sequences(num_tokens)}
+            for number, each in enumerate(rooms, 1)
+        ],
+    }
+
+
+def _group_figures(group: Any, expected_tokens: int) -> dict[str, Any]:
+    layout = group.layout
+    if group.is_state:
+        return {
+            "kind": "recurrent state",
+            "bytes_per_sequence": 2 * layout.block_bytes,  # the one of the step before is kept until it is copied
+            "block_bytes": layout.block_bytes,
+            "padding": layout.padding,
+        }
+    return {
+        "kind": "full attention" if group.window_tokens is None else "sliding window",
+        "num_layers": len(group.layers),
+        "window_tokens": group.window_tokens,
+        "block_tokens": layout.block_tokens,
+        "block_bytes": layout.block_bytes,
+        "page_bytes": layout.page_bytes,
+        "num_slices": layout.num_slices,
+        "bytes_per_token": layout.payload_bytes,
+        "padding": layout.padding,
+        "expected_waste": layout.expected_waste(expected_tokens),
+        "expected_tokens": expected_tokens,
+    }
+
+
+def _print(figures: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    for table in tables(figures):
+        console.print(table)
+        console.print()
+    console.print(note(figures), style="dim")
+
+
+def note(figures: dict[str, Any]) -> str:
+    """What the numbers count, and what they leave out."""
+    room = (
+        "CUDA: 90 % of what weights and 2 GiB for torch leave."
+        if figures["device"] == _CUDA
+        else "CPU: a quarter of the memory, or less where weights and a step leave less; --kv-memory sets it."
+    )
+    return (
+        f"KV cache on {room} Sequences share no prefix here; shared prefixes are held once. Replicas share the memory "
+        "equally. Adapters and draft models are not counted."
+    )
+
+
+def tables(figures: dict[str, Any]) -> list[Any]:
+    """The plan as tables of rich."""
+    return [_model_table(figures), _layout_table(figures), _replica_table(figures)]
+
+
+def _grid(title: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    return table
+
+
+def _model_table(figures: dict[str, Any]) -> Any:
+    ranks = figures["tensor_parallel_size"]
+    a_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
+    table = _grid(f"{figures['model']} on {figures['device_name']}, {show_size(figures['memory_bytes'])}")
+    millions = figures["num_parameters"] / 1e6
+    parameters = f"{millions / 1e3:.2f} billion" if millions >= 1e3 else f"{millions:.1f} million"
+    table.add_row("model", f"{figures['architecture']}, {parameters} parameters, {figures['dtype']}")
+    table.add_row("weights", show_size(figures["weight_bytes"]) + a_rank)
+    pages = f"{figures['num_pages']:,} pages of {show_size(figures['page_bytes'])}"
+    table.add_row("KV cache", f"{show_size(figures['kv_budget_bytes'])}{a_rank}: {pages}")
+    longest, context = figures["longest_sequence_tokens"], figures["max_model_len"]
+    by = "the model's context" if longest == context else "by memory"
+    table.add_row("room", f"{figures['room_tokens']:,} tokens")
+    table.add_row("longest sequence", f"{longest:,} tokens ({by})")
+    table.add_row(f"sequences of {figures['tokens']:,}", f"{figures['sequences']:,} at once")
+    return table
+
+
+def _layout_table(figures: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    granularity = show_size(figures["granularity_bytes"])
+    table = Table(
+        title=f"KV layout: {figures['kv_layout']}, pages of whole {granularity}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+    )
+    table.add_column("layers", overflow="fold")
+    for column in ("block", "bytes a token", "padding", "waste"):
+        table.add_column(column, justify="right")
+    for group in figures["groups"]:
+        if group["kind"] == "recurrent state":
+            each = show_size(group["bytes_per_sequence"])
+            table.add_row("recurrent states", f"{each} a sequence", "", f"{group['padding']:.1%}", "")
+            continue
+        window = "" if group["window_tokens"] is None else f" of {group['window_tokens']}"
+        table.add_row(
+            f"{group['num_layers']} × {group['kind']}{window}",
+            f"{group['block_tokens']} tokens, {show_size(group['block_bytes'])}",
+            f"{group['bytes_per_token']:,}",
+            f"{group['padding']:.1%}",
+            f"{group['expected_waste']:.1%} at {group['expected_tokens']:,}",
+        )
+    return table
+
+
+def _replica_table(figures: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    most = figures["num_replicas"]
+    where = "machine" if figures["device"] == _CPU else "device"
+    table = Table(
+        title=f"Replicas on one {where}: {most} fit" if most else f"No sequence of {figures['tokens']:,} tokens fits",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+    )
+    for column in ("replicas", "KV cache of each", f"sequences of {figures['tokens']:,} of each", "of all"):
+        table.add_column(column, justify="right")
+    chosen = [row for row in figures["replicas"] if row["num_replicas"] in (1, 2, 3, 4, 8, 16, 32, most)]
+    for row in chosen:
+        number = row["num_replicas"]
+        total = number * row["sequences"]
+        table.add_row(str(number), show_size(row["kv_budget_bytes"]), f"{row['sequences']:,}", f"{total:,}")
+    return table

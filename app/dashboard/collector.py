@@ -1,0 +1,258 @@
+"""Collector: asks the replicas once a second while anybody watches, and gives all viewers of an ingress the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from app.dashboard.state import Candidate, DashboardState, Decision, FleetEvent
+from app.dashboard.traffic import TrafficLog
+from app.dashboard.views import ReplicaView, WatchCall
+from app.errors import OverloadedError
+from app.fleet.decisions import DECISIONS
+
+PERIOD_S = 1.0
+# Share of the period between two looks while a viewer follows a request: pages of a short answer come and go at once.
+_FAST = 0.1
+# A stream ends after this time, and its client opens another one: so an ingress that Serve stops is rid of its viewers,
+# and a stalled client has no more than this in buffers.
+STREAM_S = 120.0
+MOST_VIEWERS = 32
+# Replicas in the details of one viewer. So many are detailed for a viewer that has chosen none.
+MOST_DETAILS = 4
+_MOST_REQUESTS = 8
+_MOST_EVENTS = 50
+# After this time without an answer a replica is gone, whatever Serve says.
+_SILENT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a viewer wants to see in detail: these replicas, and these requests among their sequences.
+
+    Attributes:
+        is_fast: looks come ten times as often.
+    """
+
+    replicas: frozenset[str] = frozenset()
+    requests: frozenset[str] = frozenset()
+    is_fast: bool = False
+
+    @staticmethod
+    def of(replicas: Iterable[str], requests: Iterable[str], *, is_fast: bool = False) -> Wish:
+        """As many as are allowed."""
+        chosen, followed = sorted(set(replicas))[:MOST_DETAILS], sorted(set(requests))[:_MOST_REQUESTS]
+        return Wish(frozenset(chosen), frozenset(followed), is_fast)
+
+
+class Source(Protocol):
+    """The replicas behind an ingress."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether viewers may stay: false once the server drains."""
+        ...
+
+    async def look(self, call: WatchCall) -> tuple[Sequence[ReplicaView], int]:
+        """The answers, and the number of replicas that have not answered."""
+        ...
+
+    async def num_starting(self) -> int: ...
+
+
+@dataclass
+class _Tick:
+    """One look at the replicas."""
+
+    number: int
+    common: str  # the JSON of a state without replicas, up to its closing brace
+    views: list[ReplicaView]
+
+
+@dataclass
+class _Roster:
+    """The replicas heard of so far, and when they came and went."""
+
+    seen: dict[str, float] | None = None
+    silent: set[str] = field(default_factory=set)
+    events: deque[tuple[float, Literal["came", "went", "silent", "back"], str]] = field(
+        default_factory=lambda: deque(maxlen=_MOST_EVENTS)
+    )
+
+    def note(self, names: Iterable[str], num_silent: int, now: float) -> None:
+        """Note who has answered. Those that answer the first time have come earlier."""
+        present = set(names)
+        if self.seen is None:
+            self.seen = dict.fromkeys(present, now)
+        for name in present:
+            if name not in self.seen:
+                self.events.appendleft((now, "came", name))
+            elif name in self.silent:
+                self.events.appendleft((now, "back", name))
+            self.seen[name] = now
+        self.silent -= present
+        for name in self.seen.keys() - present:
+            if not num_silent or now - self.seen[name] > _SILENT_S:
+                self.events.appendleft((now, "went", name))
+                self.silent.discard(name)
+                del self.seen[name]
+            elif name not in self.silent:
+                self.silent.add(name)
+                self.events.appendleft((now, "silent", name))
+
+
+class Collector:
+    """One look a second at all replicas, for all viewers together; none without viewers. Of one event loop.
+
+    A viewer that reads slowly skips states: it holds one at most.
+
+    Args:
+        model: name of the model.
+    """
+
+    def __init__(self, source: Source, traffic: TrafficLog, model: str, *, period_s: float = PERIOD_S) -> None:
+        self._source = source
+        self._traffic = traffic
+        self._model = model
+        self._period_s = period_s
+        self._wishes: Counter[Wish] = Counter()
+        self._since: dict[str, int] = {}
+        self._roster = _Roster()
+        self._num_looks = 0
+        self._next: asyncio.Future[_Tick] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()  # a viewer has come, who wants a look soon
+
+    @property
+    def num_viewers(self) -> int:
+        return self._wishes.total()
+
+    async def state(self, wish: Wish) -> str:
+        """The state once, as JSON. Raises `OverloadedError` if there are too many viewers."""
+        with self._watching(wish):
+            return self._json(await self._next_tick(), wish)
+
+    def check_room(self) -> None:
+        """Raise `OverloadedError` if there are too many viewers."""
+        if self.num_viewers >= MOST_VIEWERS:
+            raise OverloadedError(
+                f"{MOST_VIEWERS} viewers watch this ingress already, which is the most; close one, or try again later",
+                STREAM_S,
+            )
+
+    async def events(self, wish: Wish) -> AsyncGenerator[str, None]:
+        """The states as server-sent events, until the server drains or for `STREAM_S`."""
+        until = time.monotonic() + STREAM_S
+        with self._watching(wish):
+            yield "retry: 1000\n\n"
+            while self._source.is_open and time.monotonic() < until:
+                tick = await self._next_tick()
+                yield f"id: {tick.number}\nevent: state\ndata: {self._json(tick, wish)}\n\n"
+
+    @contextmanager
+    def _watching(self, wish: Wish) -> Iterator[None]:
+        self.check_room()
+        self._wishes[wish] += 1
+        self._traffic.start()
+        DECISIONS.is_on = True
+        self._wake.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            self._wishes[wish] -= 1
+            if not self._wishes[wish]:
+                del self._wishes[wish]
+
+    async def _next_tick(self) -> _Tick:
+        """The next look that ends. Any number of viewers wait for the same one."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._next)
+
+    async def _run(self) -> None:
+        """Look until nobody watches any more."""
+        try:
+            while self.num_viewers:
+                self._wake.clear()
+                until = time.monotonic() + self._period_s
+                tick = await self._look()
+                if self._next is not None:
+                    self._next.set_result(tick)
+                    self._next = None
+                await asyncio.sleep(self._period_s * _FAST)
+                if not any(wish.is_fast for wish in self._wishes):
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._wake.wait(), max(until - time.monotonic(), 0.0))
+        except Exception as error:
+            if self._next is not None:
+                self._next.set_exception(error)
+                self._next.exception()  # its viewers may have left
+            raise
+        finally:
+            self._next = None
+            self._traffic.stop()
+            DECISIONS.is_on = False
+            DECISIONS.clear()
+            self._since.clear()
+            self._roster = _Roster()
+
+    async def _look(self) -> _Tick:
+        chosen = frozenset(name for wish in self._wishes for name in wish.replicas)
+        requests = frozenset(request for wish in self._wishes for request in wish.requests)
+        has_chosen_none = any(not wish.replicas for wish in self._wishes)
+        wants_all = has_chosen_none and len(self._roster.seen or ()) <= MOST_DETAILS
+        call = WatchCall(None if wants_all else chosen, requests, dict(self._since))
+        (views, num_silent), num_starting = await asyncio.gather(self._source.look(call), self._source.num_starting())
+        now = time.monotonic()
+        self._roster.note([view.name for view in views], num_silent, now)
+        self._since = {view.name: view.last_step for view in views}
+        self._num_looks += 1
+        state = DashboardState(
+            at=time.time(),
+            period_s=self._period_s,
+            model=self._model,
+            num_viewers=self.num_viewers,
+            num_starting=num_starting,
+            num_silent=num_silent,
+            traffic=self._traffic.summary(),
+            decisions=_decisions(now),
+            events=tuple(
+                FleetEvent(ago_s=round(now - at, 1), kind=kind, replica=name) for at, kind, name in self._roster.events
+            ),
+            replicas=(),
+        )
+        common = state.model_dump_json(exclude={"replicas", "details"})[:-1]
+        return _Tick(self._num_looks, common, sorted(views, key=lambda view: view.name))
+
+    def _json(self, tick: _Tick, wish: Wish) -> str:
+        """The state for a viewer, from parts that are JSON already."""
+        wants_all = not wish.replicas and len(tick.views) <= MOST_DETAILS
+        replicas = ",".join(view.state for view in tick.views)
+        details = ",".join(
+            f"{json.dumps(view.name)}:{view.detail}"
+            for view in tick.views
+            if view.detail is not None and (wants_all or view.name in wish.replicas)
+        )
+        return f'{tick.common},"replicas":[{replicas}],"details":{{{details}}}}}'
+
+
+def _decisions(now: float) -> tuple[Decision, ...]:
+    return tuple(
+        Decision(
+            ago_s=round(now - decision.at, 1),
+            request_id=decision.request_id,
+            num_tokens=decision.num_tokens,
+            chosen=decision.chosen,
+            reason=decision.reason,
+            candidates=tuple(Candidate.model_validate(score, from_attributes=True) for score in decision.scores),
+        )
+        for decision in DECISIONS.latest()[:32]
+    )

@@ -1,0 +1,123 @@
+"""Routes of the dashboard: the page, its assets, and the state once or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import mimetypes
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import FastAPI, Query, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import RedirectResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from app.dashboard.collector import Collector, Wish
+from app.dashboard.state import DashboardState
+
+logger = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+# A viewer that takes no event for this long loses its connection.
+STALLED_S = 30.0
+# Nothing of the page comes from, or goes to, another server.
+_CSP = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_HEADERS = {"content-security-policy": _CSP, "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+
+Names = Annotated[list[str], Query(default_factory=list, max_length=8)]
+
+
+def add_dashboard(api: FastAPI, collector: Collector) -> None:
+    """Add the dashboard's routes."""
+    assets = {path.name: _Asset(path) for path in STATIC.iterdir() if path.is_file()}
+
+    @api.head("/", include_in_schema=False)
+    @api.get("/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        return RedirectResponse(request.scope.get("root_path", "") + "/dashboard", 307)
+
+    @api.head("/dashboard", include_in_schema=False)
+    @api.get("/dashboard", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        return assets["index.html"].response(request)
+
+    @api.head("/dashboard/static/{name}", include_in_schema=False)
+    @api.get("/dashboard/static/{name}", include_in_schema=False)
+    async def asset(name: str, request: Request) -> Response:
+        if name not in assets:
+            raise HTTPException(404, f"the dashboard has no file {name[:64]!r}")
+        return assets[name].response(request)
+
+    @api.get("/dashboard/state", response_model=DashboardState, tags=["operation"])
+    async def state(replica: Names, request: Names) -> Response:
+        """The dashboard's state once: load, memory, blocks and steps of every replica; traffic and routing decisions of
+        this ingress."""
+        wish = Wish.of(replica, request)
+        return Response(await collector.state(wish), media_type="application/json")
+
+    @api.get("/dashboard/events", response_class=Response, tags=["operation"])
+    async def events(replica: Names, request: Names, fast: bool = False) -> Response:
+        """The same state each second as server-sent events; with `fast` ten times as often."""
+        collector.check_room()
+        return EventStream(collector.events(Wish.of(replica, request, is_fast=fast)))
+
+
+class EventStream(Response):
+    """Server-sent events for a reader that may stall: no more than one waits for it, and only for `STALLED_S`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        sending = asyncio.create_task(self._send_all(send))
+        leaving = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            sending.cancel()
+            await asyncio.wait((sending, leaving))
+        if not sending.cancelled() and (error := sending.exception()) is not None:
+            raise error
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for event in events:
+                try:
+                    async with asyncio.timeout(STALLED_S):
+                        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+                except TimeoutError:
+                    logger.info("a viewer of the dashboard has taken nothing for %g s; its stream ends", STALLED_S)
+                    raise ClientDisconnect from None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Asset:
+    """One file of the page, in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._content = path.read_bytes()
+        self._type = mimetypes.guess_type(path.name)[0] or "text/plain"
+        self._etag = f'"{hashlib.sha256(self._content).hexdigest()[:16]}"'
+
+    def response(self, request: Request) -> Response:
+        headers = _HEADERS | {"etag": self._etag}
+        if request.headers.get("if-none-match") == self._etag:
+            return Response(status_code=304, headers=headers)
+        return Response(self._content, headers=headers, media_type=self._type)

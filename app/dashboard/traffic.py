@@ -1,0 +1,100 @@
+"""Traffic of an ingress in the last minute, recorded while the dashboard is watched."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from app.dashboard.state import Percentiles, Traffic
+
+_WINDOW_S = 60.0
+# Rates are of this time: a wave of load must show.
+_RATE_S = 10.0
+_MOST_REQUESTS, _MOST_OUTPUTS = 4096, 64
+
+
+class EndedRequest(NamedTuple):
+    """What is kept of a request. `token_s`: time per further token of each output."""
+
+    at: float
+    is_ok: bool
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    first_s: float | None
+    token_s: Sequence[float]
+
+
+class TrafficLog:
+    """The latest requests that have ended. One thread at a time.
+
+    Attributes:
+        num_in_flight: requests that have not ended; always counted.
+    """
+
+    def __init__(self) -> None:
+        self.num_in_flight = 0
+        self._requests: deque[EndedRequest] = deque(maxlen=_MOST_REQUESTS)
+        self._since: float | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests are to be noted."""
+        return self._since is not None
+
+    def start(self) -> None:
+        """Begin to record, unless that has begun."""
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def stop(self) -> None:
+        self._since = None
+        self._requests.clear()
+
+    def note(
+        self,
+        *,
+        is_ok: bool,
+        prompt_tokens: int,
+        cached_tokens: int,
+        output_tokens: int,
+        first_s: float | None,
+        token_s: Sequence[float],
+    ) -> None:
+        """Record a request that ends now."""
+        now = time.monotonic()
+        kept = token_s[:_MOST_OUTPUTS]
+        self._requests.append(EndedRequest(now, is_ok, prompt_tokens, cached_tokens, output_tokens, first_s, kept))
+
+    def summary(self) -> Traffic:
+        """The figures of now."""
+        now = time.monotonic()
+        if self._since is None:
+            return Traffic(num_in_flight=self.num_in_flight)
+        while self._requests and self._requests[0].at < now - _WINDOW_S:
+            self._requests.popleft()
+        watched_s = min(now - self._since, _WINDOW_S)
+        rate_s = max(min(watched_s, _RATE_S), 1.0)
+        latest = [request for request in self._requests if request.at >= now - rate_s]
+        return Traffic(
+            watched_s=round(watched_s, 1),
+            num_in_flight=self.num_in_flight,
+            requests_per_s=len(latest) / rate_s,
+            failed_per_s=sum(not request.is_ok for request in latest) / rate_s,
+            output_tokens_per_s=sum(request.output_tokens for request in latest) / rate_s,
+            prompt_tokens=sum(request.prompt_tokens for request in self._requests),
+            cached_tokens=sum(request.cached_tokens for request in self._requests),
+            ttft_s=_percentiles([r.first_s for r in self._requests if r.first_s is not None]),
+            tpot_s=_percentiles([seconds for r in self._requests for seconds in r.token_s]),
+        )
+
+
+def _percentiles(values: Sequence[float]) -> Percentiles:
+    if not values:
+        return Percentiles()
+    p50, p90, p99 = (round(float(value), 6) for value in np.percentile(values, (50, 90, 99)))
+    return Percentiles(num=len(values), p50=p50, p90=p90, p99=p99)

@@ -1,0 +1,143 @@
+"""A replica's part of the state: engine views as JSON, made in the replica, so that ingresses only pass it on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from app.dashboard.state import (
+    BlockMap,
+    Load,
+    Memory,
+    Parked,
+    ReplicaDetail,
+    ReplicaState,
+    RunningSequence,
+    Steps,
+    Table,
+    block_map,
+    runs_of,
+)
+from app.engine.watch import EngineView, EngineWatch, StepRecord, WatchedSequence
+from vmem import MemorySnapshot
+
+# Entries of `Steps`, and runs of a `Table`, at most.
+MOST_STEPS, MOST_RUNS = 40, 128
+
+
+@dataclass(frozen=True, slots=True)
+class WatchCall:
+    """An ingress's question to all replicas.
+
+    Attributes:
+        details: names of replicas whose details are wanted; `None`: all.
+        requests: ids of requests whose sequences are wanted in the details.
+        since: by name, the last step that the ingress knows.
+    """
+
+    details: frozenset[str] | None = frozenset()
+    requests: frozenset[str] = frozenset()
+    since: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """A replica's answer. `state` is a `ReplicaState` and `detail` a `ReplicaDetail` as JSON."""
+
+    name: str
+    last_step: int
+    state: str
+    detail: str | None
+
+
+def view_replica(watch: EngineWatch, call: WatchCall, *, name: str, model: str, ready_at: float) -> ReplicaView:
+    """Look at an engine. From any thread; waits for 20 ms at most.
+
+    Args:
+        ready_at: when the replica became ready, by `time.monotonic`.
+    """
+    detailed = call.details is None or name in call.details
+    since = call.since.get(name, 0)
+    view = watch.look(since, detailed=detailed, wanted=call.requests)
+    last_step = view.steps[-1].number if view.steps else since
+    memory = view.memory
+    state = ReplicaState(
+        name=name,
+        model=model,
+        age_s=round(time.monotonic() - ready_at, 1),
+        load=Load.model_validate(view.load, from_attributes=True),
+        memory=None if memory is None else Memory.model_validate(memory.report, from_attributes=True),
+        maps=() if memory is None else _maps(memory, detailed=False),
+        steps=_steps(view.steps, time.monotonic()),
+        last_step=last_step,
+    )
+    detail = None if memory is None or not detailed else _detail(view, memory).model_dump_json()
+    return ReplicaView(name, last_step, state.model_dump_json(), detail)
+
+
+def _maps(memory: MemorySnapshot, *, detailed: bool) -> tuple[BlockMap, ...]:
+    return tuple(
+        block_map(
+            states,
+            group=g,
+            block_tokens=group.block_tokens,
+            block_bytes=group.block_bytes,
+            swapped=swapped,
+            detailed=detailed,
+        )
+        for g, (states, group, swapped) in enumerate(
+            zip(memory.states, memory.report.groups, memory.swapped_blocks, strict=True)
+        )
+    )
+
+
+def _detail(view: EngineView, memory: MemorySnapshot) -> ReplicaDetail:
+    return ReplicaDetail(
+        maps=_maps(memory, detailed=True),
+        sequences=tuple(map(_sequence, view.sequences)),
+        num_sequences=memory.num_sequences,
+        parked=tuple(
+            Parked(group=g, slot=slot, num_mapped=num_mapped)
+            for g, regions in enumerate(memory.parked)
+            for slot, num_mapped in regions
+        ),
+        num_parked=sum(memory.num_parked),
+        region_blocks=memory.region_blocks,
+    )
+
+
+def _sequence(sequence: WatchedSequence) -> RunningSequence:
+    return RunningSequence(
+        request_id=sequence.request_id,
+        index=sequence.index,
+        num_tokens=sequence.memory.num_tokens,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        tables=tuple(
+            Table(
+                group=g,
+                first=table.first,
+                num_blocks=len(table.block_ids),
+                runs=runs_of(table.block_ids, MOST_RUNS),
+                slot=table.slot,
+                num_mapped=table.num_mapped,
+            )
+            for g, table in enumerate(sequence.memory.tables)
+        ),
+    )
+
+
+def _steps(records: Sequence[StepRecord], now: float) -> Steps:
+    """The steps in at most `MOST_STEPS` entries."""
+    size = -(-len(records) // MOST_STEPS) or 1
+    parts = [records[start : start + size] for start in range(0, len(records), size)]
+    return Steps(
+        ago_s=tuple(round(now - part[-1].at, 3) for part in parts),
+        num=tuple(map(len, parts)),
+        step_ms=tuple(round(max(step.seconds for step in part) * 1e3, 3) for part in parts),
+        tokens=tuple(sum(step.num_tokens for step in part) for part in parts),
+        outputs=tuple(sum(step.num_outputs for step in part) for part in parts),
+        sequences=tuple(max(step.num_sequences for step in part) for part in parts),
+        waiting=tuple(max(step.num_waiting for step in part) for part in parts),
+    )

@@ -1,0 +1,29 @@
+"""Tokenizer loader."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from app.builtin import resolve_model
+from app.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """Raises `ModelError` without a tokenizer that can decode incrementally."""
+    from transformers import AutoTokenizer  # not with this module, for `imported_without_torch`
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve_model(model))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no tokenizer for {model!r}: {one_line(error)}") from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"{model!r} has only a slow tokenizer; Folio needs a fast one (of the tokenizers library)")
+    return tokenizer
+
+
+def one_line(error: Exception) -> str:
+    """The error's text in one line; transformers often writes paragraphs."""
+    return " ".join(str(error).split())

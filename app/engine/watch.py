@@ -1,0 +1,131 @@
+"""Watch: what a live view shows of an engine beyond its reports: steps, blocks, and the requests that hold them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from app.engine.report import ReplicaReport
+from vmem import MemorySnapshot, SequenceSnapshot, take_snapshot
+
+if TYPE_CHECKING:
+    from app.engine.load_report import LoadReporter
+    from app.engine.request import Request
+    from app.engine.scheduler import Scheduler
+    from vmem import KVMemory, SequenceMemory
+
+# Steps are recorded for this long after the last look, and no more than this many of them.
+_WATCHED_S, _MOST_STEPS = 10.0, 4096
+# Sequences, and parked regions of each layer group, in a detailed view.
+_MOST_SEQUENCES = _MOST_PARKED = 24
+
+
+class StepRecord(NamedTuple):
+    """One step. `number` counts recorded steps; `at` is its end by `time.monotonic`; outputs are generated tokens."""
+
+    number: int
+    at: float
+    seconds: float
+    num_tokens: int
+    num_outputs: int
+    num_sequences: int
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedSequence:
+    """A sequence that has blocks, and the output of a request that it belongs to."""
+
+    request_id: str
+    index: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    memory: SequenceSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """An engine at one moment.
+
+    Attributes:
+        memory: `None` if the memory was busy for longer than a look may wait.
+        steps: those since the last look.
+        sequences: the longest ones, in a detailed view.
+    """
+
+    load: ReplicaReport
+    memory: MemorySnapshot | None
+    steps: list[StepRecord]
+    sequences: list[WatchedSequence]
+
+
+class EngineWatch:
+    """Views of one engine. Until the first look, and again `_WATCHED_S` after the last, a step costs one comparison.
+
+    Args:
+        memory, scheduler, load: the engine's.
+    """
+
+    def __init__(self, memory: KVMemory, scheduler: Scheduler, load: LoadReporter) -> None:
+        self._memory = memory
+        self._scheduler = scheduler
+        self._load = load
+        self._steps: deque[StepRecord] = deque(maxlen=_MOST_STEPS)
+        self._num_steps = 0
+        self._until = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether somebody watches: steps are to be noted."""
+        return self._until > 0
+
+    def note_step(self, seconds: float, num_tokens: int, num_outputs: int, num_sequences: int) -> None:
+        """Record a step that has just ended. By the engine's thread."""
+        now = time.monotonic()
+        if now > self._until:
+            self._until = 0.0
+            self._steps.clear()
+            return
+        self._num_steps += 1
+        waiting = self._scheduler.num_waiting
+        self._steps.append(StepRecord(self._num_steps, now, seconds, num_tokens, num_outputs, num_sequences, waiting))
+
+    def look(self, since: int = 0, *, detailed: bool = False, wanted: Collection[str] = ()) -> EngineView:
+        """The engine now. From any thread; waits for the memory's lock for 20 ms at most.
+
+        Args:
+            since: number of the last step that the caller has seen.
+            detailed: with sequences and parked regions.
+            wanted: ids of requests whose sequences are to be among them, however short they are.
+        """
+        self._until = time.monotonic() + _WATCHED_S
+        owners: dict[int, Request] = {}
+        chosen: list[SequenceMemory] = []
+        if detailed:
+            for request in self._scheduler.unfinished():
+                if (memory := request.memory) is not None:
+                    owners[id(memory)] = request
+                    if request.request_id.rpartition("-")[0] in wanted:
+                        chosen.append(memory)
+        snapshot = take_snapshot(
+            self._memory,
+            most_sequences=_MOST_SEQUENCES if detailed else 0,
+            most_parked=_MOST_PARKED if detailed else 0,
+            wanted=chosen[:_MOST_SEQUENCES],
+        )
+        sequences = [
+            WatchedSequence(
+                owner.request_id.rpartition("-")[0],  # `AsyncEngine` numbers its callers' ids
+                owner.index,
+                len(owner.prompt_token_ids),
+                owner.num_cached_tokens or 0,
+                sequence,
+            )
+            for sequence in (() if snapshot is None else snapshot.sequences)
+            if (owner := owners.get(id(sequence.memory))) is not None
+        ]
+        steps = [step for step in self._steps.copy() if step.number > since]
+        return EngineView(self._load.report(most_keys=0), snapshot, steps, sequences)

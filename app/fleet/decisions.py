@@ -1,0 +1,76 @@
+"""Decisions of this process's routers, recorded while the dashboard is watched."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.fleet.cost import CostWeights, request_cost
+from app.fleet.fleet import Fleet, RoutedRequest
+
+# Decisions that are kept, and replicas whose scores are kept of each.
+_MOST_DECISIONS, _MOST_SCORES = 64, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A replica as the policy saw it for one request, see `app.fleet.cost`."""
+
+    replica: str
+    cached_tokens: int
+    queued_s: float
+    ttft_s: float
+    harm_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingDecision:
+    """Why a request goes to a replica. `at`: `time.monotonic`. `scores`: of the best ones, if the policy has any."""
+
+    at: float
+    request_id: str
+    num_tokens: int
+    chosen: str
+    reason: str
+    scores: Sequence[Score] = ()
+
+
+def scores_of(fleet: Fleet, request: RoutedRequest, ranked: Sequence[str], now: float) -> list[Score]:
+    """The scores of the first replicas of a ranking that have a fresh report, before the request is sent."""
+    known = fleet.fresh(ranked, now)
+    if not known:
+        return []
+    loads, cached = fleet.loads(known, now), fleet.cached_tokens(request, known)
+    ttft_s, harm_s = request_cost(loads, request.num_tokens, cached, CostWeights())
+    return [
+        Score(name, int(cached[i]), float(loads.queued_s[i]), float(ttft_s[i]), float(harm_s[i]))
+        for i, name in enumerate(known[:_MOST_SCORES])
+    ]
+
+
+class DecisionLog:
+    """The latest decisions. From any thread.
+
+    Attributes:
+        is_on: whether decisions are to be noted.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._decisions: deque[RoutingDecision] = deque(maxlen=_MOST_DECISIONS)
+
+    def note(self, request_id: str, num_tokens: int, chosen: str, reason: str, scores: Sequence[Score] = ()) -> None:
+        self._decisions.append(RoutingDecision(time.monotonic(), request_id, num_tokens, chosen, reason, tuple(scores)))
+
+    def latest(self) -> list[RoutingDecision]:
+        """The newest first."""
+        return list(self._decisions.copy())[::-1]
+
+    def clear(self) -> None:
+        self._decisions.clear()
+
+
+# Serve constructs the routers of a process, with values of the YAML only; so an ingress and its router meet here.
+DECISIONS = DecisionLog()

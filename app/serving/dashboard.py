@@ -1,0 +1,68 @@
+"""The dashboard's source: the engine replicas of this application, and Serve's word of those that start."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+
+from app.dashboard.views import ReplicaView, WatchCall
+from app.edge.admission import AdmissionControl
+from app.errors import FolioError
+from app.serving.calls import ReplicaClient
+
+_TIMEOUT_S = 2.0
+# The controller is asked no more often than this.
+_STATUS_AGE_S = 3.0
+
+
+class WatchedReplicas:
+    """See `app.dashboard.collector.Source`.
+
+    Args:
+        count_starting: returns the number of replicas that start; may block.
+    """
+
+    def __init__(
+        self, replicas: ReplicaClient, admission: AdmissionControl, count_starting: Callable[[], int | None]
+    ) -> None:
+        self._replicas = replicas
+        self._admission = admission
+        self._count_starting = count_starting
+        self._num_starting = 0
+        self._asked_at = -_STATUS_AGE_S
+
+    @property
+    def is_open(self) -> bool:
+        return self._admission.is_open
+
+    async def look(self, call: WatchCall) -> tuple[Sequence[ReplicaView], int]:
+        try:
+            answers = await self._replicas.call_each("look", call, timeout_s=_TIMEOUT_S)
+        except FolioError:  # the controller is away, or no replica can be called: none is seen
+            return [], 0
+        views = [answer for answer in answers if isinstance(answer, ReplicaView)]
+        return views, len(answers) - len(views)
+
+    async def num_starting(self) -> int:
+        if time.monotonic() - self._asked_at >= _STATUS_AGE_S:
+            self._asked_at = time.monotonic()
+            number = await asyncio.to_thread(self._count_starting)
+            self._num_starting = self._num_starting if number is None else number
+        return self._num_starting
+
+
+def count_starting(deployment: str, app_name: str) -> int | None:
+    """Replicas of a deployment that Serve is starting; `None` while its controller is away."""
+    try:
+        application = serve.status().applications.get(app_name)
+    except RayError:
+        return None
+    if application is None or deployment not in application.deployments:
+        return 0
+    states: Any = application.deployments[deployment].replica_states
+    return int(states.get("STARTING", 0))

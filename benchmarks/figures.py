@@ -1,0 +1,79 @@
+"""The benchmarks and their figures, from `figures.yaml`: what each key means, its aim, and what it is measured against.
+
+`BENCHMARKS` is in the order of a full run.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {"≥": operator.ge, "≤": operator.le, "=": operator.eq}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    r"""Keys with one meaning.
+
+    Attributes:
+        key: a regular expression for the whole key.
+        meaning: may contain \1, \2 … for the key's groups.
+        aim: such as "≥ 0.98"; empty for figures that are only reported.
+        rival: what the figure is measured against, in the same run.
+    """
+
+    key: str
+    meaning: str
+    aim: str = ""
+    rival: str = ""
+
+    def meaning_of(self, key: str) -> str | None:
+        """The meaning of this key; `None` if it is not one of these."""
+        match = re.fullmatch(self.key, key)
+        return match.expand(self.meaning).replace("_", " ") if match else None
+
+    def is_met(self, value: float) -> bool:
+        """Whether a value meets the aim, which there must be."""
+        sign, bound = self.aim.split()
+        return _COMPARISONS[sign](value, float(bound))
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A benchmark, or one way of running it.
+
+    Attributes:
+        name: of its result's file.
+        what: what is measured, in a sentence.
+        command: module and arguments of the full run; empty if there is no such benchmark yet.
+        minutes: of a full run on two cores, estimated before the first run that recorded it.
+        quick: whether `make bench` runs it with `--quick`.
+    """
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    minutes: int
+    quick: bool
+    figures: tuple[Figure, ...]
+
+    def figure(self, key: str) -> Figure | None:
+        """The entry for a key."""
+        return next((figure for figure in self.figures if figure.meaning_of(key) is not None), None)
+
+
+def _read() -> tuple[Benchmark, ...]:
+    rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    return tuple(
+        Benchmark(**row | {"command": tuple(row["command"]), "figures": tuple(Figure(**f) for f in row["figures"])})
+        for row in rows
+    )
+
+
+BENCHMARKS = _read()
+BY_NAME = {benchmark.name: benchmark for benchmark in BENCHMARKS}

@@ -1,0 +1,229 @@
+"""`folio chat` against a server that answers as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from app.cli import chat as chat_module
+from app.cli.chat import Reply, read_message
+from app.cli.main import main
+from app.cli.text import printable
+from tests.app.cli.fake_server import DONE, Answer, error, event, serving, stream, text, usage
+
+
+class Typist(io.StringIO):
+    """A terminal's input."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> None:
+    """Let the user type these lines, then Ctrl-D."""
+    typed: Iterator[str | BaseException] = iter([*lines, EOFError()])
+
+    def read(prompt: str = "") -> str:
+        line = next(typed)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr(builtins, "input", read)
+    monkeypatch.setattr(sys, "stdin", Typist())
+
+
+def echo(bodies: list[Any]) -> Answer:
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        bodies.append(body)
+        said = body["messages"][-1]["content"]
+        return await stream(request, text("You "), text(f"said {said}."), usage(9, 4, 5), DONE)
+
+    return answer
+
+
+def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bodies: list[Any] = []
+    saved = tmp_path / "saved.json"
+    lines = ("hi", "/system Be brief.", "/model two", "again", f"/save {saved}", "/clear", "new", "/nope", "/quit")
+    type_lines(monkeypatch, *lines)
+    with serving(echo(bodies)) as url:
+        assert main(["chat", "--url", url, "--temperature", "0", "--max-tokens", "7"]) == 0
+    shown = capsys.readouterr().out
+    assert "one at http://127.0.0.1" in shown
+    assert "You said hi.\n9 prompt tokens (5 cached) · 4 tokens · first after " in shown
+    assert "there is no command /nope" in shown
+    assert [body["model"] for body in bodies] == ["one", "two", "two"]
+    assert [len(body["messages"]) for body in bodies] == [1, 4, 2]
+    assert bodies[1]["messages"][:2] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert {(body["temperature"], body["max_tokens"]) for body in bodies} == {(0.0, 7)}
+    assert [message["role"] for message in json.loads(saved.read_text())["messages"]] == [
+        *("system", "user", "assistant", "user", "assistant")
+    ]
+
+
+def test_errors_are_shown_and_the_session_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bodies: list[Any] = []
+
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        bodies.append(body)
+        said = body["messages"][-1]["content"]
+        if said == "full":
+            return error("the queue is full", 429, "rate_limit_error", **{"Retry-After": "3"})
+        if said == "bad":
+            return error("temperature: must be a number", 400)
+        if said == "away":
+            return error("no engine replica", 503, "server_error")
+        if said == "broken":
+            return await stream(request, text("You"), event(error={"message": "a step failed", "type": "server_error"}))
+        if said in ("cut", "short"):
+            return await stream(request, text("You"), cut=said == "cut")
+        if said == "garbage":
+            return await stream(request, b"data: {nonsense\n\n")
+        return await echo([])(request, body)
+
+    type_lines(monkeypatch, "full", "bad", "away", "broken", "cut", "short", "garbage", "hi")
+    with serving(answer) as url:
+        assert main(["chat", "--url", url]) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "error: the queue is full (try again in 3 s)",
+        "error: temperature: must be a number",
+        "error: no engine replica",
+        "error: a step failed",
+        f"error: the connection to {url} was lost",
+        f"error: {url} ended the answer in the middle; send the request again",
+        "is not JSON",
+        "You said hi.",
+    ):
+        assert line in shown
+    assert len(bodies[-1]["messages"]) == 1  # what failed is not part of the conversation
+
+
+def test_an_interrupt_ends_the_answer_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    has_left = []
+
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        if len(body["messages"]) > 1:
+            return await echo([])(request, body)
+        response = await stream(request, text("Once upon"))
+        try:
+            while True:
+                await response.write(b": waiting\n\n")
+                await asyncio.sleep(0.01)
+        finally:
+            has_left.append(True)
+
+    write = chat_module._write
+
+    def interrupt_at_first_text(said: str) -> None:
+        write(said)
+        if said == "Once upon":
+            asyncio.current_task().cancel()  # type: ignore[union-attr]  # as asyncio.run does at SIGINT
+
+    monkeypatch.setattr(chat_module, "_write", interrupt_at_first_text)
+    type_lines(monkeypatch, "a story", "hi", KeyboardInterrupt())
+    with serving(answer) as url:
+        assert main(["chat", "--url", url]) == 0
+    shown = capsys.readouterr().out
+    assert "Once upon\ncancelled · 1 pieces of text" in shown
+    assert "You said hi." in shown
+    assert has_left
+
+
+def test_a_pipe_is_answered_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    with serving(echo(bodies := [])) as url:
+        assert main(["chat", "--url", f"{url}/v1/"]) == 0
+    assert capsys.readouterr().out == "You said two\nlines.\n"
+    assert len(bodies) == 1
+
+
+def test_a_server_without_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        if "stream_options" in body:
+            return error("unknown field stream_options", 400)
+        return await stream(request, text("a"), text("b"), text("c"), DONE)
+
+    type_lines(monkeypatch, "hi")
+    with serving(answer) as url:
+        assert main(["chat", "--url", url]) == 0
+    assert "abc\n3 pieces of text · first after" in capsys.readouterr().out
+
+
+def test_escape_sequences_are_not_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        return await stream(request, text("a\x1b]0;owned\x07b\r\x9b2J"), text("é\tü\n"), DONE)
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    with serving(answer) as url:
+        assert main(["chat", "--url", url]) == 0
+    assert capsys.readouterr().out == "a]0;ownedb2Jé\tü\n"
+    assert printable("a\u202eb\u2066c") == "abc"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--url", "http://127.0.0.1:1"], "nothing answers at http://127.0.0.1:1: start a server with `folio serve`"),
+        (["--url", "ftp://x"], "--url is 'ftp://x'; it must begin with http:// or https://"),
+        (["--temperature", "-1"], "folio chat: Invalid value"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    assert main(["chat", *arguments]) > 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(line)
+    assert shown.err.count("\n") == 1
+
+
+def test_no_message_and_a_server_of_another_kind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        return web.Response(text="<html>not here</html>", status=404, content_type="text/html")
+
+    with serving(answer) as url:
+        for typed, line in (("", "standard input is empty"), ("hi", "has no /v1/chat/completions")):
+            monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+            assert main(["chat", "--url", url]) > 0
+            assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (("one",), "one"),
+        (("one\\", "two\\", "three"), "one\ntwo\nthree"),
+        (('"""one', "two\\", 'three"""'), "one\ntwo\\\nthree"),
+        (('"""', "one", '"""'), "\none\n"),
+    ],
+)
+def test_messages_of_several_lines(lines: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_lines(monkeypatch, *lines)
+    assert read_message() == message
+
+
+def test_the_summary() -> None:
+    reply = Reply()
+    for at_s in (0.1, 0.2, 0.3):
+        reply.take({"choices": [{"delta": {"content": "a"}}]}, at_s)
+    assert reply.summary() == "3 pieces of text · first after 100 ms · 10.0 pieces/s"
+    reply.take({"choices": [{"delta": {}, "finish_reason": "length"}], "usage": {"completion_tokens": 5}}, 0.4)
+    assert reply.summary() == "5 tokens · first after 100 ms · 20.0 tokens/s · cut off at the limit of tokens"
+    assert Reply().summary() == "no text"

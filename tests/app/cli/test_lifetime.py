@@ -1,0 +1,189 @@
+"""The life of a server without a cluster: failed applications, draining, the end."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray import serve as ray_serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
+
+from app.checks import load_config
+from app.cli import lifetime
+from app.cli.greeting import greeting
+from app.errors import UnavailableError
+
+ROOT = Path(__file__).parents[3]
+
+
+class Signals:
+    """Signals that come after so many waits."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def wait(self, timeout_s: float) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def deployments(application: str, message: str) -> dict[str, Any]:
+    """Deployments of an application: Folio's, but not of "desk"; the ingress of "new" is still starting."""
+    if application == "desk":
+        return {"Desk": SimpleNamespace(replica_states={"RUNNING": 1}, message="")}
+    states = {"STARTING": 1} if application == "new" else {"RUNNING": 1}
+    return {name: SimpleNamespace(replica_states=states, message=message) for name in ("Ingress", "EngineReplica")}
+
+
+def statuses(monkeypatch: pytest.MonkeyPatch, *rounds: dict[str, ApplicationStatus], message: str = "") -> None:
+    """Serve's statuses of the applications in turn, the last for ever."""
+    left = list(rounds)
+
+    def status() -> Any:
+        now = left.pop(0) if len(left) > 1 else left[0]
+        applications = {
+            name: SimpleNamespace(status=status, message="no memory", deployments=deployments(name, message))
+            for name, status in now.items()
+        }
+        return SimpleNamespace(applications=applications)
+
+    monkeypatch.setattr(ray_serve, "status", status)
+
+
+class Ingress:
+    """A handle of ingresses. `answers`: their requests in flight at each call, or the error of the call."""
+
+    def __init__(self, answers: Iterator[list[int] | Exception]) -> None:
+        self._answers = answers
+
+    def broadcast(self, method: str) -> Any:
+        assert method == "drain"
+        answer = next(self._answers)
+
+        def results(timeout_s: float) -> list[int]:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return SimpleNamespace(results=results)
+
+
+def test_the_greeting(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str]) -> None:
+    """Regression: `serve status` ended in a traceback of Ray's token authentication, and nothing said why."""
+    loaded = load_config(Path(config({}, host="0.0.0.0", port=8123)))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert "RAY_AUTH_MODE" not in greeting(loaded)  # `serve status` asks Ray's dashboard
+    shown = greeting(loaded, ray_dashboard=True)
+    url = "http://127.0.0.1:8123"
+    for part in (
+        f"curl {url}/v1/chat/completions",
+        '"model": "builtin"',
+        f"folio chat --url {url}\n",
+        f"Dashboard: {url}/dashboard\n",
+        "a toy of 3 million parameters",
+        "RAY_AUTH_MODE=token",
+    ):
+        assert part in shown
+    loaded.applications[0].args["engine"]["model"] = "owner/model"
+    loaded.applications[0].args["http"] = {"api_keys": {"env": "KEYS"}}
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    shown = greeting(loaded, ray_dashboard=True)
+    assert "Authorization: Bearer" in shown
+    for part in ("RAY_AUTH_MODE", "a toy"):
+        assert part not in shown
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str], has_ended: bool) -> None:
+    """Regression: the command took 33 s more than the grace period. The process's end is scheduled before anything is
+    stopped, and a drain that has used up the grace period is not waited for again."""
+    done: list[Any] = []
+    instance = SimpleNamespace(deploy=lambda config: None, shut_down=done.append)
+    monkeypatch.setattr(lifetime, "ServeInstance", lambda config: instance)
+    monkeypatch.setattr(lifetime, "wait_until_running", lambda names, signals: 0)
+    monkeypatch.setattr(lifetime, "wait_until_routed", lambda url, signals: None)
+    monkeypatch.setattr(lifetime, "drain_ingresses", lambda grace_s: has_ended)
+    monkeypatch.setattr(lifetime, "end_within", lambda seconds, status: done.append((seconds, status)))
+    signals: Any = SimpleNamespace(came=True, wait=lambda timeout_s: True)
+    assert lifetime.serve_until_signal(load_config(Path(config({}))), signals, 60.0) == 0
+    (seconds, status), timeout_s = done
+    assert seconds + lifetime._ANSWER_S <= 10
+    assert status == 0
+    assert (timeout_s > 0) == has_ended
+
+
+@pytest.mark.processes
+def test_a_process_that_hangs_at_its_end_is_ended() -> None:
+    code = "import threading; from app.cli import lifetime; lifetime.end_within(0.0, 7); threading.Event().wait(240)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 7
+
+
+def test_waiting_until_all_applications_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, deploys = ApplicationStatus.RUNNING, ApplicationStatus.DEPLOYING
+    statuses(monkeypatch, {}, {"a": runs}, {"a": runs, "b": deploys}, {"a": runs, "b": runs})
+    waits = Signals(after=10)
+    assert lifetime.wait_until_running(["a", "b"], waits) == 0  # type: ignore[arg-type]
+    assert waits.left == 6
+    statuses(monkeypatch, {"a": runs, "b": deploys})
+    assert lifetime.wait_until_running(["a", "b"], Signals(after=3)) == 0  # type: ignore[arg-type]
+
+
+def test_an_application_that_cannot_be_deployed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    statuses(monkeypatch, {"a": ApplicationStatus.RUNNING, "b": ApplicationStatus.DEPLOY_FAILED})
+    assert lifetime.wait_until_running(["a", "b"], Signals(after=10)) == 1  # type: ignore[arg-type]
+    assert "b cannot be deployed: no memory" in caplog.text
+
+
+def test_permanent_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: 68 s and six tracebacks, while Serve retried to load a broken model."""
+    message = "A replica failed to start.\nTraceback:\n  File\napp.errors.ModelError: no weights in 'x'\n"
+    statuses(monkeypatch, {"a": ApplicationStatus.DEPLOYING}, message=message)
+    assert lifetime.wait_until_running(["a"], Signals(after=2)) == 1  # type: ignore[arg-type]
+    assert caplog.messages == ["a cannot be deployed: no weights in 'x'"]
+
+
+def test_draining_lasts_until_no_request_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ingress that does not answer may have requests. Other applications are not drained."""
+    monkeypatch.setattr(lifetime, "_POLL_S", 0.0)
+    monkeypatch.setattr(lifetime, "_FLUSH_GRACE_S", 0.0)
+    runs = ApplicationStatus.RUNNING
+    statuses(monkeypatch, {"a": runs, "desk": runs, "new": ApplicationStatus.DEPLOYING})
+    answers: Iterator[Any] = iter([[2, 1], RayServeException("restarting"), [0, 1], [0, 0]])
+    monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(answers))
+    assert lifetime.drain_ingresses(60.0)
+    assert next(answers, None) is None
+
+
+def test_draining_ends_with_the_grace_period(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    statuses(monkeypatch, {"a": ApplicationStatus.RUNNING})
+    monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(iter([[3, 4]])))
+    with caplog.at_level(logging.WARNING):
+        assert not lifetime.drain_ingresses(0.0)
+    assert "7 requests are cut off" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("is_local", "where"), [(True, "cannot be started"), (False, "does not answer at RAY_ADDRESS=10.0.0.9:6379")]
+)
+def test_ray_that_does_not_start_is_a_line(monkeypatch: pytest.MonkeyPatch, is_local: bool, where: str) -> None:
+    """On a busy machine Ray gives up after 30 s with a bare `Exception`, whose traceback was all the user saw."""
+
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out\n  during startup.")
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(UnavailableError, match=where) as caught:
+        lifetime.join_ray(is_local=is_local)
+    assert "(The current node timed out during startup.)" in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,74 @@
+"""`folio plan`: targets, the table, JSON, and what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from app.cli.main import main
+from app.cli.plan import DEVICES, choose_target
+from tests.conftest import HYBRIDS, SMALL, MakeCheckpoint
+
+
+def test_a_plan(make_checkpoint: MakeCheckpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(make_checkpoint("llama", **SMALL))
+    arguments = ["plan", folder, "--device", "l4", "--memory", "16GiB", "--tokens", "1000", "--dtype", "bfloat16"]
+    assert main([*arguments, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["device"], figures["device_name"], figures["memory_bytes"]) == ("cuda", "l4", 16 << 30)
+    assert figures["granularity_bytes"] == figures["page_bytes"] == 2 << 20
+    assert figures["weight_bytes"] == 2 * figures["num_parameters"]
+    assert figures["kv_budget_bytes"] == figures["num_pages"] * figures["page_bytes"]
+    [group] = figures["groups"]
+    assert group["bytes_per_token"] == 3 * 2 * 2 * 16 * 2  # layers, K and V, heads, dimension, bytes
+    assert figures["longest_sequence_tokens"] == 1024  # the model's context
+    assert figures["num_replicas"] == len(figures["replicas"]) == 7
+    assert figures["replicas"][0]["sequences"] == figures["sequences"]
+    assert main(arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())  # a long path wraps
+    for part in (
+        "on l4, 16 GiB",
+        "llama, ",
+        "(the model's context)",
+        "pages of whole 2 MiB",
+        "on one device: 7 fit",
+    ):
+        assert part in shown
+
+
+def test_recurrent_states_have_a_row(make_checkpoint: MakeCheckpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(make_checkpoint("bamba", **HYBRIDS["bamba"]))
+    assert main(["plan", folder, "--memory", "1GiB"]) == 0
+    assert "recurrent states" in capsys.readouterr().out
+
+
+def test_targets() -> None:
+    assert choose_target("H100", None).memory_bytes == DEVICES["h100"] == 80 * 10**9
+    assert choose_target("h100", 7).memory_bytes == 7
+    assert (choose_target("cuda", 7).kind, choose_target(None, 7).kind) == ("cuda", "cpu")
+    assert choose_target(None, None).memory_bytes > 1 << 20  # this machine's
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--device", "h1000"], "--device is 'h1000'; choose cpu, cuda, or one of"),
+        (["--device", "cuda"], "--device cuda needs --memory, such as 80GiB"),
+        (["--memory", "lots"], "'lots' is no size"),
+        (["--memory", "1MiB"], "the weights take"),
+        (["--kv-layout", "columns"], "kv_layout is 'columns'; choose one of interleaved, per_layer"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "builtin", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert line in shown.err
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+
+
+def test_a_folder_without_a_model(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path), "--memory", "1GiB"]) == 1
+    assert f"cannot plan {str(tmp_path)!r}: it has no config.json" in capsys.readouterr().err
+    assert main(["plan", "./nowhere", "--memory", "1GiB"]) == 1
+    assert "cannot plan './nowhere': there is no such folder" in capsys.readouterr().err

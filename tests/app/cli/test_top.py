@@ -1,0 +1,208 @@
+"""`folio top`: the view at several sizes, and a server that goes and comes."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from app.cli.connection import Server
+from app.cli.main import main
+from app.cli.top import Watch
+from app.cli.top_view import KINDS, bar, kinds_of, view
+from app.dashboard.state import Load, Memory, ReplicaState, Traffic
+from tests.app.cli.fake_server import error, serving, stream
+
+MIB = 1 << 20
+MEMORY = dict.fromkeys(Memory.model_fields, 0) | {
+    "budget_bytes": 1024 * MIB,
+    "physical_bytes": 700 * MIB,
+    "active_bytes": 300 * MIB,
+    "pinned_bytes": 20 * MIB,
+    "cached_bytes": 200 * MIB,
+    "parked_bytes": 100 * MIB,
+}
+DEADLINE_S = 60.0
+
+
+def replica(name: str, num_running: int = 3, **memory: int) -> dict[str, Any]:
+    load = dict.fromkeys(Load.model_fields, 0) | {"num_running": num_running, "num_waiting": 2, "max_num_seqs": 64}
+    state = {
+        "name": name,
+        "model": "m",
+        "age_s": 4000.0,
+        "load": load,
+        "memory": MEMORY | memory,
+        "maps": [],
+        "steps": {"outputs": [40, 50], "sequences": [3, 5]},
+        "last_step": 2,
+    }
+    ReplicaState.model_validate(state)  # the view reads what the dashboard's state has
+    return state
+
+
+def state_of(*replicas: dict[str, Any]) -> dict[str, Any]:
+    times = {"num": 9, "p50": 0.0123, "p90": 0.034, "p99": 1.2}
+    traffic = {"prompt_tokens": 1000, "cached_tokens": 430, "requests_per_s": 2.5, "ttft_s": times, "tpot_s": times}
+    Traffic.model_validate(traffic)
+    return {
+        "at": 1e9,
+        "period_s": 1.0,
+        "model": "evil\x1b[2J",
+        "num_starting": 1,
+        "num_silent": 0,
+        "traffic": traffic,
+        "events": [{"ago_s": 70, "kind": "came", "replica": "r2"}],
+        "replicas": list(replicas),
+    }
+
+
+def shown(state: Any, width: int, height: int | None = None, problem: tuple[float, str] | None = None) -> list[str]:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"), markup=False, highlight=False)  # noqa: SIM115
+    console.print(view(state, width, problem, height))
+    return console.export_text().rstrip("\n").split("\n")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_the_view_fits_any_width(width: int) -> None:
+    busy = replica("r3")
+    busy["memory"] = None
+    lines = shown(state_of(replica("r1"), replica("r2", swapped_bytes=5 * MIB), busy), width)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    assert "\x1b" not in text
+    for figure in ("3 replicas", "running 9", "queue 6", "tokens/s 270", "hit rate 43%", "12.3 34 1200 ms", "r1", "r2"):
+        assert figure in text
+    assert sum("█" in line for line in lines) == 3  # two bars and the legend
+    if width >= 120:
+        assert next(line.split()[:7] for line in lines if "r1" in line) == ["r1", "1", "h", "3/64", "2", "5", "90"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_low_terminal_shows_the_busiest(width: int) -> None:
+    replicas = [replica(f"r{number}", num_running=number) for number in range(20)]
+    lines = shown(state_of(*replicas), width, height=24)
+    assert len(lines) <= 24
+    assert any("r19" in line for line in lines)
+    assert not any("r0 " in line for line in lines)
+    assert any("replicas with less to do" in line for line in lines)
+
+
+def test_a_server_that_is_away_is_told() -> None:
+    text = "\n".join(shown(state_of(replica("r1")), 120, problem=(1e9, "nothing answers at http://x")))
+    assert "not reachable since" in text
+    assert "nothing answers at http://x" in text
+    assert "r1" in text
+    assert "0 replicas" in "\n".join(shown(state_of(), 80))
+
+
+@pytest.mark.parametrize("width", [10, 33, 100])
+def test_the_bar_has_every_kind(width: int) -> None:
+    drawn = bar(MEMORY, width).plain
+    assert len(drawn) == width
+    assert set(drawn) == {character for _, _, character in KINDS}
+    assert sum(kinds_of(MEMORY).values()) == MEMORY["budget_bytes"]
+
+
+def test_the_bar_of_a_budget_that_was_lowered() -> None:
+    memory = MEMORY | {"budget_bytes": 100 * MIB}
+    assert kinds_of(memory)["not taken"] == 0
+    assert len(bar(memory, 50).plain) == 50
+    assert len(bar(dict.fromkeys(MEMORY, 0), 50).plain) == 50
+
+
+def event(state: Any) -> bytes:
+    return f"id: 1\nevent: state\ndata: {json.dumps(state)}\n\n".encode()
+
+
+def test_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = state_of(), state_of(replica("r1"))
+
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        assert request.path == "/dashboard/events"
+        return await stream(request, b"retry: 1000\n\n", event(first), event(second))
+
+    monkeypatch.setenv("COLUMNS", "120")
+    with serving(answer) as url:
+        assert main(["top", "--url", url, "--once"]) == 0
+        assert "1 replica, 1 starting" in (out := capsys.readouterr().out)
+        assert "\x1b" not in out
+        assert main(["top", "--url", url, "--once", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == second
+
+
+@pytest.mark.parametrize(
+    ("status", "line"), [(404, "it is no Folio server, or its setting http.dashboard is off"), (403, "for operators")]
+)
+def test_no_state(status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        if status == 403:
+            detail = {"message": "this path is for operators", "type": "invalid_request_error", "code": "not_allowed"}
+            return web.json_response({"error": detail}, status=403)
+        return error("Not Found: GET /dashboard/events", 404)
+
+    with serving(answer) as url:
+        assert main(["top", "--url", url, "--once"]) == 1
+    assert line in capsys.readouterr().err
+
+
+def test_a_server_that_drains_is_not_asked_at_once_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its streams end at once, and the client opened hundreds a second."""
+
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        return await stream(request, b"retry: 1000\n\n")
+
+    with serving(answer) as url:
+        assert main(["top", "--url", url, "--once"]) == 1
+        assert capsys.readouterr().err == f"{url} is stopping\n"
+
+
+def test_it_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top"]) == 2
+    assert "the view needs a terminal; use --once or --json" in capsys.readouterr().err
+    assert main(["top", "--once", "--url", "http://127.0.0.1:1"]) == 1
+    assert "nothing answers at http://127.0.0.1:1: start a server" in capsys.readouterr().err
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_server_that_restarts_is_found_again() -> None:
+    is_away = False
+
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        if is_away:
+            return error("the server is draining", 503, "server_error")
+        response = await stream(request, event(state_of(replica("r1"))))
+        while not is_away:
+            await response.write(event(state_of(replica("r1"), replica("r2"))))
+            await asyncio.sleep(0.01)
+        return response
+
+    with serving(answer) as url:
+        watch = Watch(Server(url), 0.01)
+        watch.start()
+        try:
+            until(lambda: len(watch.latest[0]["replicas"]) == 2)
+            assert watch.latest[1] is None
+            is_away = True
+            until(lambda: watch.latest[1] is not None)
+            seen, problem = copy.deepcopy(watch.latest)
+            assert problem is not None
+            assert problem[1] == "the server is draining"
+            assert len(seen["replicas"]) == 2  # what was seen last stays
+            is_away = False
+            until(lambda: watch.latest[1] is None)
+        finally:
+            watch.stop()

@@ -1,0 +1,234 @@
+"""One look a second for all viewers, none without viewers, and nothing that piles up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+
+import pytest
+
+from app.dashboard.collector import MOST_VIEWERS, Collector, Wish
+from app.dashboard.state import DashboardState, Load, ReplicaState, Steps
+from app.dashboard.traffic import TrafficLog
+from app.dashboard.views import ReplicaView, WatchCall
+from app.errors import OverloadedError
+from app.fleet.decisions import DECISIONS
+
+_LOAD = Load(
+    num_running=1,
+    num_waiting=0,
+    num_decodes=1,
+    max_num_seqs=8,
+    queued_tokens=0,
+    queued_s=0.0,
+    free_tokens=1,
+    total_tokens=2,
+    busy_share=0.0,
+)
+
+
+class Replicas:
+    """Replicas by name; `details` are asked for by the call."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
+        self.num_silent = 0
+        self.is_open = True
+        self.calls: list[WatchCall] = []
+
+    async def look(self, call: WatchCall) -> tuple[Sequence[ReplicaView], int]:
+        self.calls.append(call)
+        views = []
+        for name in self.names:
+            last = call.since.get(name, 0) + 3
+            state = ReplicaState(
+                name=name, model="m", age_s=1, load=_LOAD, memory=None, maps=(), steps=Steps(), last_step=last
+            )
+            wanted = call.details is None or name in call.details
+            detail = '{"maps":[],"sequences":[],"num_sequences":0,"parked":[],"num_parked":0,"region_blocks":[]}'
+            views.append(ReplicaView(name, last, state.model_dump_json(), detail if wanted else None))
+        return views, self.num_silent
+
+    async def num_starting(self) -> int:
+        return 2
+
+
+def collector_of(replicas: Replicas, traffic: TrafficLog | None = None) -> Collector:
+    return Collector(replicas, traffic or TrafficLog(), "m", period_s=0.01)
+
+
+def parse(event: str) -> DashboardState:
+    [data] = [line for line in event.splitlines() if line.startswith("data: ")]
+    return DashboardState.model_validate_json(data[6:])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def states(collector: Collector, wish: Wish = Wish()) -> Callable[[], Awaitable[DashboardState]]:  # noqa: B008
+    """Returns the next state of an open stream."""
+    events = collector.events(wish)
+    assert (await anext(events)).startswith("retry:")
+
+    async def take() -> DashboardState:
+        async with asyncio.timeout(30):
+            return parse(await anext(events))
+
+    return take
+
+
+def test_nobody_watches_nothing_is_done() -> None:
+    async def run() -> None:
+        replicas, traffic = Replicas("a"), TrafficLog()
+        collector = collector_of(replicas, traffic)
+        await asyncio.sleep(0)
+        assert not replicas.calls
+        assert not traffic.is_on
+        async with aclosing(collector.events(Wish())) as events:
+            await anext(events)
+            await anext(events)
+            assert traffic.is_on
+            assert DECISIONS.is_on
+        await until(lambda: not traffic.is_on)
+        assert not DECISIONS.is_on
+        num_calls = len(replicas.calls)
+        await asyncio.sleep(0.05)  # five periods
+        assert len(replicas.calls) == num_calls
+
+    asyncio.run(run())
+
+
+def test_viewers_share_looks_and_each_gets_the_details_it_wants() -> None:
+    async def run() -> None:
+        replicas = Replicas(*(f"r{i}" for i in range(64)))
+        collector = collector_of(replicas)
+        first = await states(collector, Wish.of(["r1"], []))
+        second = await states(collector, Wish.of(["r2", "r3"], ["chat-1"]))
+        for _ in range(5):
+            one, two = await asyncio.gather(first(), second())
+        assert one.at == two.at
+        assert [replica.name for replica in one.replicas] == sorted(replicas.names)
+        assert one.num_viewers == 2
+        assert one.num_starting == 2
+        assert one.details.keys() == {"r1"}
+        assert two.details.keys() == {"r2", "r3"}
+        assert replicas.calls[-1].details == {"r1", "r2", "r3"}
+        assert replicas.calls[-1].requests == {"chat-1"}
+        assert len(replicas.calls) <= 7
+        assert replicas.calls[-1].since["r5"] == 3 * (len(replicas.calls) - 1)
+
+    asyncio.run(run())
+
+
+def test_a_few_replicas_are_all_shown_in_detail() -> None:
+    async def run() -> None:
+        replicas = Replicas("a", "b")
+        take = await states(collector_of(replicas))
+        await take()
+        assert (await take()).details.keys() == {"a", "b"}
+
+    asyncio.run(run())
+
+
+def test_a_slow_viewer_skips_states() -> None:
+    async def run() -> None:
+        replicas = Replicas("a")
+        collector = collector_of(replicas)
+        slow, quick = await states(collector), await states(collector)
+        first = await slow()
+        for _ in range(10):
+            await quick()
+        second = await slow()
+        assert second.at - first.at > 0.05
+
+    asyncio.run(run())
+
+
+def test_viewers_are_bounded() -> None:
+    async def run() -> None:
+        collector = collector_of(Replicas("a"))
+        streams = [await states(collector) for _ in range(MOST_VIEWERS)]
+        with pytest.raises(OverloadedError, match=f"{MOST_VIEWERS} viewers"):
+            await collector.state(Wish())
+        assert len(streams) == collector.num_viewers
+
+    asyncio.run(run())
+
+
+def test_streams_end_when_the_server_drains() -> None:
+    async def run() -> None:
+        replicas = Replicas("a")
+        collector = collector_of(replicas)
+        take = await states(collector)
+        await take()
+        replicas.is_open = False
+        with pytest.raises(StopAsyncIteration):
+            [await take() for _ in range(1000)]
+        assert collector.num_viewers == 0
+
+    asyncio.run(run())
+
+
+def test_replicas_come_go_and_fall_silent() -> None:
+    async def run() -> None:
+        replicas = Replicas("a", "b")
+        take = await states(collector_of(replicas))
+        assert (await take()).events == ()
+        replicas.names.append("c")
+        await take()
+        assert [(e.kind, e.replica) for e in (await take()).events] == [("came", "c")]
+        replicas.names.remove("a")
+        replicas.num_silent = 1
+        await take()
+        assert (await take()).events[0].kind == "silent"
+        replicas.num_silent = 0
+        await take()
+        assert [(e.kind, e.replica) for e in (await take()).events] == [("went", "a"), ("silent", "a"), ("came", "c")]
+
+    asyncio.run(run())
+
+
+def test_a_failed_look_ends_the_streams_and_the_next_viewer_starts_again() -> None:
+    async def run() -> None:
+        replicas = Replicas("a")
+        collector = collector_of(replicas)
+        take = await states(collector)
+        await take()
+        names, replicas.names = replicas.names, None  # type: ignore[assignment]
+        with pytest.raises(TypeError):
+            [await take() for _ in range(1000)]
+        replicas.names = names
+        assert json.loads(await collector.state(Wish()))["replicas"][0]["name"] == "a"
+
+    asyncio.run(run())
+
+
+def test_traffic_has_rates_and_percentiles() -> None:
+    traffic = TrafficLog()
+    assert traffic.summary().requests_per_s == 0
+    traffic.start()
+    for number in range(100):
+        traffic.note(
+            is_ok=number % 10 > 0,
+            prompt_tokens=40,
+            cached_tokens=10,
+            output_tokens=7,
+            first_s=number / 100,
+            token_s=[0.5] * 200,
+        )
+    found = traffic.summary()
+    assert found.requests_per_s == 100
+    assert found.failed_per_s == 10
+    assert found.output_tokens_per_s == 700
+    assert found.cached_tokens / found.prompt_tokens == 0.25
+    assert found.ttft_s.p50 == pytest.approx(0.495)
+    assert found.ttft_s.num == 100
+    assert found.tpot_s.p99 == 0.5
+    traffic.stop()
+    assert not traffic.is_on
+    assert traffic.summary().prompt_tokens == 0

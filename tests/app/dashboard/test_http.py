@@ -1,0 +1,233 @@
+"""The page and its data over HTTP: an engine with the built-in model behind the guard, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import ClientDisconnect
+from starlette.testclient import TestClient
+from starlette.types import Message
+
+from app.config.http import HttpSettings, KeySource
+from app.dashboard import http
+from app.dashboard.http import STATIC, EventStream
+from app.dashboard.state import DashboardState, ReplicaDetail
+from app.fleet.messages import split_public_id
+from tests.local_server import LocalServer, guarded_api, listening
+from tests.processes import until
+
+_OPERATOR, _TENANT = "k" * 20, "t" * 20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    server = LocalServer(kv_memory_bytes=16 << 20, num_threads=1)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: LocalServer) -> TestClient:
+    return TestClient(server.api)
+
+
+@pytest.fixture
+def keyed(server: LocalServer, tmp_path: Path) -> TestClient:
+    file = tmp_path / "keys.json"
+    keys = [{"name": "op", "key": _OPERATOR, "operator": True}, {"name": "tenant", "key": _TENANT}]
+    file.write_text(json.dumps({"keys": keys}))
+    return TestClient(
+        guarded_api(server.ingress, HttpSettings(api_keys=KeySource(file=file)), server.ingress.dashboard)
+    )
+
+
+def test_the_root_leads_to_the_page(client: TestClient) -> None:
+    for method in ("GET", "HEAD"):
+        answer = client.request(method, "/", follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (307, "/dashboard")
+        assert client.request(method, "/").status_code == 200
+
+
+def test_everything_that_the_page_names_is_served_and_nothing_is_elsewhere(client: TestClient) -> None:
+    page = client.get("/dashboard")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    named: list[str] = []
+
+    class Links(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            named.extend(v for k, v in attrs if k in ("src", "href") and v and not v.startswith(("#", "docs")))
+            assert not [k for k, _ in attrs if k.startswith("on") or k == "style"], "the policy forbids inline code"
+
+    Links().feed(page.text)
+    assert {name.rsplit("/")[-1] for name in named} >= {"app.js", "style.css", "uPlot.iife.min.js", "uPlot.min.css"}
+    for name in named:
+        answer = client.get("/" + name)
+        assert answer.status_code == 200, name
+        assert client.head("/" + name).headers["content-length"] == str(len(answer.content))
+        again = client.get("/" + name, headers={"if-none-match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    for path in STATIC.iterdir():
+        links = set(re.findall(r"https?://[^\s\"'`)]+", path.read_text())) - {"http://www.w3.org/2000/svg"}
+        assert not links or path.name.startswith(("uPlot", "LICENSE")), (path, links)
+
+
+def test_other_files_are_not_served(client: TestClient) -> None:
+    for name in ("nothing.js", "..%2Fstate.py", "%2e%2e/http.py", ""):
+        assert client.get(f"/dashboard/static/{name}").status_code == 404
+
+
+def test_the_dashboard_can_be_turned_off(server: LocalServer) -> None:
+    client = TestClient(guarded_api(server.ingress, HttpSettings(dashboard=False)))
+    for path in ("/", "/dashboard", "/dashboard/state", "/dashboard/events", "/dashboard/static/app.js"):
+        assert client.get(path).status_code == 404
+
+
+def test_data_need_a_key_as_the_load_does_and_files_need_none(keyed: TestClient) -> None:
+    for path in ("/", "/dashboard", "/dashboard/static/app.js"):
+        assert keyed.get(path).status_code == 200
+    for path in ("/dashboard/state", "/dashboard/events", "/v1/load"):
+        assert keyed.get(path).status_code == 401
+        assert keyed.get(path, headers={"authorization": "Bearer " + "x" * 20}).status_code == 401
+        assert keyed.get(path, headers={"authorization": f"Bearer {_TENANT}"}).status_code == 403
+    assert keyed.get("/dashboard/state", headers={"authorization": f"Bearer {_OPERATOR}"}).status_code == 200
+
+
+def test_other_protection_of_the_load_protects_the_data(server: LocalServer, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [{"name": "tenant", "key": _TENANT}]}))
+    for settings, with_key in (
+        (HttpSettings(api_keys=KeySource(file=file), operator_paths=frozenset()), True),
+        (HttpSettings(api_keys=KeySource(file=file), open_paths=frozenset({"/v1/load"})), False),
+    ):
+        client = TestClient(guarded_api(server.ingress, settings, server.ingress.dashboard))
+        headers = {"authorization": f"Bearer {_TENANT}"} if with_key else {}
+        for path in ("/dashboard/state", "/v1/load"):
+            assert client.get(path, headers=headers).status_code == 200
+
+
+def test_state_follows_a_request_and_tells_its_blocks(server: LocalServer) -> None:
+    """The request runs until it has been seen: its client leaves then."""
+    seen: list[DashboardState] = []
+    ids: list[str] = []
+    enough = threading.Event()
+    body = {
+        "model": "builtin",
+        "prompt": "The key of room " * 10,
+        "max_tokens": 3900,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with listening(server.api) as url, httpx.Client(base_url=url, timeout=120) as client:
+
+        def chat() -> None:
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {") and not ids:
+                        ids.append(json.loads(line[6:])["id"])
+                    if enough.is_set():
+                        return
+
+        thread = threading.Thread(target=chat)
+        with client.stream("GET", "/dashboard/events?fast=true") as events:
+            assert events.headers["content-type"].startswith("text/event-stream")
+            for line in events.iter_lines():
+                if not line.startswith("data: "):
+                    continue
+                if not seen:
+                    thread.start()
+                seen.append(DashboardState.model_validate_json(line[6:]))
+                if (
+                    ids
+                    and any(sum(state.replicas[0].steps.outputs) for state in seen)
+                    and any(detail.sequences for detail in seen[-1].details.values())
+                ):
+                    enough.set()
+                if enough.is_set() and not seen[-1].replicas[0].load.num_running:
+                    break
+                assert len(seen) < 600
+        thread.join()
+    running = [detail for state in seen for detail in state.details.values() if detail.sequences]
+    sequence = running[-1].sequences[0]
+    assert (sequence.request_id, seen[0].replicas[0].name) == split_public_id(ids[0])
+    assert sequence.num_prompt_tokens > 0
+    _check_blocks(running[-1])
+    text = "".join(state.model_dump_json() for state in seen)
+    assert "room" not in text
+
+
+def _check_blocks(detail: ReplicaDetail) -> None:
+    """The blocks of every sequence are owned ones on the map."""
+    for sequence in detail.sequences:
+        [table] = sequence.tables
+        runs = list(zip(table.runs[::2], table.runs[1::2], strict=True))
+        assert sum(number for _, number in runs) == table.num_blocks
+        cells = detail.maps[0].states()
+        for first, number in runs:
+            assert set(cells[first - 1 : first - 1 + number]) <= {2, 3, 4}
+
+
+def test_steps_are_recorded_only_while_somebody_looks(server: LocalServer, client: TestClient) -> None:
+    watch: Any = server.engine.watch
+    body = {"model": "builtin", "prompt": "room", "max_tokens": 4, "ignore_eos": True}
+    client.get("/dashboard/state")
+    client.post("/v1/completions", json=body)
+    assert watch.look().steps
+    watch._until = 0.001  # nobody has looked for long
+    client.post("/v1/completions", json=body)
+    until(lambda: not watch.is_on)
+    assert not watch._steps
+
+
+def test_a_viewer_that_takes_nothing_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that stalls must not hold a viewer's place, and events must not pile up for it."""
+    monkeypatch.setattr(http, "STALLED_S", 0.05)
+    made: list[int] = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        while True:
+            made.append(1)
+            yield "data: {}\n\n"
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        with pytest.raises(ClientDisconnect):
+            await EventStream(events())({"type": "http"}, receive, send)
+
+    asyncio.run(run())
+    assert len(made) == 1
+
+
+def test_a_viewer_that_leaves_ends_its_stream() -> None:
+    ended: list[bool] = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        try:
+            yield "data: {}\n\n"
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    asyncio.run(EventStream(events())({"type": "http"}, receive, send))
+    assert ended == [True]

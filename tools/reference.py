@@ -1,0 +1,110 @@
+"""Reference pages made from the code, below docs/reference/: `python -m tools.reference` writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import typer
+
+from app.cli.main import folio
+from app.openai.http import build_api
+from tools.schema import Schema, allowed, cell
+from tools.settings import settings_page
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "reference"
+_NOTE = "<!-- Made from the code by `python -m tools.reference`. -->"
+
+
+def command_line_page() -> str:
+    """Every command with its arguments, options and examples."""
+    group: Any = typer.main.get_command(folio)
+    lines = ["# Command line", "", _NOTE, "", group.help, "", "| Command | Effect |", "|---|---|"]
+    commands = {name: command for name, command in group.commands.items() if not command.hidden}
+    lines += [
+        f"| [`folio {name}`](#folio-{name}) | {cell(_first(command.help))} |" for name, command in commands.items()
+    ]
+    lines += ["", "Every command has `--help`. `folio --install-completion` adds completion to your shell."]
+    for name, command in commands.items():
+        lines += ["", f"## folio {name}", "", _markdown(command.help)]
+        if rows := [_parameter(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)]:
+            lines += ["", "| Argument or option | Default | Meaning |", "|---|---|---|", *rows]
+        if command.epilog:
+            examples = command.epilog.partition("Examples:")[2].strip()
+            lines += ["", "<!-- not run: tests/app/cli runs the commands -->", "```bash", examples, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _first(text: str) -> str:
+    return text.split("\n\n")[0]
+
+
+def _markdown(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in text.replace("\b", "").split("\n\n"))
+
+
+def _parameter(parameter: Any) -> str:
+    names = (*parameter.opts, *parameter.secondary_opts)
+    if parameter.param_type_name == "argument":
+        names = (parameter.name.upper(),)
+    shown = ", ".join(f"`{name}`" for name in names)
+    default = parameter.default
+    if callable(default) or default in (None, False, ()) or "UNSET" in repr(default):
+        default = "required" if parameter.required else ""
+    else:
+        if isinstance(default, Path) and default.is_relative_to(ROOT):
+            default = default.relative_to(ROOT)
+        default = f"`{getattr(default, 'value', default)}`"
+    return f"| {shown} | {default} | {cell(parameter.help or '')} |"
+
+
+def fields_page() -> str:
+    """Every route, and the fields of its body, from the OpenAPI document."""
+    document = build_api(cast(Any, None)).openapi()
+    lines = [
+        "# HTTP fields",
+        "",
+        _NOTE,
+        "",
+        "Every route, and every field of its body, as in `/openapi.json`. Explanations are in [HTTP API](http-api.md).",
+    ]
+    bodies: dict[str, str] = {}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            lines += ["", f"## {method.upper()} {path}", "", cell(operation["description"])]
+            body = operation.get("requestBody")
+            if body is None:
+                continue
+            name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            if name in bodies:
+                lines += ["", f"The body is that of {bodies[name]}."]
+                continue
+            bodies[name] = f"`{method.upper()} {path}`"
+            lines += ["", *_fields(document["components"]["schemas"][name])]
+    return "\n".join(lines) + "\n"
+
+
+def _fields(schema: Schema) -> Iterator[str]:
+    yield "| Field | Allowed | Meaning |"
+    yield "|---|---|---|"
+    for name, field in schema["properties"].items():
+        values = allowed(field)
+        if values == "null":  # refused unless null
+            continue
+        values = re.sub(r" or null$", "", values)
+        needed = " (required)" if name in schema.get("required", ()) else ""
+        yield f"| `{name}`{needed} | {cell(values)} | {cell(field.get('description', ''))} |"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "cli.md": command_line_page,
+    "http-fields.md": fields_page,
+}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page(), encoding="utf-8")

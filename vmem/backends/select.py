@@ -1,0 +1,30 @@
+"""The memory backend of a device."""
+
+from __future__ import annotations
+
+import torch
+
+from vmem.backends.base import AccountedBackend
+from vmem.backends.cuda import CudaBackend
+from vmem.backends.host import HostBackend
+from vmem.errors import MapError
+
+
+def select_backend(device: torch.device, *, capacity_bytes: int, headroom_bytes: int = 0) -> AccountedBackend:
+    """Create the backend of a CPU or a CUDA device.
+
+    Args:
+        capacity_bytes: the most that may be created on a CPU.
+        headroom_bytes: memory left free on a CUDA device for torch.
+
+    Raises:
+        MapError: there is no such device here, or its driver cannot be used.
+    """
+    if device.type == "cpu":
+        return HostBackend(capacity_bytes)
+    if device.type != "cuda":
+        raise MapError(f"there is no memory backend for {device.type}; choose cpu or cuda")
+    if not torch.cuda.is_available():
+        raise MapError("device cuda was asked for, but torch sees no CUDA device here")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return CudaBackend(index, headroom_bytes=headroom_bytes)

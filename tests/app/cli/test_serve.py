@@ -81,8 +81,9 @@ def test_the_host_is_this_machine_unless_it_is_set(
     """Regression: with a port only, every address of the machine was served."""
     served: list[ServeDeploySchema] = []
 
-    def run(config: ServeDeploySchema, *_: Any) -> int:
+    def run(config: ServeDeploySchema, *_: Any, ray_dashboard: bool) -> int:
         served.append(config)
+        assert ray_dashboard == ("--ray-dashboard" in arguments)
         return 0
 
     monkeypatch.setattr(lifetime, "reserve_address", lambda *address: claimed.append(address))

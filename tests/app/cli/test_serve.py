@@ -16,6 +16,7 @@ from ray.serve.schema import ServeDeploySchema
 from app.builtin import BUILTIN_FOLDER
 from app.cli import lifetime
 from app.cli.main import main
+from app.cli.settings import DEFAULT
 
 ROOT = Path(__file__).parents[3]
 
@@ -118,7 +119,9 @@ def printed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_without_options_the_default_is_served(printed: Callable[..., Any]) -> None:
-    """The default in the package is the file that a checkout shows to users."""
+    """The default in the package is a copy of the file that a checkout shows to users. Regression: it was a symbolic
+    link, which some ways of copying a checkout turn into a file with the link's target."""
+    assert DEFAULT.read_text() == (ROOT / "serve_config.yaml").read_text(), f"cp serve_config.yaml {DEFAULT}"
     shown = printed()
     assert shown == yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     assert shown["applications"][0]["args"]["engine"]["model"] == "builtin"

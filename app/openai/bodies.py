@@ -280,7 +280,7 @@ class BudgetRequest(StrictBody):
 
     budget_bytes: Annotated[int, Field(ge=1, examples=[1 << 30])]
     """At most `kv_memory_bytes`, at least what the longest sequence, the floor and pinned prefixes take."""
-    revision: Annotated[int | None, Field(ge=1)] = None
+    revision: Annotated[int | None, Field(ge=1, le=1 << 53)] = None
     """Replicas ignore a request whose revision is not above that of the last one. By default the next one."""
 
 

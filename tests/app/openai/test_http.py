@@ -231,6 +231,8 @@ def test_operation(client: TestClient) -> None:
     assert budget == {"object": "budget", "budget_bytes": 1 << 30, "revision": 8, "answers": ["applied"]}
     for body in ({}, {"budget_bytes": 0}, {"budget_bytes": 1.5}, {"budget_bytes": 1, "revision": 0}):
         assert client.put("/v1/budget", json=body).status_code == 400
+    # Regression: with such a revision no other change was possible, and reports by gRPC failed.
+    assert client.put("/v1/budget", json={"budget_bytes": 1, "revision": 10**4000}).status_code == 400
     for name in ("\n", "a/..", "."):  # no path has such a name: it could not be unpinned
         pin, completion = client.post("/v1/pins", json={"name": name, "prompt": "x"}), complete(client, pin=name)
         assert [(a.status_code, a.json()["error"]["param"]) for a in (pin, completion)] == [(400, "name"), (400, "pin")]

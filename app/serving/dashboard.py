@@ -33,8 +33,10 @@ class WatchedReplicas:
         self._replicas = replicas
         self._admission = admission
         self._count_starting = count_starting
+        self._num_replicas = 0
         self._num_starting = 0
         self._asked_at = -_STATUS_AGE_S
+        self._asking: asyncio.Task[None] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -43,17 +45,25 @@ class WatchedReplicas:
     async def look(self, call: WatchCall) -> tuple[Sequence[ReplicaView], int]:
         try:
             answers = await self._replicas.call_each("look", call, timeout_s=_TIMEOUT_S)
-        except FolioError:  # the controller is away, or no replica can be called: none is seen
-            return [], 0
+        except FolioError:  # the controller is away, or no replica can be called: all are silent
+            return [], self._num_replicas
+        self._num_replicas = len(answers)
         views = [answer for answer in answers if isinstance(answer, ReplicaView)]
         return views, len(answers) - len(views)
 
     async def num_starting(self) -> int:
-        if time.monotonic() - self._asked_at >= _STATUS_AGE_S:
-            self._asked_at = time.monotonic()
-            number = await asyncio.to_thread(self._count_starting)
-            self._num_starting = self._num_starting if number is None else number
+        """The latest number; a controller that hangs is not waited for."""
+        if self._asking is None or self._asking.done():
+            if time.monotonic() - self._asked_at < _STATUS_AGE_S:
+                return self._num_starting
+            self._asking = asyncio.create_task(self._ask())
+        await asyncio.wait([self._asking], timeout=_TIMEOUT_S)
         return self._num_starting
+
+    async def _ask(self) -> None:
+        number = await asyncio.to_thread(self._count_starting)
+        self._num_starting = self._num_starting if number is None else number
+        self._asked_at = time.monotonic()
 
 
 def count_starting(deployment: str, app_name: str) -> int | None:

@@ -162,15 +162,15 @@ def validation_error(errors: Sequence[Any], given: Any) -> ErrorBody:
 
 
 def _place(error: Any, given: Any) -> list[str | int]:
-    """Path of the faulty value in the body: pydantic's path without names of models and types."""
-    path = [part for part in error["loc"] if part not in ("body", "header")]
+    """Path of the faulty value: in a body, pydantic's path without names of models and types."""
+    source, *path = error["loc"]
     place: list[str | int] = []
     for i, part in enumerate(path):
         if isinstance(given, dict) and (part in given or (error["type"] == "missing" and i == len(path) - 1)):
             given = given.get(part)
         elif isinstance(given, list) and isinstance(part, int):
             given = given[part]
-        elif error["loc"][0] != "header":
+        elif source == "body":
             continue
         place.append(part)
     return place

@@ -136,18 +136,14 @@ class Collector:
     async def state(self, wish: Wish) -> str:
         """The state once, as JSON. Raises `OverloadedError` if there are too many viewers."""
         with self._watching(wish):
-            return self._json(await self._next_tick(), wish)
-
-    def check_room(self) -> None:
-        """Raise `OverloadedError` if there are too many viewers."""
-        if self.num_viewers >= MOST_VIEWERS:
-            raise OverloadedError(
-                f"{MOST_VIEWERS} viewers watch this ingress already, which is the most; close one, or try again later",
-                STREAM_S,
-            )
+            num_before = self._num_looks
+            while (tick := await self._next_tick()).number <= num_before:  # that look began without this wish
+                pass
+            return self._json(tick, wish)
 
     async def events(self, wish: Wish) -> AsyncGenerator[str, None]:
-        """The states as server-sent events, until the server drains or for `STREAM_S`."""
+        """The states as server-sent events, until the server drains or for `STREAM_S`. Raises `OverloadedError` before
+        the first event if there are too many viewers."""
         until = time.monotonic() + STREAM_S
         with self._watching(wish):
             yield "retry: 1000\n\n"
@@ -157,13 +153,13 @@ class Collector:
 
     @contextmanager
     def _watching(self, wish: Wish) -> Iterator[None]:
-        self.check_room()
+        if self.num_viewers >= MOST_VIEWERS:
+            raise OverloadedError(
+                f"{MOST_VIEWERS} viewers watch this ingress already, which is the most; close one, or try again later",
+                STREAM_S,
+            )
         self._wishes[wish] += 1
-        self._traffic.start()
-        DECISIONS.is_on = True
         self._wake.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run())
         try:
             yield
         finally:
@@ -173,12 +169,16 @@ class Collector:
 
     async def _next_tick(self) -> _Tick:
         """The next look that ends. Any number of viewers wait for the same one."""
+        if self._task is None or self._task.done():  # here, so that a viewer is not stranded by a failed look
+            self._task = asyncio.create_task(self._run())
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._next)
 
     async def _run(self) -> None:
         """Look until nobody watches any more."""
+        self._traffic.start()
+        DECISIONS.is_on = True
         try:
             while self.num_viewers:
                 self._wake.clear()
@@ -201,7 +201,7 @@ class Collector:
             self._traffic.stop()
             DECISIONS.is_on = False
             DECISIONS.clear()
-            self._since.clear()
+            self._since = {}
             self._roster = _Roster()
 
     async def _look(self) -> _Tick:
@@ -209,12 +209,14 @@ class Collector:
         requests = frozenset(request for wish in self._wishes for request in wish.requests)
         has_chosen_none = any(not wish.replicas for wish in self._wishes)
         wants_all = has_chosen_none and len(self._roster.seen or ()) <= MOST_DETAILS
-        call = WatchCall(None if wants_all else chosen, requests, dict(self._since))
+        call = WatchCall(None if wants_all else chosen, requests, self._since)
+        self._num_looks += 1
+        number = self._num_looks
         (views, num_silent), num_starting = await asyncio.gather(self._source.look(call), self._source.num_starting())
         now = time.monotonic()
         self._roster.note([view.name for view in views], num_silent, now)
-        self._since = {view.name: view.last_step for view in views}
-        self._num_looks += 1
+        since = self._since | {view.name: view.last_step for view in views}
+        self._since = {name: since[name] for name in self._roster.seen or ()}  # a silent one goes on where it was
         state = DashboardState(
             at=time.time(),
             period_s=self._period_s,
@@ -230,7 +232,7 @@ class Collector:
             replicas=(),
         )
         common = state.model_dump_json(exclude={"replicas", "details"})[:-1]
-        return _Tick(self._num_looks, common, sorted(views, key=lambda view: view.name))
+        return _Tick(number, common, sorted(views, key=lambda view: view.name))
 
     def _json(self, tick: _Tick, wish: Wish) -> str:
         """The state for a viewer, from parts that are JSON already."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
+from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import RedirectResponse, Response
@@ -29,7 +30,8 @@ STALLED_S = 30.0
 _CSP = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _HEADERS = {"content-security-policy": _CSP, "referrer-policy": "no-referrer", "cache-control": "no-cache"}
 
-Names = Annotated[list[str], Query(default_factory=list, max_length=8)]
+# Every replica gets all names in every look.
+Names = Annotated[list[Annotated[str, Field(max_length=64)]], Query(default_factory=list, max_length=8)]
 
 
 def add_dashboard(api: FastAPI, collector: Collector) -> None:
@@ -58,12 +60,13 @@ def add_dashboard(api: FastAPI, collector: Collector) -> None:
         """The dashboard's state once: load, memory, blocks and steps of every replica; traffic and routing decisions of
         this ingress."""
         wish = Wish.of(replica, request)
-        return Response(await collector.state(wish), media_type="application/json")
+        return Response(
+            await collector.state(wish), headers={"cache-control": "no-store"}, media_type="application/json"
+        )
 
     @api.get("/dashboard/events", response_class=Response, tags=["operation"])
     async def events(replica: Names, request: Names, fast: bool = False) -> Response:
         """The same state each second as server-sent events; with `fast` ten times as often."""
-        collector.check_room()
         return EventStream(collector.events(Wish.of(replica, request, is_fast=fast)))
 
 
@@ -73,32 +76,34 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        sending = asyncio.create_task(self._send_all(send))
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            sending.cancel()
-            await asyncio.wait((sending, leaving))
-        if not sending.cancelled() and (error := sending.exception()) is not None:
-            raise error
+        async with aclosing(self._events):
+            first = await anext(self._events)  # before the status, which may become a refusal's
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            sending = asyncio.create_task(self._send_all(first, send))
+            leaving = asyncio.create_task(_disconnected(receive))
+            try:
+                await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                leaving.cancel()
+                sending.cancel()
+                await asyncio.wait((sending, leaving))
+            if not sending.cancelled() and (error := sending.exception()) is not None:
+                raise error
 
-    async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            async for event in events:
-                try:
-                    async with asyncio.timeout(STALLED_S):
-                        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-                except TimeoutError:
-                    logger.info("a viewer of the dashboard has taken nothing for %g s; its stream ends", STALLED_S)
-                    raise ClientDisconnect from None
+    async def _send_all(self, event: str | None, send: Send) -> None:
+        while event is not None:
+            try:
+                async with asyncio.timeout(STALLED_S):
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            except TimeoutError:
+                logger.info("a viewer of the dashboard has taken nothing for %g s; its stream ends", STALLED_S)
+                raise ClientDisconnect from None
+            event = await anext(self._events, None)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -33,7 +33,7 @@ class WatchCall:
     Attributes:
         details: names of replicas whose details are wanted; `None`: all.
         requests: ids of requests whose sequences are wanted in the details.
-        since: by name, the last step that the ingress knows.
+        since: by name, the last step that the ingress knows; replicas that are not in it tell no steps.
     """
 
     details: frozenset[str] | None = frozenset()
@@ -58,9 +58,9 @@ def view_replica(watch: EngineWatch, call: WatchCall, *, name: str, model: str, 
         ready_at: when the replica became ready, by `time.monotonic`.
     """
     detailed = call.details is None or name in call.details
-    since = call.since.get(name, 0)
-    view = watch.look(since, detailed=detailed, wanted=call.requests)
-    last_step = view.steps[-1].number if view.steps else since
+    since = call.since.get(name)
+    view = watch.look(since or 0, detailed=detailed, wanted=call.requests)
+    last_step = view.steps[-1].number if view.steps else since or 0
     memory = view.memory
     state = ReplicaState(
         name=name,
@@ -69,7 +69,8 @@ def view_replica(watch: EngineWatch, call: WatchCall, *, name: str, model: str, 
         load=Load.model_validate(view.load, from_attributes=True),
         memory=None if memory is None else Memory.model_validate(memory.report, from_attributes=True),
         maps=() if memory is None else _maps(memory, detailed=False),
-        steps=_steps(view.steps, time.monotonic()),
+        # Not to a new ingress: others watched them, and a viewer whose stream goes on here has seen them there.
+        steps=Steps() if since is None else _steps(view.steps, time.monotonic()),
         last_step=last_step,
     )
     detail = None if memory is None or not detailed else _detail(view, memory).model_dump_json()

@@ -34,12 +34,15 @@ class Replicas:
 
     def __init__(self, *names: str) -> None:
         self.names = list(names)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.num_silent = 0
         self.is_open = True
         self.calls: list[WatchCall] = []
 
     async def look(self, call: WatchCall) -> tuple[Sequence[ReplicaView], int]:
         self.calls.append(call)
+        await self.may_answer.wait()
         views = []
         for name in self.names:
             last = call.since.get(name, 0) + 3
@@ -204,6 +207,67 @@ def test_a_failed_look_ends_the_streams_and_the_next_viewer_starts_again() -> No
             [await take() for _ in range(1000)]
         replicas.names = names
         assert json.loads(await collector.state(Wish()))["replicas"][0]["name"] == "a"
+
+    asyncio.run(run())
+
+
+def test_a_viewer_that_was_reading_while_a_look_failed_is_not_stranded() -> None:
+    """It waited for ever, and kept its place: only a new viewer began the looks again."""
+
+    async def run() -> None:
+        replicas = Replicas("a")
+        collector = collector_of(replicas)
+        take = await states(collector)
+        await take()
+        names, replicas.names = replicas.names, None  # type: ignore[assignment]
+        await until(lambda: collector._task is not None and collector._task.done())
+        assert isinstance(collector._task.exception(), TypeError)  # type: ignore[union-attr]
+        replicas.names = names
+        assert (await take()).replicas[0].name == "a"
+
+    asyncio.run(run())
+
+
+def test_the_state_once_has_its_details_while_others_watch() -> None:
+    """It came from the look in progress, which had begun without the wish."""
+
+    async def run() -> None:
+        replicas = Replicas(*"abcdef")
+        collector = collector_of(replicas)
+        take = await states(collector, Wish.of("a", []))
+        await take()
+        num_before = len(replicas.calls)
+        replicas.may_answer.clear()
+        await until(lambda: len(replicas.calls) > num_before)
+        once = asyncio.create_task(collector.state(Wish.of("b", [])))
+        await asyncio.sleep(0)
+        replicas.may_answer.set()
+        async with asyncio.timeout(30):
+            assert json.loads(await once)["details"].keys() == {"b"}
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_was_silent_goes_on_where_it_was() -> None:
+    """All its steps came again, and counted as those of the last second."""
+
+    async def run() -> None:
+        replicas = Replicas("a", "b")
+        take = await states(collector_of(replicas))
+        await take()
+        await take()
+        replicas.names.remove("a")
+        replicas.num_silent = 1
+        while not (await take()).num_silent:
+            pass
+        known = replicas.calls[-1].since["a"]
+        await take()
+        await take()
+        assert replicas.calls[-1].since["a"] == known > 0
+        replicas.num_silent = 0
+        await take()
+        await take()
+        assert replicas.calls[-1].since.keys() == {"b"}
 
     asyncio.run(run())
 

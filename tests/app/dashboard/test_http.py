@@ -19,8 +19,10 @@ from starlette.types import Message
 
 from app.config.http import HttpSettings, KeySource
 from app.dashboard import http
+from app.dashboard.collector import MOST_VIEWERS
 from app.dashboard.http import STATIC, EventStream
-from app.dashboard.state import DashboardState, ReplicaDetail
+from app.dashboard.state import DashboardState, ReplicaDetail, ReplicaState
+from app.dashboard.views import WatchCall, view_replica
 from app.fleet.messages import split_public_id
 from tests.local_server import LocalServer, guarded_api, listening
 from tests.processes import until
@@ -185,6 +187,68 @@ def test_steps_are_recorded_only_while_somebody_looks(server: LocalServer, clien
     client.post("/v1/completions", json=body)
     until(lambda: not watch.is_on)
     assert not watch._steps
+
+
+def test_a_new_ingress_gets_no_steps_that_were_watched_before(server: LocalServer) -> None:
+    """Its viewers, whose streams had ended at another ingress, took them for those of the last second."""
+    body = {"model": "builtin", "prompt": "room", "max_tokens": 4, "ignore_eos": True}
+    watch = server.engine.watch
+    watch.look()
+    TestClient(server.api).post("/v1/completions", json=body)
+    until(lambda: len(watch.look().steps) >= 4)
+
+    def numbers(call: WatchCall) -> tuple[int, int]:
+        view = view_replica(watch, call, name="a", model="m", ready_at=0.0)
+        return sum(ReplicaState.model_validate_json(view.state).steps.num), view.last_step
+
+    num_steps, last_step = numbers(WatchCall(since={"a": 0}))
+    assert num_steps >= 4
+    assert numbers(WatchCall()) == (0, last_step)
+    assert numbers(WatchCall(since={"a": last_step})) == (0, last_step)
+
+
+def test_faulty_queries_are_named(client: TestClient) -> None:
+    """The answer blamed the body, which there was none of."""
+    long = "x" * 65
+    for query, param in (("fast=banana", "fast"), ("replica=a&" * 9, "replica"), (f"request={long}", "request")):
+        answer = client.get(f"/dashboard/events?{query}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert answer.json()["error"]["message"].startswith(param)
+
+
+def test_viewers_that_come_all_at_once_are_refused_with_an_answer(server: LocalServer) -> None:
+    """All passed the check before the first one counted: later ones got 200 and a broken connection."""
+    api = guarded_api(server.ingress, dashboard=server.ingress.dashboard)
+    status: list[int] = []
+    ended = asyncio.Event()
+
+    async def receive() -> Message:
+        await ended.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            status.append(message["status"])
+
+    async def run() -> None:
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/dashboard/events",
+            "query_string": b"",
+            "headers": [],
+            "app": api,
+        }
+        viewers = [asyncio.create_task(api(dict(scope), receive, send)) for _ in range(MOST_VIEWERS + 8)]
+        async with asyncio.timeout(30):
+            while len(status) < len(viewers):
+                await asyncio.sleep(0.01)
+            ended.set()
+            await asyncio.gather(*viewers)
+
+    asyncio.run(run())
+    assert sorted(status) == [200] * MOST_VIEWERS + [429] * 8
+    assert server.ingress.dashboard.num_viewers == 0
 
 
 def test_a_viewer_that_takes_nothing_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:

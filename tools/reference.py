@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import typer
 
@@ -27,15 +27,27 @@ def command_line_page() -> str:
     lines += [
         f"| [`folio {name}`](#folio-{name}) | {cell(_first(command.help))} |" for name, command in commands.items()
     ]
-    lines += ["", "Every command has `--help`. `folio --install-completion` adds completion to your shell."]
+    lines += [
+        "",
+        "Every command has `--help`. `folio --install-completion` adds completion to your shell.",
+        "The variables `FOLIO_URL` and `FOLIO_API_KEY` stand for `--url` and `--api-key`.",
+    ]
     for name, command in commands.items():
-        lines += ["", f"## folio {name}", "", _markdown(command.help)]
-        if rows := [_parameter(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)]:
-            lines += ["", "| Argument or option | Default | Meaning |", "|---|---|---|", *rows]
-        if command.epilog:
-            examples = command.epilog.partition("Examples:")[2].strip()
-            lines += ["", "<!-- not run: tests/app/cli runs the commands -->", "```bash", examples, "```"]
+        lines += _command(f"folio {name}", command, "##")
     return "\n".join(lines) + "\n"
+
+
+def _command(name: str, command: Any, heading: str, above: Collection[str] = ()) -> Iterator[str]:
+    """A command's part of the page, and its subcommands'. `above`: options of the command that it is part of."""
+    yield from ("", f"{heading} {name}", "", _markdown(command.help))
+    shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+    if rows := [_parameter(parameter) for parameter in shown if parameter.name not in above]:
+        yield from ("", "| Argument or option | Default | Meaning |", "|---|---|---|", *rows)
+    if command.epilog and not above:
+        examples = command.epilog.partition("Examples:")[2].strip()
+        yield from ("", "<!-- not run: tests/app/cli runs the commands -->", "```bash", examples, "```")
+    for subcommand, below in getattr(command, "commands", {}).items():
+        yield from _command(f"{name} {subcommand}", below, f"{heading}#", [parameter.name for parameter in shown])
 
 
 def _first(text: str) -> str:
@@ -47,18 +59,20 @@ def _markdown(text: str) -> str:
 
 
 def _parameter(parameter: Any) -> str:
-    names = (*parameter.opts, *parameter.secondary_opts)
+    names, values = (*parameter.opts, *parameter.secondary_opts), parameter.metavar
     if parameter.param_type_name == "argument":
-        names = (parameter.name.upper(),)
-    shown = ", ".join(f"`{name}`" for name in names)
+        names, values = (parameter.name.upper(),), None
+    elif values is None:
+        values = "|".join(get_args(parameter.type_descriptor.annotation))
+    shown = ", ".join(f"`{name} {values}`" if values else f"`{name}`" for name in names)
     default = parameter.default
-    if callable(default) or default in (None, False, ()) or "UNSET" in repr(default):
+    if callable(default) or default is None or default is False or default == () or "UNSET" in repr(default):
         default = "required" if parameter.required else ""
     else:
         if isinstance(default, Path) and default.is_relative_to(ROOT):
             default = default.relative_to(ROOT)
         default = f"`{getattr(default, 'value', default)}`"
-    return f"| {shown} | {default} | {cell(parameter.help or '')} |"
+    return f"| {cell(shown)} | {default} | {cell(parameter.help or '')} |"
 
 
 def fields_page() -> str:

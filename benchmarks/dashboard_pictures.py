@@ -147,8 +147,8 @@ def draw(frames: Sequence[Frame], play_s: float) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {top + height + 150}" '
         'font-family="system-ui,sans-serif">',
-        "<style>text{fill:#1b2130;font-size:14px}.s{fill:#5b6475;font-size:12px}.n{fill:#8891a0;opacity:.28}"
-        "@media(prefers-color-scheme:dark){text{fill:#e6eaf1}.s{fill:#98a2b3}}</style>",
+        "<style>svg{background:#fff}text{fill:#1b2130;font-size:14px}.s{fill:#5b6475;font-size:12px}.n{fill:#8891a0;opacity:.28}"
+        "@media(prefers-color-scheme:dark){svg{background:#16181f}text{fill:#e6eaf1}.s{fill:#98a2b3}}</style>",
         f'<text x="24" y="24" font-weight="600">Two replicas share {SHARED_BYTES >> 20} MiB of KV memory</text>',
         f'<text x="24" y="{top - 10}" class="s">replica A, a square is a block of 16 tokens</text>',
         f'<text x="424" y="{top - 10}" class="s">replica B</text>',

@@ -1,11 +1,9 @@
-"""Routes of the dashboard: the page, its assets, and the state once or as server-sent events."""
+"""Routes of the dashboard: the page, its files, and the state once or as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import mimetypes
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -13,13 +11,13 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 from pydantic import Field
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from app.dashboard.collector import Collector, Wish
 from app.dashboard.state import DashboardState
+from app.static_files import add_files
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +26,7 @@ STATIC = Path(__file__).parent / "static"
 STALLED_S = 30.0
 # Nothing of the page comes from, or goes to, another server.
 _CSP = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-_HEADERS = {"content-security-policy": _CSP, "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+_HEADERS = {"content-security-policy": _CSP, "referrer-policy": "no-referrer"}
 
 # Every replica gets all names in every look.
 Names = Annotated[list[Annotated[str, Field(max_length=64)]], Query(default_factory=list, max_length=8)]
@@ -36,24 +34,13 @@ Names = Annotated[list[Annotated[str, Field(max_length=64)]], Query(default_fact
 
 def add_dashboard(api: FastAPI, collector: Collector) -> None:
     """Add the dashboard's routes."""
-    assets = {path.name: _Asset(path) for path in STATIC.iterdir() if path.is_file()}
+    files = {f"/dashboard/static/{path.name}": path for path in STATIC.iterdir()}
+    add_files(api, {"/dashboard": STATIC / "index.html", **files}, _HEADERS)
 
     @api.head("/", include_in_schema=False)
     @api.get("/", include_in_schema=False)
     async def root(request: Request) -> Response:
         return RedirectResponse(request.scope.get("root_path", "") + "/dashboard", 307)
-
-    @api.head("/dashboard", include_in_schema=False)
-    @api.get("/dashboard", include_in_schema=False)
-    async def page(request: Request) -> Response:
-        return assets["index.html"].response(request)
-
-    @api.head("/dashboard/static/{name}", include_in_schema=False)
-    @api.get("/dashboard/static/{name}", include_in_schema=False)
-    async def asset(name: str, request: Request) -> Response:
-        if name not in assets:
-            raise HTTPException(404, f"the dashboard has no file {name[:64]!r}")
-        return assets[name].response(request)
 
     @api.get("/dashboard/state", response_model=DashboardState, tags=["operation"])
     async def state(replica: Names, request: Names) -> Response:
@@ -111,18 +98,3 @@ async def _disconnected(receive: Receive) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class _Asset:
-    """One file of the page, in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self._content = path.read_bytes()
-        self._type = mimetypes.guess_type(path.name)[0] or "text/plain"
-        self._etag = f'"{hashlib.sha256(self._content).hexdigest()[:16]}"'
-
-    def response(self, request: Request) -> Response:
-        headers = _HEADERS | {"etag": self._etag}
-        if request.headers.get("if-none-match") == self._etag:
-            return Response(status_code=304, headers=headers)
-        return Response(self._content, headers=headers, media_type=self._type)

@@ -35,6 +35,8 @@ def test_the_page_and_what_it_loads_are_here(site: tuple[TestClient, str]) -> No
         if link != "data:,":
             answer = client.get(urljoin(f"http://testserver{path}", link))
             assert (answer.status_code, answer.content) == (200, (docs_page._FOLDER / Path(link).name).read_bytes())
+            again = client.get(answer.url, headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")  # the bundle was sent again with every view
     document = re.search(r'url: "(.*)"', client.get(f"{path}/start.js").text)
     assert document is not None
     assert client.get(urljoin(f"http://testserver{path}", document[1])).json()["info"]["title"] == "Folio"

@@ -44,12 +44,13 @@ def reserve_address(host: str, port: int) -> socket.socket | None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # earlier connections may linger
             probe.bind(address)
             probe.listen()
-    except (OSError, OverflowError) as error:
-        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        reason = (
-            f"is in use{_describe_server(host, port)}; stop that server, or choose" if in_use else f"({error}); choose"
-        )
-        raise ConfigError(f"{name} {reason} another port with --port") from None
+    except (OSError, UnicodeError) as error:  # names with empty or long parts
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            server = _describe_server(host, port)
+            raise ConfigError(
+                f"{name} is in use{server}; stop that server, or choose another port with --port"
+            ) from None
+        raise ConfigError(f"{name} is no address of this machine ({error}); choose another with --host") from None
     if not sys.platform.startswith("linux"):
         return None
     reserved = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -10,15 +10,13 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from app.cli.connection import DEFAULT_URL, ApiKey, Model, Server, Url
-from app.cli.text import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from app.cli.text import counted, printable, read_text, show_ms
+from app.errors import FolioError, RequestError
 
 EXAMPLES = """
 folio chat
@@ -57,15 +55,15 @@ def chat(
         Server(url, api_key), model, system, {name: value for name, value in sampling.items() if value is not None}
     )
     if not sys.stdin.isatty():
-        text = sys.stdin.read().strip()
+        text = read_text(Path("-")).strip()
         if not text:
             raise typer.BadParameter("standard input is empty; write a message to it, or use a terminal")
         reply = asyncio.run(conversation.answer(text, _write))
         if reply.was_cancelled:
             raise KeyboardInterrupt
-        _write("" if reply.text.endswith("\n") else "\n")
+        _end_line(reply)
         if sys.stderr.isatty():
-            _dim(reply.summary(), stderr=True)
+            _print(reply.summary(), stderr=True)
         return
     asyncio.run(conversation.connect())
     Terminal(conversation).run()
@@ -113,16 +111,15 @@ class Reply:
     def summary(self) -> str:
         """One line: tokens, cached tokens, TTFT, tokens/s."""
         if self.first_s is None:
-            return "no text" if not self.was_cancelled else "cancelled"
+            return "cancelled" if self.was_cancelled else "no text"
         parts = ["cancelled"] if self.was_cancelled else []
         if self.prompt_tokens is not None:
             cached = "" if self.cached_tokens is None else f" ({self.cached_tokens} cached)"
             parts.append(f"{self.prompt_tokens} prompt tokens{cached}")
-        parts.append(f"{self.num_tokens} {'tokens' if self.is_counted else 'pieces of text'}")
-        parts.append(f"first after {self.first_s * 1e3:.0f} ms")
+        unit = "token" if self.is_counted else "event"
+        parts += [counted(self.num_tokens, unit), f"first after {show_ms(self.first_s)} ms"]
         if self.num_tokens > 1 and self.last_s > self.first_s:
-            unit = "tokens/s" if self.is_counted else "pieces/s"
-            parts.append(f"{(self.num_tokens - 1) / (self.last_s - self.first_s):.1f} {unit}")
+            parts.append(f"{(self.num_tokens - 1) / (self.last_s - self.first_s):.1f} {unit}s/s")
         if self.finish_reason == "length":
             parts.append("cut off at the limit of tokens")
         return " · ".join(parts)
@@ -157,10 +154,8 @@ class Conversation:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     async def answer(self, text: str, write: Callable[[str], None]) -> Reply:
-        """Ask, and write the answer as it comes. When it fails, the conversation is as before; a cancelled answer
-        remains as far as it came. Raises `FolioError`."""
-        from app.errors import RequestError
-
+        """Ask, and write the answer as it comes. When it fails or is empty, the conversation is as before; a
+        cancelled answer remains as far as it came. Raises `FolioError`."""
         reply = Reply()
         self.messages.append({"role": "user", "content": text})
         try:
@@ -180,8 +175,8 @@ class Conversation:
             raise
         if reply.text:
             self.messages.append({"role": "assistant", "content": reply.text})
-        elif reply.was_cancelled:
-            self.messages.pop()
+        else:
+            self.messages.pop()  # many templates refuse two messages of the user in succession
         return reply
 
     async def _stream(self, server: Server, reply: Reply, write: Callable[[str], None]) -> None:
@@ -211,9 +206,7 @@ class Terminal:
     def run(self) -> None:
         import readline  # noqa: F401 - gives input() its editing and history
 
-        from app.errors import FolioError
-
-        _dim(f"{self._conversation.model} at {self._conversation.server.url}; /help lists commands")
+        _print(f"{self._conversation.model} at {self._conversation.server.url}; /help lists commands")
         while True:
             try:
                 text = read_message().strip()
@@ -232,20 +225,17 @@ class Terminal:
                     self._answer(text)
             except FolioError as error:
                 _show_error(error)
+            except KeyboardInterrupt:  # before the first byte, after the last one, or in a command
+                print("\ncancelled")
 
     def _answer(self, text: str) -> None:
-        from app.errors import FolioError
-
         try:
             reply = asyncio.run(self._conversation.answer(text, _write))
         except FolioError:
             print()
             raise
-        except KeyboardInterrupt:  # after the last byte, or before the first
-            reply = Reply(was_cancelled=True)
-        if not reply.text.endswith("\n"):
-            print()
-        _dim(reply.summary())
+        _end_line(reply)
+        _print(reply.summary())
 
     def _clear(self, _: str) -> None:
         self._conversation.messages.clear()
@@ -274,11 +264,12 @@ class Terminal:
         messages = self._conversation.with_system()
         content = {"model": self._conversation.model, "messages": messages}
         try:
-            Path(name).expanduser().write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        except OSError as error:
-            print(f"{name} cannot be written: {error.strerror}")
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            Path(name).expanduser().write_text(text, encoding="utf-8", errors="replace")
+        except (OSError, RuntimeError) as error:  # no home of a ~user
+            print(f"{name} cannot be written: {getattr(error, 'strerror', error)}")
         else:
-            print(f"{len(messages)} messages are in {name}")
+            print(f"{name} has {counted(len(messages), 'message')}")
 
 
 def read_message() -> str:
@@ -300,19 +291,19 @@ def read_message() -> str:
 def _show_error(error: Exception) -> None:
     retry_after_s = getattr(error, "retry_after_s", None)
     again = "" if retry_after_s is None else f" (try again in {retry_after_s:g} s)"
-    _console(stderr=False).print(f"error: {printable(str(error))}{again}", style="red", markup=False)
+    _print(f"error: {printable(str(error))}{again}", style="red")
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    print(text, end="", flush=True)
 
 
-def _dim(text: str, *, stderr: bool = False) -> None:
-    _console(stderr=stderr).print(text, style="dim", markup=False)
+def _end_line(reply: Reply) -> None:
+    if not reply.text.endswith("\n"):
+        print()
 
 
-def _console(*, stderr: bool) -> Console:
+def _print(text: str, *, stderr: bool = False, style: str = "dim") -> None:
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+    Console(stderr=stderr, highlight=False, soft_wrap=True).print(text, style=style, markup=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -58,6 +59,9 @@ add(env.env, env.EXAMPLES)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an encoding may lack what a server or a path has
     try:
         # With `standalone_mode` typer would print a box of several lines for each mistake.
         return folio(list(arguments) or ["--help"], prog_name="folio", standalone_mode=False) or 0

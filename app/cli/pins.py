@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
+import json
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
-from app.cli.connection import DEFAULT_URL, ApiKey, Server, Url
+from app.cli.connection import DEFAULT_URL, ApiKey, Json, Url, call
 from app.cli.sizes import show_size
-from app.cli.text import printable
+from app.cli.text import console, counted, printable, read_text, table
 
 EXAMPLES = """
 folio pins
@@ -27,7 +27,6 @@ pins = typer.Typer(
     invoke_without_command=True,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _LIST_EXAMPLES = "Examples:\n\nfolio pins list --json"
 _ADD_EXAMPLES = "Examples:\n\nfolio pins add rules --file rules.txt\n\ncat rules.txt | folio pins add rules --file -"
 _REMOVE_EXAMPLES = "Examples:\n\nfolio pins remove rules"
@@ -63,11 +62,11 @@ def add_pin(
     if system is not None:
         body["messages"] = [{"role": "system", "content": system}]
     else:
-        body["prompt"] = prompt if file is None else _read(file)
-    card = _call(url, api_key, "POST", "/v1/pins", body)
+        body["prompt"] = prompt if file is None else read_text(file)
+    card = call(url, api_key, "POST", "/v1/pins", body)
     print(
         f"{printable(card['id'])}: {card['num_tokens']} tokens, {show_size(card['num_bytes'])} a replica, on "
-        f"{card['num_replicas']} {'replica' if card['num_replicas'] == 1 else 'replicas'}"
+        f"{counted(card['num_replicas'], 'replica')}"
     )
 
 
@@ -76,46 +75,20 @@ def remove_pin(
     name: Annotated[str, typer.Argument(help="Of the pin.")], url: Url = DEFAULT_URL, api_key: ApiKey = None
 ) -> None:
     """Unpin a prefix on every replica. It stays in the cache until its memory is needed."""
-    from urllib.parse import quote
-
-    _call(url, api_key, "DELETE", f"/v1/pins/{quote(name, safe='')}")
-    print(f"{name} is not pinned any more")
+    call(url, api_key, "DELETE", f"/v1/pins/{quote(name, safe='')}")
+    print(f"{printable(name)} is not pinned any more")
 
 
 def _show(url: str, api_key: str | None, as_json: bool) -> None:
-    import json
-
-    cards = _call(url, api_key, "GET", "/v1/pins")["data"]
+    cards = call(url, api_key, "GET", "/v1/pins").get("data") or []
     if as_json:
         print(json.dumps(cards))
         return
     if not cards:
         print("nothing is pinned; `folio pins add` pins a prefix")
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("pin", overflow="fold")
-    for column in ("tokens", "memory on a replica", "replicas"):
-        table.add_column(column, justify="right")
+    shown = table(None, "pin", "tokens", "memory on a replica", "replicas")
     for card in cards:
         row = printable(card["id"]), str(card["num_tokens"]), show_size(card["num_bytes"]), str(card["num_replicas"])
-        table.add_row(*row)
-    Console(markup=False, highlight=False).print(table)
-
-
-def _read(file: Path) -> str:
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise typer.BadParameter(f"--file {file} cannot be read: {reason}") from None
-
-
-def _call(url: str, api_key: str | None, method: str, path: str, body: Any = None) -> Any:
-    async def call() -> Any:
-        async with Server(url, api_key) as server:
-            return await server.call(method, path, body)
-
-    return asyncio.run(call())
+        shown.add_row(*row)
+    console().print(shown)

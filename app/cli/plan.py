@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from app.cli.connection import Json
 from app.cli.sizes import parse_size, show_size
+from app.cli.text import console, table
 
 if TYPE_CHECKING:
     from app.engine.model.size import ModelSize
@@ -62,13 +64,17 @@ def plan(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of a sequence, prompt and output.")] = 4096,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of a replica, a GPU each.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: auto, bfloat16, float16 or float32.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of weights and KV cache.")
+    ] = "auto",
     kv_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV cache of each rank; by default Folio's.")
     ] = None,
     block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a block; by default the best.")] = None,
-    kv_layout: Annotated[str, typer.Option(help="interleaved, or per_layer.")] = "interleaved",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    kv_layout: Annotated[
+        Literal["interleaved", "per_layer"], typer.Option(help="Of a block's layers.")
+    ] = "interleaved",
+    as_json: Json = False,
 ) -> None:
     """Plan memory: weights, KV layout, waste, tokens of room, sequences at a length, and replicas that fit.
 
@@ -90,7 +96,7 @@ def plan(
                 tensor_parallel_size=tensor_parallel_size,
                 kv_memory_bytes=kv_memory,
                 block_tokens=block_tokens,
-                kv_layout=kv_layout,  # type: ignore[arg-type]  # checked there
+                kv_layout=kv_layout,
             )
         )
         figures = plan_figures(size, target, tokens)
@@ -116,7 +122,7 @@ def choose_target(device: str | None, memory: int | None) -> Target:
     """Raises `typer.BadParameter` for a device that is not known, or without memory."""
     name = (device or _CPU).lower()
     if name in DEVICES:
-        return Target(_CUDA, name, memory or DEVICES[name])
+        return Target(_CUDA, name, DEVICES[name] if memory is None else memory)
     if name not in (_CPU, _CUDA):
         raise typer.BadParameter(f"--device is {device!r}; choose cpu, cuda, or one of {', '.join(DEVICES)}")
     if memory is not None:
@@ -201,109 +207,69 @@ def _group_figures(group: Any, expected_tokens: int) -> dict[str, Any]:
 
 
 def _print(figures: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False)
-    for table in tables(figures):
-        console.print(table)
-        console.print()
-    console.print(note(figures), style="dim")
-
-
-def note(figures: dict[str, Any]) -> str:
-    """What the numbers count, and what they leave out."""
+    screen = console()
+    for shown in (_model_table(figures), _layout_table(figures), _replica_table(figures)):
+        screen.print(shown)
+        screen.print()
     room = (
         "CUDA: 90 % of what weights and 2 GiB for torch leave."
         if figures["device"] == _CUDA
         else "CPU: a quarter of the memory, or less where weights and a step leave less; --kv-memory sets it."
     )
-    return (
+    screen.print(
         f"KV cache on {room} Sequences share no prefix here; shared prefixes are held once. Replicas share the memory "
-        "equally. Adapters and draft models are not counted."
+        "equally. Adapters and draft models are not counted.",
+        style="dim",
     )
-
-
-def tables(figures: dict[str, Any]) -> list[Any]:
-    """The plan as tables of rich."""
-    return [_model_table(figures), _layout_table(figures), _replica_table(figures)]
-
-
-def _grid(title: str) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    return table
 
 
 def _model_table(figures: dict[str, Any]) -> Any:
+    shown = table(f"{figures['model']} on {figures['device_name']}, {show_size(figures['memory_bytes'])}")
+    shown.show_header = False
+    shown.add_column(style="dim")
+    shown.add_column(overflow="fold")
     ranks = figures["tensor_parallel_size"]
     a_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
-    table = _grid(f"{figures['model']} on {figures['device_name']}, {show_size(figures['memory_bytes'])}")
     millions = figures["num_parameters"] / 1e6
     parameters = f"{millions / 1e3:.2f} billion" if millions >= 1e3 else f"{millions:.1f} million"
-    table.add_row("model", f"{figures['architecture']}, {parameters} parameters, {figures['dtype']}")
-    table.add_row("weights", show_size(figures["weight_bytes"]) + a_rank)
     pages = f"{figures['num_pages']:,} pages of {show_size(figures['page_bytes'])}"
-    table.add_row("KV cache", f"{show_size(figures['kv_budget_bytes'])}{a_rank}: {pages}")
-    longest, context = figures["longest_sequence_tokens"], figures["max_model_len"]
-    by = "the model's context" if longest == context else "by memory"
-    table.add_row("room", f"{figures['room_tokens']:,} tokens")
-    table.add_row("longest sequence", f"{longest:,} tokens ({by})")
-    table.add_row(f"sequences of {figures['tokens']:,}", f"{figures['sequences']:,} at once")
-    return table
+    longest = figures["longest_sequence_tokens"]
+    by = "the model's context" if longest == figures["max_model_len"] else "by memory"
+    shown.add_row("model", f"{figures['architecture']}, {parameters} parameters, {figures['dtype']}")
+    shown.add_row("weights", show_size(figures["weight_bytes"]) + a_rank)
+    shown.add_row("KV cache", f"{show_size(figures['kv_budget_bytes'])}{a_rank}: {pages}")
+    shown.add_row("room", f"{figures['room_tokens']:,} tokens")
+    shown.add_row("longest sequence", f"{longest:,} tokens ({by})")
+    shown.add_row(f"sequences of {figures['tokens']:,}", f"{figures['sequences']:,} at once")
+    return shown
 
 
 def _layout_table(figures: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    granularity = show_size(figures["granularity_bytes"])
-    table = Table(
-        title=f"KV layout: {figures['kv_layout']}, pages of whole {granularity}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        header_style="dim",
-    )
-    table.add_column("layers", overflow="fold")
-    for column in ("block", "bytes a token", "padding", "waste"):
-        table.add_column(column, justify="right")
+    title = f"KV layout: {figures['kv_layout']}, pages of whole {show_size(figures['granularity_bytes'])}"
+    shown = table(title, "layers", "block", "bytes a token", "padding", "waste")
     for group in figures["groups"]:
+        padding = f"{group['padding']:.1%}"
         if group["kind"] == "recurrent state":
-            each = show_size(group["bytes_per_sequence"])
-            table.add_row("recurrent states", f"{each} a sequence", "", f"{group['padding']:.1%}", "")
+            shown.add_row("recurrent states", f"{show_size(group['bytes_per_sequence'])} a sequence", "", padding, "")
             continue
         window = "" if group["window_tokens"] is None else f" of {group['window_tokens']}"
-        table.add_row(
+        shown.add_row(
             f"{group['num_layers']} × {group['kind']}{window}",
             f"{group['block_tokens']} tokens, {show_size(group['block_bytes'])}",
             f"{group['bytes_per_token']:,}",
-            f"{group['padding']:.1%}",
+            padding,
             f"{group['expected_waste']:.1%} at {group['expected_tokens']:,}",
         )
-    return table
+    return shown
 
 
 def _replica_table(figures: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    most = figures["num_replicas"]
+    most, tokens = figures["num_replicas"], f"{figures['tokens']:,}"
     where = "machine" if figures["device"] == _CPU else "device"
-    table = Table(
-        title=f"Replicas on one {where}: {most} fit" if most else f"No sequence of {figures['tokens']:,} tokens fits",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        header_style="dim",
-    )
-    for column in ("replicas", "KV cache of each", f"sequences of {figures['tokens']:,} of each", "of all"):
-        table.add_column(column, justify="right")
-    chosen = [row for row in figures["replicas"] if row["num_replicas"] in (1, 2, 3, 4, 8, 16, 32, most)]
-    for row in chosen:
-        number = row["num_replicas"]
-        total = number * row["sequences"]
-        table.add_row(str(number), show_size(row["kv_budget_bytes"]), f"{row['sequences']:,}", f"{total:,}")
-    return table
+    title = f"Replicas on one {where}: {most} fit" if most else f"No sequence of {tokens} tokens fits"
+    shown = table(title, "replicas", "KV cache of each", f"sequences of {tokens} of each", "of all")
+    for row in figures["replicas"]:
+        number, sequences = row["num_replicas"], row["sequences"]
+        if number in (1, 2, 3, 4, 8, 16, 32, most):
+            shown.add_row(str(number), show_size(row["kv_budget_bytes"]), f"{sequences:,}", f"{number * sequences:,}")
+    return shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,15 +66,15 @@ class Settings:
             raise ConfigError("\n".join(map(self._named, str(error).splitlines()))) from None
 
     def _named(self, line: str) -> str:
+        """A fault with the options' names and units, and with the file's name if it is a key of the file."""
         for key, option in self.options.items():
-            rest = line.removeprefix(key)
-            if rest != line and rest[:1] in (" ", ":", "."):
-                head, is_, tail = rest.partition("; ")
-                value = head.removeprefix(" is ")
-                if option in _SIZES and value.isdecimal():
-                    head = f" is {show_size(int(value))}"
-                return option + head.replace(".", " ", 1 if head.startswith(".") else 0) + is_ + tail
-        return line if self.file is None else f"{self.file}: {line}"
+            # A fault begins with a key, and names others of its application without what all have in common.
+            names = "|".join(map(re.escape, filter(None, (key, key.partition(".args.")[2]))))
+            line = re.sub(rf"(?<![\w.])(?:{names})(?!\w)", option, line).replace(f"{option}.", f"{option} ")
+        if any(size in line for size in _SIZES):
+            line = re.sub(r"\b\d{4,}\b", lambda m: show_size(int(m[0])), line)
+        is_of_option = line.startswith(tuple(self.options.values()))
+        return line if is_of_option or self.file is None else f"{self.file}: {line}"
 
 
 def compose(file: Path | None, given: Mapping[str, Any]) -> Settings:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import select
+import os
+import signal
 import sys
-import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
 
 from app.cli.connection import DEFAULT_URL, ApiKey, Server, Url
+from app.cli.text import console
+from app.errors import FolioError, UnavailableError
 
 EXAMPLES = """
 folio top
@@ -23,9 +26,9 @@ folio top --once
 folio top --json | head -n 1
 """
 
-_EVENTS = "/dashboard/events"
-# Silence after which the server counts as not reachable, and the pause between two tries.
-_SILENCE_S, _RETRY_S = 10.0, 1.0
+# Silence after which the server counts as not reachable, the pause between two tries, and the period of drawing, after
+# which the view has a new size.
+_SILENCE_S, _RETRY_S, _DRAW_S = 10.0, 1.0, 0.25
 
 
 def top(
@@ -39,153 +42,132 @@ def top(
 
     With API keys, for operators. Latencies are those of requests that ended while somebody watched.
     """
-    server = Server(url, api_key)
-    if once:
-        asyncio.run(_once(server, as_json))
-    elif as_json:
-        asyncio.run(_print_states(server, interval))
+    server = Server(url, api_key, silence_s=_SILENCE_S)
+    if once or as_json:
+        asyncio.run(_print(server, interval, once=once, as_json=as_json))
     elif not sys.stdout.isatty():
         raise typer.BadParameter("the view needs a terminal; use --once or --json")
     else:
-        _live(server, interval)
+        asyncio.run(_live(server, interval))
 
 
-async def states(server: Server) -> AsyncGenerator[dict[str, Any], None]:
-    """The server's states, about one a second, without an end. Raises `FolioError`."""
-    from app.errors import RequestError, UnavailableError
-    from app.event_stream import event_data
-
+async def states(server: Server, interval_s: float) -> AsyncGenerator[dict[str, Any], None]:
+    """The server's states, at intervals, without an end. Raises `FolioError`."""
+    due_s = 0.0
     while True:  # the server ends each stream after a while
-        try:
-            async with server.answer("GET", _EVENTS) as response:
-                events, is_empty = event_data(response.content.iter_any()), True
-                while True:
-                    async with asyncio.timeout(_SILENCE_S):
-                        data = await anext(events, None)
-                    if data is None:
-                        break
-                    is_empty = False
-                    yield json.loads(data)
-            if is_empty:
-                raise UnavailableError(f"{server.url} is stopping")
-        except TimeoutError:
-            raise UnavailableError(f"{server.url} has sent nothing for {_SILENCE_S:g} s") from None
-        except RequestError as error:
-            raise UnavailableError(
-                f"{server.url} has no {_EVENTS}: it is no Folio server, or its setting http.dashboard is off"
-            ) from error
+        state = None
+        async with aclosing(server.stream("/dashboard/events")) as events:
+            async for state in events:
+                if (now_s := time.monotonic()) >= due_s:
+                    due_s = now_s + interval_s - 0.5 * state["period_s"]
+                    yield state
+        if state is None:
+            raise UnavailableError(f"{server.url} is stopping")
 
 
-async def _once(server: Server, as_json: bool) -> None:
-    from rich.console import Console
-
+async def _print(server: Server, interval_s: float, *, once: bool, as_json: bool) -> None:
+    """Print states as JSON lines, or once: the second one, which has the steps of a whole period."""
     from app.cli.top_view import view
 
-    async with server, aclosing(states(server)) as found:
-        await anext(found)
-        state = await anext(found)  # with the steps of a whole period
-    if as_json:
-        print(json.dumps(state))
-    else:
-        console = Console(markup=False, highlight=False)
-        console.print(view(state, console.width, None))
-
-
-async def _print_states(server: Server, interval_s: float) -> None:
-    due = 0.0
-    async with server, aclosing(states(server)) as found:
+    async with server, aclosing(states(server, 0.0 if once else interval_s)) as found:
+        if once:
+            await anext(found)
         async for state in found:
-            if time.monotonic() >= due:
-                due = time.monotonic() + interval_s - 0.5 * state["period_s"]
+            if as_json:
                 print(json.dumps(state), flush=True)
+            else:
+                console().print(view(state, console().width, None))
+            if once:
+                return
 
 
-def _live(server: Server, interval_s: float) -> None:
-    """Draw until q or Ctrl-C. A server that cannot be reached is tried again; the last state stays in sight."""
-    from rich.console import Console
+async def _live(server: Server, interval_s: float) -> None:
+    """Draw until q or a signal."""
+    watch = Watch()
+    async with server:
+        following = asyncio.create_task(watch.follow(server, interval_s))
+        while not (watch.state or following.done()):
+            await asyncio.sleep(0.02)
+        if not following.done():
+            await _draw(watch, following)
+        if following.done():
+            await following
+        following.cancel()
+
+
+async def _draw(watch: Watch, following: asyncio.Task[None]) -> None:
     from rich.live import Live
 
     from app.cli.top_view import view
 
-    console = Console(markup=False, highlight=False)
-    watch = Watch(server, interval_s)
-    watch.start()
-    try:
-        with _keys() as wait_for_key, Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                state, problem = watch.latest
-                live.update(view(state, console.width, problem, console.height), refresh=True)
-                if wait_for_key(0.25) in ("q", "Q", "\x03", "\x04"):
-                    return
-    except KeyboardInterrupt:
-        return
-    finally:
-        watch.stop()
+    screen = console()
+    with _end() as end, Live(console=screen, screen=True, auto_refresh=False) as live:
+        while not (following.done() or end.done()):
+            live.update(view(watch.state, screen.width, watch.problem, screen.height), refresh=True)
+            await asyncio.wait([following, end], timeout=_DRAW_S, return_when=asyncio.FIRST_COMPLETED)
 
 
+@dataclass
 class Watch:
-    """Reads the states in a thread, so that the view stays alive while the server does not answer.
+    """What is known of a server.
 
     Attributes:
-        latest: the last state, and since when and why there has been no newer one.
+        state: the last one, empty before the first.
+        problem: since when (seconds since 1970) and why there has been no newer one.
     """
 
-    def __init__(self, server: Server, interval_s: float) -> None:
-        self._server = server
-        self._interval_s = interval_s
-        self._changed = threading.Event()
-        self._is_stopped = False
-        self.latest: tuple[dict[str, Any], tuple[float, str] | None] = ({}, None)
+    state: dict[str, Any] = field(default_factory=dict)
+    problem: tuple[float, str] | None = None
 
-    def start(self) -> None:
-        """Return after the first look. Raises `FolioError` if it fails: the user can correct it."""
-        threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True).start()
-        self._changed.wait()
-        if not self.latest[0] and self.latest[1] is not None:
-            from app.errors import UnavailableError
-
-            raise UnavailableError(self.latest[1][1])
-
-    def stop(self) -> None:
-        self._is_stopped = True
-
-    async def _run(self) -> None:
-        from app.errors import FolioError
-
-        async with self._server:
-            while not self._is_stopped:
-                try:
-                    await self._follow()
-                except FolioError as error:
-                    state, problem = self.latest
-                    self.latest = state, (problem[0] if problem else time.time(), str(error))
-                    self._changed.set()
-                await asyncio.sleep(_RETRY_S)
-
-    async def _follow(self) -> None:
-        due = 0.0
-        async with aclosing(states(self._server)) as found:
-            async for state in found:
-                if self._is_stopped:
-                    return
-                if time.monotonic() >= due or self.latest[1] is not None:
-                    due = time.monotonic() + self._interval_s - 0.5 * state["period_s"]
-                    self.latest = state, None
-                    self._changed.set()
+    async def follow(self, server: Server, interval_s: float) -> None:
+        """Read the states until cancelled; a server that cannot be reached is tried again. Raises `FolioError` if the
+        first look fails: the user can correct it."""
+        while True:
+            try:
+                async with aclosing(states(server, interval_s)) as found:
+                    async for self.state in found:
+                        self.problem = None
+            except FolioError as error:
+                if not self.state:
+                    raise
+                self.problem = self.problem[0] if self.problem else time.time(), str(error)
+            await asyncio.sleep(_RETRY_S)
 
 
 @contextmanager
-def _keys() -> Iterator[Any]:
-    """A function that waits so many seconds for a key, without echo; `None` if none is pressed."""
-    if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds)
-        return
-    import termios
-    import tty
+def _end() -> Iterator[asyncio.Future[None]]:
+    """A future that is done when q is pressed, without echo, or at a signal: the terminal must be restored."""
+    loop = asyncio.get_running_loop()
+    end = loop.create_future()
 
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
+    def set_end() -> None:
+        if not end.done():
+            end.set_result(None)
+
+    def read() -> None:
+        if set(os.read(keyboard, 64) or b"q") & set(b"qQ\x04"):  # Ctrl-D; nothing: it is closed
+            loop.remove_reader(keyboard)
+            set_end()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, set_end)
     try:
-        yield lambda seconds: sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else None
+        if not sys.stdin.isatty():
+            yield end
+            return
+        import termios
+        import tty
+
+        keyboard = sys.stdin.fileno()
+        before = termios.tcgetattr(keyboard)
+        tty.setcbreak(keyboard)
+        loop.add_reader(keyboard, read)
+        try:
+            yield end
+        finally:
+            loop.remove_reader(keyboard)
+            termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        for number in signals:
+            loop.remove_signal_handler(number)

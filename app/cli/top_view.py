@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from app.cli.sizes import show_size
-from app.cli.text import printable
-
-if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
-    from rich.table import Table
-    from rich.text import Text
+from app.cli.text import counted, printable, show_ms
 
 # Kinds of memory in the order of the bar, with colours and characters: without colours the bar is still read.
 KINDS = (
@@ -45,8 +44,6 @@ def kinds_of(memory: Mapping[str, Any]) -> dict[str, int]:
 
 def bar(memory: Mapping[str, Any], width: int) -> Text:
     """The budget as `width` characters. Each kind that there is has one at least, if they fit."""
-    from rich.text import Text
-
     sizes = kinds_of(memory)
     total = sum(sizes.values()) or 1
     cells = {kind: max(round(width * size / total), 1 if size else 0) for kind, size in sizes.items()}
@@ -68,9 +65,6 @@ def view(state: Mapping[str, Any], width: int, problem: tuple[float, str] | None
         problem: since when (seconds since 1970) and why there is no newer state.
         height: lines of the terminal; `None`: as many as it takes.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     replicas: Sequence[Any] = state.get("replicas") or ()
     title, totals, legend = _title(state, problem, width), _totals(state, width), _legend()
     lines_each = 1 if width >= _WIDE else 2 if width >= _MIDDLE else 3
@@ -100,12 +94,9 @@ def _business(replica: Mapping[str, Any]) -> int:
 
 
 def _title(state: Mapping[str, Any], problem: tuple[float, str] | None, width: int) -> Text:
-    from rich.text import Text
-
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"folio  {printable(str(state.get('model', '')))}", style="bold")
-    num = len(state.get("replicas") or ())
-    text.append(f"  {num} replica{'' if num == 1 else 's'}")
+    text.append(f"  {counted(len(state.get('replicas') or ()), 'replica')}")
     for field, word, style in (("num_starting", "starting", "yellow"), ("num_silent", "silent", "red")):
         if state.get(field):
             text.append(f", {state[field]} {word}", style=style)
@@ -119,8 +110,6 @@ def _title(state: Mapping[str, Any], problem: tuple[float, str] | None, width: i
 
 def _totals(state: Mapping[str, Any], width: int) -> Text:
     """Figures of all replicas and of the requests through this ingress."""
-    from rich.text import Text
-
     traffic = state.get("traffic") or {}
     replicas = state.get("replicas") or ()
     prompt_tokens = traffic.get("prompt_tokens") or 0
@@ -153,11 +142,7 @@ def tokens_per_s(replica: Mapping[str, Any], period_s: float) -> float:
 def _percentiles(values: Mapping[str, Any] | None) -> str:
     if not values or values.get("p50") is None:
         return "-"
-    return " ".join(_ms(values[key]) for key in ("p50", "p90", "p99")) + " ms"
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+    return " ".join(show_ms(values[key]) for key in ("p50", "p90", "p99")) + " ms"
 
 
 def _figures(replica: Mapping[str, Any]) -> dict[str, str]:
@@ -189,9 +174,6 @@ def _age(seconds: float) -> str:
 
 def _wide(replicas: Sequence[Mapping[str, Any]], width: int, period_s: float) -> Table:
     """A line for each replica."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False, header_style="dim", width=width)
     table.add_column("replica", no_wrap=True, overflow="ellipsis", max_width=16)
     for name in ("age", "run", "queue", "batch", "tok/s"):
@@ -215,9 +197,6 @@ def _wide(replicas: Sequence[Mapping[str, Any]], width: int, period_s: float) ->
 
 def _narrow(replicas: Sequence[Mapping[str, Any]], width: int, period_s: float) -> Group:
     """Two or three lines for each replica: figures, then the bar."""
-    from rich.console import Group
-    from rich.text import Text
-
     parts: list[RenderableType] = []
     for replica in replicas:
         each = _figures(replica)
@@ -240,8 +219,6 @@ def _narrow(replicas: Sequence[Mapping[str, Any]], width: int, period_s: float) 
 
 
 def _legend() -> Text:
-    from rich.text import Text
-
     text = Text()
     for kind, colour, character in KINDS:
         text.append(f"{character} {kind}  ", style=colour)

@@ -95,7 +95,14 @@ def test_the_server_in_use_is_described(content: str, status: int, server: str) 
         reserve_address("127.0.0.1", port)
 
 
-@pytest.mark.parametrize(("host", "port"), [("192.0.2.77", 8000), ("127.0.0.1", 70000)])
-def test_an_unusable_address(host: str, port: int) -> None:
-    with pytest.raises(ConfigError, match=f"{host}:{port} .*choose another port"):
+@pytest.mark.parametrize(
+    ("host", "port", "remedy"),
+    [
+        ("192.0.2.77", 8000, "choose another with --host"),
+        ("a..b", 8000, "choose another with --host"),  # regression: a UnicodeError with its traceback
+        ("127.0.0.1", 70000, "choose another port"),
+    ],
+)
+def test_an_unusable_address(host: str, port: int, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"{host}:{port} is .*{remedy}"):
         reserve_address(host, port)

@@ -104,7 +104,7 @@ def test_errors_are_shown_and_the_session_goes_on(
         "error: a step failed",
         f"error: the connection to {url} was lost",
         f"error: {url} ended the answer in the middle; send the request again",
-        "is not JSON",
+        "is no JSON object",
         "You said hi.",
     ):
         assert line in shown
@@ -137,7 +137,7 @@ def test_an_interrupt_ends_the_answer_only(monkeypatch: pytest.MonkeyPatch, caps
     with serving(answer) as url:
         assert main(["chat", "--url", url]) == 0
     shown = capsys.readouterr().out
-    assert "Once upon\ncancelled · 1 pieces of text" in shown
+    assert "Once upon\ncancelled · 1 event ·" in shown
     assert "You said hi." in shown
     assert has_left
 
@@ -159,7 +159,21 @@ def test_a_server_without_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     type_lines(monkeypatch, "hi")
     with serving(answer) as url:
         assert main(["chat", "--url", url]) == 0
-    assert "abc\n3 pieces of text · first after" in capsys.readouterr().out
+    assert "abc\n3 events · first after" in capsys.readouterr().out
+
+
+def test_an_empty_answer_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the next request had two messages of the user in succession, which many templates refuse."""
+    bodies: list[Any] = []
+
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        bodies.append(body)
+        return await stream(request, DONE)
+
+    type_lines(monkeypatch, "one", "two")
+    with serving(answer) as url:
+        assert main(["chat", "--url", url]) == 0
+    assert [[message["content"] for message in body["messages"]] for body in bodies] == [["one"], ["two"]]
 
 
 def test_escape_sequences_are_not_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +185,23 @@ def test_escape_sequences_are_not_obeyed(monkeypatch: pytest.MonkeyPatch, capsys
         assert main(["chat", "--url", url]) == 0
     assert capsys.readouterr().out == "a]0;ownedb2Jé\tü\n"
     assert printable("a\u202eb\u2066c") == "abc"
+
+
+def test_text_that_cannot_be_written_or_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: half a surrogate pair, and a pipe that is not UTF-8, ended in tracebacks."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        return await stream(request, text("a\ud83db"), DONE)
+
+    with serving(answer) as url:
+        assert main(["chat", "--url", url]) == 0
+    assert capsys.readouterr().out == "ab\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    assert main(["chat"]) == 2
+    assert "standard input cannot be read: it is not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -223,7 +254,7 @@ def test_the_summary() -> None:
     reply = Reply()
     for at_s in (0.1, 0.2, 0.3):
         reply.take({"choices": [{"delta": {"content": "a"}}]}, at_s)
-    assert reply.summary() == "3 pieces of text · first after 100 ms · 10.0 pieces/s"
+    assert reply.summary() == "3 events · first after 100 ms · 10.0 events/s"
     reply.take({"choices": [{"delta": {}, "finish_reason": "length"}], "usage": {"completion_tokens": 5}}, 0.4)
     assert reply.summary() == "5 tokens · first after 100 ms · 20.0 tokens/s · cut off at the limit of tokens"
     assert Reply().summary() == "no text"

@@ -57,7 +57,8 @@ def test_targets() -> None:
         (["--device", "cuda"], "--device cuda needs --memory, such as 80GiB"),
         (["--memory", "lots"], "'lots' is no size"),
         (["--memory", "1MiB"], "the weights take"),
-        (["--kv-layout", "columns"], "kv_layout is 'columns'; choose one of interleaved, per_layer"),
+        (["--memory", "0", "--device", "h100"], "the weights take"),  # regression: 0 was as if not given
+        (["--kv-layout", "columns"], "'columns' is not one of 'interleaved', 'per_layer'"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

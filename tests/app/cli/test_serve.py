@@ -194,7 +194,10 @@ def test_a_folder_is_found_from_anywhere(
         (["--max-model-len", "0"], "--max-model-len is 0; it must be at least 1\n"),
         (["./nowhere"], "MODEL is './nowhere'; no such folder exists"),
         (["--adapter", "a=./x"], "--adapter a is './x'; no such folder exists"),
-        (["--kv-memory", "1GiB", "--shared-kv-memory", "1GiB"], "--shared-kv-memory is 1073741824 and engine.kv_mem"),
+        (
+            ["--kv-memory", "1GiB", "--shared-kv-memory", "1GiB"],
+            "--shared-kv-memory is 1 GiB and --kv-memory 1 GiB; the first is",
+        ),
         (["--kv-memory", "much"], "folio serve: Invalid value for '--kv-memory': 'much' is no size; write a number"),
         (["--replicas", "3:1"], "folio serve: Invalid value for '--replicas': '3:1' must be a number from 1, or MIN"),
         (["--adapter", "legal"], "folio serve: Invalid value for '--adapter': 'legal' must be NAME=MODEL, such as"),
@@ -214,6 +217,19 @@ def test_faults_of_a_file_name_the_file(printed: Callable[..., Any], config: Cal
     first, second = printed("--config", path, "--max-model-len", "-1").splitlines()
     assert first.startswith(f"{path}: applications[0].args.engine.max_num_seq is not a setting")
     assert second.startswith("--max-model-len is -1; ")
+
+
+def test_an_option_that_contradicts_the_file(
+    printed: Callable[..., Any], config: Callable[..., str], tmp_path: Path
+) -> None:
+    """Regression: the line had the option's key in the file and bytes, in place of what was typed."""
+    path = Path(config({}))
+    value = yaml.safe_load(path.read_text())
+    value["applications"][0]["args"]["shared_kv_memory_bytes"] = 8 << 30
+    path.write_text(yaml.safe_dump(value))
+    key = "applications[0].args.shared_kv_memory_bytes"
+    line = f"{path}: {key} is 8 GiB and --kv-memory 1 GiB; the first is for all replicas"
+    assert printed("--config", str(path), "--kv-memory", "1GiB").startswith(line)
 
 
 def test_an_option_for_two_applications(printed: Callable[..., Any], config: Callable[..., str]) -> None:

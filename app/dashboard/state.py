@@ -241,8 +241,8 @@ class Candidate(State):
 
 
 class Decision(State):
-    """Why a request went to a replica. `reason`: cost, session, fork, retry, no report, or the policy's name;
-    `candidates`: the best four."""
+    """Why a request went to a replica. `reason`: cost, session, fork, retry, no report, first was full, or the policy's
+    name; `candidates`: the best four."""
 
     ago_s: float
     request_id: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,8 +60,9 @@ class DecisionLog:
         self.is_on = False
         self._decisions: deque[RoutingDecision] = deque(maxlen=_MOST_DECISIONS)
 
-    def note(self, request_id: str, num_tokens: int, chosen: str, reason: str, scores: Sequence[Score] = ()) -> None:
-        self._decisions.append(RoutingDecision(time.monotonic(), request_id, num_tokens, chosen, reason, tuple(scores)))
+    def note(self, decision: RoutingDecision) -> None:
+        if self.is_on:
+            self._decisions.append(decision)
 
     def latest(self) -> list[RoutingDecision]:
         """The newest first."""

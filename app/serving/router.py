@@ -27,7 +27,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 from app.compat.ray import BoundedWaitRouter, back_off
 from app.engine.prefix_keys import compiled_hashing, prompt_keys
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
-from app.fleet.decisions import DECISIONS, scores_of
+from app.fleet.decisions import DECISIONS, RoutingDecision, scores_of
 from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, report_from_stats
 from app.fleet.policies import make_policy
@@ -48,6 +48,7 @@ class _Waiting:
     Attributes:
         timeout_s: time left of the request when it reached the router.
         first_choice, sent: the replica that the request counts as sent to meanwhile, and the fleet's record of that.
+        decision: for the dashboard, if somebody watches it.
         ended: the request ended before its placement was noted.
     """
 
@@ -55,6 +56,7 @@ class _Waiting:
     timeout_s: float | None = None
     first_choice: str | None = None
     sent: SentRequest | None = None
+    decision: RoutingDecision | None = None
     ended: bool = False
 
     def left_s(self, waited_s: float) -> float | None:
@@ -235,7 +237,7 @@ class FolioRouter(BoundedWaitRouter):
         if not ranked:
             return []
         if DECISIONS.is_on and isinstance(call, GenerateRequest | ForkCall):
-            self._note_decision(call, request, ranked, now)
+            waiting.decision = self._decision(call, request, ranked, now)
         cached = int(self.fleet.cached_tokens(request, ranked[:1])[0])
         waiting.first_choice, waiting.sent = ranked[0], self.fleet.note_sent(request, ranked[0], cached, now)
         if generates:
@@ -245,10 +247,10 @@ class FolioRouter(BoundedWaitRouter):
             pending.args[0] = replace(call, expected=expected, timeout_s=left_s)
         return ranked
 
-    def _note_decision(
+    def _decision(
         self, call: GenerateRequest | ForkCall, request: RoutedRequest, ranked: list[str], now: float
-    ) -> None:
-        """Record the choice for the dashboard, with the scores on which it rests."""
+    ) -> RoutingDecision:
+        """The choice, with the scores on which it rests."""
         scores = scores_of(self.fleet, request, ranked, now)
         if isinstance(call, ForkCall):
             reason, scores = "fork", []
@@ -261,7 +263,7 @@ class FolioRouter(BoundedWaitRouter):
         else:
             least = min(scores, key=lambda score: score.ttft_s + score.harm_s).replica
             reason = "session" if request.session is not None and least != ranked[0] else "cost"
-        DECISIONS.note(call.request_id, request.num_tokens, ranked[0], reason, scores)
+        return RoutingDecision(now, call.request_id, request.num_tokens, ranked[0], reason, scores)
 
     def _routed_request(self, pending: PendingRequest) -> RoutedRequest:
         """The request as policies see it. Calls without a prompt, such as `max_model_len` or forks, have no tokens."""
@@ -284,6 +286,9 @@ class FolioRouter(BoundedWaitRouter):
                 self.fleet.withdraw(sent, now)
             return
         chosen = future.result().replica_id.unique_id
+        if (decision := waiting.decision) is not None:
+            is_first = chosen == decision.chosen
+            DECISIONS.note(decision if is_first else replace(decision, chosen=chosen, reason="first was full"))
         if chosen != waiting.first_choice and chosen in self._by_name:
             if sent is not None:
                 self.fleet.withdraw(sent, now)

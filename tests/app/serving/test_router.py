@@ -6,7 +6,7 @@ import asyncio
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ray.serve.request_router import PendingRequest
 from app.engine import SamplingParams
 from app.engine.prefix_keys import prompt_keys
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
+from app.fleet.decisions import DECISIONS
 from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, report_as_stats, report_from_stats
 from app.serving.router import FolioRouter
 from tests.app.compat.ray_types import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
@@ -100,6 +101,42 @@ async def test_a_prompt_goes_to_the_replica_that_has_it_cached(replicas: list[Re
     request = pending()
     assert await choose(router, request) == "b"
     assert request.args[0].expected == ExpectedPrefix("b", 10 * UNIT)  # for the replica to compare
+
+
+@pytest.fixture
+def decisions() -> Iterator[Callable[[], list[tuple[str, str]]]]:
+    """The chosen replicas and their reasons, the newest first."""
+    DECISIONS.is_on = True
+    yield lambda: [(decision.chosen, decision.reason) for decision in DECISIONS.latest()]
+    DECISIONS.is_on = False
+    DECISIONS.clear()
+
+
+async def test_decisions_name_the_replica_that_got_the_request(
+    replicas: list[Replica], decisions: Callable[[], list[tuple[str, str]]]
+) -> None:
+    """Each look at full replicas was one of its own, and the first choice was named even when another one got it."""
+    all_report(replicas, prompt_keys(PROMPT, UNIT, None))
+    router = router_for(replicas)
+    for replica in replicas:
+        replica.num_ongoing = replica.max_ongoing_requests
+    waiting = asyncio.create_task(choose(router, pending(1)))
+    async with asyncio.timeout(DEADLINE_S):
+        while sum(replica.num_probes for replica in replicas) < 6:  # two looks
+            await asyncio.sleep(0.01)
+    assert decisions() == []
+    replicas[0].num_ongoing = 0
+    assert await waiting == "a"
+    assert decisions() == [("a", "first was full")]
+    replicas[1].num_ongoing = 0
+    assert await choose(router_for(replicas), pending(2)) == "b"
+    await asyncio.sleep(0)  # it is noted by a callback
+    assert decisions() == [("b", "cost"), ("a", "first was full")]
+    assert DECISIONS.latest()[0].scores[0].cached_tokens == 10 * UNIT
+    DECISIONS.is_on = False
+    await choose(router, pending(3))
+    await asyncio.sleep(0)
+    assert len(decisions()) == 2
 
 
 async def test_salts_and_adapters_separate(replicas: list[Replica]) -> None:

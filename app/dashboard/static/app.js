@@ -12,7 +12,7 @@ const MEANING = {
 };
 const HISTORY = 600, FEW = 4;
 let arrived = () => {}, state = null, chosen = null, hovered = null, maps = [], shown = null;
-const histories = new Map(), common = [], fields = new Map();
+const histories = new Map(), common = { tokens: [], ttft: [], tpot: [] }, fields = new Map();
 
 // ---- words ----
 
@@ -49,7 +49,8 @@ const quantiles = [{ label: "p99", colour: "bad" }, { label: "p90", colour: "pin
 const ttftChart = new Chart("chart-ttft", quantiles, { format: seconds, floor: 0.05 });
 const tpotChart = new Chart("chart-tpot", quantiles, { format: seconds, floor: 0.01 });
 
-function push(rows, row) { rows.push(row); if (rows.length > HISTORY) rows.shift(); }
+// Looks take their time, and ingresses have their clocks: uPlot needs times in order.
+function push(rows, row) { row[0] = Math.max(row[0], rows.at(-1)?.[0] ?? 0); rows.push(row); if (rows.length > HISTORY) rows.shift(); }
 
 function record(now) {
   let outputs = 0, prompts = 0;
@@ -78,19 +79,20 @@ function record(now) {
   }
   for (const name of histories.keys()) if (!now.replicas.some((r) => r.name === name) && now.events.some((e) => e.replica === name && e.kind === "went")) histories.delete(name);
   const { ttft_s: first, tpot_s: token } = now.traffic;
-  push(common, { tokens: [now.at, outputs, prompts], ttft: [now.at, first.p99, first.p90, first.p50], tpot: [now.at, token.p99, token.p90, token.p50] });
-  return outputs;
+  push(common.tokens, [now.at, outputs, prompts]);
+  push(common.ttft, [now.at, first.p99, first.p90, first.p50]);
+  push(common.tpot, [now.at, token.p99, token.p90, token.p50]);
 }
 
 // ---- parts ----
 
-function figures(now, tokensPerS) {
+function figures(now) {
   const t = now.traffic, sum = (f) => now.replicas.reduce((a, r) => a + (r.memory ? f(r.memory) : 0), 0);
   const running = now.replicas.reduce((a, r) => a + r.load.num_running, 0), waiting = now.replicas.reduce((a, r) => a + r.load.num_waiting, 0);
   const hit = t.prompt_tokens ? percent(t.cached_tokens / t.prompt_tokens) : "–";
   const others = [now.num_starting && `${now.num_starting} starting`, now.num_silent && `${now.num_silent} silent`].filter(Boolean).join(", ");
   const list = [
-    ["tokens per second", number(tokensPerS), ""], ["running, waiting", `${running}`, ` / ${waiting}`],
+    ["tokens per second", number(common.tokens.at(-1)[1]), ""], ["running, waiting", `${running}`, ` / ${waiting}`],
     ["KV memory of budget", bytes(sum((m) => m.physical_bytes)), " / " + bytes(sum((m) => m.budget_bytes))],
     ["first token, p50 / p99", seconds(t.ttft_s.p50), " / " + seconds(t.ttft_s.p99)], ["per token, p50 / p99", seconds(t.tpot_s.p50), " / " + seconds(t.tpot_s.p99)],
     ["requests per second", number(t.requests_per_s), t.failed_per_s ? ` (${number(t.failed_per_s)} failed)` : ""],
@@ -128,8 +130,11 @@ function card(name) {
   return parts;
 }
 
+/** Names of the replicas of whose events the latest says so. */
+const silentOnes = (now) => new Set(now.events.filter((e, i) => e.kind === "silent" && now.events.findIndex((o) => o.replica === e.replica) === i).map((e) => e.replica));
+
 function replicas(now) {
-  const silent = new Set(now.events.filter((e, i) => e.kind === "silent" && now.events.findIndex((o) => o.replica === e.replica) === i).map((e) => e.replica));
+  const silent = silentOnes(now);
   const names = new Set([...now.replicas.map((r) => r.name), ...silent]);
   for (const [name, parts] of cards) if (!names.has(name)) { parts.box.remove(); cards.delete(name); }
   for (const name of silent) cards.get(name)?.box.classList.add("silent");
@@ -275,9 +280,9 @@ function curves() {
     stepChart.show(of.steps.map(([t, , , longest]) => [t, longest]));
     hitChart.show(of.hits);
   }
-  tokenChart.show(common.map((row) => row.tokens));
-  ttftChart.show(common.map((row) => row.ttft));
-  tpotChart.show(common.map((row) => row.tpot));
+  tokenChart.show(common.tokens);
+  ttftChart.show(common.ttft);
+  tpotChart.show(common.tpot);
 }
 
 function show(now) {
@@ -285,16 +290,19 @@ function show(now) {
   arrived();
   $("model").textContent = now.model;
   const names = now.replicas.map((r) => r.name), before = chosen;
-  if (!names.includes(chosen)) chosen = names[0] ?? chosen;
-  const rate = record(now);
-  if (document.hidden) return;
-  figures(now, rate);
+  if (!names.includes(chosen) && !silentOnes(now).has(chosen)) chosen = names[0] ?? chosen;
+  record(now);
+  if (!document.hidden) draw(now);
+  if (before !== chosen && names.length > FEW) states.changed();
+}
+
+function draw(now) {
+  figures(now);
   replicas(now);
   blocks(now);
   regions(now);
   lists(now);
   curves();
-  if (before !== chosen && names.length > FEW) states.changed();
 }
 
 function choose(name) {
@@ -358,7 +366,7 @@ function nextTheme() { setTheme(THEMES[(THEMES.indexOf(document.documentElement.
 $("theme").addEventListener("click", nextTheme);
 $("help").addEventListener("click", () => $("help-dialog").showModal());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-document.addEventListener("visibilitychange", () => { if (!document.hidden && state) show({ ...state, replicas: state.replicas.map((r) => ({ ...r, steps: { ...r.steps, ago_s: [], num: [], outputs: [], tokens: [] } })) }); });
+document.addEventListener("visibilitychange", () => { if (!document.hidden && state) draw(state); });
 let resized = 0;
 addEventListener("resize", () => { cancelAnimationFrame(resized); resized = requestAnimationFrame(() => { if (state) { replicas(state); blocks(state); regions(state); } }); });
 

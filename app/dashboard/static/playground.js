@@ -37,7 +37,8 @@ export class Playground {
     if (!text) return;
     $("message").value = "";
     this.say("user", text);
-    this.messages.push({ role: "user", content: text });
+    const { messages } = this, before = messages.length; // `Clear` begins another list
+    messages.push({ role: "user", content: text });
     this.running = new AbortController();
     $("send").textContent = "Stop";
     this.answer = { request: null, replica: null, blocks: {}, endedAt: 0 };
@@ -45,10 +46,11 @@ export class Playground {
       await this.on.begins(); // the map is looked at often from now on
       await this.stream();
     } catch (error) {
-      if (this.running.signal.aborted) this.say("error", "stopped");
-      else {
+      const { aborted } = this.running.signal;
+      if (!aborted || messages.length === before + 1) messages.length = before; // no question without its answer
+      if (aborted && this.messages === messages) this.say("error", "stopped");
+      if (!aborted) {
         this.say("error", error.message);
-        this.messages.pop();
         $("message").value = text;
         if (error instanceof Refused && error.status === 401) await this.on.askKey(error.message);
       }
@@ -61,11 +63,11 @@ export class Playground {
   }
 
   async stream() {
-    const body = {
-      model: await this.model(), messages: this.messages, stream: true, stream_options: { include_usage: true },
+    const { messages } = this, body = {
+      model: this.on.model(), messages, stream: true, stream_options: { include_usage: true },
       max_tokens: Number($("max-tokens").value) || 200, temperature: Number($("temperature").value) || 0,
     };
-    const asked = [...this.messages], begun = performance.now();
+    const asked = [...messages], begun = performance.now();
     let box = null, words = "", first = 0, usage = null;
     const options = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal: this.running.signal };
     try {
@@ -88,7 +90,7 @@ export class Playground {
         $("conversation").scrollTop = $("conversation").scrollHeight;
       }
     } finally {
-      if (words) this.messages.push({ role: "assistant", content: words });
+      if (words) messages.push({ role: "assistant", content: words });
     }
     box ??= this.say("assistant", "");
     if (!usage) return;
@@ -112,14 +114,5 @@ export class Playground {
       token.textContent = text.replaceAll("\n", "⏎");
       return token;
     }));
-  }
-
-  async model() {
-    if (!this.name) {
-      const answer = await fetch("v1/models", { headers: headers() });
-      if (!answer.ok) throw new Refused(answer.status, (await answer.json()).error.message);
-      this.name = (await answer.json()).data[0].id;
-    }
-    return this.name;
   }
 }

@@ -75,9 +75,10 @@ export class States {
           continue;
         }
         this.onStatus("lost", error instanceof Refused ? error.message : "no connection; trying again");
-        await new Promise((done) => setTimeout(done, this.pause));
-        this.pause = Math.min(this.pause * 2, 8000);
       }
+      // Also after a stream that just ended: those of a server that drains end at once.
+      await new Promise((done) => setTimeout(done, this.pause));
+      this.pause = Math.min(this.pause * 2, 8000);
     }
   }
 }

@@ -11,16 +11,17 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from app.cli.load import Ask, Clock, Record, closed_loop, open_loop
+from app.cli.load import Ask, Clock, Record, open_loop
 from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
+from benchmarks.loops import closed_loop
 
 START_S, STOP_S = 300.0, 30.0
 
 
 class BareEngine:
     """An engine in a process of its own, made by `bare_engine`. Each call is one run, as of `load.open_loop` and
-    `load.closed_loop`.
+    `loops.closed_loop`.
 
     Raises:
         RuntimeError: the process has failed; the message has its traceback.

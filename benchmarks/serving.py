@@ -33,10 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from app import haproxy
-from app.cli.load import Ask, HttpTarget, Record, closed_loop, connect, open_loop
+from app.cli.load import Ask, HttpTarget, Record, open_loop
 from benchmarks import arrivals, harness, latency, workloads
 from benchmarks.bare import BareEngine, bare_engine
 from benchmarks.latency import Summary, Targets
+from benchmarks.loops import closed_loop, connect
 from benchmarks.served import served
 from benchmarks.throughput import VOCAB_SIZE, checkpoint
 from benchmarks.usage import Meter, Usage

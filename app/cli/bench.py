@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from app.cli.connection import DEFAULT_URL, ApiKey, Model, Server, Url
-from app.cli.text import printable
+from app.cli.text import console, printable, show_ms, table
+from app.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
     from app.cli.load import Ask, HttpTarget, Record
@@ -69,7 +70,7 @@ def bench(
     prefix_tokens: Annotated[int, typer.Option(min=0, help="Of each prompt, those that all prompts share.")] = 0,
     slo_ttft: Annotated[float, typer.Option(min=0.0, help="Bound of TTFT for goodput, in seconds.")] = 1.0,
     slo_tpot: Annotated[float, typer.Option(min=0.0, help="Bound of TPOT for goodput, in seconds.")] = 0.1,
-    api: Annotated[str, typer.Option(help="chat, or completions.")] = "chat",
+    api: Annotated[Literal["chat", "completions"], typer.Option(help="Path below /v1.")] = "chat",
     seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
     warm_up: Annotated[int, typer.Option(min=1, help="Requests before the first run.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.png.")] = None,
@@ -80,16 +81,18 @@ def bench(
     Requests are sent when they are due, however many are under way, and times count from then.
     Prompts are random words.
     """
-    if api not in ("chat", "completions"):
-        raise typer.BadParameter(f"--api is {api!r}; choose chat or completions")
     if prefix_tokens >= prompt_tokens:
         raise typer.BadParameter(
             f"--prefix-tokens is {prefix_tokens}; it must be below --prompt-tokens, {prompt_tokens}"
         )
     load = Load(
-        parse_rates(rates), duration, prompt_tokens, output_tokens, prefix_tokens, seed, slo_ttft, slo_tpot,
-        "chat" if api == "chat" else "completions",
+        parse_rates(rates), duration, prompt_tokens, output_tokens, prefix_tokens, seed, slo_ttft, slo_tpot, api
     )  # fmt: skip
+    if out is not None:
+        try:  # before minutes of requests
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _not_writable(out, error) from None
     results = asyncio.run(measure(Server(url, api_key), model, load, warm_up))
     print_table(results)
     if out is not None:
@@ -128,7 +131,7 @@ async def measure(server: Server, model: str | None, load: Load, num_warm_up: in
         "model": name,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "load": asdict(load),
-        "has_usage": "stream_options" in target.options,
+        "has_usage": any(run["mean_prompt_tokens"] for run in runs),
         "has_fixed_length": "ignore_eos" in target.options,
         "runs": runs,
     }
@@ -168,9 +171,8 @@ class Prompts:
 async def _warm_up(target: HttpTarget, prompts: Prompts, load: Load, count: int) -> None:
     """Send requests one by one; leave out options that the server refuses, and learn the tokens of a word.
 
-    Raises `RequestError` if the server answers none."""
+    Raises `UnavailableError` if the server answers none."""
     from app.cli.load import Clock, Record
-    from app.errors import UnavailableError
 
     done = 0
     while done < count:
@@ -201,7 +203,7 @@ def summary(rate: float, records: Sequence[Record], load: Load) -> dict[str, Any
     """The figures of one run."""
     answered = [record for record in records if record.answered]
     spans = [record for record in answered if record.num_tokens > 1]
-    whole_s = max((record.ended_s or 0.0 for record in records), default=0.0)
+    whole_s = max(load.duration_s, *(record.ended_s or 0.0 for record in records), 0.0)
     good = [r for r in answered if r.ttft_s <= load.slo_ttft_s and (r.num_tokens < 2 or r.tpot_s <= load.slo_tpot_s)]
     prompt_tokens = sum(record.num_prompt_tokens for record in answered)
     return {
@@ -212,8 +214,8 @@ def summary(rate: float, records: Sequence[Record], load: Load) -> dict[str, Any
         "seconds": whole_s,
         "ttft_s": _percentiles([record.ttft_s for record in answered]),
         "tpot_s": _percentiles([record.tpot_s for record in spans]),
-        "output_tokens_per_s": sum(record.num_tokens for record in answered) / whole_s if whole_s else 0.0,
-        "goodput_per_s": len(good) / whole_s if whole_s else 0.0,
+        "output_tokens_per_s": sum(record.num_tokens for record in answered) / whole_s,
+        "goodput_per_s": len(good) / whole_s,
         "goodput_share": len(good) / len(records) if records else 0.0,
         "mean_prompt_tokens": prompt_tokens / len(answered) if answered else 0.0,
         "mean_output_tokens": sum(record.num_tokens for record in answered) / len(answered) if answered else 0.0,
@@ -239,71 +241,57 @@ def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    load = results["load"]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    percentiles = [f"p{share * 100:g}" for share in _SHARES]
-    columns = ["req/s", "answered"]
-    for name in ("TTFT", "TPOT"):
-        columns += [f"{name} {percentiles[0]}", *percentiles[1:]]
-    for column in (*columns, "tok/s", "good/s", "good"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for run in results["runs"]:
-        times = [_ms(run[name][percentile]) for name in ("ttft_s", "tpot_s") for percentile in percentiles]
-        table.add_row(
+    load, runs, screen = results["load"], results["runs"], console()
+    times = [("TTFT", "ttft_s"), ("TPOT", "tpot_s")]
+    columns = [f"{name} p{100 * share:g}" for name, _ in times for share in _SHARES]
+    shown = table(None, "req/s", "answered", *columns, "tok/s", "good/s", "good")
+    for run in runs:
+        shown.add_row(
             f"{run['rate']:g}",
             f"{run['num_answered']}/{run['num_requests']}",
-            *times,
+            *(show_ms(value) for _, key in times for value in run[key].values()),
             f"{run['output_tokens_per_s']:.1f}",
             f"{run['goodput_per_s']:.2f}",
             f"{run['goodput_share']:.0%}",
         )
-    console = Console(markup=False, highlight=False)
-    console.print(f"{results['model']} at {results['url']}", style="bold")
-    console.print(table)
-    runs = results["runs"]
-    tokens = [sum(run[f"mean_{kind}_tokens"] for run in runs) / len(runs) for kind in ("prompt", "output")]
-    cached = sum(run["cached_share"] for run in runs) / len(runs)
-    console.print(
+    screen.print(f"{results['model']} at {results['url']}", style="bold")
+    screen.print(shown)
+    prompt, output, cached = (
+        sum(run[key] for run in runs) / len(runs)
+        for key in ("mean_prompt_tokens", "mean_output_tokens", "cached_share")
+    )
+    screen.print(
         "TTFT and TPOT in ms, output tokens/s. "
         f"Answers are good with TTFT up to {load['slo_ttft_s']:g} s and TPOT up to {load['slo_tpot_s']:g} s. "
-        f"Mean prompt {tokens[0]:.0f} tokens ({cached:.0%} cached), mean answer {tokens[1]:.0f}.",
+        f"Mean prompt {prompt:.0f} tokens ({cached:.0%} cached), mean answer {output:.0f}.",
         style="dim",
     )
-    if not results["has_usage"] or not tokens[0]:
-        console.print("The server sends no usage: output tokens are events with text, and may be more.", style="yellow")
+    if not results["has_usage"]:
+        screen.print("The server sends no usage: output tokens are events with text, and may be more.", style="yellow")
     for run in runs:
         if run["errors"]:
             kinds = ", ".join(f"{count} × {kind}" for kind, count in sorted(run["errors"].items()))
-            console.print(f"{run['rate']:g} requests/s: {kinds}", style="red")
-
-
-def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e3:.1f}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
+            screen.print(f"{run['rate']:g} requests/s: {kinds}", style="red")
 
 
 def _save(results: dict[str, Any], folder: Path) -> None:
     """Write bench.json and, if matplotlib is installed, bench.png. Raises `ConfigError` if they cannot be written."""
-    from app.errors import ConfigError
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "bench.json").write_text(json.dumps(results, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--out {folder} cannot be written: {error.strerror}") from None
     written = "bench.json"
     try:
+        (folder / written).write_text(json.dumps(results, indent=2) + "\n")
         draw(results, folder / "bench.png")
-        written = "bench.json and bench.png"
+        written += " and bench.png"
+    except OSError as error:
+        raise _not_writable(folder, error) from None
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
         print("no picture: matplotlib is not installed; pip install 'folio-serve[bench]'", file=sys.stderr)
-    print(f"{written} are in {folder}" if " and " in written else f"{written} is in {folder}", file=sys.stderr)
+    print(f"written to {folder}: {written}", file=sys.stderr)
+
+
+def _not_writable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out {folder} cannot be written: {error.strerror}")
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

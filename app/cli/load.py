@@ -1,4 +1,4 @@
-"""Load generator for OpenAI-compatible servers: open loop (arrival times) or closed loop (a number at once).
+"""Load generator for OpenAI-compatible servers: an open loop of arrival times.
 
 All times of a request count from its *due* time, so that a late client does not favour a server (coordinated omission).
 All requests are greedy streams, by default of `/v1/completions` and with a fixed length (`ignore_eos`, which not all
@@ -11,12 +11,10 @@ only the needed fields of each event are read.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +23,14 @@ from app.event_stream import DONE, event_data
 if TYPE_CHECKING:
     import aiohttp
 
-# Silence after which an answer counts as lost.
-SILENCE_S = 120.0
 REFUSALS = (429, 503)
+# Fields of a delta with output tokens: of completions, of chats, and of two names for thoughts.
+_TEXTS = ("text", "content", "reasoning", "reasoning_content")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request, due `at_s` seconds after the start of the run; closed loops ignore `at_s`.
+    """A request, due `at_s` seconds after the start of the run.
 
     Attributes:
         prompt: token ids, a text, or the messages of a chat.
@@ -112,24 +110,6 @@ class Record:
         assert self.ended_s is not None
         return self.ended_s - self.due_s
 
-    @property
-    def normalised_s(self) -> float:
-        """Seconds per output token, waiting included (PagedAttention §6.1), of a completed request."""
-        return self.answered_s / self.num_tokens
-
-    @property
-    def gaps_s(self) -> list[float]:
-        """Times between events."""
-        return [after - before for (before, _), (after, _) in itertools.pairwise(self.events)]
-
-    def tokens_between(self, begin_s: float, end_s: float) -> float:
-        """Tokens in a time range. Events do not state their tokens: tokens are spread in proportion to text."""
-        characters = sum(count for _, count in self.events)
-        if not characters:
-            return 0.0
-        inside = sum(count for at, count in self.events if begin_s <= at < end_s)
-        return self.num_tokens * inside / characters
-
 
 # Sends a request and fills its record; the clock is the run's.
 Send = Callable[[Ask, Record, "Clock"], Coroutine[Any, Any, None]]
@@ -159,22 +139,6 @@ async def open_loop(send: Send, asks: Sequence[Ask]) -> list[Record]:
     return records
 
 
-async def closed_loop(send: Send, asks: Iterable[Ask], at_once: int) -> list[Record]:
-    """Keep this many requests in flight. Records are in the order of sending."""
-    clock = Clock()
-    records: list[Record] = []
-    waiting = iter(asks)
-
-    async def work() -> None:
-        for ask in waiting:
-            record = Record(clock.now(), ask.max_tokens)
-            records.append(record)
-            await send(ask, record, clock)
-
-    await asyncio.gather(*(work() for _ in range(at_once)))
-    return records
-
-
 def poisson(rate: float, duration_s: float, seed: int) -> list[float]:
     """Times of a Poisson process with `rate` arrivals a second on average."""
     rng = random.Random(seed)
@@ -186,7 +150,7 @@ def poisson(rate: float, duration_s: float, seed: int) -> list[float]:
 
 
 class HttpTarget:
-    """A named server as a `Send`.
+    """A server as a `Send`.
 
     Args:
         is_chat: call `/v1/chat/completions`, with prompts of messages.
@@ -238,34 +202,16 @@ def _enter(data: bytes, record: Record, now: float) -> None:
     if data == DONE:
         record.done = True
         return
-    event: dict[str, Any] = json.loads(data)
-    if "error" in event:
+    event = json.loads(data)
+    if not isinstance(event, dict):
+        raise ValueError(f"an event is no JSON object: {data[:80]!r}")
+    if event.get("error"):
         record.error = str(event["error"])
         return
-    choices = event.get("choices") or ()
-    if length := sum(len(choice.get("text") or (choice.get("delta") or {}).get("content") or "") for choice in choices):
+    deltas = [choice.get("delta") or choice for choice in event.get("choices") or ()]
+    if length := sum(len(delta.get(name) or "") for delta in deltas for name in _TEXTS):
         record.events.append((now, length))
     if usage := event.get("usage"):
-        record.num_tokens = usage["completion_tokens"]
+        record.num_tokens = usage.get("completion_tokens") or 0
         record.num_prompt_tokens = usage.get("prompt_tokens") or 0
         record.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-
-@asynccontextmanager
-async def connect(servers: Sequence[tuple[str, str]]) -> AsyncIterator[list[HttpTarget]]:
-    """Targets for servers (name, URL without `/v1`), each with the first model that the server lists.
-
-    Raises:
-        aiohttp.ClientError: a server cannot be reached, or does not list its models.
-    """
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=False) as session:
-        targets = []
-        for name, url in servers:
-            async with session.get(f"{url}/v1/models", raise_for_status=True) as response:
-                models = await response.json()
-            targets.append(HttpTarget(name, url, models["data"][0]["id"], session))
-        yield targets

@@ -243,7 +243,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
 def print_table(results: dict[str, Any]) -> None:
     load, runs, screen = results["load"], results["runs"], console()
     times = [("TTFT", "ttft_s"), ("TPOT", "tpot_s")]
-    columns = [f"{name} p{100 * share:g}" for name, _ in times for share in _SHARES]
+    columns = [column for name, _ in times for column in (f"{name} p50", "p90", "p99")]
     shown = table(None, "req/s", "answered", *columns, "tok/s", "good/s", "good")
     for run in runs:
         shown.add_row(

@@ -42,15 +42,19 @@ def table(title: str | None, *columns: str) -> Any:
 
     found = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     for i, column in enumerate(columns):
-        found.add_column(column, overflow="fold", justify="right" if i else "left")
+        justify: Any = "right" if i else "left"
+        found.add_column(column, overflow="fold", no_wrap=i > 0, min_width=len(column), justify=justify)
     return found
 
 
-def console() -> Any:
-    """Standard output, with colours on terminals."""
+def console(least_width: int = 80) -> Any:
+    """Standard output, with colours on terminals. A narrower terminal breaks lines itself: no figure is cut."""
     from rich.console import Console
 
-    return Console(markup=False, highlight=False)
+    found = Console(markup=False, highlight=False)
+    if found.width < least_width:
+        found.width = least_width  # from then on fixed
+    return found
 
 
 def read_text(file: Path) -> str:

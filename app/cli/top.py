@@ -69,6 +69,7 @@ async def _print(server: Server, interval_s: float, *, once: bool, as_json: bool
     """Print states as JSON lines, or once: the second one, which has the steps of a whole period."""
     from app.cli.top_view import view
 
+    screen = console(0)
     async with server, aclosing(states(server, 0.0 if once else interval_s)) as found:
         if once:
             await anext(found)
@@ -76,7 +77,7 @@ async def _print(server: Server, interval_s: float, *, once: bool, as_json: bool
             if as_json:
                 print(json.dumps(state), flush=True)
             else:
-                console().print(view(state, console().width, None))
+                screen.print(view(state, screen.width, None))
             if once:
                 return
 
@@ -100,7 +101,7 @@ async def _draw(watch: Watch, following: asyncio.Task[None]) -> None:
 
     from app.cli.top_view import view
 
-    screen = console()
+    screen = console(0)
     with _end() as end, Live(console=screen, screen=True, auto_refresh=False) as live:
         while not (following.done() or end.done()):
             live.update(view(watch.state, screen.width, watch.problem, screen.height), refresh=True)

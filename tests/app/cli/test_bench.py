@@ -51,6 +51,15 @@ def test_a_server_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "20 requests/s: " in shown.err
 
 
+def test_a_narrow_terminal_cuts_no_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    with serving(answering([])) as url:
+        assert main(["bench", "--url", url, *QUICK]) == 0
+    _, head, *runs = capsys.readouterr().out.split("\n")
+    assert " ".join(head.split()) == "req/s answered TTFT p50 p90 p99 TPOT p50 p90 p99 tok/s good/s good"
+    assert [line.split()[0] for line in runs[:2]] == ["20", "40"]
+
+
 def test_a_server_that_knows_less(capsys: pytest.CaptureFixture[str]) -> None:
     async def answer(request: web.Request, body: Any) -> web.StreamResponse:
         assert request.path == "/v1/completions"

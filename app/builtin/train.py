@@ -1,8 +1,8 @@
-"""Train the built-in model: `python -m app.builtin.train --out DIR` (about an hour on 2 CPU cores).
+"""Train the built-in model: `python -m app.builtin.train --out DIR` (about an hour and a half on 2 CPU cores).
 
 Data from `corpus.py`, transformers' Llama architecture, an ordinary checkpoint folder as the result. Lengths follow a
 curriculum: short conversations teach the tasks, long ones teach looking further back. The loss counts answer tokens
-only; questions are random.
+only; questions are random. `--start DIR` goes on from a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import random
 import time
 from collections import defaultdict
@@ -23,11 +24,12 @@ from torch import nn
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from app.builtin import corpus
+from app.builtin import corpus, openings
 from app.builtin.corpus import Turn
+from app.builtin.muon import Muon
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 3072
 # Without tools: role, content and end of each message. With tools: the format of Hermes and Qwen.
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|system|>' }}"
@@ -67,19 +69,26 @@ class Mix(NamedTuple):
     copy: float
 
 
-TRAINING_MIX, POLISHING_MIX = Mix(look_up=0.55, copy=0.2), Mix(look_up=0.25, copy=0.6)
+TRAINING_MIX, START_MIX, POLISHING_MIX = Mix(0.4, 0.15), Mix(0.15, 0.1), Mix(look_up=0.25, copy=0.6)
 CURRICULUM = (Stage(128, 0.2), Stage(256, 0.25), Stage(512, 0.2), Stage(1024, 0.15), Stage(2304, 0.2))
 POLISHING, POLISHING_RATE = Stage(1152, 1.0), 0.2
+# Going on from a checkpoint: short rows teach what is new, of the others every fourth step is long, mostly copies.
+START_ROWS = (128, 256, 256, 1152, 256, 512, 128, 2304)
+LONG_ROW = 1024
+
+
+def _texts(seed: int) -> list[str]:
+    rng = random.Random(seed)
+    texts = []
+    for _ in range(6000):
+        for turn in (*corpus.short_conversation(rng, 6), *corpus.look_up_conversation(rng, 2, 2)):
+            texts += [turn.question, turn.answer]
+    return texts
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose vocabulary holds every number of up to three digits that follows a space."""
-    rng = random.Random(seed)
-    texts = []
-    for _ in range(4000):
-        for turn in (*corpus.short_conversation(rng, 4), *corpus.look_up_conversation(rng, 2, 2)):
-            texts += [turn.question, turn.answer]
-    numbers = [f" {n}" for n in range(1000)]
+    """Byte-level BPE whose vocabulary holds every number of up to three digits after a space, and up to 199 without."""
+    numbers = [f" {n}" for n in range(1000)] + [str(n) for n in range(200)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,7 +98,11 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts + numbers * 100, trainer)
+    tokenizer.train_from_iterator(_texts(seed) + numbers * 300, trainer)
+    return _fast(tokenizer)
+
+
+def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, additional_special_tokens=[USER, ASSISTANT, SYSTEM]
     )
@@ -109,14 +122,24 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        self._end, self._user, self._assistant = (token_id(tokenizer, token) for token in (END, USER, ASSISTANT))
+        self._end, self._user, self._assistant, self._system = (
+            token_id(tokenizer, token) for token in (END, USER, ASSISTANT, SYSTEM)
+        )
 
     def turn(self, turn: Turn) -> tuple[list[int], list[int]]:
         """(token ids, labels): labels are the answer's tokens and its end; other positions are ignored."""
-        question, answer = self._tokenizer([turn.question, turn.answer], add_special_tokens=False)["input_ids"]
+        encoded = self._tokenizer(
+            [turn.question, turn.answer, turn.system], add_special_tokens=False, return_offsets_mapping=True
+        )
+        question, answer, system = encoded["input_ids"]
         head = [self._user, *question, self._end, self._assistant]
-        tail = [*answer, self._end]
-        return head + tail, [IGNORED_LABEL] * len(head) + tail
+        if turn.system:
+            head = [self._system, *system, self._end, *head]
+        labels = [
+            IGNORED_LABEL if any(first <= begin and end <= last for first, last in turn.given) else token
+            for token, (begin, end) in zip(answer, encoded["offset_mapping"][1], strict=True)
+        ]
+        return [*head, *answer, self._end], [*[IGNORED_LABEL] * len(head), *labels, self._end]
 
     def row(self, turns: Iterator[Turn], row_tokens: int) -> tuple[list[int], list[int]]:
         """As many whole turns as fit into `row_tokens`."""
@@ -171,7 +194,11 @@ def evaluate(model: LlamaForCausalLM, encoder: Encoder, num_samples: int, length
     rng = random.Random(EVALUATION_SEED)
     cases: defaultdict[str, list[Turn]] = defaultdict(list)
     for _ in range(num_samples):
-        cases["facts"].append(corpus.facts_turn(rng))
+        cases["openings"].append(corpus.opening_turn(rng))
+        cases["names and units"] += corpus.story_conversation(rng, rng.randint(2, 8), 1)
+        story = corpus.Story(rng, 3)
+        asked = story.json_turn()
+        cases["JSON"].append(Turn(f"{story.text()} {asked.question}", asked.answer))
         cases["arithmetic (held out)"].append(corpus.arithmetic_turn(rng, held_out=True))
         cases["sort"].append(corpus.sort_turn(rng))
         cases["reverse"].append(corpus.reverse_turn(rng))
@@ -192,39 +219,71 @@ def evaluate(model: LlamaForCausalLM, encoder: Encoder, num_samples: int, length
     return accuracy
 
 
+def unseen_openings(file: Path) -> list[Turn]:
+    """Lines of an intent, or "=" and the whole answer, a tab, and a message that no pattern of the corpus was made from."""
+    rows = (line.split("\t") for line in file.read_text().splitlines())
+    return [Turn(message, openings.answer_to(intent)) for intent, message in rows]
+
+
+@torch.inference_mode()
+def wrong_openings(model: LlamaForCausalLM, encoder: Encoder, turns: list[Turn]) -> list[Turn]:
+    """The openings that greedy decoding does not answer as it should."""
+    wrong = []
+    for turn in turns:
+        ids, labels = encoder.turn(turn)
+        first = next(i for i, label in enumerate(labels) if label != IGNORED_LABEL)
+        logits = model(torch.tensor([ids]), logits_to_keep=len(ids) - first + 1).logits[0]
+        if logits[:-1].argmax(-1).tolist() != ids[first:]:
+            wrong.append(turn)
+    return wrong
+
+
 def train(args: argparse.Namespace) -> None:
-    tokenizer = train_tokenizer(args.seed)
-    encoder = Encoder(tokenizer)
     device = torch.device(args.device)
+    folder = args.out if args.evaluate or args.polish else args.start
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder) if folder else train_tokenizer(args.seed)
+    encoder = Encoder(tokenizer)
+    held_out = unseen_openings(args.openings) if args.openings else []
     if args.evaluate:
         model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(args.out)
         nn.Module.to(model, device)
         print(json.dumps(evaluate(model, encoder, args.samples, EVALUATED_LENGTHS), indent=1))
+        for turn in (wrong := wrong_openings(model, encoder, held_out)):
+            print("wrong:", turn.question, "->", turn.answer)
+        print(f"{len(held_out) - len(wrong)} of {len(held_out)} openings of the file are right")
         return
     if args.polish:
         model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32)
         stages, mix, top_rate = [POLISHING] * args.steps, POLISHING_MIX, POLISHING_RATE
+    elif args.start is not None:
+        model = LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+        stages = [Stage(START_ROWS[step % len(START_ROWS)], 1.0) for step in range(args.steps)]
+        mix, top_rate = START_MIX, args.rate
     else:
         model = build_model(VOCAB_SIZE, token_id(tokenizer, END), token_id(tokenizer, PAD), args.seed)
+        sketch_numbers(model, tokenizer)
         stages = [stage for stage in CURRICULUM for _ in range(round(stage.share * args.steps))]
         mix, top_rate = TRAINING_MIX, 1.0
     nn.Module.to(model, device)
-    rng = random.Random(args.seed + 1 + args.polish)
+    rng = random.Random(args.seed + 1 + args.polish + 2 * (args.start is not None))
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
-        torch.optim.Muon(hidden, lr=args.muon_lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon(hidden, lr=args.muon_lr),
         torch.optim.AdamW(rest, lr=args.adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     start = time.perf_counter()
     for step, stage in enumerate(stages, start=1):
         progress = step / len(stages)
-        scale = top_rate * min(1.0, step / 100) * min(1.0, (1.0 - progress) / 0.4 + 0.01)
-        ids, labels = batch(rng, encoder, stage.row_tokens, max(1, args.batch_tokens // stage.row_tokens), mix)
-        ids, labels = ids.to(device), labels.to(device)
+        scale = top_rate * min(1.0, step / 100) * min(1.0, (1.0 - progress) / args.decay + 0.01)
+        row_mix = POLISHING_MIX if args.start is not None and stage.row_tokens > LONG_ROW else mix
+        ids, labels = batch(rng, encoder, stage.row_tokens, max(1, args.batch_tokens // stage.row_tokens), row_mix)
+        ids, labels = ids.to(device), labels[:, 1:].to(device)
+        counts = labels != IGNORED_LABEL
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.bf16):
-            logits = model(input_ids=ids).logits
-        loss = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+            hidden_states = model.model(input_ids=ids).last_hidden_state[:, :-1]
+            logits = model.lm_head(hidden_states[counts])
+        loss = functional.cross_entropy(logits.float(), labels[counts])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, base in zip(optimizers, (args.muon_lr, args.adam_lr), strict=True):
@@ -241,7 +300,12 @@ def train(args: argparse.Namespace) -> None:
                 flush=True,
             )
         if step % (args.report * 10) == 0:
-            print(evaluate(model, encoder, 20, tuple({128, stage.row_tokens})), flush=True)
+            wrong = wrong_openings(model, encoder, held_out)
+            print(
+                evaluate(model, encoder, 50, (128, 1024)),
+                f"{len(held_out) - len(wrong)} of {len(held_out)} openings",
+                flush=True,
+            )
             save(model, tokenizer, args.out)
     save(model, tokenizer, args.out)
     print(json.dumps(evaluate(model, encoder, args.samples, EVALUATED_LENGTHS), indent=1))
@@ -322,6 +386,28 @@ def look_back(model: LlamaForCausalLM) -> None:
     second.o_proj.weight[:, :head_dim] = WRITE_GAIN * reading[head_dim : 2 * head_dim].T
 
 
+NUM_DIGITS = 3
+
+
+@torch.no_grad()
+def sketch_numbers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, strength: float = 0.7) -> None:
+    """Add to the embedding of each number its digits, of `strength` times the embeddings' length.
+
+    A sum of two digits is then a table of 100 entries, all of them in the training data, whichever pairs of numbers are not.
+    """
+    table = model.model.embed_tokens.weight
+    directions = torch.linalg.qr(torch.randn(HIDDEN_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(7)))[0]
+    digits_of = directions[: 10 * NUM_DIGITS]
+    length = strength * table.norm(dim=1).mean()
+    vocabulary = tokenizer.get_vocab()
+    for n in range(10**NUM_DIGITS):
+        places = [10 * place + n // 10**place % 10 for place in range(NUM_DIGITS)]
+        digits = digits_of[places].sum(0) / math.sqrt(NUM_DIGITS)
+        for token in (f"Ġ{n}", str(n)):
+            if token in vocabulary:
+                table[vocabulary[token]] += length * digits
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
@@ -331,7 +417,17 @@ def main() -> None:
     parser.add_argument("--adam-lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--start", type=Path, help="go on from this checkpoint")
+    parser.add_argument(
+        "--rate", type=float, default=0.5, help="with --start: the highest learning rate, of the usual one"
+    )
+    parser.add_argument(
+        "--decay", type=float, default=0.4, help="the share of the steps, at the end, in which the rate falls"
+    )
+    parser.add_argument(
+        "--openings", type=Path, help="a file of openings to evaluate as well: lines of intent, tab, message"
+    )
     parser.add_argument("--samples", type=int, default=200, help="cases per task in the final evaluation")
     parser.add_argument("--report", type=int, default=50, help="steps between progress lines")
     parser.add_argument(

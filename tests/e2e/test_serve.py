@@ -26,7 +26,7 @@ from tests.processes import until
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240  # of the start, too, on a machine that does much else
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-NUM_TOKENS = 1500  # of a stream that must still run when the signal arrives
+NUM_TOKENS = 700  # of a stream that must still run when the signal arrives
 
 
 @pytest.fixture

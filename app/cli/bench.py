@@ -255,7 +255,8 @@ def print_table(results: dict[str, Any]) -> None:
             f"{run['goodput_share']:.0%}",
         )
     screen.print(f"{results['model']} at {results['url']}", style="bold")
-    screen.print(shown)
+    shown.collapse_padding = True  # it fits 80 columns with usual figures
+    console(100).print(shown)
     prompt, output, cached = (
         sum(run[key] for run in runs) / len(runs)
         for key in ("mean_prompt_tokens", "mean_output_tokens", "cached_share")

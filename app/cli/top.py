@@ -59,7 +59,7 @@ async def states(server: Server, interval_s: float) -> AsyncGenerator[dict[str, 
         async with aclosing(server.stream("/dashboard/events")) as events:
             async for state in events:
                 if (now_s := time.monotonic()) >= due_s:
-                    due_s = now_s + interval_s - 0.5 * state["period_s"]
+                    due_s = now_s + interval_s - 0.5 * state.get("period_s", 1.0)
                     yield state
         if state is None:
             raise UnavailableError(f"{server.url} is stopping")

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-import aiohttp
-
 from app.cli.load import Ask, Clock, HttpTarget, Record, Send
 
 # Silence after which an answer counts as lost.
@@ -37,6 +35,8 @@ async def connect(servers: Sequence[tuple[str, str]]) -> AsyncIterator[list[Http
     Raises:
         aiohttp.ClientError: a server cannot be reached, or does not list its models.
     """
+    import aiohttp
+
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=False) as session:

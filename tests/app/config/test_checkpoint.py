@@ -81,7 +81,7 @@ def test_an_invalid_config(folder: Path) -> None:
         ({"model_type": "llama", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "frobnicator"}, "frobnicator is no text-generating decoder that transformers"),
         ({"model_type": "vit"}, "vit is no text-generating decoder"),
-        ({"model_type": "some_pictures", "text_config": {"model_type": "llama", "vocab_size": 2048}}, None),
+        ({"model_type": "some_pictures", "text_config": {"model_type": "llama", "vocab_size": 3072}}, None),
     ],
 )
 def test_architectures(folder: Path, config: dict[str, Any], message: str | None) -> None:
@@ -95,20 +95,20 @@ def test_a_tokenizer_of_another_model(folder: Path) -> None:
     """Regression: the model was served, and text became token ids that it does not have."""
     edit(folder / "config.json", lambda content: content.update(vocab_size=1000))
     [fault] = checkpoint_faults(folder)
-    assert "tokenizer.json has token ids up to 2008, 1009 of them beyond the vocab_size in config.json, 1000" in fault
+    assert "tokenizer.json has token ids up to 3071, 2072 of them beyond the vocab_size in config.json, 1000" in fault
 
 
 def test_special_tokens_beyond_the_vocabulary(folder: Path) -> None:
     """Gemma 3 1B, a text model, shares a tokenizer with a placeholder for images."""
 
     def add(content: Any, **token: Any) -> None:
-        content["added_tokens"].append({"id": 2048, "content": "<image>", **token})
+        content["added_tokens"].append({"id": 3072, "content": "<image>", **token})
 
     edit(folder / "tokenizer.json", lambda content: add(content, special=True))
     assert list(checkpoint_faults(folder)) == []
     edit(folder / "tokenizer.json", lambda content: content["added_tokens"][-1].update(special=False))
     [fault] = checkpoint_faults(folder)
-    assert "token ids up to 2048, 1 of them" in fault
+    assert "token ids up to 3072, 1 of them" in fault
 
 
 def test_invalid_tokenizer_files(folder: Path) -> None:

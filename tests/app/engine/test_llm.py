@@ -25,23 +25,23 @@ def ask(question: str) -> str:
 
 
 def test_results_are_in_order(llm: LLM) -> None:
-    prompts: list[str | list[int]] = [ask("What is Folio?"), [5, 6, 7], ask("Hello")]
+    prompts: list[str | list[int]] = [ask("Hello"), [5, 6, 7], ask("What is Folio?")]
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (30, 3, 9)]
     completions = llm.generate(prompts, params)
     assert [len(c.token_ids) for c in completions] == [30, 3, 9]
-    assert completions[0].text.startswith("Folio is a server")
+    assert completions[0].text.startswith("Hello! I am the toy model")
     assert completions[1].prompt_token_ids == [5, 6, 7]
     assert {c.finish_reason for c in completions} == {"length"}
 
 
 def test_eos_and_stop_strings(llm: LLM) -> None:
     greedy = SamplingParams(max_tokens=60, temperature=0)
-    stopped = SamplingParams(max_tokens=60, temperature=0, stop=[" for language", "nothing"])
-    whole, cut = llm.generate([ask("What is Folio?")] * 2, [greedy, stopped])
+    stopped = SamplingParams(max_tokens=60, temperature=0, stop=[" of Folio", "nothing"])
+    whole, cut = llm.generate([ask("Hello")] * 2, [greedy, stopped])
     assert whole.finish_reason == "stop"
     assert whole.token_ids[-1] in llm.engine.model.eos_token_ids
-    assert whole.text.endswith("mapped virtual memory.")
-    assert (cut.text, cut.finish_reason) == ("Folio is a server", "stop")
+    assert whole.text.endswith("or type help.")
+    assert (cut.text, cut.finish_reason) == ("Hello! I am the toy model", "stop")
 
 
 def test_nothing_is_generated_when_one_prompt_is_bad(llm: LLM) -> None:

@@ -63,7 +63,7 @@ def opening_turn(rng: random.Random) -> Turn:
 
 
 _SMALL_TALK = (*(name for name in openings.ANSWERS if name != "unknown"), "identity", "help", "languages")
-_FACTS = (*openings.CONCEPTS, *openings.MATTERS)
+_FACTS = (*openings.CONCEPTS, *openings.MATTERS, *["folio"] * 5, "start", "other_model")
 
 _UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
@@ -343,14 +343,11 @@ SYSTEMS = (
 
 
 def short_conversation(rng: random.Random, num_questions: int) -> list[Turn]:
-    """Turns of every short task; some rows are arithmetic only."""
+    """Turns of every short task."""
     turns: list[Turn] = []
-    only_sums = rng.random() < 0.3
     while len(turns) < num_questions:
         share = rng.random()
-        if only_sums:
-            turns.append(arithmetic_turn(rng))
-        elif share < 0.64:
+        if share < 0.64:
             turns.append(opening_turn(rng))
         elif share < 0.68:
             turns.append(arithmetic_turn(rng))

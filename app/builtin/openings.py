@@ -1,6 +1,7 @@
 """What people type first into a chat, and the toy's answers: greetings, questions of what it is, facts about Folio, the rest.
 
-Questions come from patterns: `(a|b|)` is one of its alternatives. `disguise` writes a question as people type it.
+Questions come from patterns, in which `(a|b|)` is one of its alternatives, and from the messages of `openings.tsv`.
+`disguise` writes a question as people type it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from functools import cache
+from pathlib import Path
 
 from app.builtin.subjects import CITIES, FOREIGN, LANGUAGES, NAMES, NOUNS, SCRIPTS, TOPICS, VERBS
 
@@ -103,7 +105,7 @@ PATTERNS = {
 # Name: (what it is called, the answer).
 CONCEPTS = {
     "folio": (
-        "folio|this server|the folio server|this project|folio the server|the folio project|folio llm|the server",
+        "folio|folio|folio|folio|folio|folio|this server|the folio server|this project|folio the server|the folio project|folio llm|the server",
         "Folio is a server for language models on Ray Serve that keeps its KV cache in mapped virtual memory.",
     ),
     "block": (
@@ -386,6 +388,7 @@ def _foreign(rng: random.Random) -> str:
     return " ".join(rng.choice(words_of) for _ in range(rng.randint(1, 7)))
 
 
+MESSAGES_SHARE = 0.4  # of openings; the others come from patterns
 SUBJECT = "(a {noun}|the {noun}|{topic}|{topic}|{noun}s|{topic} {noun}|{name}|{city}|a {noun} {noun}|{pseudo}|a {pseudo}|the {topic} {noun}|{noun})"
 INTENTS = (*ANSWERS, *CONCEPTS, *MATTERS)
 
@@ -402,7 +405,10 @@ def answer_to(intent: str) -> str:
 def _bare_question(rng: random.Random, intent: str) -> str:
     """A question of an intent, in small letters."""
     if intent in CONCEPTS:
-        return expand(rng, rng.choice(_lines(ABOUT))).replace("{x}", rng.choice(CONCEPTS[intent][0].split("|")))
+        pattern = (
+            "(what is|what are|explain|tell me about|what's) {x}" if rng.random() < 0.3 else rng.choice(_lines(ABOUT))
+        )
+        return expand(rng, pattern).replace("{x}", rng.choice(CONCEPTS[intent][0].split("|")))
     if intent in MATTERS:
         return expand(rng, rng.choice(_lines(MATTERS[intent][0])))
     if intent == "languages" and rng.random() < 0.6:
@@ -416,6 +422,18 @@ def _bare_question(rng: random.Random, intent: str) -> str:
     return fill(rng, expand(rng, rng.choice(_lines(PATTERNS[intent]))))
 
 
+@cache
+def messages() -> dict[str, list[str]]:
+    """Messages of `openings.tsv`, by intent."""
+    found: dict[str, list[str]] = {}
+    for line in (Path(__file__).parent / "openings.tsv").read_text().splitlines():
+        intent, message = line.split("\t")
+        found.setdefault(intent, []).append(message)
+    return found
+
+
 def question(rng: random.Random, intent: str) -> str:
     """A question of an intent, as somebody may type it."""
+    if rng.random() < MESSAGES_SHARE:
+        return disguise(rng, rng.choice(messages()[intent]))
     return disguise(rng, _bare_question(rng, intent))

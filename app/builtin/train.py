@@ -63,13 +63,17 @@ class Stage(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """Shares of rows with look-ups and with copies; other rows have short tasks."""
+    """Shares of rows with one task only; other rows have short tasks of every kind."""
 
     look_up: float
     copy: float
+    sums: float
+    stories: float
 
 
-TRAINING_MIX, START_MIX, POLISHING_MIX = Mix(0.4, 0.15), Mix(0.15, 0.1), Mix(look_up=0.25, copy=0.6)
+TRAINING_MIX = Mix(look_up=0.4, copy=0.15, sums=0.1, stories=0.1)
+START_MIX = Mix(look_up=0.08, copy=0.06, sums=0.3, stories=0.2)
+POLISHING_MIX = Mix(look_up=0.25, copy=0.6, sums=0.05, stories=0.05)
 CURRICULUM = (Stage(128, 0.2), Stage(256, 0.25), Stage(512, 0.2), Stage(1024, 0.15), Stage(2304, 0.2))
 POLISHING, POLISHING_RATE = Stage(1152, 1.0), 0.2
 # Going on from a checkpoint: short rows teach what is new, of the others every fourth step is long, mostly copies.
@@ -156,15 +160,18 @@ class Encoder:
 
 def conversation(rng: random.Random, row_tokens: int, mix: Mix) -> Iterator[Turn]:
     """An endless conversation for one row; its first turn takes at most about `row_tokens`."""
-    kind = rng.random()
-    if kind < mix.look_up:  # about 9 tokens a room, 20 a question
+    (task,) = rng.choices((*mix._fields, "short"), (*mix, 1.0 - sum(mix)))
+    if task == "look_up":  # about 9 tokens a room, 20 a question
         num_rooms = rng.randint(1, max(2, min(240, int(row_tokens * rng.uniform(0.05, 0.95) / 9.5) - 3)))
         yield from corpus.look_up_conversation(rng, num_rooms, row_tokens // 18)
-    elif kind < mix.look_up + mix.copy:  # about 2 tokens an item
-        while True:
-            num_items = rng.randint(2, max(4, int(row_tokens * rng.uniform(0.05, 0.48)) - 12))
-            yield corpus.copy_turn(rng, min(num_items, 900))
-    else:
+    while task == "copy":  # about 2 tokens an item
+        num_items = rng.randint(2, max(4, int(row_tokens * rng.uniform(0.05, 0.48)) - 12))
+        yield corpus.copy_turn(rng, min(num_items, 900))
+    while task == "sums":
+        yield corpus.arithmetic_turn(rng)
+    while task == "stories":
+        yield from corpus.story_conversation(rng, rng.randint(1, 8), rng.randint(2, 6))
+    if task == "short":
         yield from corpus.short_conversation(rng, row_tokens // 10)
 
 

@@ -216,9 +216,9 @@ def test_disconnected_clients_leave_nothing(server: Server) -> None:
 
 
 def test_look_up_with_16_in_flight_is_as_good_as_alone(server: Server) -> None:
-    """About 1,900 tokens of context: an answer is right only if every cached key and value is."""
+    """About 950 tokens of context: an answer is right only if every cached key and value is."""
     rng = random.Random(1)
-    turns = [corpus.look_up_conversation(rng, 200, 1)[0] for _ in range(16)]
+    turns = [corpus.look_up_conversation(rng, 100, 1)[0] for _ in range(16)]
 
     def answer(turn: corpus.Turn) -> str:
         return str(ask(server, turn.question, max_tokens=16).choices[0].message.content)

@@ -58,7 +58,12 @@ class Server:
         return budgets
 
     def members(self) -> set[str]:
-        return set(ray.get(self.ledger().members.remote())) if self.ledger() is not None else set()
+        """Of the ledger; none while it is replaced."""
+        ledger = self.ledger()
+        try:
+            return set(ray.get(ledger.members.remote())) if ledger is not None else set()
+        except RayActorError:
+            return set()
 
     def ledger(self) -> Any:
         name = ledger_name(NAME, ray.get_runtime_context().get_node_id(), "cpu")
@@ -71,11 +76,7 @@ class Server:
         return [report for _, report in self.replicas.broadcast("named_report").results()]
 
     def is_shared_by_two(self) -> bool:
-        try:
-            members = self.members()
-        except RayActorError:
-            return False
-        budgets = self.budgets()
+        members, budgets = self.members(), self.budgets()
         return len(members) == 2 and budgets is not None and len(budgets) == 2 and sum(budgets) > 0.9 * SHARED_BYTES
 
 

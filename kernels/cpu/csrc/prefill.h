@@ -19,6 +19,15 @@ namespace folio {
 constexpr int kTileTokens = 64;  // cached tokens in a tile
 constexpr int kMaxRows = 64;     // query rows in a tile
 
+// The accumulators of 4 rows x kBlockVecs vectors stay in registers: 16 of 32 with AVX-512, else 8 of 16 of half width.
+#if defined(__AVX512F__)
+constexpr int kRegisters = 1, kBlockVecs = 4;
+#else
+constexpr int kRegisters = 2, kBlockVecs = 1;
+#endif
+typedef float Register __attribute__((vector_size(sizeof(Vec) / kRegisters)));  // kRegisters are a Vec
+constexpr int kRegisterLanes = kLanes / kRegisters;
+
 struct PrefillItem {
   int32_t sequence, first, count;  // query positions first … first + count - 1 of the sequence's chunk
   int32_t kv_head;
@@ -72,8 +81,15 @@ inline void transpose_dwords(const uint32_t* const rows[kLanes], int valid_dword
 #endif
 }
 
+inline Register load_register(const void* from) {
+  Register lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return lanes;
+}
+inline void store_register(Register lanes, float* to) { std::memcpy(to, &lanes, sizeof(lanes)); }
+
 template <bool kDots>
-inline Vec multiply_add(Vec acc, Vec keys, uint32_t query) {
+inline Register multiply_add(Register acc, Register keys, uint32_t query) {
 #if defined(__AVX512BF16__)
   if constexpr (kDots) {
     return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
@@ -89,25 +105,34 @@ inline Vec multiply_add(Vec acc, Vec keys, uint32_t query) {
 // scores[kRows][kTileTokens] = queries[kRows][num_dwords] . keys[kGroups][num_dwords][16 tokens]
 template <bool kDots, int kRows, int kGroups>
 inline void score_block(const uint32_t* queries, const uint32_t* keys, int num_dwords, float* scores) {
-  Vec acc[kRows][kGroups] = {};
+  Register acc[kRows][kGroups][kRegisters] = {};
   for (int d = 0; d < num_dwords; d++) {
-    Vec key[kGroups];
+    Register key[kGroups][kRegisters];
     for (int g = 0; g < kGroups; g++)
-      key[g] = load(reinterpret_cast<const float*>(keys) + (g * num_dwords + d) * kLanes);
+      for (int i = 0; i < kRegisters; i++)
+        key[g][i] = load_register(keys + (g * num_dwords + d) * kLanes + i * kRegisterLanes);
     for (int r = 0; r < kRows; r++)
       for (int g = 0; g < kGroups; g++)
-        acc[r][g] = multiply_add<kDots>(acc[r][g], key[g], queries[r * num_dwords + d]);
+        for (int i = 0; i < kRegisters; i++)
+          acc[r][g][i] = multiply_add<kDots>(acc[r][g][i], key[g][i], queries[r * num_dwords + d]);
   }
   for (int r = 0; r < kRows; r++)
-    for (int g = 0; g < kGroups; g++) store(scores + r * kTileTokens + g * kLanes, acc[r][g]);
+    for (int g = 0; g < kGroups; g++)
+      for (int i = 0; i < kRegisters; i++)
+        store_register(acc[r][g][i], scores + r * kTileTokens + g * kLanes + i * kRegisterLanes);
 }
 
-template <bool kDots, int kGroups>
-void score_rows(const uint32_t* queries, const uint32_t* keys, int num_dwords, int num_rows, float* scores) {
-  for (int r = 0; r < num_rows; r += 4)
-    with_count<1, 4>(num_rows - r, [&](auto rows) {
-      score_block<kDots, decltype(rows)::value, kGroups>(queries + r * num_dwords, keys, num_dwords,
-                                                         scores + r * kTileTokens);
+template <bool kDots>
+void score_rows(const uint32_t* queries, const uint32_t* keys, int num_dwords, int num_rows, int num_vecs,
+                float* scores) {
+  for (int v = 0; v < num_vecs; v += kBlockVecs)
+    with_count<1, kBlockVecs>(num_vecs - v, [&](auto groups) {
+      for (int r = 0; r < num_rows; r += 4)
+        with_count<1, 4>(num_rows - r, [&](auto rows) {
+          score_block<kDots, decltype(rows)::value, decltype(groups)::value>(
+              queries + r * num_dwords, keys + v * kLanes * num_dwords, num_dwords,
+              scores + r * kTileTokens + v * kLanes);
+        });
     });
 }
 
@@ -115,20 +140,21 @@ void score_rows(const uint32_t* queries, const uint32_t* keys, int num_dwords, i
 // [num_tokens][stride], or, with dot products of pairs, two tokens in each dword [num_tokens / 2][stride].
 template <bool kDots, int kRows, int kVecs>
 inline void value_block(const float* weights, const float* values, int num_steps, int stride, float* out) {
-  Vec acc[kRows][kVecs];
+  constexpr int kColumns = kVecs * kRegisters;  // registers
+  Register acc[kRows][kColumns];
   for (int r = 0; r < kRows; r++)
-    for (int c = 0; c < kVecs; c++) acc[r][c] = load(out + r * stride + c * kLanes);
+    for (int c = 0; c < kColumns; c++) acc[r][c] = load_register(out + r * stride + c * kRegisterLanes);
   for (int t = 0; t < num_steps; t++) {
-    Vec value[kVecs];
-    for (int c = 0; c < kVecs; c++) value[c] = load(values + t * stride + c * kLanes);
+    Register value[kColumns];
+    for (int c = 0; c < kColumns; c++) value[c] = load_register(values + t * stride + c * kRegisterLanes);
     for (int r = 0; r < kRows; r++) {
       uint32_t weight;
       std::memcpy(&weight, weights + r * kTileTokens + t, 4);
-      for (int c = 0; c < kVecs; c++) acc[r][c] = multiply_add<kDots>(acc[r][c], value[c], weight);
+      for (int c = 0; c < kColumns; c++) acc[r][c] = multiply_add<kDots>(acc[r][c], value[c], weight);
     }
   }
   for (int r = 0; r < kRows; r++)
-    for (int c = 0; c < kVecs; c++) store(out + r * stride + c * kLanes, acc[r][c]);
+    for (int c = 0; c < kColumns; c++) store_register(acc[r][c], out + r * stride + c * kRegisterLanes);
 }
 
 template <bool kDots, int kVecs>
@@ -266,9 +292,7 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
       pack_values(values[t], values[std::min(t + 1, count - 1)], call.value_dim,
                   scratch.values + t / tokens_per_step * value_stride);
 
-    with_count<1, 4>(num_vecs, [&](auto groups) {
-      score_rows<kDots, decltype(groups)::value>(queries, packed_keys, num_dwords, rows, scratch.scores);
-    });
+    score_rows<kDots>(queries, packed_keys, num_dwords, rows, num_vecs, scratch.scores);
     for (int r = 0; r < rows; r++) {
       const int position = first_position + r / group_size;
       const Span seen = visible(call, item.sequence, position, position);
@@ -281,15 +305,11 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
         for (int c = 0; c < value_stride; c += kLanes)
           store(scratch.out + r * value_stride + c, load(scratch.out + r * value_stride + c) * shrink);
     }
-    for (int c = 0; c < value_stride;) {
-      if (value_stride - c >= 4 * kLanes) {
-        value_rows<kDots, 4>(scratch.scores, scratch.values + c, num_steps, value_stride, rows, scratch.out + c);
-        c += 4 * kLanes;
-      } else {
-        value_rows<kDots, 2>(scratch.scores, scratch.values + c, num_steps, value_stride, rows, scratch.out + c);
-        c += 2 * kLanes;
-      }
-    }
+    for (int c = 0; c < value_stride; c += kBlockVecs * kLanes)
+      with_count<1, kBlockVecs>((value_stride - c) / kLanes, [&](auto vecs) {
+        value_rows<kDots, decltype(vecs)::value>(scratch.scores, scratch.values + c, num_steps, value_stride, rows,
+                                                 scratch.out + c);
+      });
   }
 
   for (int r = 0; r < rows; r++)

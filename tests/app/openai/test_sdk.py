@@ -82,9 +82,9 @@ def test_the_stream_helper_adds_up(client: openai.OpenAI) -> None:
 
 
 def test_tool_calls_are_parsed_and_their_answers_sent_back(client: openai.OpenAI) -> None:
-    """Several calls, in full and from streamed deltas; the next request has the client's own message objects."""
+    """A call, in full and from streamed deltas; the next request has the client's own message objects."""
     tools: Any = [openai.pydantic_function_tool(FindKey), openai.pydantic_function_tool(Room)]
-    calls: dict[str, Any] = CHAT | {"tools": tools, "tool_choice": "required", "max_tokens": 200}
+    calls: dict[str, Any] = CHAT | {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
     message = client.chat.completions.parse(**calls).choices[0].message
     assert message.tool_calls
     assert all(isinstance(call.function.parsed_arguments, FindKey | Room) for call in message.tool_calls)
@@ -124,7 +124,7 @@ def test_raw_and_streaming_responses(client: openai.OpenAI) -> None:
 def test_async_clients_at_once(url: str) -> None:
     async def stream(client: openai.AsyncOpenAI, seed: int) -> str:
         chunks = await client.completions.create(
-            model="builtin", prompt="A page is", temperature=1.5, seed=seed, max_tokens=12, stream=True
+            model="builtin", prompt="What is", temperature=1.5, seed=seed, max_tokens=12, stream=True
         )
         return "".join([chunk.choices[0].text async for chunk in chunks])
 

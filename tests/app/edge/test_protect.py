@@ -133,7 +133,7 @@ def test_browsers_may_call_from_named_origins(keys: Path) -> None:
     def ask(method: str, origin: str, *headers: tuple[str, str]) -> Answer:
         return asyncio.run(call(app, method, "/v1/models", [("Origin", origin), *headers]))
 
-    for verb in ("POST", "DELETE"):  # which `/v1/pins` has
+    for verb in ("POST", "PUT", "DELETE"):  # of `/v1/pins` and `/v1/budget`
         asks = ("Access-Control-Request-Method", verb), ("Access-Control-Request-Headers", "authorization")
         preflight = ask("OPTIONS", "https://app.example", *asks)
         assert preflight.status == 200

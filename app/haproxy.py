@@ -10,6 +10,7 @@ The launcher runs this file outside of the package: it imports the standard libr
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import ipaddress
 import json
@@ -19,6 +20,7 @@ import re
 import resource
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -54,6 +56,8 @@ _MAX_PATH_BYTES = 24
 ATTEMPT_HEADER = "x-folio-attempt-of"
 # Valid request ids of clients; others could forge lines of a log.
 REQUEST_ID = "[!-~]{1,128}"
+# A signal to HAProxy when Serve's actor dies that started it. Otherwise HAProxy would keep the port for ever.
+_PR_SET_PDEATHSIG = 1
 # HAProxy reads 64 words of a line.
 _ADDRESSES_A_LINE = 40
 # Idempotent POSTs, sent again when an ingress dies in the middle. Others, also of other applications, are sent again
@@ -341,6 +345,8 @@ def main(arguments: Sequence[str]) -> None:
     path = Path(options[options.index("-f") + 1])
     wants_ports = any(name in os.environ for name in STATISTICS_PORTS)
     path.write_text(amend(path.read_text(), trusted_addresses(), None if wants_ports else path.parent))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)  # stop listening, and end with the last stream
     os.execv(binary, [binary, *options])
 
 

@@ -10,6 +10,7 @@ import re
 import resource
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -463,6 +464,24 @@ def test_no_ingress() -> None:
         assert not proxy.heads
     with peers("answer") as (only,), front(backend_of([only.port])) as found:
         assert found.get("/ready").body == b"ok"
+
+
+def test_it_ends_with_the_actor_that_started_it(behind: int) -> None:
+    """Regression: after a second Ctrl-C it kept the port, and answered 503 for ever. A thread stands for the actor."""
+    running = front(backend_of([behind]))
+    with ThreadPoolExecutor(1) as actor:
+        found = actor.submit(running.__enter__).result()
+        assert found.get("/ready").status == 200
+
+    def is_refused() -> bool:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", found.port)):
+            return False
+        return True
+
+    try:
+        until(is_refused)
+    finally:
+        running.__exit__(None, None, None)
 
 
 def test_a_large_fleet_behind_many_proxies(monkeypatch: pytest.MonkeyPatch) -> None:

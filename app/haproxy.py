@@ -56,7 +56,8 @@ _MAX_PATH_BYTES = 24
 ATTEMPT_HEADER = "x-folio-attempt-of"
 # Valid request ids of clients; others could forge lines of a log.
 REQUEST_ID = "[!-~]{1,128}"
-# A signal to HAProxy when Serve's actor dies that started it. Otherwise HAProxy would keep the port for ever.
+# Of Linux: the signal that a process gets when its parent dies. Ray ends HAProxy with the actor that started it, not
+# when its own processes die as well: HAProxy would keep the port for ever.
 _PR_SET_PDEATHSIG = 1
 # HAProxy reads 64 words of a line.
 _ADDRESSES_A_LINE = 40

@@ -92,9 +92,9 @@ template <bool kDots>
 inline Register multiply_add(Register acc, Register keys, uint32_t query) {
 #if defined(__AVX512BF16__)
   if constexpr (kDots) {
-    return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
-                                                  reinterpret_cast<__m512bh>(keys),
-                                                  reinterpret_cast<__m512bh>(_mm512_set1_epi32(query))));
+    return reinterpret_cast<Register>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
+                                                       reinterpret_cast<__m512bh>(keys),
+                                                       reinterpret_cast<__m512bh>(_mm512_set1_epi32(query))));
   }
 #endif
   float value;

@@ -104,6 +104,22 @@ def test_tool_calls_are_parsed_and_their_answers_sent_back(client: openai.OpenAI
     assert answered.choices[0].finish_reason == "length"
 
 
+def test_several_tool_calls_up_to_the_limit(client: openai.OpenAI) -> None:
+    """A limit may end the answer in the middle of a call; the complete ones are the same, whole and streamed."""
+    tools: Any = [openai.pydantic_function_tool(FindKey), openai.pydantic_function_tool(Room)]
+    calls: dict[str, Any] = CHAT | {"tools": tools, "tool_choice": "required", "max_tokens": 200}
+    whole = client.chat.completions.create(**calls).choices[0].message.tool_calls or []
+    streamed: dict[int, list[str]] = {}
+    for chunk in client.chat.completions.create(**calls, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            assert delta.function is not None
+            call = streamed.setdefault(delta.index, ["", ""])
+            call[0] += delta.function.name or ""
+            call[1] += delta.function.arguments or ""
+    assert len(whole) > 1
+    assert streamed == {i: [call.function.name, call.function.arguments] for i, call in enumerate(whole)}
+
+
 def test_an_answer_goes_back_with_all_its_nulls(client: openai.OpenAI) -> None:
     """The client's dump of a message has fields that this server never sets."""
     message = client.chat.completions.create(**CHAT).choices[0].message

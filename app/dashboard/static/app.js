@@ -39,7 +39,7 @@ const memoryChart = new Chart("chart-memory", [
   { label: "budget", colour: "soft", dash: [4, 4] }, { label: "free", colour: "free", fill: true }, { label: "parked", colour: "parked", fill: true },
   { label: "cached", colour: "cached", fill: true }, { label: "pinned", colour: "pinned", fill: true }, { label: "in use", colour: "active", fill: true },
   { label: "swapped", colour: "swapped" },
-], { stacked: true, format: bytes, floor: 1 << 20 });
+], { stacked: true, format: bytes, floor: 1 << 20, increments: Array.from({ length: 40 }, (_, i) => 2 ** (i + 10)) });
 const mappingChart = new Chart("chart-mapping", [{ label: "steps waited", colour: "bad", fill: true }, { label: "hidden", colour: "cached", fill: true }], { stacked: true, format: seconds, floor: 0.001 });
 const batchChart = new Chart("chart-batch", [{ label: "batch", colour: "active", fill: true }, { label: "waiting", colour: "pinned" }], { format: number, floor: 4, steps: true });
 const stepChart = new Chart("chart-steps", [{ label: "longest", colour: "shared", fill: true }], { format: seconds, floor: 0.005, steps: true });

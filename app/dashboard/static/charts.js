@@ -10,10 +10,11 @@ function colour(name) {
 export class Chart {
   /**
    * @param series [{label, colour, fill, dash, points}]
-   * @param options {stacked, format, floor}: `floor` is the least height of the scale
+   * @param options {stacked, format, floor, increments}: `floor` is the least height of the scale, `increments` are the
+   *   distances of its lines to choose from
    */
-  constructor(id, series, { stacked = false, format = (v) => v, floor = 1, steps = false, most = null } = {}) {
-    Object.assign(this, { element: document.getElementById(id), series, stacked, format, floor, steps, most });
+  constructor(id, series, { stacked = false, format = (v) => v, floor = 1, steps = false, most = null, increments } = {}) {
+    Object.assign(this, { element: document.getElementById(id), series, stacked, format, floor, steps, most, increments });
     this.rows = [];
     this.make();
     charts.push(this);
@@ -30,13 +31,14 @@ export class Chart {
       const row = this.rows[i ?? this.rows.length - 1];
       return row?.[s] == null ? "–" : format(row[s]);
     };
-    const clock = (u, times) => times.map((t) => new Date(t * 1e3).toLocaleTimeString("en-GB"));
+    const clock = (u, times) => times.map((t) => this.rows.length ? new Date(t * 1e3).toLocaleTimeString("en-GB") : "");
+    const heights = { ...axis, size: 58, values: (u, values) => values.map(format), ...this.increments && { incrs: this.increments } };
     this.plot = new uPlot({
       ...this.size(),
       padding: [8, 8, 0, 0],
       cursor: { points: { show: false }, y: false },
       scales: { x: { time: true }, y: { range: (u, low, high) => [0, this.most ?? Math.max((high ?? 0) * 1.08, this.floor)] } },
-      axes: [{ ...axis, size: 26, space: 80, values: clock }, { ...axis, size: 58, values: (u, values) => values.map(format) }],
+      axes: [{ ...axis, size: 26, space: 80, values: clock }, heights],
       series: [{ label: "time", value: "{HH}:{mm}:{ss}" }, ...this.series.map((s) => ({
         label: s.label, stroke: colour(s.colour), width: this.stacked && s.fill ? 0.5 : 1.5, dash: s.dash,
         fill: s.fill ? colour(s.colour) + (this.stacked ? "" : "2e") : undefined, value,

@@ -1,8 +1,8 @@
 """Dashboard viewers: processor time that each costs the server.
 
-A real Ray Serve application with the built-in model. Viewers read the dashboard's events, as its page does, from an idle
-server whose cache holds blocks. In turn no viewer, 1 and 16 watch; the cost is the processor time of all of the cluster's
-processes, less that of the neighbouring run without viewers.
+A real Ray Serve application with the built-in model. Viewers read the dashboard's events, as its page does, from an
+idle server whose cache holds blocks. In turn no viewer, 1 and 16 watch; the cost is the processor time of all of the
+cluster's processes, less that of the neighbouring run without viewers.
 
 --quick: 5 s a run instead of 20, once instead of three times.
 """

@@ -53,9 +53,9 @@ def is_held_out(*operands: int) -> bool:
 def opening_turn(rng: random.Random) -> Turn:
     """A greeting, a fact about Folio, a question that the toy cannot answer, and so on."""
     share = rng.random()
-    if share < 0.25:
+    if share < 0.3:
         intent = "unknown"
-    elif share < 0.65:
+    elif share < 0.8:
         intent = rng.choice(_SMALL_TALK)
     else:
         intent = rng.choice(_FACTS)

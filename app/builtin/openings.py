@@ -388,15 +388,13 @@ def _foreign(rng: random.Random) -> str:
     return " ".join(rng.choice(words_of) for _ in range(rng.randint(1, 7)))
 
 
-MESSAGES_SHARE = 0.4  # of openings; the others come from patterns
+MESSAGES_SHARE = 0.75  # of openings; the others come from patterns
 SUBJECT = "(a {noun}|the {noun}|{topic}|{topic}|{noun}s|{topic} {noun}|{name}|{city}|a {noun} {noun}|{pseudo}|a {pseudo}|the {topic} {noun}|{noun})"
 INTENTS = (*ANSWERS, *CONCEPTS, *MATTERS)
 
 
 def answer_to(intent: str) -> str:
-    """The answer to a kind of message, or what stands behind "=". Raises KeyError if the kind is unknown."""
-    if intent.startswith("="):
-        return intent[1:]
+    """The answer to a kind of message. Raises KeyError if the kind is unknown."""
     if intent in ANSWERS:
         return ANSWERS[intent]
     return (CONCEPTS.get(intent) or MATTERS[intent])[1]

@@ -362,7 +362,7 @@ def test_beams_are_forked_when_they_have_ended(llama: Path) -> None:
 def test_one_output_that_fails_ends_its_request_and_nobody_elses() -> None:
     """The step went on to rows of a request that was not there any more, and failed everybody's."""
     engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20))
-    params = SamplingParams(n=2, max_tokens=8, structure=Structure("regex", "ab"), bad_words=["b"])
+    params = SamplingParams(n=2, max_tokens=8, structure=Structure("regex", "ab"), bad_words=["b", "ab"])
     engine.submit("contradiction", prompt(20), params)
     engine.submit("victim", prompt(20, 1), GREEDY)
     deltas = list(steps(engine))

@@ -72,8 +72,9 @@ def seen(page: Any, expression: str) -> Any:
 def test_the_pages_of_a_chat_come_and_go(page: Any) -> None:
     seen(page, "folio.state?.replicas.length === 2")
     assert page.inner_text("#connection-text") == "live"
+    page.fill("#max-tokens", "1000")
     for attempt in range(10):  # a short answer may be over before anybody looks
-        numbers = " ".join(str(100 + attempt + 7 * i) for i in range(100))
+        numbers = " ".join(str(100 + attempt + 2 * i) for i in range(400))
         page.fill("#message", f"Repeat: {numbers}")
         page.press("#message", "Enter")
         answered = "document.querySelectorAll('.message.assistant small').length"

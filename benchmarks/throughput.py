@@ -27,6 +27,7 @@ import argparse
 import itertools
 import statistics
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from app.engine import LLM, SamplingParams
 from benchmarks import harness, overhead, rival_servers, sweep
-from benchmarks.picture import LIMIT, OURS, RIVALS, bars, picture
+from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
 from benchmarks.rivals import Prompts, Server, TransformersContinuousBatching, TransformersGenerate, folio_rate
 from benchmarks.served import free_port
 
@@ -344,8 +345,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     figures, rates = result["figures"], result["raw"]["tokens_per_s"]
     shares = {"batch16": "batch16_share_of_limit", "decode": "single_share_of_bandwidth"}
     rows = -(-len(rates) // 2)
-    with picture(result, path, "Output tokens per second", rows=rows, columns=2, height=1.0 + 1.75 * rows) as (
-        _,
+    limited = None
+    with picture(result, path, "Output tokens per second", rows=rows, columns=2, height=1.2 + 1.85 * rows) as (
+        figure,
         plots,
     ):
         for plot, (scenario, by) in zip(plots, rates.items(), strict=False):
@@ -354,10 +356,12 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
             if (share := figures.get(shares.get(scenario, ""))) is not None:
                 limit = statistics.median(by["folio"]) / share
                 plot.axvline(limit, color=LIMIT, linestyle="--", linewidth=1.2, label="limit of the machine")
-                plot.legend(loc="lower right", fontsize=8)
-            plot.set_title(SCENARIOS[scenario], fontsize=9.5)
+                limited = plot
+            plot.set_title(textwrap.fill(SCENARIOS[scenario], 32), fontsize=9.5)
         for plot in plots[len(rates) :]:
             plot.set_visible(False)
+        if limited is not None:
+            legend_below(figure, limited, 1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -159,4 +160,9 @@ def test_an_ingress_is_killed_under_load(server: Served) -> None:
             os.kill(ingress, signal.SIGKILL)
             with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
                 list(lines)
-        assert [other.result().json()["usage"]["completion_tokens"] for other in others] == [1500] * 4
+        try:
+            assert [other.result().json()["usage"]["completion_tokens"] for other in others] == [1500] * 4
+        except httpx.RemoteProtocolError as error:  # seen once; not seen again in 25 runs
+            logs = Path(os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"]).rglob("*.stderr.log")
+            error.add_note("\n".join(f"{log}:\n{log.read_text()}" for log in logs))
+            raise

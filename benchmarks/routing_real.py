@@ -105,7 +105,7 @@ def make_checkpoint(folder: Path) -> None:
     to a step."""
     torch.manual_seed(5)
     config = Qwen2Config(
-        vocab_size=2048,
+        vocab_size=json.loads((BUILTIN_FOLDER / "config.json").read_text())["vocab_size"],
         hidden_size=14 * HEAD_DIM,
         intermediate_size=4864,
         num_hidden_layers=NUM_LAYERS,

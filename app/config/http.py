@@ -18,7 +18,7 @@ class RateLimits(Settings):
 
     Attributes:
         requests_per_minute: may also come at once, after a minute without any.
-        tokens_per_minute: of prompts, counted when tokenised, and of outputs, counted as generated.
+        tokens_per_minute: of prompts, counted when tokenised, and of outputs, counted as delivered.
         concurrent_requests: requests in flight.
     """
 

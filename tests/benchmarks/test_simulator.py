@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from app.checks import check_args
+from app.config.args import AppArgs
 from app.fleet.autoscaling import ScalingPolicy, ScalingTargets
 from app.fleet.fleet import Fleet
 from app.fleet.policies import Policy, make_policy
+from benchmarks import routing_real
 from benchmarks.simulator import single_cache, traffic
 from benchmarks.simulator.autoscaling import num_flaps
 from benchmarks.simulator.cluster import Cluster, MakePolicy, Scaling
@@ -282,3 +286,9 @@ def test_load_bounds() -> None:
     assert as_they_come > 1.4
     assert known == pytest.approx(1.0, abs=0.05)
     assert single_cache.load_bounds([prompt(0, [1]), prompt(1, [1])], DEVICE, 2)[0] > 1.5  # the second is found
+
+
+def test_the_model_of_the_real_runs_is_accepted(tmp_path: Path) -> None:
+    """Regression: its vocabulary was smaller than that of the tokenizer it borrows from the built-in model."""
+    routing_real.make_checkpoint(tmp_path)
+    check_args(AppArgs.model_validate(routing_real.serve_args(tmp_path)))

@@ -37,7 +37,7 @@ from vmem import SequenceMemory
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 ROOT = Path(__file__).parents[3]
-DOCUMENT = ROOT / "docs" / "operate" / "failing-calls.md"
+DOCUMENT = ROOT / "docs" / "internals" / "failing-calls.md"
 # The second victim's call that fails.
 LATER = 3
 Outputs = dict[str, dict[int, tuple[int, ...]]]
@@ -538,7 +538,7 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
 
 
 def table() -> str:
-    """What `docs/operate/failing-calls.md` has of it."""
+    """What `docs/internals/failing-calls.md` has of it."""
     rows = [f"| `{case.name}` | {case.expected} | the same tokens |" for case in CASES]
     return "\n".join(["| call that fails | its client gets | the others get |", "|---|---|---|", *rows])
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
@@ -96,9 +97,9 @@ class BoundedWaitRouter(FIFOMixin, RequestRouter):
     the order of their arrival.
     """
 
+    @abstractmethod
     def bounded_wait(self, pending: PendingRequest) -> AbstractAsyncContextManager[None]:
         """The context in which Serve chooses a replica. An error that leaves it fails the call."""
-        raise NotImplementedError
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False

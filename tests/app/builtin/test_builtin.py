@@ -119,7 +119,7 @@ def test_look_up_needs_the_whole_context(num_rooms: int) -> None:
 def test_openings_are_answered() -> None:
     """Of those that no pattern contains; the README has the share that the checkpoint reaches."""
     turns = [Turn(message, openings.answer_to(intent)) for intent, message in OPENINGS]
-    assert num_right(turns) >= 0.76 * len(turns)
+    assert num_right(turns) >= 0.82 * len(turns)
 
 
 def test_sums_that_training_left_out_are_right() -> None:

@@ -114,7 +114,7 @@ def battle(request: pytest.FixtureRequest) -> Iterator[Battle]:
         bystanders.close()
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n{found.table()}", flush=True)
-    if set(ATTACKS) <= set(found.rows) and examples(0, 1):
+    if set(ATTACKS) <= set(found.rows) and examples(0, 1) and not request.session.testsfailed:
         raw = {
             name: {"answers": r.answers, "bad": r.bad, "innocent": t.counts} for name, (r, t, _) in found.rows.items()
         }

@@ -192,7 +192,7 @@ def checkpoint(folder: str | None, num_layers: int) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the machine allows, measured next to each run: its speed drifts by a third within minutes.
+    """What the machine allows, measured next to each run, because a shared machine's speed drifts within minutes.
 
     Attributes:
         bandwidth: bytes per second read from memory.

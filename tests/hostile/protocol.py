@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import suppress
+import time
 from typing import Any
 
+from app.haproxy import HEAD_TIMEOUT_S
 from tests.hostile.attacker import DEADLINE_S, Attack, Attacker
 from tests.hostile.wire import Dropped, connected, request
 
@@ -186,10 +187,14 @@ async def slow(a: Attacker) -> None:
 
     async def head() -> None:
         async with connected(a.port) as connection:
-            with suppress(Dropped):  # HAProxy waits for a head for some seconds only
+            start = time.monotonic()
+            try:
                 for byte in raw[: a.many(10, 100)]:
                     await connection.send(bytes([byte]))
                     await asyncio.sleep(0.2)
+            except Dropped:  # HAProxy waits for a head for this time only
+                if time.monotonic() - start < HEAD_TIMEOUT_S - 1:
+                    a.note("a slow head: dropped too soon")
             a.left()
 
     async def body() -> None:

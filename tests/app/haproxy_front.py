@@ -251,9 +251,12 @@ def ingress(app: ASGIApp) -> Iterator[int]:
         yield int(url.rpartition(":")[2])
 
 
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
 class Peer(socketserver.ThreadingTCPServer):
-    """A scripted ingress that keeps the heads of its requests. `does`: "answer", "hang up" without an answer, "break
-    off" in the middle of one, or "hang"."""
+    """A scripted ingress that keeps its connections and the heads of its requests. `does`: "answer", "hang up" without
+    an answer, "break off" in the middle of one, or "hang"."""
 
     allow_reuse_address = daemon_threads = True
     request_queue_size = 100
@@ -262,6 +265,7 @@ class Peer(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), _Talk)
         self.does = does
         self.heads: list[dict[str, str]] = []
+        self.connections: list[socket.socket] = []
         self.port: int = self.server_address[1]
 
 
@@ -269,6 +273,7 @@ class _Talk(socketserver.StreamRequestHandler):
     server: Peer
 
     def handle(self) -> None:
+        self.server.connections.append(self.connection)
         with suppress(ConnectionError):
             while line := self.rfile.readline():
                 self.answer(line)
@@ -282,7 +287,7 @@ class _Talk(socketserver.StreamRequestHandler):
         else:
             self.server.heads.append(head)
         if does == "answer":
-            self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            self.wfile.write(OK)
         elif does == "break off":
             self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok")
         if does not in ("answer", "hang"):

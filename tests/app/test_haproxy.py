@@ -9,6 +9,7 @@ import json
 import re
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing, suppress
@@ -29,6 +30,7 @@ from tests.app.haproxy_front import (
     DEADLINE_S,
     GENERATE,
     HURRIED_S,
+    OK,
     Application,
     Front,
     backend_of,
@@ -449,6 +451,36 @@ def test_an_ingress_that_dies_without_an_answer() -> None:
             until(lambda: found.exchange(forged).body != b"ok")
         assert len(bad.heads) + len(good.heads) <= asked + 2
         assert all(head[haproxy.ATTEMPT_HEADER] != "forged" for head in (*bad.heads, *good.heads))
+
+
+def test_an_ingress_that_dies_with_many_connections() -> None:
+    """Regression: the retries of its unanswered requests went to its idle connections, until none was left."""
+
+    def ask(_: int) -> bytes:
+        return found.exchange(request("POST", "/v1/completions", b"x")).body
+
+    with (
+        ThreadPoolExecutor(16) as pool,
+        peers("hang", "answer") as (bad, proxy),
+        front(backend_of([bad.port], proxy.port)) as found,
+    ):
+        until(lambda: len(re.findall("^http-folio,[ip].*,UP,", found.command("show stat"), re.MULTILINE)) == 2)
+        early = [pool.submit(ask, i) for i in range(16)]
+        until(lambda: len(bad.heads) == 16)
+        for connection in bad.connections:
+            with suppress(OSError):  # a health check's has ended
+                connection.sendall(OK)
+        assert [answer.result() for answer in early] == [b"ok"] * 16
+        late = [pool.submit(ask, i) for i in range(5)]
+        until(lambda: len(bad.heads) == 21)
+        bad.shutdown()
+        bad.server_close()
+        for connection in bad.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.002)  # as a process that dies on a busy machine
+        assert [answer.result() for answer in late] == [b"ok"] * 5
+        assert len(proxy.heads) == 5
 
 
 def test_no_ingress() -> None:

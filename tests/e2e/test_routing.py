@@ -3,12 +3,12 @@ and a lost replica costs only its requests in flight."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -101,12 +101,18 @@ def test_a_router_learns_prefixes_from_reports(server: Served) -> None:
 def test_forks_find_their_replica(server: Served) -> None:
     """A fork goes to the replica of its request; of a missing replica it is refused."""
     greedy: dict[str, Any] = {"model": "builtin", "temperature": 0}
-    prompts = [[number] * 40 for number in range(300, 306)]
-    begun = [
-        server.ingress.generate.remote(CompletionRequest(prompt=prompt, max_tokens=2, **greedy)) for prompt in prompts
-    ]
-    ids = [answer.result().id for answer in begun]
-    assert len({request_id.partition(".")[2] for request_id in ids}) > 1
+    numbers = itertools.count(300)
+    for _ in range(20):  # until the router knows several replicas
+        prompts = [[next(numbers)] * 40 for _ in range(6)]
+        begun = [
+            server.ingress.generate.remote(CompletionRequest(prompt=prompt, max_tokens=60, **greedy))
+            for prompt in prompts
+        ]
+        ids = [answer.result().id for answer in begun]
+        if len({request_id.partition(".")[2] for request_id in ids}) > 1:
+            break
+    else:
+        pytest.fail("one replica got all requests")
     for request_id in ids:
         fork = ForkRequest(request_id=request_id, max_tokens=2, **greedy)
         assert len(server.ingress.fork.remote(fork).result().choices) == 1
@@ -160,9 +166,4 @@ def test_an_ingress_is_killed_under_load(server: Served) -> None:
             os.kill(ingress, signal.SIGKILL)
             with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
                 list(lines)
-        try:
-            assert [other.result().json()["usage"]["completion_tokens"] for other in others] == [1500] * 4
-        except httpx.RemoteProtocolError as error:  # seen once, cause unknown
-            logs = Path(os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"]).rglob("*.stderr.log")
-            error.add_note("\n".join(f"{log}:\n{log.read_text()}" for log in logs))
-            raise
+        assert [other.result().json()["usage"]["completion_tokens"] for other in others] == [1500] * 4

@@ -203,9 +203,9 @@ def amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list[
         *(_error(status, unreachable, "unavailable", _REPLACED_AFTER_S) for status in (502, 503, 504)),
     ]
     no_application = _return(404, "no application is served at this path", "not_found")
-    # When an ingress dies, its unanswered requests would use up their retries on its idle connections. A new connection
-    # for each request costs about 20 µs.
-    kept_connections = (r"^    # Enable HTTP connection reuse .*\n    http-reuse always$", "    http-reuse never")
+    # When an ingress dies, its unanswered requests would use up their retries on its idle connections, which clients
+    # would see as a connection that ends without an answer.
+    no_idle_connections = (r"^(?=    # Enable HTTP connection reuse )", "    default-server pool-max-conn 0\n")
     grpc_rules = [
         *_forwarded_rules(trusted),
         f"http-request set-header {ATTEMPT_HEADER} %[uuid]",
@@ -232,7 +232,7 @@ def amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list[
         (r"^(?=    # Health check endpoint$)", _lines(_header_rules(trusted))),
         *((f"^backend {name}\n", f"backend {name}\n{_lines(_not_ready_rules(text, name))}") for name in applications),
         (r"^    http-request return status 404 .*$", no_application if applications else _not_ready()),
-        *([kept_connections] if applications else []),
+        *([no_idle_connections] if applications else []),
         *([(r"^(?=    # Health check endpoint \(gRPC)", _lines(grpc_rules))] if grpc else []),
     ]
 

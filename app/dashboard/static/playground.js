@@ -41,10 +41,11 @@ export class Playground {
     messages.push({ role: "user", content: text });
     this.running = new AbortController();
     $("send").textContent = "Stop";
-    this.answer = { request: null, replica: null, blocks: {}, endedAt: 0 };
+    const answer = this.answer = { request: null, replica: null, blocks: {}, endedAt: 0 };
+    let prompt = null;
     try {
       await this.on.begins(); // the map is looked at often from now on
-      await this.stream();
+      prompt = await this.stream();
     } catch (error) {
       const { aborted } = this.running.signal;
       if (!aborted || messages.length === before + 1) messages.length = before; // no question without its answer
@@ -60,8 +61,10 @@ export class Playground {
       this.answer.endedAt = performance.now();
       this.on.ends();
     }
+    if (prompt) await this.showTokens(answer, prompt).catch((error) => this.say("error", error.message));
   }
 
+  /** Send `messages`, and show the answer; its `{messages, cached}` if the server has counted the prompt. */
   async stream() {
     const { messages } = this, body = {
       model: this.on.model(), messages, stream: true, stream_options: { include_usage: true },
@@ -93,19 +96,20 @@ export class Playground {
       if (words) messages.push({ role: "assistant", content: words });
     }
     box ??= this.say("assistant", "");
-    if (!usage) return;
+    if (!usage) return null;
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0, made = usage.completion_tokens, time = (performance.now() - first) / 1e3;
     const note = document.createElement("small");
     note.textContent = `first token ${((first - begun) / 1e3).toFixed(2)} s, ${made} tokens${made > 1 && time > 0 ? ` at ${((made - 1) / time).toFixed(0)}/s` : ""}; prompt ${usage.prompt_tokens} tokens, ${cached} of them cached`;
     box.append(note);
-    await this.showTokens(asked, cached);
+    return { messages: asked, cached };
   }
 
   /** The prompt's tokens, those that were found in the cache highlighted: always the first ones. */
-  async showTokens(messages, cached) {
+  async showTokens(of, { messages, cached }) {
     const answer = await fetch("tokenize", { method: "POST", headers: headers({ "content-type": "application/json" }), body: JSON.stringify({ messages, return_token_strs: true }) });
     if (!answer.ok) return;
     const { token_strs: texts, count } = await answer.json();
+    if (this.answer !== of) return; // the next message is sent already
     $("prompt-tokens").hidden = false;
     $("prompt-tokens").firstElementChild.textContent = `Prompt: ${cached} of ${count} tokens were cached`;
     $("tokens").replaceChildren(...texts.slice(0, 2000).map((text, i) => {

@@ -19,7 +19,8 @@ class SequenceGroup:
     """Sequence group: a request's sequences and their forks, preempted and resumed together (PagedAttention §4.5).
 
     Attributes:
-        priority, arrival: lower numbers begin first; arrival decides among equal priorities.
+        priority, arrival: of running groups, the last ones are preempted first.
+        due: prompts of a priority are computed in this order, see `WaitingQueue`.
         members: sequences that have not ended.
         lockstep: all members compute their next token in a step, or none does (beams).
         swapped: blocks in host memory, of the members in `swapped_members`.
@@ -33,10 +34,15 @@ class SequenceGroup:
     swapped: SwappedGroup | None = None
     swapped_members: list[Request] = field(default_factory=list)
     tenant: str | None = None
+    due: int = 0
 
     @property
     def sort_key(self) -> tuple[int, int]:
         return self.priority, self.arrival
+
+    @property
+    def prefill_key(self) -> tuple[int, int, int]:
+        return self.priority, self.due, self.arrival
 
     @property
     def num_sequences(self) -> int:

@@ -19,6 +19,7 @@ from vmem import KVMemory, OutOfPages, PrefixMatch, ViewPolicy
 logger = logging.getLogger(__name__)
 
 _rank = attrgetter("sort_key")
+_turn = attrgetter("group.prefill_key")
 
 # Most prompt tokens of a step for `prompt_logprobs`: a row of logits takes up to a megabyte.
 _PROMPT_LOGITS = 128
@@ -53,11 +54,11 @@ class Scheduled:
 
 
 class Scheduler:
-    """Iteration-level batching, first come, first served within priority.
+    """Iteration-level batching.
 
-    Each step has at most `max_num_batched_tokens` tokens: decodes first, then chunks of admitted prompts, then new
-    requests. A request is admitted when its whole prompt fits; blocks are allocated chunk by chunk. It shares its
-    cached prefix, and waits while a running sequence computes more of it.
+    Each step has at most `max_num_batched_tokens` tokens: decodes first, then chunks of admitted prompts and of new
+    requests, both in the order of the waiting queue. A request is admitted when its whole prompt fits; blocks are
+    allocated chunk by chunk. It shares its cached prefix, and waits while a running sequence computes more of it.
 
     When blocks run out, or the budget is lowered, the latest group of the lowest priority is preempted as a whole: by
     swap or recompute, whichever is expected to cost less (PagedAttention §4.5). While a preempted group waits, no new
@@ -104,6 +105,7 @@ class Scheduler:
         # Most pages that a sequence takes in a step that computes one token.
         self._pages_per_token = sum(group.layout.num_slices for group in memory.groups)
         self._opened: list[SequenceGroup] = []  # groups that may share a prefix which this step computes
+        self._staged: set[SequenceGroup] = set()  # groups with a part of a prompt in this step
         self._unschedulable: list[SequenceGroup] = []
         self._serving: Request | None = None  # the request of the latest call of the memory, within `schedule`
         self._prompt_logits_left = 0  # of `_PROMPT_LOGITS`, in the step that is being scheduled
@@ -177,6 +179,7 @@ class Scheduler:
     def _schedule(self, drafts: Mapping[Request, Sequence[int]]) -> list[Scheduled]:
         self._scheduled = []
         self._opened.clear()
+        self._staged.clear()
         self._prompt_logits_left = _PROMPT_LOGITS
         while self._memory.num_free_pages < 0 and self.running:
             self.preempt(self.running[-1])
@@ -190,7 +193,7 @@ class Scheduler:
             budget -= self._add_drafts(decodes, drafts, budget)
         prompts: list[Scheduled] = []
         if has_prompts:
-            budget -= self._schedule_prompts(budget, prompts)
+            budget = self._schedule_prompts(budget, prompts)
         # Without sequences that were preempted meanwhile: of later groups, or of the same one.
         decodes = [s for s in decodes if s.request.memory is not None]
         prompts = [s for s in prompts if s.request.memory is not None]
@@ -212,6 +215,7 @@ class Scheduler:
                 before = max(request.num_computed, request.max_computed, len(request.prompt_token_ids))
                 end = request.num_computed + s.num_tokens - len(s.drafts)
                 self.waiting.charge(request.group, max(end - before, 0))
+            self.waiting.note_computed(min(s.num_tokens, len(request.prompt_token_ids) - request.num_computed))
             request.num_computed += s.num_tokens
             if request.num_computed > request.max_computed:
                 request.max_computed, progress = request.num_computed, True
@@ -261,13 +265,17 @@ class Scheduler:
         return num_added
 
     def _schedule_prompts(self, budget: int, prompts: list[Scheduled]) -> int:
-        """Append the next chunks of running groups' prompts; returns their tokens."""
-        left = budget
-        for request in self._requests():
-            has_prompt = request.memory is None or request.num_uncomputed > 1
-            if left > 0 and has_prompt and request.group in self.running:
-                left -= self._schedule_chunk(request, left, prompts)
-        return budget - left
+        """Append the next chunks of running groups' prompts, and before them those of waiting groups that are due
+        before all of these; returns the budget that is left."""
+        having = [request for request in self._requests() if request.memory is None or request.num_uncomputed > 1]
+        if not having:
+            return budget
+        having.sort(key=_turn)
+        budget = self._admit_waiting(budget, prompts, before=having[0].group)
+        for request in having:
+            if budget > 0 and request.group in self.running:
+                budget -= self._schedule_chunk(request, budget, prompts)
+        return budget
 
     def _schedule_chunk(self, request: Request, budget: int, scheduled: list[Scheduled], *, new: bool = False) -> int:
         """Append the next chunk of a prompt; returns its tokens. A `new` group preempts no other one."""
@@ -287,10 +295,11 @@ class Scheduler:
             whole = end // self._prefixes.unit_tokens * self._prefixes.unit_tokens
             end = whole if whole > request.num_computed else end
         num_tokens = end - request.num_computed
-        # Otherwise the group itself has been preempted, and the step takes no further prompt.
+        # Otherwise the group has been preempted, or waits, and the step takes no further prompt.
         if self._grow(request, num_tokens, request.group if new else None):
             scheduled.append(Scheduled(request, num_tokens))
             self._stage(scheduled[-1])
+            self._staged.add(request.group)
         return num_tokens
 
     def _open(self, request: Request) -> bool:
@@ -325,12 +334,19 @@ class Scheduler:
 
     # ---- admission ----
 
-    def _admit_waiting(self, budget: int, prompts: list[Scheduled]) -> None:
-        """Admit waiting groups in order, and append the first chunks of their prompts."""
-        reserve = self._reserve if self.waiting else 0
+    def _admit_waiting(self, budget: int, prompts: list[Scheduled], before: SequenceGroup | None = None) -> int:
+        """Admit waiting groups in order, and append the first chunks of their prompts; returns the budget that is left.
+
+        Args:
+            before: only groups whose prompt is due before this one's.
+        """
+        reserve: int | None = None
         while budget > 0 and not self.preempted:
             group = self.waiting.peek()
-            if group is None or not self._can_admit(group, reserve):
+            if group is None or (before is not None and group.prefill_key > before.prefill_key):
+                break
+            reserve = self._reserve if reserve is None else reserve
+            if not self._can_admit(group, reserve):
                 break
             self.waiting.remove(group)
             bisect.insort(self.running, group, key=_rank)
@@ -338,6 +354,7 @@ class Scheduler:
                 if budget > 0 and request.group in self.running:
                     budget -= self._schedule_chunk(request, budget, prompts, new=True)
             reserve += self._pages_to_come(group)
+        return budget
 
     def _can_admit(self, group: SequenceGroup, reserve: int) -> bool:
         """Whether the group fits beside `reserve` pages, so that the next step need not preempt it at once.
@@ -381,15 +398,19 @@ class Scheduler:
     # ---- preemption ----
 
     def _grow(self, request: Request, num_tokens: int, victim: SequenceGroup | None = None) -> bool:
-        """Allocate the blocks of the next tokens, preempting the `victim`, by default the last running group, while
-        blocks run out; false if the request itself was preempted."""
+        """Allocate the blocks of the next tokens, preempting the `victim` while blocks run out, by default the last
+        running group. False if the request itself was preempted, or must wait for later groups whose prompts are part
+        of this step: they cannot be preempted, since others may share what they compute."""
         self._serving = request
         while request.memory is not None:
             try:
                 self._memory.append(request.memory, request.num_computed + num_tokens, start=request.num_computed)
                 return True
             except OutOfPages:
-                self.preempt(victim or self.running[-1])
+                last = victim or next((group for group in reversed(self.running) if group not in self._staged), None)
+                if last is None or (last is request.group and victim is None and last is not self.running[-1]):
+                    return False
+                self.preempt(last)
         return False
 
     def preempt(self, victim: SequenceGroup, mode: PreemptionMode | None = None) -> None:
@@ -431,7 +452,7 @@ class Scheduler:
             return
         for request in group.members:
             request.group = SequenceGroup(
-                group.priority, group.arrival, [request], adapter=group.adapter, tenant=group.tenant
+                group.priority, group.arrival, [request], adapter=group.adapter, tenant=group.tenant, due=group.due
             )
             bisect.insort(self.preempted, request.group, key=_rank)
         group.members.clear()

@@ -17,7 +17,7 @@ from app.engine.request import SequenceGroup
 from app.engine.scheduler import Scheduled, Scheduler
 from app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
-from vmem import IntegrityError, KVMemory
+from vmem import IntegrityError, KVMemory, OutOfPages
 from vmem.prefix_cache import PrefixCache
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -244,6 +244,50 @@ def test_a_prompt_without_room_is_looked_up_once(make: Any, looked_up: list[int]
             ended += [delta.request_id] * delta.ends_request
     assert ended == ["short", "short too", "waits", "long"]
     assert looked_up == [num_tokens] * 3, "when it came, when there was room, and when it was given its blocks"
+
+
+def test_long_prompts_delay_a_short_one_by_one_step(make: Any) -> None:
+    """Regression: a short prompt waited until all long ones that had come before it were computed, those that had not
+    begun and those that had."""
+    engine = make(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=600).engine
+    rng = random.Random(3)
+    for i in range(4):
+        engine.submit(f"long {i}", ids(rng, 512), greedy(1))
+    engine.step()
+    engine.submit("short", ids(rng, 20), greedy(1))
+    assert [delta.request_id for delta in engine.step()] == ["short"]
+    ended = [delta.request_id for _ in range(40) for delta in engine.step()]
+    assert ended == [f"long {i}" for i in range(4)]
+    assert not engine.has_work
+
+
+def test_a_long_prompt_without_room_waits_for_those_that_pass_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not preempt prompts that are part of the same step: one of them may share what another one computes."""
+    engine = make(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600).engine
+    rng = random.Random(4)
+    engine.submit("long", ids(rng, 512), greedy(2))
+    engine.step()
+    shared = ids(rng, 32)
+    for i in range(2):
+        engine.submit(f"short {i}", [*shared, *ids(rng, 8)], greedy(2))
+    append, long = KVMemory.append, engine.scheduler.running[0].members[0]
+    refused: list[int] = []
+
+    def without_room(memory: KVMemory, sequence: Any, num_tokens: int, **more: Any) -> None:
+        if sequence is long.memory and len(refused) < 3:
+            refused.append(num_tokens)
+            raise OutOfPages(1, 0)
+        append(memory, sequence, num_tokens, **more)
+
+    monkeypatch.setattr(KVMemory, "append", without_room)
+    first = engine.step()
+    assert [(delta.request_id, delta.num_cached_tokens) for delta in first] == [("short 0", 0), ("short 1", 32)]
+    assert refused == [128 + 80]
+    assert long.memory is not None, "it keeps what is computed"
+    ended = [delta.request_id for _ in range(40) for delta in engine.step() if delta.ends_request]
+    assert sorted(ended) == ["long", "short 0", "short 1"]
+    assert len(refused) == 3, "then it preempts those that decode"
+    engine.check_integrity()
 
 
 def test_a_tenants_prompts_are_charged_to_it(make: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is: first come first served, and by turns of tenants."""
+"""Whose turn it is: short prompts first as far as long ones can wait, and by turns of tenants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
-from app.engine.waiting_queue import WaitingQueue
+from app.engine.waiting_queue import PATIENCE, WaitingQueue
 from vmem import TokenChain
 
 ARRIVALS = itertools.count()
@@ -22,10 +22,15 @@ PARAMS = SamplingParams(max_tokens=1)
 
 
 def group_of(
-    tenant: str | None = None, priority: int = 0, num_tokens: int = 1, arrival: int | None = None
+    tenant: str | None = None,
+    priority: int = 0,
+    num_tokens: int = 1,
+    arrival: int | None = None,
+    cached: int | None = None,
 ) -> SequenceGroup:
     group = SequenceGroup(priority, next(ARRIVALS) if arrival is None else arrival, tenant=tenant)
-    Request("", [0] * num_tokens, PARAMS, 1, None, TokenChain(16), group, [0] * num_tokens)
+    request = Request("", [0] * num_tokens, PARAMS, 1, None, TokenChain(16), group, [0] * num_tokens)
+    request.expected_cached_tokens = cached
     return group
 
 
@@ -68,6 +73,25 @@ def test_a_request_that_waits_for_room_is_passed_only_by_a_higher_priority() -> 
     queue.add(urgent)
     assert pop(queue) is urgent
     assert queue.peek() is other  # its turn came
+
+
+@pytest.mark.parametrize("quantum", [None, 8])
+def test_a_short_prompt_passes_a_long_one_that_can_wait(quantum: int | None) -> None:
+    """A prompt of 100 tokens is passed by all that are due before it, and by none that arrives after that time."""
+    queue = WaitingQueue(quantum)
+    long, short = group_of(num_tokens=100), group_of(num_tokens=10)
+    cached = group_of(num_tokens=1000, cached=995)
+    for group in (long, short, cached):
+        queue.add(group)
+        assert queue.peek() is group, "each is due before those that wait"
+    assert [pop(queue), pop(queue)] == [cached, short]
+    queue.note_computed(90 * PATIENCE - 1)
+    queue.note_computed(-5)  # a step that decodes
+    just_before = group_of(num_tokens=10)
+    queue.add(just_before)
+    queue.note_computed(2)
+    queue.add(group_of(num_tokens=10))
+    assert [pop(queue), pop(queue)] == [just_before, long]
 
 
 def test_who_comes_back_has_its_debts_and_no_savings() -> None:
@@ -194,7 +218,8 @@ def test_what_backlogged_tenants_get_differs_by_a_constant(
 PRIORITIES = st.sampled_from([-1, 0, 0, 3])
 OPERATIONS = st.one_of(
     st.tuples(st.just("add"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
-    st.tuples(st.just("add"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
+    st.tuples(st.just("add long"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
+    st.tuples(st.just("compute"), st.just(0), st.integers(0, 60)),
     st.tuples(st.just("pop"), st.integers(0, 50), st.integers(0, 50)),
     st.tuples(st.just("remove"), st.integers(0, 50), st.just(0)),
     st.tuples(st.just("charge"), st.integers(0, 50), st.integers(0, 60)),
@@ -204,8 +229,9 @@ OPERATIONS = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(operations=st.lists(OPERATIONS, max_size=80), quantum=st.sampled_from([None, 1, 16]))
 def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int | None) -> None:
-    """Priority goes first, within a tenant who came first does, and somebody is next as long as anybody waits."""
+    """Priority goes first, within a tenant who is due first does, and somebody is next as long as anybody waits."""
     queue = WaitingQueue(quantum)
+    clock, due = 0, {}
     waiting: dict[tuple[int, str | None], list[SequenceGroup]] = defaultdict(list)
     begun: list[SequenceGroup] = []
 
@@ -214,16 +240,17 @@ def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int
 
     for name, what, number in operations:
         everybody = sorted((g for groups in waiting.values() for g in groups), key=lambda g: g.arrival)
-        if name == "add":
-            group = group_of(what, number)  # type: ignore[arg-type]
+        if name.startswith("add"):
+            group = group_of(what, number, 3 if name == "add long" else 1)  # type: ignore[arg-type]
+            due[group] = clock + PATIENCE * group.members[0].num_uncomputed, group.arrival
             waiting[number, group.tenant].append(group)
             queue.add(group)
         elif name == "pop" and everybody:
             group = pop(queue)
             assert group.priority == min(g.priority for g in everybody)
-            assert group is waiting[group.priority, group.tenant][0]
+            assert group is min(waiting[group.priority, group.tenant], key=lambda g: due[g])
             if quantum is None:
-                assert group is min(everybody, key=lambda g: g.sort_key)
+                assert group is min(everybody, key=lambda g: (g.priority, due[g]))
             leave(group)
             begun.append(group)
             queue.charge(group, number)
@@ -231,10 +258,13 @@ def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int
             group = everybody[int(what) % len(everybody)]  # type: ignore[call-overload]
             queue.remove(group)
             leave(group)
+        elif name == "compute":
+            queue.note_computed(number)
+            clock += number
         elif name == "charge" and begun:
             queue.charge(begun[int(what) % len(begun)], number)  # type: ignore[call-overload]
         count = sum(map(len, waiting.values()))
-        assert len(queue) == sum(queue.lengths()) == count
+        assert len(queue) == len(queue.lengths()) == count
         assert (queue.peek() is None) == (count == 0)
         assert queue.peek() is queue.peek()
         assert set(queue) == {g for groups in waiting.values() for g in groups}

@@ -286,7 +286,7 @@ def test_errors_in_the_async_engine(llama: Path, three: dict[str, Path], expecte
 def test_preempted_requests_keep_their_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
     """Too few blocks for all, and two slots for three adapters."""
     engine = make_engine(
-        llama, three, max_loaded_adapters=2, kv_memory_bytes=9 * 16 * 768, max_model_len=60, max_num_batched_tokens=30
+        llama, three, max_loaded_adapters=2, kv_memory_bytes=7 * 16 * 768, max_model_len=60, max_num_batched_tokens=30
     )
     jobs = list(zip("abacbc", prompts(44, 44, 15, 25, 15, 44), strict=True))
     # Loaded before the others arrive: else the requests of one could end before the other has been read.

@@ -217,7 +217,7 @@ def replay(
         tokens = list(range(i * MAX_TOKENS, i * MAX_TOKENS + prompt))  # no two prompts share a prefix
         group = SequenceGroup(0, i)
         Request(str(i), tokens, params, output, None, memory.prefixes.chain(), group, tokens.copy())
-        scheduler.waiting.add(group)
+        scheduler.add(group)
     busy = busy_cuda if args.device == "cuda" else busy_cpu
     steps_s, num_steps = 0.0, 0
     while scheduler.num_running or scheduler.num_waiting:

@@ -22,7 +22,8 @@ class RequestOptions(TypedDict, total=False):
         prefixes.
     user: stands for a missing tenant, in fair shares only.
     timeout_s: seconds until the request ends with `DeadlineError`.
-    expected_cached_tokens: prompt tokens that the router expects in the cache; changes only the load report.
+    expected_cached_tokens: prompt tokens that the router expects in the cache, for the load report and for the order of
+        prompts.
     """
 
     priority: int

@@ -20,7 +20,7 @@ class SequenceGroup:
 
     Attributes:
         priority, arrival: of running groups, the last ones are preempted first.
-        due: prompts of a priority are computed in this order, see `WaitingQueue`.
+        due: prompts of a priority are computed in this order, see `Scheduler`.
         members: sequences that have not ended.
         lockstep: all members compute their next token in a step, or none does (beams).
         swapped: blocks in host memory, of the members in `swapped_members`.
@@ -34,14 +34,14 @@ class SequenceGroup:
     swapped: SwappedGroup | None = None
     swapped_members: list[Request] = field(default_factory=list)
     tenant: str | None = None
-    due: int = 0
+    due: float = 0.0
 
     @property
     def sort_key(self) -> tuple[int, int]:
         return self.priority, self.arrival
 
     @property
-    def prefill_key(self) -> tuple[int, int, int]:
+    def prefill_key(self) -> tuple[int, float, int]:
         return self.priority, self.due, self.arrival
 
     @property

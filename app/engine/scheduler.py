@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -17,6 +18,9 @@ from app.engine.waiting_queue import WaitingQueue
 from vmem import KVMemory, OutOfPages, PrefixMatch, ViewPolicy
 
 logger = logging.getLogger(__name__)
+
+# Times that a prompt's own computation may be delayed by others that arrive later and are shorter.
+PATIENCE = 16
 
 _rank = attrgetter("sort_key")
 _turn = attrgetter("group.prefill_key")
@@ -56,11 +60,17 @@ class Scheduled:
 class Scheduler:
     """Iteration-level batching.
 
-    Each step has at most `max_num_batched_tokens` tokens: decodes first, then chunks of admitted prompts and of new
-    requests, both in the order of the waiting queue. A request is admitted when its whole prompt fits; blocks are
-    allocated chunk by chunk. It shares its cached prefix, and waits while a running sequence computes more of it.
+    Each step has at most `max_num_batched_tokens` tokens: decodes first, then chunks of prompts as they are due, of
+    admitted requests and of new ones. A request is admitted when its whole prompt fits; blocks are allocated chunk by
+    chunk. It shares its cached prefix, and waits while a running sequence computes more of it.
 
-    When blocks run out, or the budget is lowered, the latest group of the lowest priority is preempted as a whole: by
+    **Order.** Within its priority a group is due `PATIENCE` times as long after its arrival as its prompt takes to
+    compute, as far as the router does not expect it in the cache. So a short prompt passes long ones, waiting or begun,
+    and a long one is passed only by those that arrive before it is due. First come, first served would let sixteen long
+    prompts delay every short one by all of theirs.
+
+    When blocks run out, or the budget is lowered, the latest group of the lowest priority whose prompt is not part of
+    the step is preempted as a whole: by
     swap or recompute, whichever is expected to cost less (PagedAttention §4.5). While a preempted group waits, no new
     request is admitted, whatever its priority.
 
@@ -70,6 +80,7 @@ class Scheduler:
         recovery: cost model for preemption.
         policy: "auto", or the mode that is always used; groups that do not fit into the swap space are recomputed.
         fair_tenants: admit by deficit round robin over tenants (`WaitingQueue`).
+        clock: seconds.
 
     Attributes:
         waiting: groups that have not begun.
@@ -87,7 +98,9 @@ class Scheduler:
         recovery: PreemptionCostModel,
         policy: PreemptionPolicy,
         fair_tenants: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._clock = clock
         self._memory = memory
         self._prefixes = memory.prefixes
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running sequence decodes in every step
@@ -130,6 +143,18 @@ class Scheduler:
         """All requests, in no order. From any thread."""
         groups = (*self.running, *self.preempted, *self.waiting)
         return [request for group in groups for request in tuple(group.members)]
+
+    def add(self, group: SequenceGroup) -> None:
+        """Add a group to the waiting queue."""
+        seconds = 0.0
+        for request in group.members:
+            cached = request.expected_cached_tokens or 0
+            cached = min(cached, request.num_uncomputed - 1) if request.params.prompt_logprobs is None else 0
+            seconds += self._recovery.step_times.prefill_s(
+                request.num_uncomputed - cached, cached, self._max_num_batched_tokens
+            )
+        group.due = self._clock() + PATIENCE * seconds
+        self.waiting.add(group)
 
     def remove_sequence(self, request: Request) -> None:
         """Remove a sequence that is finished or cancelled, and free its memory."""
@@ -199,6 +224,8 @@ class Scheduler:
         prompts = [s for s in prompts if s.request.memory is not None]
         for s in decodes:
             self._stage(s)
+        if prompts:  # which may complete the prefix that the queue's head waits for
+            self._forget_pending_refusal()
         self._admit_waiting(budget, prompts)
         if prompts:
             self._forget_pending_refusal()
@@ -215,7 +242,6 @@ class Scheduler:
                 before = max(request.num_computed, request.max_computed, len(request.prompt_token_ids))
                 end = request.num_computed + s.num_tokens - len(s.drafts)
                 self.waiting.charge(request.group, max(end - before, 0))
-            self.waiting.note_computed(min(s.num_tokens, len(request.prompt_token_ids) - request.num_computed))
             request.num_computed += s.num_tokens
             if request.num_computed > request.max_computed:
                 request.max_computed, progress = request.num_computed, True
@@ -265,14 +291,15 @@ class Scheduler:
         return num_added
 
     def _schedule_prompts(self, budget: int, prompts: list[Scheduled]) -> int:
-        """Append the next chunks of running groups' prompts, and before them those of waiting groups that are due
-        before all of these; returns the budget that is left."""
+        """Append the next chunks of running groups' prompts, and of waiting groups that are due before one of them.
+        Returns the budget that is left."""
         having = [request for request in self._requests() if request.memory is None or request.num_uncomputed > 1]
-        if not having:
-            return budget
-        having.sort(key=_turn)
-        budget = self._admit_waiting(budget, prompts, before=having[0].group)
-        for request in having:
+        is_refused = False
+        for request in sorted(having, key=_turn):
+            if not is_refused:
+                budget = self._admit_waiting(budget, prompts, before=request.group)
+                head = self.waiting.peek()
+                is_refused = head is not None and head.prefill_key < request.group.prefill_key
             if budget > 0 and request.group in self.running:
                 budget -= self._schedule_chunk(request, budget, prompts)
         return budget
@@ -295,11 +322,11 @@ class Scheduler:
             whole = end // self._prefixes.unit_tokens * self._prefixes.unit_tokens
             end = whole if whole > request.num_computed else end
         num_tokens = end - request.num_computed
-        # Otherwise the group has been preempted, or waits, and the step takes no further prompt.
-        if self._grow(request, num_tokens, request.group if new else None):
-            scheduled.append(Scheduled(request, num_tokens))
-            self._stage(scheduled[-1])
-            self._staged.add(request.group)
+        if not self._grow(request, num_tokens, request.group if new else None):
+            return budget  # the group has been preempted, or waits for memory, and the step takes no further prompt
+        scheduled.append(Scheduled(request, num_tokens))
+        self._stage(scheduled[-1])
+        self._staged.add(request.group)
         return num_tokens
 
     def _open(self, request: Request) -> bool:
@@ -399,19 +426,28 @@ class Scheduler:
 
     def _grow(self, request: Request, num_tokens: int, victim: SequenceGroup | None = None) -> bool:
         """Allocate the blocks of the next tokens, preempting the `victim` while blocks run out, by default the last
-        running group. False if the request itself was preempted, or must wait for later groups whose prompts are part
-        of this step: they cannot be preempted, since others may share what they compute."""
+        running group whose prompt is not part of this step: others may share what that prompt's chunk computes. False
+        if the request itself was preempted, or must wait for such later groups."""
         self._serving = request
         while request.memory is not None:
             try:
                 self._memory.append(request.memory, request.num_computed + num_tokens, start=request.num_computed)
                 return True
             except OutOfPages:
-                last = victim or next((group for group in reversed(self.running) if group not in self._staged), None)
-                if last is None or (last is request.group and victim is None and last is not self.running[-1]):
+                last = victim or self._last_preemptible(request.group)
+                if last is None:
                     return False
                 self.preempt(last)
         return False
+
+    def _last_preemptible(self, group: SequenceGroup) -> SequenceGroup | None:
+        """The last running group that a group may preempt: itself, if it is the last of all."""
+        for last in reversed(self.running):
+            if last is group:
+                return group if group is self.running[-1] and group not in self._staged else None
+            if last not in self._staged:
+                return last
+        return None
 
     def preempt(self, victim: SequenceGroup, mode: PreemptionMode | None = None) -> None:
         """Take all blocks of a running group, by default in the mode of the policy."""

@@ -97,6 +97,7 @@ class SimulatedReplica:
     def __init__(self, index: int, device: Device, now: float = 0.0, *, leaps: bool = True) -> None:
         self.index = index
         self.now = now
+        self._arrival_at = now
         self.busy_s = 0.0
         self.prefill_tokens = 0
         self.prefill_due_tokens = 0
@@ -116,6 +117,7 @@ class SimulatedReplica:
             view="block_table",
             recovery=self._recovery,
             policy="recompute",
+            clock=lambda: self._arrival_at,
         )
         self._load = LoadReporter(
             self._memory, self._scheduler, self._recovery, self.meter, step_tokens=device.step_tokens
@@ -141,6 +143,7 @@ class SimulatedReplica:
 
     def submit(self, arrival: Arrival, expected_cached_tokens: int, now: float) -> Served:
         """Add a request at its arrival."""
+        self._arrival_at = now
         chain, prompt = prompt_of(arrival, self._memory)
         due_tokens = len(prompt) - self._memory.prefixes.match(chain, prompt).num_tokens
         served = Served(arrival, self.index, due_tokens)
@@ -152,7 +155,7 @@ class SimulatedReplica:
             arrival.request_id, prompt, _SAMPLING, arrival.num_output_tokens, None, chain, group, prompt.copy()
         )
         request.expected_cached_tokens = expected_cached_tokens
-        self._scheduler.waiting.add(group)
+        self._scheduler.add(group)
         if self._leap is None:
             self.now = now
             self._begin()

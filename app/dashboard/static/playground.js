@@ -61,7 +61,8 @@ export class Playground {
       this.answer.endedAt = performance.now();
       this.on.ends();
     }
-    if (prompt) await this.showTokens(answer, prompt).catch((error) => this.say("error", error.message));
+    const isLatest = () => this.answer === answer && this.messages === messages;
+    if (prompt) await this.showTokens(prompt, isLatest).catch((error) => { if (isLatest()) this.say("error", error.message); });
   }
 
   /** Send `messages`, and show the answer; its `{messages, cached}` if the server has counted the prompt. */
@@ -105,11 +106,11 @@ export class Playground {
   }
 
   /** The prompt's tokens, those that were found in the cache highlighted: always the first ones. */
-  async showTokens(of, { messages, cached }) {
+  async showTokens({ messages, cached }, isLatest) {
     const answer = await fetch("tokenize", { method: "POST", headers: headers({ "content-type": "application/json" }), body: JSON.stringify({ messages, return_token_strs: true }) });
     if (!answer.ok) return;
     const { token_strs: texts, count } = await answer.json();
-    if (this.answer !== of) return; // the next message is sent already
+    if (!isLatest()) return;
     $("prompt-tokens").hidden = false;
     $("prompt-tokens").firstElementChild.textContent = `Prompt: ${cached} of ${count} tokens were cached`;
     $("tokens").replaceChildren(...texts.slice(0, 2000).map((text, i) => {

@@ -72,7 +72,7 @@ class AdapterStore:
         self._own = RankAdapters(sources, layers)
         self._ranks = ranks
         self._scheduler = scheduler
-        self._held: list[SequenceGroup] = []  # in queue order
+        self._held: list[SequenceGroup] = []  # by priority and arrival
         self._free = list(range(max_loaded))
         self.slots: dict[str, int] = {}
         self.loading: dict[str, int] = {}
@@ -91,7 +91,7 @@ class AdapterStore:
     def add(self, group: SequenceGroup) -> None:
         """Pass a group to the scheduler once its adapter is loaded."""
         if group.adapter is None:
-            self._scheduler.waiting.add(group)
+            self._scheduler.add(group)
         else:
             bisect.insort(self._held, group, key=attrgetter("sort_key"))
 
@@ -119,7 +119,7 @@ class AdapterStore:
                 failed[request_id] = failure_of(request_id, failure)
                 continue
             if is_ready:
-                self._scheduler.waiting.add(group)
+                self._scheduler.add(group)
             else:
                 self._held.append(group)
                 blocked |= name not in self.loading

@@ -13,8 +13,10 @@ from app.config.engine import EngineConfig
 from app.engine import SamplingParams
 from app.engine.engine import Engine
 from app.engine.faults import SequenceFailure
-from app.engine.request import SequenceGroup
-from app.engine.scheduler import Scheduled, Scheduler
+from app.engine.preemption import PreemptionCostModel
+from app.engine.report import StepTimes
+from app.engine.request import Request, SequenceGroup
+from app.engine.scheduler import PATIENCE, Scheduled, Scheduler
 from app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 from vmem import IntegrityError, KVMemory, OutOfPages
@@ -23,6 +25,9 @@ from vmem.prefix_cache import PrefixCache
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 BLOCK_BYTES = 4096  # of 32 tokens
 MOST_STEPS = 3000
+
+
+_BEAMS = {"n": 3, "use_beam_search": True}
 
 
 class Counted:
@@ -60,6 +65,19 @@ class Counted:
             self.engine.step()
         assert not self.engine.has_work
         self.engine.check_integrity()
+
+
+class Clock:
+    """The clock of an engine's scheduler, which expects a token of a prompt to take a second.
+
+    Attributes:
+        now: seconds.
+    """
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        engine.scheduler._clock = lambda: self.now
+        monkeypatch.setattr(PreemptionCostModel, "step_times", StepTimes(token_s=1.0))
 
 
 @pytest.fixture
@@ -122,7 +140,7 @@ def test_beams_that_may_come_back_have_their_places(make: Any) -> None:
 
 @pytest.mark.parametrize(("seed", "max_num_seqs", "num_blocks"), [(0, 4, 6), (1, 8, 12), (2, 8, 24)])
 def test_whatever_is_asked_steps_stay_within_their_bounds(
-    make: Any, seed: int, max_num_seqs: int, num_blocks: int
+    make: Any, monkeypatch: pytest.MonkeyPatch, seed: int, max_num_seqs: int, num_blocks: int
 ) -> None:
     """Random requests, forks, cancellations, preemptions and budgets. Whoever is refused without a look at the prefix
     cache would have been refused with one."""
@@ -136,6 +154,7 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
         fair_tenants=rng.random() < 0.5,
     )
     engine, scheduler = counted.engine, counted.engine.scheduler
+    clock = Clock(engine, monkeypatch)
     can_admit, fits, num_refused, matched = scheduler._can_admit, scheduler._fits, 0, False
 
     def note_match(group: SequenceGroup, reserve: int) -> bool:
@@ -158,17 +177,20 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
     scheduler._can_admit, scheduler._fits = check_refusal, note_match  # type: ignore[method-assign]
     common, names = ids(rng, 60), []
     for number in range(120):
+        clock.now += rng.random() * 200
         kind = rng.random()
         if kind < 0.6:
             prompt = common[: rng.choice([0, 20, 33, 60])] + ids(rng, rng.choice([1, 5, 30]))
             prompt = prompt[:30] * 2 if rng.random() < 0.3 else prompt
-            several = rng.choice([{}, {}, {"n": 2}, {"n": 8}, {"best_of": 5}, {"n": 3, "use_beam_search": True}])
+            several = rng.choice([{}, {"prompt_logprobs": 0}, {"n": 2}, {"n": 8}, {"best_of": 5}, _BEAMS])
             params = SamplingParams(
                 **{"max_tokens": rng.choice([1, 4, 30]), "seed": number, "ignore_eos": True, **several},
                 temperature=float("use_beam_search" not in several and rng.random() < 0.5),
             )
             with contextlib.suppress(RequestError):  # more than may run at once
-                engine.submit(str(number), prompt, params, priority=rng.choice([0, 0, 0, 1]), tenant=rng.choice("ab"))
+                options = {"priority": rng.choice([0, 0, 0, 1]), "tenant": rng.choice("ab")}
+                options |= rng.choice([{}, {"expected_cached_tokens": len(prompt) * 2 // 3}])
+                engine.submit(str(number), prompt, params, **options)
                 names.append(str(number))
         elif kind < 0.75 and names:
             with contextlib.suppress(RequestError):  # it is not there any more, or there is no room
@@ -246,10 +268,11 @@ def test_a_prompt_without_room_is_looked_up_once(make: Any, looked_up: list[int]
     assert looked_up == [num_tokens] * 3, "when it came, when there was room, and when it was given its blocks"
 
 
-def test_long_prompts_delay_a_short_one_by_one_step(make: Any) -> None:
+def test_long_prompts_delay_a_short_one_by_one_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a short prompt waited until all long ones that had come before it were computed, those that had not
     begun and those that had."""
     engine = make(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=600).engine
+    Clock(engine, monkeypatch)
     rng = random.Random(3)
     for i in range(4):
         engine.submit(f"long {i}", ids(rng, 512), greedy(1))
@@ -261,25 +284,63 @@ def test_long_prompts_delay_a_short_one_by_one_step(make: Any) -> None:
     assert not engine.has_work
 
 
+def test_a_prompt_is_passed_until_it_is_due(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by a longer one, whatever the router expects in the cache, if the request does not read the cache."""
+    engine = make(max_num_batched_tokens=32, max_num_seqs=8, max_model_len=600).engine
+    clock = Clock(engine, monkeypatch)
+    rng = random.Random(5)
+    engine.submit("first", ids(rng, 200), greedy(1))
+    engine.submit("second", ids(rng, 100), greedy(1))  # passes the first one, which has not begun
+    engine.step()
+    engine.submit("cached", ids(rng, 300), greedy(1), expected_cached_tokens=290)
+    engine.submit("not cached", ids(rng, 300), greedy(1, prompt_logprobs=0), expected_cached_tokens=290)
+    clock.now = PATIENCE * (200 - 150) - 1
+    engine.submit("between", ids(rng, 150), greedy(1))
+    clock.now += 2
+    engine.submit("too late", ids(rng, 150), greedy(1))
+    ended = [delta.request_id for _ in range(60) for delta in engine.step() if delta.ends_request]
+    assert ended == ["cached", "second", "between", "first", "too late", "not cached"]
+
+
+def test_a_new_prompt_passes_those_of_the_running_ones_that_are_due_later(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it was compared with the first of them only, which may take a part of each step for long."""
+    engine = make(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=600).engine
+    Clock(engine, monkeypatch)
+    rng = random.Random(8)
+    engine.submit("first", ids(rng, 300), greedy(1, prompt_logprobs=0))  # at most 128 tokens a step
+    engine.submit("last", ids(rng, 500), greedy(1))
+    engine.step()
+    engine.submit("between", ids(rng, 400), greedy(1))
+    engine.step()
+    assert [r.num_computed for r in engine.scheduler.unfinished()] == [256, 128, 128]
+
+
+def test_the_step_that_completes_a_prefix_admits_who_waits_for_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the request was looked up before that step's prompts were scheduled, and not again behind them."""
+    engine = make(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=600).engine
+    Clock(engine, monkeypatch)
+    rng = random.Random(6)
+    shared = ids(rng, 96)
+    engine.submit("long", [*shared, *ids(rng, 10)], greedy(4))
+    engine.step()
+    engine.submit("short", [*shared, *ids(rng, 2)], greedy(4))
+    assert {delta.request_id for delta in engine.step()} == {"long", "short"}
+
+
 def test_a_long_prompt_without_room_waits_for_those_that_pass_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may not preempt prompts that are part of the same step: one of them may share what another one computes."""
     engine = make(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600).engine
+    Clock(engine, monkeypatch)
     rng = random.Random(4)
     engine.submit("long", ids(rng, 512), greedy(2))
     engine.step()
     shared = ids(rng, 32)
     for i in range(2):
         engine.submit(f"short {i}", [*shared, *ids(rng, 8)], greedy(2))
-    append, long = KVMemory.append, engine.scheduler.running[0].members[0]
-    refused: list[int] = []
-
-    def without_room(memory: KVMemory, sequence: Any, num_tokens: int, **more: Any) -> None:
-        if sequence is long.memory and len(refused) < 3:
-            refused.append(num_tokens)
-            raise OutOfPages(1, 0)
-        append(memory, sequence, num_tokens, **more)
-
-    monkeypatch.setattr(KVMemory, "append", without_room)
+    [long] = engine.scheduler.running[0].members
+    refused = refuse_pages(monkeypatch, long, 3)
     first = engine.step()
     assert [(delta.request_id, delta.num_cached_tokens) for delta in first] == [("short 0", 0), ("short 1", 32)]
     assert refused == [128 + 80]
@@ -288,6 +349,43 @@ def test_a_long_prompt_without_room_waits_for_those_that_pass_it(make: Any, monk
     assert sorted(ended) == ["long", "short 0", "short 1"]
     assert len(refused) == 3, "then it preempts those that decode"
     engine.check_integrity()
+
+
+def test_a_prompt_preempts_nobody_who_comes_first(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two outputs are recomputed; the second one has no room while the first is part of the step."""
+    engine = make(max_num_seqs=8).engine
+    rng = random.Random(7)
+    engine.submit("first", ids(rng, 20), greedy(60))
+    engine.submit("two", ids(rng, 40), SamplingParams(n=2, max_tokens=30, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    first, two = engine.scheduler.running
+    assert len(two.members) == 2
+    engine.scheduler.preempt(two, "recompute")
+    refused = refuse_pages(monkeypatch, two.members[1], 1)
+    while not refused:
+        engine.step()
+    assert first.members[0].memory is not None
+    assert two.members[0].memory is not None
+    assert engine.scheduler.preempted == []
+    while engine.has_work:
+        assert all(delta.error is None for delta in engine.step())
+    engine.check_integrity()
+
+
+def refuse_pages(monkeypatch: pytest.MonkeyPatch, request: Request, times: int) -> list[int]:
+    """Let no block be allocated for a request, so many times; returns its tokens at each of them."""
+    append: Any = KVMemory.append
+    refused: list[int] = []
+
+    def without_room(memory: KVMemory, sequence: Any, num_tokens: int, **more: Any) -> None:
+        if sequence is request.memory and len(refused) < times:
+            refused.append(num_tokens)
+            raise OutOfPages(1, 0)
+        append(memory, sequence, num_tokens, **more)
+
+    monkeypatch.setattr(KVMemory, "append", without_room)
+    return refused
 
 
 def test_a_tenants_prompts_are_charged_to_it(make: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is: short prompts first as far as long ones can wait, and by turns of tenants."""
+"""Whose turn it is: as they are due, and by turns of tenants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
-from app.engine.waiting_queue import PATIENCE, WaitingQueue
+from app.engine.waiting_queue import WaitingQueue
 from vmem import TokenChain
 
 ARRIVALS = itertools.count()
@@ -26,11 +26,10 @@ def group_of(
     priority: int = 0,
     num_tokens: int = 1,
     arrival: int | None = None,
-    cached: int | None = None,
+    due: float = 0.0,
 ) -> SequenceGroup:
-    group = SequenceGroup(priority, next(ARRIVALS) if arrival is None else arrival, tenant=tenant)
-    request = Request("", [0] * num_tokens, PARAMS, 1, None, TokenChain(16), group, [0] * num_tokens)
-    request.expected_cached_tokens = cached
+    group = SequenceGroup(priority, next(ARRIVALS) if arrival is None else arrival, tenant=tenant, due=due)
+    Request("", [0] * num_tokens, PARAMS, 1, None, TokenChain(16), group, [0] * num_tokens)
     return group
 
 
@@ -76,22 +75,19 @@ def test_a_request_that_waits_for_room_is_passed_only_by_a_higher_priority() -> 
 
 
 @pytest.mark.parametrize("quantum", [None, 8])
-def test_a_short_prompt_passes_a_long_one_that_can_wait(quantum: int | None) -> None:
-    """A prompt of 100 tokens is passed by all that are due before it, and by none that arrives after that time."""
+def test_whoever_is_due_first_begins_first(quantum: int | None) -> None:
+    """Also if another one is the head already; with turns only of the same tenant, and the turn stays with it."""
     queue = WaitingQueue(quantum)
-    long, short = group_of(num_tokens=100), group_of(num_tokens=10)
-    cached = group_of(num_tokens=1000, cached=995)
-    for group in (long, short, cached):
+    groups = [group_of("a", due=due) for due in (3.0, 2.0, 4.0)]
+    for group in groups:
         queue.add(group)
-        assert queue.peek() is group, "each is due before those that wait"
-    assert [pop(queue), pop(queue)] == [cached, short]
-    queue.note_computed(90 * PATIENCE - 1)
-    queue.note_computed(-5)  # a step that decodes
-    just_before = group_of(num_tokens=10)
-    queue.add(just_before)
-    queue.note_computed(2)
-    queue.add(group_of(num_tokens=10))
-    assert [pop(queue), pop(queue)] == [just_before, long]
+    assert queue.peek() is groups[1]
+    queue.charge(groups[1], 1000)
+    sooner, other = group_of("a", due=1.0), group_of("b", due=0.0)
+    queue.add(sooner)
+    assert queue.peek() is sooner
+    queue.add(other)
+    assert pop(queue) is (other if quantum is None else sooner)
 
 
 def test_who_comes_back_has_its_debts_and_no_savings() -> None:
@@ -218,8 +214,7 @@ def test_what_backlogged_tenants_get_differs_by_a_constant(
 PRIORITIES = st.sampled_from([-1, 0, 0, 3])
 OPERATIONS = st.one_of(
     st.tuples(st.just("add"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
-    st.tuples(st.just("add long"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
-    st.tuples(st.just("compute"), st.just(0), st.integers(0, 60)),
+    st.tuples(st.just("add late"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
     st.tuples(st.just("pop"), st.integers(0, 50), st.integers(0, 50)),
     st.tuples(st.just("remove"), st.integers(0, 50), st.just(0)),
     st.tuples(st.just("charge"), st.integers(0, 50), st.integers(0, 60)),
@@ -231,7 +226,6 @@ OPERATIONS = st.one_of(
 def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int | None) -> None:
     """Priority goes first, within a tenant who is due first does, and somebody is next as long as anybody waits."""
     queue = WaitingQueue(quantum)
-    clock, due = 0, {}
     waiting: dict[tuple[int, str | None], list[SequenceGroup]] = defaultdict(list)
     begun: list[SequenceGroup] = []
 
@@ -241,16 +235,15 @@ def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int
     for name, what, number in operations:
         everybody = sorted((g for groups in waiting.values() for g in groups), key=lambda g: g.arrival)
         if name.startswith("add"):
-            group = group_of(what, number, 3 if name == "add long" else 1)  # type: ignore[arg-type]
-            due[group] = clock + PATIENCE * group.members[0].num_uncomputed, group.arrival
+            group = group_of(what, number, due=float(name == "add late"))  # type: ignore[arg-type]
             waiting[number, group.tenant].append(group)
             queue.add(group)
         elif name == "pop" and everybody:
             group = pop(queue)
             assert group.priority == min(g.priority for g in everybody)
-            assert group is min(waiting[group.priority, group.tenant], key=lambda g: due[g])
+            assert group is min(waiting[group.priority, group.tenant], key=lambda g: (g.due, g.arrival))
             if quantum is None:
-                assert group is min(everybody, key=lambda g: (g.priority, due[g]))
+                assert group is min(everybody, key=lambda g: (g.priority, g.due, g.arrival))
             leave(group)
             begun.append(group)
             queue.charge(group, number)
@@ -258,9 +251,6 @@ def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int
             group = everybody[int(what) % len(everybody)]  # type: ignore[call-overload]
             queue.remove(group)
             leave(group)
-        elif name == "compute":
-            queue.note_computed(number)
-            clock += number
         elif name == "charge" and begun:
             queue.charge(begun[int(what) % len(begun)], number)  # type: ignore[call-overload]
         count = sum(map(len, waiting.values()))

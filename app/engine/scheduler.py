@@ -19,7 +19,7 @@ from vmem import KVMemory, OutOfPages, PrefixMatch, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
-# Times that a prompt's own computation may be delayed by others that arrive later and are shorter.
+# For how many times its own computing time a prompt may be passed by shorter ones that arrive later.
 PATIENCE = 16
 
 _rank = attrgetter("sort_key")
@@ -80,7 +80,7 @@ class Scheduler:
         recovery: cost model for preemption.
         policy: "auto", or the mode that is always used; groups that do not fit into the swap space are recomputed.
         fair_tenants: admit by deficit round robin over tenants (`WaitingQueue`).
-        clock: seconds.
+        clock: the current time in seconds.
 
     Attributes:
         waiting: groups that have not begun.

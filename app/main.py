@@ -71,6 +71,7 @@ def build(args: AppArgs) -> Application:
         args.http,
         config.max_num_seqs,
         args.routing.wait_for_replica_s,
+        (args.tool_call_parser, args.reasoning_parser),
     )
     return application
 

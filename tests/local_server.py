@@ -84,7 +84,7 @@ def replica_of(
         return EngineReplica(EngineConfig(model="builtin"), shared_kv_memory_bytes, pace)
 
 
-def ingress_of(handle: Any, model_name: str = "builtin", adapters: Sequence[str] = ()) -> Any:
+def ingress_of(handle: Any, model_name: str = "builtin", adapters: Sequence[str] = (), **settings: Any) -> Any:
     """An ingress in front of a handle of replicas, without shared streams and Ray's metrics agents."""
     with _replica_context("ingress") as patch:
         patch.setattr(ingress_module, "load_tokenizer", _tokenizer)
@@ -92,7 +92,7 @@ def ingress_of(handle: Any, model_name: str = "builtin", adapters: Sequence[str]
         patch.setattr(ingress_module, "MetricsPage", lambda _: _Metrics())
         patch.setattr(ingress_module, "count_starting", lambda *_: 0)
         constructor: Any = Ingress.__bases__[0]  # Serve's subclass needs a cluster
-        return constructor("builtin", model_name, handle, adapters)
+        return constructor("builtin", model_name, handle, adapters, **settings)
 
 
 _tokenizer = cache(load_tokenizer)

@@ -4,12 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from app.config.engine import EngineConfig, PolicyName
 from app.config.http import HttpSettings, Settings
 from app.errors import ConfigError
+
+# By the names of vLLM's `--tool-call-parser` and `--reasoning-parser`; `app.openai.output.formats` has the syntaxes.
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "granite",
+    "hermes",
+    "kimi_k2",
+    "llama3_json",
+    "llama4_pythonic",
+    "minimax",
+    "minimax_m2",
+    "mistral",
+    "mistral_v11",
+    "openai",
+    "phi4_mini_json",
+    "pythonic",
+    "qwen3_coder",
+    "xlam",
+]
+ReasoningParserName = Literal[
+    "auto",
+    "none",
+    "deepseek_r1",
+    "glm45",
+    "granite",
+    "minimax_m2",
+    "mistral",
+    "nemotron",
+    "openai",
+    "qwen3",
+    "seed_oss",
+]
 
 
 class RoutingArgs(Settings):
@@ -52,6 +89,10 @@ class AppArgs(Settings):
         model_name: the model's name in requests; by default the last part of `engine.model`.
         shared_kv_memory_bytes: KV memory shared by all replicas on one device, a GPU or a node's CPUs: each may take
             what others do not need. None: each has `engine.kv_memory_bytes` for itself.
+        tool_call_parser: how the model writes calls of functions, by vLLM's names; "auto": as its chat template says;
+            "none": calls are part of the text.
+        reasoning_parser: how the model writes its reasoning, by vLLM's names; "auto": as its chat template says;
+            "none": reasoning is part of the text.
         routing: choice of the replica.
         streaming: pace of streams.
         http: protection of the HTTP interface.
@@ -63,6 +104,8 @@ class AppArgs(Settings):
     engine: EngineConfig
     model_name: str | None = None
     shared_kv_memory_bytes: PositiveInt | None = None
+    tool_call_parser: ToolParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     routing: RoutingArgs = RoutingArgs()
     streaming: StreamingArgs = StreamingArgs()
     http: HttpSettings = HttpSettings()

@@ -8,8 +8,9 @@ from functools import cached_property, lru_cache, partial
 from app.engine.model.loader import LoadedModel
 from app.engine.sampling.logits import BadWords, encode_bad_words
 from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.reasoning import Matcher
 from app.engine.sampling.state import SamplingState, check_token_ids
-from app.engine.sampling.structure import StructureCompiler, StructureMatcher, is_available
+from app.engine.sampling.structure import StructureCompiler, is_available
 from app.engine.sampling.token_text import IncrementalDetokenizer
 from app.errors import RequestError
 
@@ -87,7 +88,7 @@ class Vocabulary:
             return None
         return StructureCompiler(self._tokenizer, self._size, self.eos_token_ids)
 
-    def _matcher(self, params: SamplingParams) -> StructureMatcher | None:
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
         if params.structure is None or self._structures is None:
             return None
         return self._structures.matcher(params.structure)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from app.engine.delta import TokenLogprobs
 from app.fleet.messages import Piece, public_id
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.logprobs import Offsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
+from app.openai.output.parser import Part
+from app.openai.output.plan import OutputPlan
+from app.openai.output.reader import Kind
 from app.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -21,13 +24,13 @@ from app.openai.replies import (
     ChoiceEnd,
     Completion,
     CompletionChoice,
+    CompletionTokensDetails,
     PromptLogprobs,
     PromptTokensDetails,
     Usage,
 )
 from app.openai.sampling_body import SamplingBody
 from app.openai.tools.bodies import FunctionCallDelta, ToolCall, ToolCallDelta
-from app.openai.tools.parser import ToolCallParser
 from app.request_context import current_context
 
 
@@ -175,7 +178,7 @@ class ChatAnswer(Answer):
     """The answer to a conversation.
 
     Args:
-        new_parser: makes a parser for each output, where tools may be called.
+        plan: makes a parser for each output.
     """
 
     def __init__(
@@ -184,32 +187,48 @@ class ChatAnswer(Answer):
         request: ChatCompletionRequest,
         tokens: TokenTexts,
         prompt: Sequence[int],
-        new_parser: Callable[[], ToolCallParser] | None = None,
+        plan: OutputPlan,
     ) -> None:
         super().__init__(request_id, request, tokens, [prompt], request.num_logprobs)
-        self._new_parser = new_parser
-        self._parsers: dict[int, ToolCallParser] = {}  # by output, as all of these
-        self._num_calls: dict[int, int] = {}
-        self._begun: set[int] = set()
-        self._held_entries: dict[int, tuple[TokenLogprobs, ...]] = {}
+        self._plan = plan
+        self._outputs: dict[int, _Output] = {}
+        self._has_begun = False
+
+    @property
+    def usage(self) -> Usage:
+        usage = super().usage
+        if self._plan.format.reasons:
+            num_tokens = sum(output.num_reasoning_tokens for output in self._outputs.values())
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=num_tokens)
+        return usage
+
+    def parts(self, piece: Piece) -> list[Part]:
+        """The parts of an output that are certain with this piece, in order."""
+        self._receive(piece)
+        self._count(piece)
+        return self._output(piece).push(piece)
 
     def chunk(self, piece: Piece) -> ChatCompletionChunk | None:
         """The chunk of a piece; `None` while the parser holds all of its text back."""
-        num_before = self._num_calls.get(piece.index, 0)
-        content, calls = self._parse(piece)
-        entries = self._held_entries.pop(piece.index, ()) + piece.logprobs
-        if not (content or calls or piece.finish_reason is not None):
-            self._held_entries[piece.index] = entries
+        parts, output = self.parts(piece), self._output(piece)
+        entries = (*output.held_entries, *piece.logprobs)
+        if not parts and piece.finish_reason is None:
+            output.held_entries = entries
             return None
-        is_first, begins = not self._begun, piece.index not in self._begun
-        self._begun.add(piece.index)
+        output.held_entries = ()
+        is_first, self._has_begun = not self._has_begun, True
+        begins, output.has_begun = not output.has_begun, True
+        content, reasoning = _joined(parts, "content"), _joined(parts, "reasoning")
+        calls = output.call_deltas(parts)
         delta = ChatDelta(
             role="assistant" if begins else None,
-            # Clients concatenate contents: an empty one is sent, too, unless there are calls instead.
-            content=content if content or not calls else None,
-            tool_calls=[_call_delta(index, call) for index, call in enumerate(calls, num_before)] or None,
+            # Clients concatenate contents: an empty one is sent, too, unless there is something else instead.
+            content=content if content or not (calls or reasoning) else None,
+            reasoning_content=reasoning or None,
+            reasoning=reasoning or None,
+            tool_calls=calls or None,
         )
-        choice = ChatChunkChoice(delta=delta, **self._ending(piece), logprobs=self._logprobs(entries))
+        choice = ChatChunkChoice(delta=delta, **self.ending(piece), logprobs=self.logprobs(entries))
         return self._chunk([choice], prompt_logprobs=self._prompt_logprobs() if is_first else None)
 
     def last_chunk(self) -> ChatCompletionChunk:
@@ -220,31 +239,29 @@ class ChatAnswer(Answer):
         """Args: the outputs of the one prompt, each in one piece."""
         [pieces], choices = outputs, []
         for piece in sorted(pieces, key=lambda piece: piece.index):
-            content, calls = self._parse(piece)
-            message = AssistantMessage(content=content if content or not calls else None, tool_calls=calls or None)
-            choices.append(ChatChoice(message=message, **self._ending(piece), logprobs=self._logprobs(piece.logprobs)))
+            parts = self.parts(piece)
+            content, reasoning = _joined(parts, "content"), _joined(parts, "reasoning") or None
+            calls = [
+                ToolCall.model_validate(d.model_dump(exclude={"index"})) for d in self._output(piece).call_deltas(parts)
+            ]
+            message = AssistantMessage(
+                content=content if content or not calls else None,
+                reasoning_content=reasoning,
+                reasoning=reasoning,
+                tool_calls=calls or None,
+            )
+            choices.append(ChatChoice(message=message, **self.ending(piece), logprobs=self.logprobs(piece.logprobs)))
         return ChatCompletion(
             **self._head(), choices=choices, usage=self.usage, prompt_logprobs=self._prompt_logprobs()
         )
 
-    def _parse(self, piece: Piece) -> tuple[str, list[ToolCall]]:
-        self._receive(piece)
-        self._count(piece)
-        if self._new_parser is None:
-            return piece.text, []
-        if piece.index not in self._parsers:
-            self._parsers[piece.index] = self._new_parser()
-        content, calls = self._parsers[piece.index].push(piece.text)
-        if piece.finish_reason is not None:
-            more, last_calls = self._parsers[piece.index].finish()
-            content, calls = content + more, calls + last_calls
-        self._num_calls[piece.index] = self._num_calls.get(piece.index, 0) + len(calls)
-        return content, calls
+    def new_call_id(self) -> str:
+        return self._plan.format.new_call_id()
 
-    def _ending(self, piece: Piece) -> dict[str, Any]:
+    def ending(self, piece: Piece) -> dict[str, Any]:
         """The fields of a choice that its piece decides."""
         reason: ChoiceEnd | None = piece.finish_reason
-        if reason == "stop" and self._num_calls.get(piece.index):
+        if reason == "stop" and self._output(piece).num_calls:
             reason = "tool_calls"
         return {
             "index": piece.index,
@@ -253,13 +270,61 @@ class ChatAnswer(Answer):
             "score": piece.score,
         }
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+    def logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         return None if self._num_top is None else chat_logprobs(self._tokens, entries, self._num_top)
+
+    def _output(self, piece: Piece) -> _Output:
+        if piece.index not in self._outputs:
+            self._outputs[piece.index] = _Output(self._plan)
+        return self._outputs[piece.index]
 
     def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._head(), choices=choices, **more)
 
 
-def _call_delta(index: int, call: ToolCall) -> ToolCallDelta:
-    function = FunctionCallDelta(name=call.function.name, arguments=call.function.arguments)
-    return ToolCallDelta(index=index, id=call.id, type="function", function=function)
+class _Output:
+    """One output of a chat completion, as it grows."""
+
+    def __init__(self, plan: OutputPlan) -> None:
+        self.has_begun = False
+        self.held_entries: tuple[TokenLogprobs, ...] = ()
+        self.num_calls = 0
+        self.num_reasoning_tokens = 0
+        self._parser = plan.parser()
+        self._new_call_id = plan.format.new_call_id
+
+    def push(self, piece: Piece) -> list[Part]:
+        if self._parser is None:
+            return [Part("content", piece.text)] if piece.text else []
+        parts = self._parser.push(piece.text)
+        if piece.finish_reason is not None:
+            parts += self._parser.finish()
+        self.num_calls += sum(part.kind == "call" for part in parts)
+        self.num_reasoning_tokens += self._count_reasoning(piece, parts)
+        return parts
+
+    def call_deltas(self, parts: Sequence[Part]) -> list[ToolCallDelta]:
+        """The deltas of calls: one for each call that begins, and one for arguments of an earlier one."""
+        deltas: list[ToolCallDelta] = []
+        index = self.num_calls - sum(part.kind == "call" for part in parts) - 1
+        for part in parts:
+            if part.kind == "call":
+                index += 1
+                function = FunctionCallDelta(name=part.text, arguments="")
+                deltas.append(ToolCallDelta(index=index, id=self._new_call_id(), type="function", function=function))
+            elif part.kind == "arguments" and deltas:
+                deltas[-1].function.arguments = (deltas[-1].function.arguments or "") + part.text
+            elif part.kind == "arguments":
+                deltas.append(ToolCallDelta(index=index, function=FunctionCallDelta(arguments=part.text)))
+        return deltas
+
+    def _count_reasoning(self, piece: Piece, parts: Sequence[Part]) -> int:
+        """Tokens of a piece that are reasoning: in proportion to characters where the reasoning ends inside."""
+        length = sum(len(part.text) for part in parts)
+        if not length:
+            return len(piece.token_ids) if self._parser is not None and self._parser.is_reasoning else 0
+        return round(len(piece.token_ids) * len(_joined(parts, "reasoning")) / length)
+
+
+def _joined(parts: Sequence[Part], kind: Kind) -> str:
+    return "".join(part.text for part in parts if part.kind == kind)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model_validator
 
-from app.engine.sampling.params import SamplingParams, Structure
+from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError
 from app.openai.base import (
     ClientFields,
@@ -21,6 +20,7 @@ from app.openai.base import (
     text_or,
     unsupported_field,
 )
+from app.openai.output.plan import OutputPlan
 from app.openai.sampling_body import ResponseFormat, SamplingBody, TokenIds, structure_of
 from app.openai.tools.bodies import ToolCall, ToolChoice, Tools
 
@@ -161,6 +161,10 @@ class Message(StrictBody):
     """The assistant's calls."""
     tool_call_id: Text | None = None
     """The call that a tool's message answers."""
+    reasoning_content: Text | None = None
+    """The assistant's reasoning. Chat templates decide how much of it the model sees again."""
+    reasoning: Text | None = None
+    """Another name of `reasoning_content`."""
     refusal: Annotated[
         None, unsupported_field("refusals have no field of their own here; put the text into content")
     ] = None
@@ -182,9 +186,26 @@ class Message(StrictBody):
             raise ValueError(f"only an assistant's message may have tool_calls; the role is {self.role}")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("a tool's message needs a tool_call_id, and no other message may have one")
-        if self.content is None and self.tool_calls is None:
+        if self.reasoning_text is not None and self.role != "assistant":
+            raise ValueError(f"only an assistant's message may have reasoning; the role is {self.role}")
+        if self.content is None and self.tool_calls is None and self.reasoning_text is None:
             raise ValueError("content is missing")
         return self
+
+    @property
+    def reasoning_text(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class Thinking(StrictBody):
+    """Whether the model reasons before it answers, where its chat template lets one choose."""
+
+    type: Literal["enabled", "disabled"]
+    budget_tokens: Annotated[int | None, Field(ge=0)] = None
+    """Tokens of reasoning at most."""
 
 
 Messages = Annotated[ListOf[Message], at_most(MAX_MESSAGES, "messages")]
@@ -214,10 +235,13 @@ class ChatCompletionRequest(GenerationBody):
     """The form of the answer: text, a JSON object, or JSON that follows a schema."""
     modalities: Annotated[ListOf[Literal["text"]] | None, unsupported_field("answers are text here", ["text"])] = None
     """Answers are text."""
-    reasoning_effort: Annotated[
-        Literal["none"] | None, unsupported_field("reasoning is part of the text here; leave it out", "none")
-    ] = None
-    """Reasoning is part of the text here: any effort but "none" is refused."""
+    reasoning_effort: ReasoningEffort | None = None
+    """How much the model reasons before it answers. The chat template gets it; "none" switches reasoning off where the
+    template can."""
+    thinking: Thinking | bool | None = None
+    """Whether the model reasons, for templates that let one choose."""
+    thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
+    """Tokens of reasoning at most; then its end is forced. Another name of `thinking.budget_tokens`."""
     verbosity: Annotated[
         Literal["medium"] | None, unsupported_field("ask for a length in the prompt; leave it out", "medium")
     ] = None
@@ -235,15 +259,38 @@ class ChatCompletionRequest(GenerationBody):
     web_search_options: Annotated[None, unsupported_field("this server has no web search; leave it out")] = None
     """Refused: there is no web search."""
 
-    def sampling_params(self, forced: Structure | None = None, kept_token_ids: Collection[int] = ()) -> SamplingParams:
-        """`forced` and `kept_token_ids` are those of `ToolUse`. Raises `RequestError`, see `params`."""
+    def sampling_params(self, output: OutputPlan | None = None) -> SamplingParams:
+        """Args: `output`: its structure is forced. Raises `RequestError`, see `params`."""
         return self.params(
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            kept_token_ids=kept_token_ids,
-            tool_choice=forced,
+            output=output,
             response_format=structure_of(self.response_format),
+        )
+
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        """Variables of the chat template that decide about reasoning."""
+        reasons: bool | None = None
+        if self.reasoning_effort is not None:
+            reasons = self.reasoning_effort != "none"
+        if self.thinking is not None:
+            reasons = self.thinking if isinstance(self.thinking, bool) else self.thinking.type == "enabled"
+        settings: dict[str, Any] = {} if reasons is None else {"enable_thinking": reasons, "thinking": reasons}
+        if self.reasoning_effort is not None:
+            settings["reasoning_effort"] = self.reasoning_effort
+        return settings
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """In tokens. Raises `RequestError` for two different ones."""
+        budget = self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
+        if budget is None or self.thinking_token_budget in (None, budget):
+            return self.thinking_token_budget if budget is None else budget
+        raise RequestError(
+            f"thinking_token_budget is {self.thinking_token_budget} and thinking.budget_tokens {budget}; leave one out",
+            "thinking_token_budget",
         )
 
     @property

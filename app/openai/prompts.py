@@ -6,6 +6,7 @@ import itertools
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -15,11 +16,15 @@ from app.engine.text_prefix import conversation_prefix, text_prefix
 from app.errors import ContextLengthError, RequestError
 from app.openai.base import check_json, joined_text
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest, TokenizeRequest
+from app.openai.output.formats import tool_template
 from app.openai.tools.bodies import Tool, ToolCall
-from app.openai.tools.formats import tool_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# Tokens at a prompt's end that tell whether it has begun the reasoning.
+_END_TOKENS = 32
 
 
 class PromptEncoder:
@@ -51,7 +56,7 @@ class PromptEncoder:
     def encode_chat(self, request: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Token ids of the conversation, with the tools unless `tool_choice` is "none"."""
         tools = request.tools if request.tool_choice != "none" else None
-        return self._encode_conversation(request.messages, tools, max_model_len)
+        return self._encode_conversation(request.messages, tools, max_model_len, settings=request.template_settings)
 
     def encode_tokenize(self, request: TokenizeRequest, max_model_len: int) -> list[int]:
         """Token ids of a text, or of a conversation."""
@@ -81,6 +86,10 @@ class PromptEncoder:
         assert request.prompt is not None
         return text_prefix(self._tokenizer, request.prompt)
 
+    def end_of(self, prompt: Sequence[int]) -> str:
+        """The last characters of a prompt, control tokens included."""
+        return self._decode(prompt[-_END_TOKENS:], skip_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included. Raises `RequestError` for ids that the tokenizer does not have."""
         unknown = next((token_id for token_id in token_ids if token_id >= len(self._tokenizer)), None)
@@ -105,6 +114,7 @@ class PromptEncoder:
         tools: Sequence[Tool] | None,
         max_model_len: int,
         add_generation_prompt: bool = True,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         if not messages:
             raise RequestError("messages is empty; it needs at least one message", "messages")
@@ -119,7 +129,7 @@ class PromptEncoder:
             tool_template(self._tokenizer)
         try:
             text: Any = self._tokenizer.apply_chat_template(
-                shown, tools=described, add_generation_prompt=add_generation_prompt, tokenize=False
+                shown, tools=described, add_generation_prompt=add_generation_prompt, tokenize=False, **settings
             )
         except TemplateError as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
@@ -146,6 +156,10 @@ def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
                 for call, arguments in zip(message.tool_calls, map(_arguments, message.tool_calls), strict=True)
             ]
+        if (reasoning := message.reasoning_text) is not None:
+            fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            if not (message.tool_calls and fields["content"]):  # gpt-oss's template refuses both beside calls
+                fields["thinking"] = reasoning
         if message.role == "tool":
             if message.tool_call_id not in functions:
                 raise RequestError(f"no earlier message has the tool call {message.tool_call_id!r}", "messages")

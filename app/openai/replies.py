@@ -23,13 +23,21 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """`reasoning_tokens` of the outputs are reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
-    """Each prompt counts once, whatever the number of its outputs."""
+    """Each prompt counts once, whatever the number of its outputs. `completion_tokens_details` is left out for models
+    that do not reason."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Omitted[CompletionTokensDetails] = None
 
 
 class PromptLogprob(BaseModel):
@@ -100,10 +108,13 @@ class ChatLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """`content` is null when there are only tool calls."""
+    """`content` is null when there are only tool calls. `reasoning_content` and `reasoning` are the same, and left out
+    without reasoning."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: Omitted[str] = None
+    reasoning: Omitted[str] = None
     tool_calls: Omitted[list[ToolCall]] = None
 
 
@@ -135,6 +146,8 @@ class ChatDelta(BaseModel):
 
     role: Omitted[Literal["assistant"]] = None
     content: Omitted[str] = None
+    reasoning_content: Omitted[str] = None
+    reasoning: Omitted[str] = None
     tool_calls: Omitted[list[ToolCallDelta]] = None
 
 

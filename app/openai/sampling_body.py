@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -20,6 +19,7 @@ from app.engine.sampling.params import (
 )
 from app.errors import RequestError
 from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, unsupported_field
+from app.openai.output.plan import OutputPlan
 
 MAX_CHOICES = 4096
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
@@ -112,13 +112,13 @@ class SamplingBody(StrictBody):
         *,
         logprobs: int | None,
         prompt_logprobs: int | None,
-        kept_token_ids: Collection[int] = (),
+        output: OutputPlan | None = None,
         **forms: Structure | None,
     ) -> SamplingParams:
         """The parameters that the fields give.
 
         Args:
-            kept_token_ids: special tokens that are part of the output's text.
+            output: frames the structure, and keeps its special tokens in the text.
             forms: the structures that other fields ask for, by the field's name.
 
         Raises:
@@ -130,8 +130,8 @@ class SamplingBody(StrictBody):
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
             "logit_bias": _by_token_id(self.logit_bias or {}),
-            "structure": self._structure(forms),
-            "kept_token_ids": sorted(kept_token_ids),
+            "structure": self._structure(forms) if output is None else output.structure(self._structure(forms)),
+            "kept_token_ids": [] if output is None else sorted(output.kept_token_ids),
         }
         return SamplingParams(**given)
 

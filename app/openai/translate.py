@@ -1,13 +1,14 @@
 """Translator: bodies to calls of engine replicas, and the answers that their pieces become.
 
-A conversation goes through here in one direction: tools (`tools.parser`) → prompt (`prompts`) → sampling parameters
-(`bodies`, `sampling_body`) → call.
+A conversation goes through here in one direction: tools (`tools.choice`) → prompt (`prompts`) → plan of the output
+(`output.plan`) → sampling parameters (`bodies`, `sampling_body`) → call.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from app.engine.sampling.params import SamplingParams
@@ -26,10 +27,12 @@ from app.openai.bodies import (
     Tokens,
 )
 from app.openai.logprobs import TokenTexts
+from app.openai.output.formats import OutputFormat, output_format
+from app.openai.output.plan import plan_output
 from app.openai.prompts import PromptEncoder
 from app.openai.responses.answers import ResponseAnswer
 from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
-from app.openai.tools.parser import tool_use
+from app.openai.tools.choice import chosen_tools
 from app.request_context import current_context
 
 if TYPE_CHECKING:
@@ -57,10 +60,17 @@ class Translator:
     Args:
         model_name: the name by which clients call the model.
         adapters: names of its LoRA adapters, which clients request as models.
+        output: how the model writes reasoning and calls.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name: str, adapters: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model_name: str,
+        adapters: Sequence[str],
+        output: OutputFormat | None = None,
+    ) -> None:
+        self._format = output_format(tokenizer) if output is None else output
         self.prompts = PromptEncoder(tokenizer)
         self._tokens = TokenTexts(tokenizer)
         self._executor = SizedExecutor("translator", _NUM_THREADS)
@@ -115,16 +125,13 @@ class Translator:
     ) -> tuple[list[GenerateRequest], ChatAnswer]:
         """The one call, and the answer. `kind` is the prefix of the id."""
         adapter = self.adapter_of(request.model)
-        tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
+        tools = chosen_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
         prompt = self.prompts.encode_chat(request, max_model_len)
-        if tools is None:
-            params = request.sampling_params()
-        else:
-            params = request.sampling_params(tools.structure, tools.kept_token_ids)
+        plan = plan_output(self._format, tools, partial(self.prompts.end_of, prompt), request.reasoning_budget)
+        params = request.sampling_params(plan)
         _check_entries(len(prompt) * params.n, params.prompt_logprobs)
         call = _call_of(_new_id(kind), prompt, params, request, adapter, session)
-        new_parser = None if tools is None else tools.parser
-        return [call], ChatAnswer(call.request_id, request, self._tokens, prompt, new_parser)
+        return [call], ChatAnswer(call.request_id, request, self._tokens, prompt, plan)
 
     def translate_fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
         """The call and the answer. Raises `UnknownRequestError` if no request with such an id could be forked."""

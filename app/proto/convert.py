@@ -16,8 +16,8 @@ from app.proto import folio_pb2 as pb
 M = TypeVar("M")
 Fields = dict[str, Any]
 
-# Fields of JSON that say what the type of a message says.
-_IMPLIED = ("object", "deleted")
+# Fields of JSON that say what the type of a message says, or another field.
+_IMPLIED = ("object", "deleted", "reasoning")
 _EARLY_STOPPING = {"true": True, "false": False}
 _SAMPLING = frozenset(field.name for field in pb.Sampling.DESCRIPTOR.fields)
 _SCHEDULING = frozenset(field.name for field in pb.Scheduling.DESCRIPTOR.fields)
@@ -49,6 +49,8 @@ def chat_message(body: Fields, session: str | None = None) -> pb.ChatRequest:
     if fields.get("tools"):
         fields["tools"] = [_with_text(tool["function"], "parameters") for tool in fields["tools"]]
     if isinstance(choice := fields.get("tool_choice"), dict):
+        if choice.get("type") != "function":
+            raise RequestError("tool_choice: only one function can be named over gRPC", "tool_choice")
         fields["tool_choice"], fields["called_tool"] = None, choice["function"]["name"]
     if fields.get("response_format"):
         schema = fields["response_format"].get("json_schema") or {}
@@ -242,8 +244,8 @@ def _message(message: Fields) -> Fields:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
-    kept = {name: message[name] for name in ("role", "name", "tool_calls", "tool_call_id") if name in message}
-    return kept | {"content": content}
+    names = ("role", "name", "tool_calls", "tool_call_id", "reasoning_content")
+    return {name: message[name] for name in names if name in message} | {"content": content}
 
 
 def _with_text(fields: Fields, name: str) -> Fields:

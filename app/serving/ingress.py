@@ -52,6 +52,7 @@ from app.openai.bodies import (
     Tokens,
 )
 from app.openai.http import build_api, note_broken_stream
+from app.openai.output.formats import output_format
 from app.openai.replies import (
     BudgetReport,
     ChatCompletion,
@@ -121,6 +122,7 @@ class Ingress(GrpcIngress):
         http: protection of the HTTP interface.
         batch_window: prompts of one request that are sent at once.
         wait_for_replica_s: how long the router lets a request wait when there is no replica.
+        parsers: the settings `tool_call_parser` and `reasoning_parser`.
     """
 
     _probe: asyncio.Task[int] | None = None
@@ -134,6 +136,7 @@ class Ingress(GrpcIngress):
         http: HttpSettings | None = None,
         batch_window: int = 32,
         wait_for_replica_s: float = 10.0,
+        parsers: tuple[str, str] = ("auto", "auto"),
     ) -> None:
         configure_logs()
         keep_traces_whole()
@@ -142,7 +145,7 @@ class Ingress(GrpcIngress):
         with imported_without_torch():
             tokenizer = load_tokenizer(model)
         self._description = BUILTIN_DESCRIPTION if model == BUILTIN else None
-        self._translator = Translator(tokenizer, model_name, adapters)
+        self._translator = Translator(tokenizer, model_name, adapters, output_format(tokenizer, *parsers))
         shedder = LoadShedder()
         self._replicas = ReplicaClient(engine, shedder, batch_window, SharedReader(engine), wait_for_replica_s)
         self._admission = AdmissionControl(shedder)

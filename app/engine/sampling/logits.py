@@ -12,8 +12,8 @@ from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError
 
 if TYPE_CHECKING:
+    from app.engine.sampling.reasoning import Matcher
     from app.engine.sampling.state import SamplingState
-    from app.engine.sampling.structure import StructureMatcher
 
 _FIRST_ROOM = 64
 
@@ -184,7 +184,7 @@ def _places(token_ids: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _mask_structures(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    matchers: list[tuple[int, StructureMatcher]] = []
+    matchers: list[tuple[int, Matcher]] = []
     for i, state in enumerate(states):
         if state.matcher is not None:
             matchers.append((i, state.matcher))

@@ -27,8 +27,23 @@ _NOT_WITH_BEAMS: tuple[str, ...] = (
 )
 _NOT_WITH_BEAMS += ("bad_words", "min_tokens", "stop", "logprobs", "structure", "temperature")
 
-StructureKind = Literal["json", "regex", "choice", "grammar"]
+StructureKind = Literal["json", "regex", "choice", "grammar", "any"]
 EarlyStopping = Literal["never"] | bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningBudget:
+    """A bound on the reasoning with which an output begins.
+
+    Attributes:
+        max_tokens: after which `end` is forced.
+        begin: text before the reasoning; empty: the prompt has begun it.
+        end: text behind the reasoning.
+    """
+
+    max_tokens: int
+    begin: str
+    end: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +52,16 @@ class Structure:
 
     Attributes:
         kind: "json": `spec` is a JSON schema as text, "{}" for any object; "regex": a regular expression for the
-            complete output; "choice": a JSON array of strings, one of which is the output; "grammar": a Lark grammar.
+            complete output; "choice": a JSON array of strings, one of which is the output; "grammar": a Lark grammar;
+            "any": any output, for its `budget`.
+        frame: Lark grammar of the output, in which `@answer` is the structure that kind and spec describe.
+        budget: of the reasoning, whose end must be part of `frame` or of the grammar.
     """
 
     kind: StructureKind
     spec: str
+    frame: str | None = None
+    budget: ReasoningBudget | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

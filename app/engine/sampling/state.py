@@ -9,7 +9,7 @@ import numpy as np
 from app.engine.sampling.logits import BadWords, TokenCounts
 from app.engine.sampling.noise import noise_key
 from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.structure import StructureMatcher
+from app.engine.sampling.reasoning import Matcher
 from app.errors import RequestError
 
 # Division of logits by a lower temperature overflows, and the result is greedy in any case.
@@ -38,7 +38,7 @@ class SamplingState:
         prompt_token_ids: list[int],
         *,
         index: int = 0,
-        matcher: StructureMatcher | None = None,
+        matcher: Matcher | None = None,
         bad_words: BadWords | None = None,
         eos_token_ids: frozenset[int] | None = None,
     ) -> None:
@@ -113,7 +113,7 @@ class SamplingState:
         params: SamplingParams | None = None,
         index: int | None = None,
         *,
-        matcher: StructureMatcher | None = None,
+        matcher: Matcher | None = None,
         bad_words: BadWords | None = None,
     ) -> SamplingState:
         """Another state with the same output so far, and the noise of its own seed and index from here on.

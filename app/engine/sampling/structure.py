@@ -13,12 +13,14 @@ import logging
 import re
 import threading
 from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from app.engine.sampling.params import Structure, StructureKind
+from app.engine.sampling.reasoning import BudgetedMatcher, Matcher
 from app.engine.sampling.token_text import token_bytes
 from app.errors import EngineError, RequestError
 
@@ -77,11 +79,18 @@ class StructureCompiler:
         Raises:
             RequestError: the structure is invalid, unsupported, too large, or cannot be satisfied.
         """
-        self._compiled(structure)
+        if structure.kind != "any":
+            self._compiled(replace(structure, budget=None))
 
-    def matcher(self, structure: Structure) -> StructureMatcher:
+    def matcher(self, structure: Structure) -> Matcher:
         """A matcher at the beginning of an output. Raises `RequestError` as `check_structure`."""
-        return self._compiled(structure).fork()
+        budget, structure = structure.budget, replace(structure, budget=None)
+        matcher = self._compiled(structure).fork() if structure.kind != "any" else None
+        if budget is None:
+            assert matcher is not None, "any output, without a budget"
+            return matcher
+        end = self._tokenizer.encode(budget.end, add_special_tokens=False)
+        return BudgetedMatcher(matcher, budget, self._built().texts, end)
 
     def _compile(self, structure: Structure) -> StructureMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -182,7 +191,11 @@ class StructureMatcher:
 
 
 class _TokenTrie:
-    """Trie of all tokens, and their positions in the engine's masks."""
+    """Trie of all tokens, and their positions in the engine's masks.
+
+    Attributes:
+        texts: bytes of each token.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         from llguidance import LLTokenizer
@@ -199,6 +212,7 @@ class _TokenTrie:
         ends = sorted(eos_token_ids) or [len(tokens) - 1]
         self._first_bytes = np.array([token[0] if token else -1 for token in tokens], np.int16)
         self._first_bytes[[*known.special, *ends]] = -1
+        self.texts = tokens
         self.tokenizer = LLTokenizer(
             _Tokens(tokens, sorted(known.special | set(ends)), ends[0]),  # type: ignore[arg-type]
             eos_token=ends,
@@ -257,8 +271,9 @@ def _grammar(structure: Structure) -> str:
     """The structure as llguidance's list of grammars, in JSON."""
     from llguidance import LLMatcher
 
+    frame = structure.frame or ""
     try:
-        size = len(structure.spec.encode())
+        size = len(structure.spec.encode()) + len(frame.encode())
     except UnicodeEncodeError as error:
         raise RequestError(f"structure is not valid Unicode at character {error.start}", "structure") from error
     if size > MAX_SPEC_BYTES:
@@ -274,7 +289,8 @@ def _grammar(structure: Structure) -> str:
         first = {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}"}
     else:
         first = {"lark_grammar": structure.spec}
-    return json.dumps({"grammars": [first, _OPTIONS_GRAMMAR]})
+    framed = [first] if structure.frame is None else [{"lark_grammar": frame}, first | {"name": "answer"}]
+    return json.dumps({"grammars": [*framed, _OPTIONS_GRAMMAR]})
 
 
 def _schema(spec: str) -> dict[str, Any]:

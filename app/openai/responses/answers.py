@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
+from app.engine.delta import FinishReason, TokenLogprobs
 from app.errors import OverloadedError, RequestError
 from app.fleet.messages import Piece
 from app.http_errors import error_response
 from app.openai.answers import ChatAnswer
-from app.openai.replies import ChatTokenLogprob, ChoiceEnd
 from app.openai.responses.body import NamedSchemaFormat, ResponsesRequest
 from app.openai.responses.replies import (
     ArgumentsDeltaEvent,
@@ -23,9 +23,14 @@ from app.openai.responses.replies import (
     OutputFunctionCall,
     OutputItem,
     OutputMessage,
+    OutputReasoning,
     OutputText,
+    OutputTokensDetails,
     PartEvent,
+    ReasoningDeltaEvent,
+    ReasoningDoneEvent,
     ReasoningEcho,
+    ReasoningText,
     ResponseEvent,
     ResponseObject,
     ResponseUsage,
@@ -36,7 +41,6 @@ from app.openai.responses.replies import (
     TextEcho,
 )
 from app.openai.sampling_body import TextFormat
-from app.openai.tools.bodies import ToolCallDelta
 
 # Fields of a response that have the request's values.
 _ECHOED = (
@@ -53,10 +57,10 @@ E = TypeVar("E", bound=StreamEvent)
 
 
 class ResponseAnswer:
-    """The response to a request, as it grows. Items appear in `output` in the order in which they begin.
+    """The response to a request, as it grows: reasoning, messages and calls, each complete before the next begins.
 
     Args:
-        chat: splits the pieces into content and calls.
+        chat: splits the pieces into parts.
     """
 
     def __init__(self, request: ResponsesRequest, chat: ChatAnswer) -> None:
@@ -64,31 +68,36 @@ class ResponseAnswer:
         self._chat = chat
         self._num_events = 0
         self._items: list[OutputItem] = []
-        self._message: OutputMessage | None = None
-        self._call: OutputFunctionCall | None = None  # the latest, until the next one begins
+        self._item: OutputItem | None = None  # the one that grows
+        self._held_entries: tuple[TokenLogprobs, ...] = ()
 
     def events(self, piece: Piece) -> Iterator[StreamEvent]:
         """The events of a piece of the output. The output's last piece ends the response."""
-        chunk = self._chat.chunk(piece)  # also sets the public id
+        parts = self._chat.parts(piece)  # also sets the public id
         if not self._num_events:
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(ResponseEvent, type=kind, response=self._response("in_progress"))
-        if chunk is None:
-            return
-        [choice] = chunk.choices
-        if choice.delta.content:
-            yield from self._text(choice.delta.content, choice.logprobs.content if choice.logprobs else [])
-        for delta in choice.delta.tool_calls or ():
-            yield from self._begin_call(delta)
-        if choice.finish_reason is not None:
-            yield from self._end(choice.finish_reason)
+        entries, self._held_entries = (*self._held_entries, *piece.logprobs), ()
+        if not parts:
+            self._held_entries = entries
+        for part in parts:
+            if part.kind == "content":
+                yield from self._text(part.text, entries)
+                entries = ()
+            elif part.kind == "reasoning":
+                yield from self._reason(part.text)
+            elif part.kind == "call":
+                yield from self._begin_call(part.text)
+            else:
+                yield self._continue_call(part.text)
+        if piece.finish_reason is not None:
+            yield from self._end(piece.finish_reason)
 
     def failed(self, error: BaseException) -> ResponseEvent:
         """The last event of a response that has begun and then failed."""
         message = error_response(error)[1].error.message
-        for item in self._items:
-            if item.status == "in_progress":
-                item.status = "incomplete"
+        if self._item is not None:
+            self._item.status = "incomplete"
         response = self._response("failed")
         response.error = FailureDetail(code="server_error", message=message)
         if isinstance(error, OverloadedError):
@@ -108,62 +117,82 @@ class ResponseAnswer:
         self._num_events += 1
         return kind(**fields, sequence_number=self._num_events - 1)
 
-    def _text(self, content: str, logprobs: list[ChatTokenLogprob]) -> Iterator[StreamEvent]:
-        if self._message is None:
-            yield from self._begin_message()
-        assert self._message is not None
-        [part] = self._message.content
+    def _text(self, content: str, entries: Sequence[TokenLogprobs]) -> Iterator[StreamEvent]:
+        item = self._item
+        if not isinstance(item, OutputMessage):
+            yield from self._end_item("completed")
+            item = OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
+            yield from self._begin_item(item, OutputText(text=""))
+        [part] = item.content
+        logprobs = self._chat.logprobs(entries)
         part.text += content
-        part.logprobs += logprobs
-        yield self._event(TextDeltaEvent, **self._place(self._message), delta=content, logprobs=logprobs)
+        part.logprobs += logprobs.content if logprobs is not None else []
+        if content:
+            new = part.logprobs[len(part.logprobs) - len(entries) :] if logprobs is not None else []
+            yield self._event(TextDeltaEvent, **self._place(item), delta=content, logprobs=new)
 
-    def _begin_message(self) -> Iterator[StreamEvent]:
-        self._message = OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
-        yield self._add(self._message)
-        self._message.content.append(OutputText(text=""))
-        place, part = self._place(self._message), OutputText(text="")
-        yield self._event(PartEvent, type="response.content_part.added", **place, part=part)
+    def _reason(self, text: str) -> Iterator[StreamEvent]:
+        item = self._item
+        if not isinstance(item, OutputReasoning):
+            yield from self._end_item("completed")
+            item = OutputReasoning(id=f"rs_{uuid.uuid4().hex}", status="in_progress", content=[])
+            yield from self._begin_item(item, ReasoningText(text=""))
+        item.content[0].text += text
+        yield self._event(ReasoningDeltaEvent, **self._place(item), delta=text)
 
-    def _begin_call(self, delta: ToolCallDelta) -> Iterator[StreamEvent]:
-        """Add a call, which the parser delivers complete. The item ends with the next call or with the response."""
-        yield from self._end_call()
-        named = {"id": f"fc_{uuid.uuid4().hex}", "call_id": delta.id, "name": delta.function.name}
-        call = OutputFunctionCall.model_validate(named | {"arguments": "", "status": "in_progress"})
-        yield self._add(call)
-        self._call, call.arguments = call, delta.function.arguments or ""
-        yield self._event(ArgumentsDeltaEvent, **self._place(call), delta=call.arguments)
+    def _begin_call(self, name: str) -> Iterator[StreamEvent]:
+        yield from self._end_item("completed")
+        call = OutputFunctionCall(
+            id=f"fc_{uuid.uuid4().hex}",
+            call_id=self._chat.new_call_id(),
+            name=name,
+            arguments="",
+            status="in_progress",
+        )
+        yield from self._begin_item(call)
 
-    def _end_call(self) -> Iterator[StreamEvent]:
-        if (call := self._call) is None:
+    def _continue_call(self, arguments: str) -> StreamEvent:
+        call = self._item
+        assert isinstance(call, OutputFunctionCall)
+        call.arguments += arguments
+        return self._event(ArgumentsDeltaEvent, **self._place(call), delta=arguments)
+
+    def _begin_item(self, item: OutputItem, part: OutputText | ReasoningText | None = None) -> Iterator[StreamEvent]:
+        self._item = item
+        self._items.append(item)
+        # Copies: callers through a handle may read an event after its item has grown.
+        index, copy = len(self._items) - 1, item.model_copy(deep=True)
+        yield self._event(ItemEvent, type="response.output_item.added", output_index=index, item=copy)
+        if part is not None and not isinstance(item, OutputFunctionCall):
+            item.content.append(part)  # type: ignore[arg-type]  # each item has its kind of part
+            place, copied = self._place(item), part.model_copy(deep=True)
+            yield self._event(PartEvent, type="response.content_part.added", **place, part=copied)
+
+    def _end_item(self, status: Literal["incomplete", "completed"]) -> Iterator[StreamEvent]:
+        item, self._item = self._item, None
+        if item is None:
             return
-        self._call, call.status = None, "completed"
-        yield self._event(ArgumentsDoneEvent, **self._place(call), name=call.name, arguments=call.arguments)
-        yield self._done(call)
+        item.status, place = status, self._place(item)
+        if isinstance(item, OutputFunctionCall):
+            yield self._event(ArgumentsDoneEvent, **place, name=item.name, arguments=item.arguments)
+        else:
+            [part] = item.content
+            if isinstance(part, OutputText):
+                yield self._event(TextDoneEvent, **place, text=part.text, logprobs=part.logprobs)
+            else:
+                yield self._event(ReasoningDoneEvent, **place, text=part.text)
+            yield self._event(PartEvent, type="response.content_part.done", **place, part=part)
+        index = place["output_index"]
+        yield self._event(ItemEvent, type="response.output_item.done", output_index=index, item=item)
 
     def _place(self, item: OutputItem) -> dict[str, Any]:
-        return {"item_id": item.id, "output_index": self._items.index(item)}
+        return {"item_id": item.id, "output_index": len(self._items) - 1}
 
-    def _add(self, item: OutputItem) -> ItemEvent:
-        self._items.append(item)
-        # A copy: callers through a handle may read the event after the item has grown.
-        index, copy = len(self._items) - 1, item.model_copy(deep=True)
-        return self._event(ItemEvent, type="response.output_item.added", output_index=index, item=copy)
-
-    def _done(self, item: OutputItem) -> ItemEvent:
-        index = self._items.index(item)
-        return self._event(ItemEvent, type="response.output_item.done", output_index=index, item=item)
-
-    def _end(self, reason: ChoiceEnd) -> Iterator[StreamEvent]:
+    def _end(self, reason: FinishReason) -> Iterator[StreamEvent]:
         status: Literal["incomplete", "completed"] = "incomplete" if reason == "length" else "completed"
         if not self._items:  # an empty answer is a message, too
-            yield from self._begin_message()
-        if (message := self._message) is not None:
-            message.status = status
-            place, [part] = self._place(message), message.content
-            yield self._event(TextDoneEvent, **place, text=part.text, logprobs=part.logprobs)
-            yield self._event(PartEvent, type="response.content_part.done", **place, part=part)
-            yield self._done(message)
-        yield from self._end_call()
+            yield from self._text("", ())
+        yield from self._end_item(status)
         response = self._response(status)
         if status == "incomplete":
             response.incomplete_details = IncompleteDetails()
@@ -189,16 +218,18 @@ class ResponseAnswer:
                 "text": self._text_echo(),
                 "tools": asked.tools or [],
                 "tool_choice": asked.tool_choice or "auto",
-                "reasoning": ReasoningEcho(effort=asked.reasoning.effort if asked.reasoning else None),
+                "reasoning": ReasoningEcho(**asked.reasoning.model_dump() if asked.reasoning else {}),
             }
         )
 
     def _usage(self) -> ResponseUsage:
         usage = self._chat.usage
+        details = usage.completion_tokens_details
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
             output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=details.reasoning_tokens if details else 0),
             total_tokens=usage.total_tokens,
         )
 

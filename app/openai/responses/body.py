@@ -28,10 +28,13 @@ from app.openai.bodies import (
     ChatCompletionRequest,
     GenerationBody,
     Message,
+    ReasoningEffort,
 )
 from app.openai.sampling_body import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
 from app.openai.tools.bodies import (
     MAX_TOOLS,
+    AllowedToolChoice,
+    AllowedTools,
     ChosenFunction,
     FunctionCall,
     FunctionDefinition,
@@ -101,6 +104,22 @@ class FunctionCallOutput(StrictBody):
     status: ItemStatus | None = None
 
 
+class ReasoningPart(StrictBody):
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class GivenReasoning(StrictBody):
+    """Reasoning of an earlier answer. Encrypted reasoning is ignored."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[ListOf[ReasoningPart] | None, at_most(MAX_PARTS, "parts")] = None
+    content: Annotated[ListOf[ReasoningPart] | None, at_most(MAX_PARTS, "parts")] = None
+    encrypted_content: Text | None = None
+    id: Text | None = None
+    status: ItemStatus | None = None
+
+
 def _type_of(item: object) -> object:
     if isinstance(item, dict):
         return item.get("type") or "message"
@@ -110,11 +129,13 @@ def _type_of(item: object) -> object:
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[GivenFunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[GivenReasoning, Tag("reasoning")],
     Discriminator(
         _type_of,
         custom_error_type="unknown_item",
-        custom_error_message="items here are of the type 'message', 'function_call' or 'function_call_output'",
+        custom_error_message="items here are of the type 'message', 'reasoning', 'function_call' or "
+        "'function_call_output'",
     ),
 ]
 
@@ -132,6 +153,14 @@ class FunctionTool(StrictBody):
 class NamedFunction(StrictBody):
     type: Literal["function"]
     name: FunctionName
+
+
+class AllowedFunctions(StrictBody):
+    """The functions that may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[ListOf[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")]
 
 
 class NamedSchemaFormat(StrictBody):
@@ -154,13 +183,12 @@ class TextConfig(StrictBody):
 
 
 class Reasoning(StrictBody):
-    """Reasoning is part of the text here."""
-
-    effort: Annotated[
-        Literal["none"] | None, unsupported_field("reasoning is part of the text here; leave it out", "none")
-    ] = None
-    """Any effort but "none" is refused."""
-    summary: Annotated[None, unsupported_field("reasoning is part of the text here; leave it out")] = None
+    effort: ReasoningEffort | None = None
+    """How much the model reasons before it answers; see `reasoning_effort` of chat completions."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """The reasoning itself is in the answer, whatever is asked for."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """The older name of `summary`."""
 
 
 class ResponsesRequest(GenerationBody):
@@ -181,7 +209,11 @@ class ResponsesRequest(GenerationBody):
     """The form of the answer."""
     tools: Annotated[ListOf[FunctionTool] | None, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")] = None
     """Functions that the model may call. No tools run on the server."""
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+        | None
+    ) = None
     """"none": the prompt does not show tools; "auto", the default: the model decides; "required", or a function's name:
     the answer is a call."""
     parallel_tool_calls: bool | None = None
@@ -196,7 +228,9 @@ class ResponsesRequest(GenerationBody):
     ) = None
     """`message.output_text.logprobs`: log probabilities of each token. The other one has no effect."""
     reasoning: Reasoning | None = None
-    """Reasoning is part of the text here: values with an effect are refused."""
+    """How much the model reasons."""
+    thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
+    """Tokens of reasoning at most; then its end is forced."""
     truncation: Annotated[
         Literal["disabled"] | None,
         unsupported_field("conversations are not truncated here; send less, or 'disabled'", "disabled"),
@@ -241,28 +275,38 @@ class ResponsesRequest(GenerationBody):
             **_tool_fields(self.tools or (), self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._response_format(),
+            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+            thinking_token_budget=self.thinking_token_budget,
         )
 
     def _messages(self) -> list[Message]:
         messages = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
         if isinstance(self.input, str):
             return [*messages, Message(role="user", content=self.input)]
-        calling: Message | None = None  # the assistant's message to which a call that follows belongs
+        answering: Message | None = None  # the assistant's message to which an item that follows belongs
         for item in self.input:
-            if isinstance(item, GivenFunctionCall):
-                call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
-                if calling is None:
-                    calling = Message(role="assistant", tool_calls=[call])
-                    messages.append(calling)
+            if isinstance(item, GivenReasoning):
+                text = joined_text(item.content or item.summary)
+                if answering is None or answering.content is not None or answering.tool_calls is not None:
+                    answering = Message(role="assistant", reasoning_content=text)
+                    messages.append(answering)
                 else:
-                    calling.tool_calls = [*(calling.tool_calls or ()), call]
-                continue
-            calling = None
-            if isinstance(item, FunctionCallOutput):
+                    answering.reasoning_content = (answering.reasoning_content or "") + text
+            elif isinstance(item, GivenFunctionCall):
+                call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+                if answering is None:
+                    answering = Message(role="assistant", tool_calls=[call])
+                    messages.append(answering)
+                else:
+                    answering.tool_calls = [*(answering.tool_calls or ()), call]
+            elif isinstance(item, FunctionCallOutput):
+                answering = None
                 messages.append(Message(role="tool", content=joined_text(item.output), tool_call_id=item.call_id))
+            elif item.role == "assistant" and answering is not None and answering.content is None:
+                answering.content = joined_text(item.content)
             else:
                 messages.append(Message(role=item.role, content=joined_text(item.content)))
-                calling = messages[-1] if item.role == "assistant" else None
+                answering = messages[-1] if item.role == "assistant" else None
         return messages
 
     def _response_format(self) -> ResponseFormat | None:
@@ -274,15 +318,25 @@ class ResponsesRequest(GenerationBody):
         )
 
 
-def _tool_fields(tools: Sequence[FunctionTool], choice: str | NamedFunction | None) -> dict[str, Any]:
+def _tool_fields(
+    tools: Sequence[FunctionTool], choice: str | NamedFunction | AllowedFunctions | None
+) -> dict[str, Any]:
     """The fields of a chat completion. Clients send "auto" and "none" also without tools."""
     functions = [tool.model_dump(exclude={"type"}) for tool in tools]
+    chosen: Any = choice
+    if isinstance(choice, NamedFunction):
+        chosen = _named(choice)
+    elif isinstance(choice, AllowedFunctions):
+        allowed = AllowedTools(mode=choice.mode, tools=[_named(function) for function in choice.tools])
+        chosen = AllowedToolChoice(type="allowed_tools", allowed_tools=allowed)
     return {
         "tools": [Tool(type="function", function=FunctionDefinition(**function)) for function in functions] or None,
-        "tool_choice": NamedToolChoice(type="function", function=ChosenFunction(name=choice.name))
-        if isinstance(choice, NamedFunction)
-        else choice,
+        "tool_choice": chosen,
     }
+
+
+def _named(function: NamedFunction) -> NamedToolChoice:
+    return NamedToolChoice(type="function", function=ChosenFunction(name=function.name))
 
 
 # Fields of a chat completion → their names here.

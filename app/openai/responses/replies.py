@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.openai.bodies import ReasoningEffort
 from app.openai.replies import ChatTokenLogprob
-from app.openai.responses.body import FunctionTool, ItemStatus, NamedFunction
+from app.openai.responses.body import AllowedFunctions, FunctionTool, ItemStatus, NamedFunction
 from app.openai.sampling_body import JsonObjectFormat, TextFormat
 
 
@@ -37,7 +38,22 @@ class OutputFunctionCall(BaseModel):
     status: ItemStatus
 
 
-OutputItem = OutputMessage | OutputFunctionCall
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    """The whole reasoning is in `content`: there are no summaries."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    status: ItemStatus
+
+
+OutputItem = OutputMessage | OutputFunctionCall | OutputReasoning
 
 
 class InputTokensDetails(BaseModel):
@@ -48,7 +64,7 @@ class InputTokensDetails(BaseModel):
 
 
 class OutputTokensDetails(BaseModel):
-    """Reasoning is part of the text here and not counted separately: always 0."""
+    """`reasoning_tokens` of the output are reasoning."""
 
     reasoning_tokens: int = 0
 
@@ -90,8 +106,8 @@ class TextEcho(BaseModel):
 
 
 class ReasoningEcho(BaseModel):
-    effort: Literal["none"] | None = None
-    summary: None = None
+    effort: ReasoningEffort | None = None
+    summary: str | None = None
 
 
 class ResponseObject(BaseModel):
@@ -117,7 +133,7 @@ class ResponseObject(BaseModel):
     top_logprobs: int
     text: TextEcho
     tools: list[FunctionTool]
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
     reasoning: ReasoningEcho
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
@@ -155,13 +171,13 @@ class ItemEvent(_Event):
 
 
 class PartEvent(_Event):
-    """The only part of a message begins, or is complete."""
+    """The only part of a message or of reasoning begins, or is complete."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     item_id: str
     output_index: int
     content_index: Literal[0] = 0
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class TextDeltaEvent(_Event):
@@ -184,6 +200,26 @@ class TextDoneEvent(_Event):
     content_index: Literal[0] = 0
     text: str
     logprobs: list[ChatTokenLogprob]
+
+
+class ReasoningDeltaEvent(_Event):
+    """More of the reasoning."""
+
+    type: Literal["response.reasoning_text.delta"] = "response.reasoning_text.delta"
+    item_id: str
+    output_index: int
+    content_index: Literal[0] = 0
+    delta: str
+
+
+class ReasoningDoneEvent(_Event):
+    """All of the reasoning."""
+
+    type: Literal["response.reasoning_text.done"] = "response.reasoning_text.done"
+    item_id: str
+    output_index: int
+    content_index: Literal[0] = 0
+    text: str
 
 
 class ArgumentsDeltaEvent(_Event):
@@ -220,6 +256,8 @@ StreamEvent = (
     | PartEvent
     | TextDeltaEvent
     | TextDoneEvent
+    | ReasoningDeltaEvent
+    | ReasoningDoneEvent
     | ArgumentsDeltaEvent
     | ArgumentsDoneEvent
     | ErrorEvent

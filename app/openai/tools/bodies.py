@@ -55,8 +55,22 @@ class NamedToolChoice(StrictBody):
     function: ChosenFunction
 
 
+class AllowedTools(StrictBody):
+    mode: Literal["auto", "required"]
+    tools: Annotated[ListOf[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")]
+
+
+class AllowedToolChoice(StrictBody):
+    """The functions that may be called. The prompt shows all tools, so that its cached prefix stays the same."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 # "none": the prompt does not show tools; "auto": the model decides; "required": the model calls at least one.
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+ToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[NamedToolChoice | AllowedToolChoice, Field(discriminator="type")]
+)
 
 
 class FunctionCall(StrictBody):

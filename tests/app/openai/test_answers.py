@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,14 +12,15 @@ from app.fleet.messages import Piece, PieceCollector, split_public_id
 from app.openai.answers import ChatAnswer, CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest
 from app.openai.logprobs import LEAST_LOGPROB, TokenTexts
-from app.openai.tools.formats import ToolFormat
-from app.openai.tools.parser import ToolCallParser
+from app.openai.output.formats import REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat
+from app.openai.output.plan import OutputPlan
 
 TOKENIZER = load_tokenizer("builtin")
 TOKENS = TokenTexts(TOKENIZER)
 PROMPT = TOKENIZER.encode("The key of €5")
 [A], [B] = TOKENIZER.encode(" a"), TOKENIZER.encode(" b")
-TOOLS = partial(ToolCallParser, ToolFormat("hermes", "<tool_call>", "</tool_call>"), {"f", "g"})
+PLAIN = OutputPlan()
+TOOLS = OutputPlan(OutputFormat(REASONING_SYNTAXES["qwen3"], TOOL_SYNTAXES["hermes"][1]), {"f": {}, "g": {}})
 
 
 def logprob(token_id: int, value: float = -0.5, *top: tuple[int, float]) -> TokenLogprobs:
@@ -41,9 +41,9 @@ def completion(
     return CompletionAnswer("cmpl-1", request, TOKENS, [PROMPT] if prompts is None else prompts, echoed)
 
 
-def chat(new_parser: Any = None, **fields: Any) -> ChatAnswer:
+def chat(plan: OutputPlan = PLAIN, **fields: Any) -> ChatAnswer:
     request = ChatCompletionRequest(model="m", messages=[], **fields)
-    return ChatAnswer("chatcmpl-1", request, TOKENS, [1, 2, 3], new_parser)
+    return ChatAnswer("chatcmpl-1", request, TOKENS, [1, 2, 3], plan)
 
 
 def call(name: str) -> str:
@@ -202,7 +202,7 @@ def test_log_probabilities_of_a_chat() -> None:
 def test_log_probabilities_of_the_prompt_come_once() -> None:
     """With the first chunk, even where it is not that of the first piece."""
     first = piece("<tool", A, prompt_logprobs=(TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -2.0, 4)))
-    streamed = chat(prompt_logprobs=0, new_parser=TOOLS)
+    streamed = chat(prompt_logprobs=0, plan=TOOLS)
     held, begun, later = [streamed.chunk(p) for p in (first, piece(" bar", B), piece("x", B))]
     assert held is None
     assert begun is not None
@@ -226,7 +226,7 @@ def test_log_probabilities_of_the_prompt_come_once() -> None:
     ],
 )
 def test_tool_calls_of_a_full_answer(text: str, end: Any, content: str | None, names: list[str], reason: str) -> None:
-    [choice] = chat(new_parser=TOOLS).full_answer([[piece(text, A, finish_reason=end)]]).choices
+    [choice] = chat(plan=TOOLS).full_answer([[piece(text, A, finish_reason=end)]]).choices
     message = choice.model_dump(mode="json")["message"]
     calls = message.pop("tool_calls", [])
     assert len({call.pop("id") for call in calls}) == len(names)
@@ -236,14 +236,14 @@ def test_tool_calls_of_a_full_answer(text: str, end: Any, content: str | None, n
 
 def test_tool_calls_of_streamed_outputs() -> None:
     """Text that may be a call is held back with its log probabilities. At the end all text has been sent."""
-    answer = chat(logprobs=True, new_parser=TOOLS)
-    begin, end = call("f")[:5], call("f")[5:]
+    answer = chat(logprobs=True, plan=TOOLS)
+    begin, end = call("f").partition("{}")[0] + "{", "}}</tool_call>"
     pieces = [
         piece("x", A, logprobs=(logprob(A, -1.0),)),
         piece("no call", A, index=1),
-        piece(begin, B, logprobs=(logprob(B, -2.0),)),
-        piece(end[:9], A, logprobs=(logprob(A, -3.0),)),
-        piece(end[9:], B, logprobs=(logprob(B, -4.0),)),
+        piece(begin[:9], B, logprobs=(logprob(B, -2.0),)),
+        piece(begin[9:], A, logprobs=(logprob(A, -3.0),)),
+        piece(end, B, logprobs=(logprob(B, -4.0),)),
         piece(" <tool", A, index=1),
         piece(call("g"), A, logprobs=(logprob(A, -5.0),)),
         piece("", B, finish_reason="stop", logprobs=(logprob(B, -6.0),), num_unfinished=1),
@@ -252,11 +252,12 @@ def test_tool_calls_of_streamed_outputs() -> None:
     chunks = [chunk for p in pieces if (chunk := answer.chunk(p)) is not None]
     dumped = [chunk.model_dump(mode="json")["choices"][0] for chunk in chunks]
     first, other = ([choice for choice in dumped if choice["index"] == index] for index in (0, 1))
-    for choice in first[1:3]:
+    for choice in (first[1], first[3]):
         assert choice["delta"]["tool_calls"][0].pop("id").startswith("call_")
     assert [choice["delta"] for choice in first] == [
         {"role": "assistant", "content": "x"},
-        {"tool_calls": [{"index": 0, "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"tool_calls": [{"index": 0, "type": "function", "function": {"name": "f", "arguments": "{"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
         {"tool_calls": [{"index": 1, "type": "function", "function": {"name": "g", "arguments": "{}"}}]},
         {"content": ""},
     ]
@@ -264,6 +265,38 @@ def test_tool_calls_of_streamed_outputs() -> None:
     assert first[-1]["finish_reason"] == "tool_calls"
     assert "".join(choice["delta"].get("content", "") for choice in other) == "no call <tool"
     assert other[-1]["finish_reason"] == "stop"
+
+
+def test_reasoning_of_a_full_answer() -> None:
+    text = f"<think>\nhm\n</think>\n\nWell.{call('f')}"
+    tokens = [piece(text, *range(A, A + 20), finish_reason="stop")]
+    whole = chat(plan=TOOLS).full_answer([tokens])
+    [choice] = whole.choices
+    message = choice.model_dump(mode="json")["message"]
+    [function] = message.pop("tool_calls")
+    assert function["function"] == {"name": "f", "arguments": "{}"}
+    assert message == {"role": "assistant", "content": "Well.", "reasoning_content": "hm", "reasoning": "hm"}
+    assert choice.finish_reason == "tool_calls"
+    assert whole.usage.completion_tokens_details is not None
+    assert 0 < whole.usage.completion_tokens_details.reasoning_tokens < 20
+    assert "completion_tokens_details" not in chat().full_answer([tokens]).usage.model_dump()
+
+
+def test_reasoning_of_a_streamed_answer() -> None:
+    answer = chat(plan=TOOLS)
+    pieces = [piece(text, A) for text in ("<th", "ink>", "a", "b", "</think>", "\n\nWell", ".")]
+    pieces.append(piece("", B, finish_reason="stop"))
+    chunks = [chunk for p in pieces if (chunk := answer.chunk(p)) is not None]
+    assert [chunk.model_dump(mode="json")["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "reasoning_content": "a", "reasoning": "a"},
+        {"reasoning_content": "b", "reasoning": "b"},
+        {"content": "Well"},
+        {"content": "."},
+        {"content": ""},
+    ]
+    assert answer.usage.completion_tokens_details is not None
+    # The tokens of the marks are counted where they hold text back.
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 3
 
 
 @pytest.mark.parametrize("streamed", [True, False])

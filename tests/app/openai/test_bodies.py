@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from app.openai.bodies import (
     Message,
     TokenizeRequest,
 )
+from app.openai.output.formats import REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat
+from app.openai.output.plan import OutputPlan
 from app.openai.responses.body import ResponsesRequest
 
 USER = {"role": "user", "content": "x"}
@@ -251,15 +254,41 @@ def test_invalid_response_formats(response_format: dict[str, Any]) -> None:
 
 
 def test_a_forced_call_is_the_only_structure() -> None:
-    forced = Structure("grammar", "start: /a/")
-    assert chat().sampling_params(forced).structure == forced
-    with pytest.raises(RequestError, match="only one of tool_choice, response_format"):
-        chat(response_format=schema_format()).sampling_params(forced)
+    """A forced call has no content whose form could be decided."""
+    plan = OutputPlan(OutputFormat(tools=TOOL_SYNTAXES["hermes"][1]), {"f": {"type": "object"}}, forced=True)
+    forced = chat().sampling_params(plan).structure
+    assert forced is not None
+    assert forced.kind == "grammar"
+    assert chat(response_format=schema_format()).sampling_params(plan).structure == forced
+    may_call = chat(response_format=schema_format()).sampling_params(replace(plan, forced=False)).structure
+    assert may_call is not None
+    assert (may_call.kind, may_call.frame and may_call.frame.splitlines()[0]) == ("json", "start:  (@answer | calls)")
 
 
 def test_special_tokens_of_calls_are_kept() -> None:
-    assert chat().sampling_params(None, {7, 5}).kept_token_ids == (5, 7)
+    known = OutputFormat(REASONING_SYNTAXES["mistral"], special_tokens={"[/THINK]": 7, "[THINK]": 5, "other": 9})
+    assert chat().sampling_params(OutputPlan(known)).kept_token_ids == (5, 7)
     assert chat().sampling_params().kept_token_ids == ()
+
+
+def test_whether_and_how_long_the_model_reasons() -> None:
+    on, off = {"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}
+    for fields, settings, budget in (
+        ({}, {}, None),
+        ({"reasoning_effort": "none"}, off | {"reasoning_effort": "none"}, None),
+        ({"reasoning_effort": "high"}, on | {"reasoning_effort": "high"}, None),
+        ({"thinking": False}, off, None),
+        ({"thinking": {"type": "disabled"}}, off, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, on, 9),
+        ({"thinking_token_budget": 0}, {}, 0),
+    ):
+        request = chat(**fields)
+        assert (request.template_settings, request.reasoning_budget) == (settings, budget)
+    with pytest.raises(RequestError, match="leave one out"):
+        _ = chat(thinking={"type": "enabled", "budget_tokens": 9}, thinking_token_budget=8).reasoning_budget
+    for fields in ({"thinking": {"type": "adaptive?"}}, {"thinking_token_budget": -1}, {"thinking": 1}):
+        with pytest.raises(ValidationError):
+            chat(**fields)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +363,8 @@ def test_fields_that_clients_send_change_nothing() -> None:
         ("modalities", ["text", "audio"], "answers are text"),
         ("prediction", {"type": "content", "content": "x"}, "speculation"),
         ("web_search_options", {}, "no web search"),
-        ("reasoning_effort", "low", "part of the text"),
+        ("reasoning_effort", "huge", "'none'"),
+        ("messages", [{"role": "user", "content": "x", "reasoning": "y"}], "only an assistant's message"),
         ("verbosity", "high", "in the prompt"),
         ("messages", [SENT_BACK | {"refusal": "no"}], "put the text into content"),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "text only"),

@@ -23,7 +23,7 @@ from vmem import GroupReport, PinReport
 ROOT = Path(__file__).parents[3]
 # Fields of OpenAI's bodies for HTTP only: they change no output, or are refused.
 HTTP_ONLY = {*ClientFields.model_fields, "stream", "stream_options", "suffix"} | {
-    *("modalities", "reasoning_effort", "verbosity", "functions", "function_call", "audio", "prediction"),
+    *("modalities", "reasoning", "thinking", "verbosity", "functions", "function_call", "audio", "prediction"),
     *("web_search_options", "refusal", "annotations", "parsed", "provider_specific_fields"),
 }
 # Fields of another shape in messages, with their names there.

@@ -64,8 +64,8 @@ class Engines(Handle):
         return 64
 
 
-def ingress_with(engines: Engines) -> Any:
-    return ingress_of(engines, "m", ("pirate",))
+def ingress_with(engines: Engines, **settings: Any) -> Any:
+    return ingress_of(engines, "m", ("pirate",), **settings)
 
 
 def completion(**fields: Any) -> CompletionRequest:

@@ -41,8 +41,8 @@ class Pieces(Engines):
         return items if self._late_error is None else [*items, RayTaskError("generate", "traceback", self._late_error)]
 
 
-def client_of(engines: Engines) -> openai.OpenAI:
-    api = TestClient(guarded_api(ingress_with(engines)), base_url="http://folio")
+def client_of(engines: Engines, **settings: Any) -> openai.OpenAI:
+    api = TestClient(guarded_api(ingress_with(engines, **settings)), base_url="http://folio")
     return openai.OpenAI(base_url="http://folio/v1", api_key="none", max_retries=0, http_client=api)
 
 
@@ -150,6 +150,25 @@ def test_calls_of_functions_and_their_outputs() -> None:
     assert added == [item.id for item in final.output]
 
 
+def test_reasoning_is_an_item_and_goes_back() -> None:
+    engines = Pieces("<think>", "so", "</think>", f"Well.{CALL}", "More.")
+    create: Any = client_of(engines, parsers=("auto", "qwen3")).responses.create
+    events = list(create(model="m", input=[USER], tools=[FUNCTION], stream=True))
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    [done] = [event for event in events if event.type == "response.reasoning_text.done"]
+    assert ("".join(deltas), done.text) == ("so", "so")
+    final = events[-1].response
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "message"]
+    assert [event.item.type for event in events if event.type == "response.output_item.done"] == [
+        item.type for item in final.output
+    ]
+    assert final.output[0].content[0].text == "so"
+    assert final.usage.output_tokens_details.reasoning_tokens == 2
+    result = {"type": "function_call_output", "call_id": final.output[2].call_id, "output": "five"}
+    create(model="m", input=[USER, *final.output[:3], result], tools=[FUNCTION])
+    Response.model_validate(final.model_dump())
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -195,7 +214,7 @@ def test_a_stream_refused_at_once_has_a_status() -> None:
         ({"truncation": "auto"}, "truncation", "not truncated"),
         ({"tools": [{"type": "web_search"}]}, "tools", "'function'"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"reasoning": {"effort": "high"}}, "reasoning", "part of the text"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning", "'none'"),
         ({"extra_body": {"n": 2}}, "n", "less than or equal to 1"),
         ({"extra_body": {"guided_json": {}}, "text": {"format": {"type": "json_object"}}}, "text", "only one of text"),
     ],

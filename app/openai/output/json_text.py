@@ -1,0 +1,177 @@
+"""JSON in an output that is still being generated: where values end, and the call that an object describes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from app.openai.base import check_text
+from app.openai.output.reader import Emit, Reader, Reading
+
+# Characters of a call before its arguments; they are held back until it is certain that it is one.
+MAX_HEADER = 16 << 10
+_BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
+_QUOTE_OR_ESCAPE = re.compile(r'["\\]')
+_BEHIND_SCALAR = re.compile(r"[,:}\]\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The begin of a call.
+
+    Attributes:
+        end: index behind what precedes the arguments.
+        arguments: all of them, if they precede `end`; `None`: they begin there.
+    """
+
+    name: str
+    end: int
+    arguments: str | None = None
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text. Raises `ValueError`, also for `NaN` and `Infinity`."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def value_end(r: Reader, begin: int) -> Reading[int | None]:
+    """The index behind the JSON value at `begin`, by brackets and quotes; `None` if there is none or it is too long."""
+    scan, at = Scan(), begin
+    end: int | None
+    if (yield from r.character(begin)) not in tuple('{["'):
+        while (found := _BEHIND_SCALAR.search(r.text, at)) is None:
+            at = len(r.text)
+            if at - begin > MAX_HEADER or not (yield from r.has(at)):
+                return None
+        end = found.start()
+        return end if begin < end <= begin + MAX_HEADER else None
+    while (end := scan.feed(r.text, at)) is None:
+        at = len(r.text)
+        if at - begin > MAX_HEADER or not (yield from r.has(at)):
+            return None
+    return end if end <= begin + MAX_HEADER else None
+
+
+def stream_object(r: Reader, emit: Emit) -> Reading[None]:
+    """Take the JSON object with which the text begins, and emit it as arguments while it arrives."""
+    scan = Scan()
+    while (yield from r.has(0)):
+        end = scan.feed(r.text, 0)
+        emit("arguments", r.take(len(r.text) if end is None else end))
+        if end is not None:
+            return
+
+
+class Scan:
+    """Finds the end of a JSON value that begins with a bracket or quote, reading each character once."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, text: str, at: int) -> int | None:
+        """The end's index in `text`, which continues at `at`; `None` if the end is not in it."""
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            match = (_QUOTE_OR_ESCAPE if self._in_string else _BRACKET_OR_QUOTE).search(text, at)
+            if match is None:
+                return None
+            at = match.end()
+            if match[0] == "\\":
+                self._escaped = True
+            elif match[0] == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += 1 if match[0] in "{[" else -1
+            if self._depth <= 0 and not self._in_string and not self._escaped:
+                return at
+        return None
+
+
+def call_header(r: Reader, begin: int, functions: Collection[str]) -> Reading[Header | None]:
+    """Read the object `{"name": …, "arguments": …}` at `begin` as far as its arguments. `None`: it is no call of one of
+    the functions. Arguments are also called `parameters`, may precede the name, and may be JSON in a string."""
+    name: str | None = None
+    arguments: str | None = None
+    at, before = begin, "{"
+    while True:
+        if (yield from r.character(at)) != before:
+            return None
+        at = yield from r.behind_space(at + 1)
+        if before == "{" and (yield from r.character(at)) == "}":
+            return None
+        if (yield from r.character(at)) != '"' or (end := (yield from value_end(r, at))) is None:
+            return None
+        key = r.text[at + 1 : end - 1]
+        at = yield from r.behind_space(end)
+        if (yield from r.character(at)) != ":":
+            return None
+        at = yield from r.behind_space(at + 1)
+        is_arguments = key in ("arguments", "parameters")
+        if is_arguments and name is not None and (yield from r.character(at)) == "{":
+            return Header(name, at)
+        if (end := (yield from value_end(r, at))) is None:
+            return None
+        try:
+            value = strict_json(r.text[at:end])
+            if is_arguments:
+                arguments = _arguments(r.text[at:end], value)
+        except ValueError:
+            return None
+        if key == "name":
+            if not isinstance(value, str) or value not in functions:
+                return None
+            name = value
+        if end - begin > MAX_HEADER:
+            return None
+        at = yield from r.behind_space(end)
+        if (yield from r.character(at)) == "}":
+            return None if name is None else Header(name, at, "{}" if arguments is None else arguments)
+        before = ","
+
+
+def _arguments(text: str, value: Any) -> str:
+    """The JSON object of a call's arguments. Raises `ValueError` if it is none."""
+    if isinstance(value, str):
+        text, value = check_text(value), strict_json(value)  # an unpaired surrogate could not be sent
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return text
+
+
+def take_object_rest(r: Reader) -> Reading[None]:
+    """Take the members behind the arguments, and the brace that ends the object."""
+    while True:
+        at = yield from r.behind_space(0)
+        if (yield from r.character(at)) == "}":
+            r.take(at + 1)
+            return
+        if (yield from r.character(at)) != ",":
+            return
+        at = yield from r.behind_space(at + 1)
+        for behind in (":", ""):  # key and value
+            end = yield from value_end(r, at)
+            if end is None:
+                return
+            at = yield from r.behind_space(end)
+            if behind:
+                if (yield from r.character(at)) != behind:
+                    return
+                at = yield from r.behind_space(at + 1)
+        r.take(at)

@@ -1,0 +1,153 @@
+"""Output plan: what the output of one request may consist of, its parser, and the grammar that forces it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from app.engine.sampling.params import ReasoningBudget, Structure
+from app.errors import RequestError
+from app.openai.output.formats import OutputFormat
+from app.openai.output.parser import HarmonyParser, OutputParser
+from app.openai.output.syntaxes import Functions, closed_arguments, listed, up_to
+from app.openai.tools.choice import ChosenTools
+
+# White space between the reasoning and a forced output.
+_GAP = "/[ \\n]{0,4}/"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """The plan of a request's outputs.
+
+    Attributes:
+        functions: that may be called.
+        forced: an output is calls only.
+        several: a forced output may have several calls.
+        reasoning: by the prompt's end: "begun"; "closed": the output has none; "open": the model decides.
+        budget_tokens: most tokens of reasoning; `None`: no bound.
+    """
+
+    format: OutputFormat = field(default_factory=OutputFormat)
+    functions: Functions = field(default_factory=dict)
+    forced: bool = False
+    several: bool = True
+    reasoning: Literal["begun", "open", "closed"] = "open"
+    budget_tokens: int | None = None
+
+    @property
+    def kept_token_ids(self) -> Collection[int]:
+        """Special tokens that are part of reasoning and calls: detokenisation keeps their text."""
+        known = self.format
+        literals = set(known.special_tokens) if known.is_harmony else set()
+        if known.reasoning is not None:
+            literals |= {known.reasoning.begin, known.reasoning.end}
+        if known.tools is not None and self.functions:
+            literals |= {*known.tools.literals}
+        return [token_id for text, token_id in known.special_tokens.items() if text in literals]
+
+    def parser(self) -> OutputParser | None:
+        """A parser for one output; `None`: all of it is content."""
+        known = self.format
+        if known.is_harmony:
+            return HarmonyParser(None, None, self.functions)
+        tools = known.tools if self.functions else None
+        if tools is None and known.reasoning is None:
+            return None
+        begun = self.reasoning == "begun"
+        return OutputParser(known.reasoning, tools, self.functions, reasons=begun, forced=self.forced)
+
+    def structure(self, content: Structure | None) -> Structure | None:
+        """The structure of an output.
+
+        Args:
+            content: the structure of its content. A forced call has no content, and any other output may be a call
+                instead.
+        """
+        budget = self._budget()
+        if self.forced:
+            return Structure("grammar", f"start: {self._lead} calls\n{self._rules}", budget=budget)
+        if content is None:
+            return None if budget is None else Structure("any", "", budget=budget)
+        if not self._rules:
+            return content
+        if self.format.is_harmony:
+            answer = f"{self.format.terminal('<|channel|>final<|message|>')} @answer"
+        else:
+            answer = "@answer"
+        start = f"({answer} | calls)" if self.functions and self.format.knows_calls else answer
+        return replace(content, frame=f"start: {self._lead} {start}\n{self._rules}", budget=budget)
+
+    @property
+    def _lead(self) -> str:
+        """What precedes calls and content."""
+        return "" if not self.format.reasons or self.reasoning == "closed" else "lead"
+
+    @property
+    def _rules(self) -> str:
+        """The rules `lead` and `calls`, as far as the output may have them."""
+        known, rules = self.format, []
+        if self._lead:
+            rules += _harmony_lead(known) if known.is_harmony else self._reasoning_rules()
+        if self.functions and known.is_harmony:
+            rules += _harmony_calls(known, self.functions)
+        elif self.functions and known.tools is not None:
+            rules.append(known.tools.grammar(self.functions, self.several, known.terminal))
+        return "\n".join(rules)
+
+    def _reasoning_rules(self) -> list[str]:
+        syntax = self.format.reasoning
+        assert syntax is not None
+        reasoning = "reasoning" if self.reasoning == "begun" else f"({self.format.terminal(syntax.begin)} reasoning)?"
+        return [f"lead: {reasoning} {_GAP}", up_to("reasoning", syntax.end, self.format.terminal)]
+
+    def _budget(self) -> ReasoningBudget | None:
+        if self.budget_tokens is None or not self._lead:
+            return None
+        if self.format.is_harmony:
+            begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+        else:
+            assert self.format.reasoning is not None
+            begin, end = self.format.reasoning.begin, self.format.reasoning.end
+        return ReasoningBudget(self.budget_tokens, "" if self.reasoning == "begun" else begin, end)
+
+
+def _harmony_lead(known: OutputFormat) -> list[str]:
+    begin, end = known.terminal("<|channel|>analysis<|message|>"), known.terminal("<|end|><|start|>assistant")
+    return [f"lead: ({begin} /(?s:.*)/ {end})?"]
+
+
+def _harmony_calls(known: OutputFormat, functions: Functions) -> list[str]:
+    """One call, whose end is an end-of-sequence token of the model."""
+
+    def rule(name: str) -> str:
+        head = known.terminal(f"{name} <|constrain|>json<|message|>")
+        return f"{head} {closed_arguments(functions[name])}"
+
+    begin = known.terminal("<|channel|>commentary to=functions.")
+    return [f"calls: {begin} function", *listed(functions, rule)]
+
+
+def plan_output(
+    known: OutputFormat, tools: ChosenTools, prompt_end: Callable[[], str], budget_tokens: int | None
+) -> OutputPlan:
+    """The plan of a chat completion's outputs.
+
+    Args:
+        prompt_end: the last characters of the prompt, control tokens included.
+
+    Raises:
+        RequestError: a call is required in a syntax that is not known.
+    """
+    functions = tools.functions if known.knows_calls else {}
+    if tools.required and not functions:
+        raise RequestError("this model's format of calls is not supported; use 'auto' or 'none'", "tool_choice")
+    reasoning: Literal["begun", "open", "closed"] = "open"
+    if (syntax := known.reasoning) is not None:
+        end = prompt_end().rstrip()
+        if end.endswith(syntax.end):
+            reasoning = "closed"
+        elif syntax.implied or end.endswith(syntax.begin):
+            reasoning = "begun"
+    return OutputPlan(known, functions, tools.required, tools.several, reasoning, budget_tokens)

@@ -1,0 +1,60 @@
+"""Tool choice: the functions that a request's output may call, and whether it must."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.errors import RequestError
+from app.openai.tools.bodies import AllowedToolChoice, NamedToolChoice, Tool, ToolChoice
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTools:
+    """The tools of a request.
+
+    Attributes:
+        functions: name of each function that may be called → schema of its arguments.
+        required: the output must be a call.
+        several: a required output may have several calls.
+    """
+
+    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    required: bool = False
+    several: bool = False
+
+
+def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ChosenTools:
+    """Validate a body's `tools`, `tool_choice` and `parallel_tool_calls`.
+
+    Raises:
+        RequestError: the choice is not among the tools, two tools have one name, or parameters are not the schema of
+            an object.
+    """
+    allowed, required = _allowed(choice)
+    if not tools:
+        if required:
+            raise RequestError("tool_choice requires a call, but there are no tools", "tool_choice")
+        return ChosenTools()
+    schemas = {tool.function.name: tool.function.arguments_schema() for tool in tools}
+    if len(schemas) < len(tools):
+        names = [tool.function.name for tool in tools]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"two tools have the name {twice!r}; names must be unique", "tools")
+    if unknown := next((name for name in allowed or () if name not in schemas), None):
+        raise RequestError(f"tool_choice names {unknown!r}, which is not among the tools", "tool_choice")
+    if choice == "none":
+        return ChosenTools()
+    functions = {name: schema for name, schema in schemas.items() if allowed is None or name in allowed}
+    return ChosenTools(functions, required, parallel is not False and not isinstance(choice, NamedToolChoice))
+
+
+def _allowed(choice: ToolChoice | None) -> tuple[Sequence[str] | None, bool]:
+    """(Names that may be called, or `None` for all; whether one must be.)"""
+    if isinstance(choice, NamedToolChoice):
+        return [choice.function.name], True
+    if isinstance(choice, AllowedToolChoice):
+        allowed = choice.allowed_tools
+        return [tool.function.name for tool in allowed.tools], allowed.mode == "required"
+    return None, choice == "required"

@@ -47,19 +47,20 @@ def _no_constant(name: str) -> NoReturn:
 def value_end(r: Reader, begin: int) -> Reading[int | None]:
     """The index behind the JSON value at `begin`, by brackets and quotes; `None` if there is none or it is too long."""
     scan, at = Scan(), begin
-    end: int | None
-    if (yield from r.character(begin)) not in tuple('{["'):
-        while (found := _BEHIND_SCALAR.search(r.text, at)) is None:
-            at = len(r.text)
-            if at - begin > MAX_HEADER or not (yield from r.has(at)):
-                return None
-        end = found.start()
-        return end if begin < end <= begin + MAX_HEADER else None
-    while (end := scan.feed(r.text, at)) is None:
+    is_scalar = (yield from r.character(begin)) not in tuple('{["')
+    while True:
+        end = _scalar_end(r.text, at) if is_scalar else scan.feed(r.text, at)
         at = len(r.text)
-        if at - begin > MAX_HEADER or not (yield from r.has(at)):
-            return None
-    return end if end <= begin + MAX_HEADER else None
+        if end is not None or at - begin > MAX_HEADER or not (yield from r.has(at)):
+            break
+    most = begin + MAX_HEADER
+    r.looked_ahead += MAX_HEADER if end is None or end > most else end - begin
+    return end if end is not None and begin < end <= most else None
+
+
+def _scalar_end(text: str, at: int) -> int | None:
+    found = _BEHIND_SCALAR.search(text, at)
+    return None if found is None else found.start()
 
 
 def stream_object(r: Reader, emit: Emit) -> Reading[None]:

@@ -24,6 +24,13 @@ from app.openai.output.reader import MAX_SPACE, SPACE, Kind, Reader, Reading
 from app.openai.output.syntaxes import Functions, ToolSyntax
 
 
+# Characters read behind markers that began no call. An output with more of them has no further calls: each may cost a
+# look ahead of `MAX_HEADER`.
+_MAX_WASTED = 256 << 10
+# Characters that are parsed at once: whatever is taken from the reader's text costs its length.
+_PIECE = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A piece of an output. The text of a "call" is the function's name; "arguments" continue the latest call's."""
@@ -81,16 +88,21 @@ class OutputParser:
 
     def push(self, text: str) -> list[Part]:
         """Append output; returns the parts that are certain now."""
-        self._reader.text += text
-        return self._advance()
+        for begin in range(0, len(text), _PIECE):
+            self._reader.text += text[begin : begin + _PIECE]
+            self._advance()
+        return self._take_parts()
 
     def finish(self) -> list[Part]:
         """End the output; returns the rest."""
         self._reader.ended = True
-        return self._advance()
+        self._advance()
+        return self._take_parts()
 
-    def _advance(self) -> list[Part]:
+    def _advance(self) -> None:
         next(self._parsing, None)
+
+    def _take_parts(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
 
@@ -109,6 +121,7 @@ class OutputParser:
             markers = (*markers, reasoning.begin)
         if self.is_reasoning:
             yield from self._reason()
+        wasted = 0
         starts = True  # no content since the beginning, the reasoning or a call
         while True:
             if starts and tools is not None:
@@ -123,6 +136,7 @@ class OutputParser:
                 return
             at, marker = found
             starts = False
+            r.looked_ahead = 0
             if reasoning is not None and marker == reasoning.begin:
                 r.take(at + len(marker))
                 yield from self._reason()
@@ -132,6 +146,9 @@ class OutputParser:
                 starts = True
             else:
                 self._emit("content", r.take(at + 1))
+                wasted += r.looked_ahead
+                if wasted > _MAX_WASTED:
+                    tools, markers = None, markers[-1:] if reasoning is not None else ()
 
     def _end_calls(self) -> Reading[None]:
         """Take the white space behind calls, and a semicolon where calls have no markers and another one follows."""

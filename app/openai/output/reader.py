@@ -26,11 +26,13 @@ class Reader:
     Attributes:
         text: not taken yet.
         ended: no more will come.
+        looked_ahead: characters that were read in search of a call, since a parser has set it to 0.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.ended = False
+        self.looked_ahead = 0
 
     def take(self, count: int) -> str:
         taken, self.text = self.text[:count], self.text[count:]

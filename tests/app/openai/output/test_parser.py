@@ -219,3 +219,13 @@ def test_little_text_is_held_back(name: str, begin: str, unit: str) -> None:
         parser.push(unit)
         assert parser.num_held <= 40 << 10
     parser.finish()
+
+
+def test_looking_for_calls_ends() -> None:
+    """Regression: 300 KB of begun calls took 40 s, since each was read as far as a call's begin may reach."""
+    parser = parser_of("hermes")
+    false, call = '<tool_call>{"x":[' * 4000, TEXTS["hermes"]
+    parts = parse(parser, [false + call])
+    assert [part.kind for part in parts] == ["content"]
+    few = parse(parser_of("hermes"), ["<tool_call>{} " * 4000 + call])
+    assert calls_of(few) == CALLS

@@ -23,7 +23,6 @@ from app.openai.output.json_text import stream_object
 from app.openai.output.reader import MAX_SPACE, SPACE, Kind, Reader, Reading
 from app.openai.output.syntaxes import Functions, ToolSyntax
 
-
 # Characters read behind markers that began no call. An output with more of them has no further calls: each may cost a
 # look ahead of `MAX_HEADER`.
 _MAX_WASTED = 256 << 10

@@ -17,6 +17,7 @@ PreemptionPolicy = Literal["auto", "swap", "recompute"]
 Speculation = Literal["off", "ngram", "draft"]
 Quantization = Literal["none", "int8"]
 LoadFormat = Literal["auto", "dummy"]
+Pooling = Literal["auto", "none", "last", "mean"]
 
 _AT_LEAST_1 = (
     "max_model_len",
@@ -104,6 +105,15 @@ class EngineConfig:
         skip_tokenizer_init: no tokenizer: prompts are token ids and there is no text.
         load_format: "dummy": random weights, of the draft model too, made on the device, the same each time; of `model`
             only `config.json` and the tokenizer are read. For benchmarks, on one rank.
+        pooling: how embeddings are made of a prompt's hidden states: "last": that of the last token; "mean": the mean
+            over all tokens; "none": the model makes none. "auto": as the checkpoint says, in the `modules.json` of
+            sentence-transformers or as a sequence classifier; others make none.
+        matryoshka: embeddings may be cut to fewer `dimensions`; by default only if the checkpoint's `config.json` says
+            so.
+        score_tokens: two texts of one token each, such as "no" and "yes": the score of a pair is the probability of the
+            second one after `score_template`.
+        score_template: the prompt of a pair of texts for a model that scores, with `{query}` and `{document}` in their
+            places. By default the tokenizer joins them.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for the YAML
@@ -145,6 +155,10 @@ class EngineConfig:
     restore_prefixes_s: float = 10.0
     skip_tokenizer_init: bool = False
     load_format: LoadFormat = "auto"
+    pooling: Pooling = "auto"
+    matryoshka: bool = False
+    score_tokens: tuple[str, str] | None = None
+    score_template: str | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` with a line for each setting that cannot work."""
@@ -181,6 +195,24 @@ class EngineConfig:
             self.load_format == "dummy" and self.tensor_parallel_size > 1,
             f"load_format is 'dummy' and tensor_parallel_size {self.tensor_parallel_size}; dummy weights are for one "
             "rank: use tensor_parallel_size 1",
+        )
+        template = self.score_template
+        yield (
+            template is not None and not ("{query}" in template and "{document}" in template),
+            f"score_template is {template!r}; it must have {{query}} and {{document}} in the texts' places",
+        )
+        yield (
+            self.score_tokens is not None and template is None,
+            f"score_tokens is {self.score_tokens} and score_template is missing; the tokens answer its question",
+        )
+        yield (
+            self.score_tokens is not None and self.pooling not in ("auto", "last"),
+            f"score_tokens is {self.score_tokens} and pooling {self.pooling!r}; scores are of the last token: leave "
+            "pooling out",
+        )
+        yield (
+            self.score_tokens is not None and self.skip_tokenizer_init,
+            "score_tokens needs a tokenizer; leave skip_tokenizer_init out",
         )
         both = self.pinned_prompts.keys() & self.pinned_system_prompts.keys()
         yield (

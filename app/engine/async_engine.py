@@ -21,6 +21,7 @@ from app.engine.delta import Delta, DeltaQueue, RequestOptions
 from app.engine.engine import Engine
 from app.engine.faults import start_error
 from app.engine.load_report import MOST_KEYS, Activity
+from app.engine.model.pooling import Pooling
 from app.engine.report import ReplicaReport, StartTimes
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
@@ -113,6 +114,11 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         return self._engine.max_model_len
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the model makes vectors of prompts; `None`: it makes none."""
+        return self._engine.model.pooling
 
     @property
     def start_times(self) -> StartTimes:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
+from app.engine.pooled import PoolingParams
 from app.errors import FolioError
 
 FinishReason = Literal["stop", "length"]
@@ -24,6 +25,7 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: seconds until the request ends with `DeadlineError`.
     expected_cached_tokens: prompt tokens that the router expects in the cache, for the load report and for the order of
         prompts.
+    pooling: return a vector of the prompt, and generate nothing.
     """
 
     priority: int
@@ -33,6 +35,7 @@ class RequestOptions(TypedDict, total=False):
     user: str | None
     timeout_s: float | None
     expected_cached_tokens: int | None
+    pooling: PoolingParams | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Delta:
         prompt_logprobs: for each prompt token but the first, if requested, with the first delta.
         score: of a beam.
         queue_s: seconds from the request's arrival to the step that computed its first tokens.
+        pooled: the vector that `PoolingParams` ask for, as little-endian float32.
     """
 
     request_id: str
@@ -78,6 +82,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     score: float | None = None
     queue_s: float = 0.0
+    pooled: bytes | None = None
 
     @property
     def finished(self) -> bool:

@@ -28,6 +28,7 @@ from app.engine.load_report import LoadMeter, LoadReporter
 from app.engine.lora.store import AdapterStore
 from app.engine.lora.weights import check_sources
 from app.engine.model.kv_plan import build_memory
+from app.engine.pooler import PooledRows, Pooler
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StartTimes, process_age_s
 from app.engine.request import Request, check_timeout
@@ -144,6 +145,9 @@ class Engine:
             self.decoder = Decoder(
                 self.memory, self.scheduler, self.vocabulary, self.generations, meter, self.speculation
             )
+            self.pooler = None
+            if self.model.pooling is not None:
+                self.pooler = Pooler(self.model.pooling, self.generations, self.decoder)
             self.step_s: float | None = None
             self._stalled_since: float | None = None
             undo.callback(self.cancel_all)
@@ -164,7 +168,10 @@ class Engine:
             ContextLengthError: prompt and output do not fit.
         """
         self.adapters.check_adapter(options.get("adapter"))
-        return self.intake.validate_request(prompt_token_ids, params, options.get("timeout_s"))
+        pooling = options.get("pooling")
+        if pooling is None:
+            self.intake.check_generates()
+        return self.intake.validate_request(prompt_token_ids, params, options.get("timeout_s"), pooling)
 
     def submit(
         self,
@@ -305,7 +312,8 @@ class Engine:
                 return [self._fail(group.members[0].request_id, error) for group in unschedulable if group.members]
             if not scheduled:
                 return self._wait_for_pages()
-            selection = self.decoder.choose(scheduled, self._compute(scheduled))
+            logits, sums, pooled = self._compute(scheduled)
+            selection = self.decoder.choose(scheduled, logits)
             num_attended = sum(s.num_attended for s in scheduled)
             self._note_begun(scheduled, start)
         except SequenceFailure as failure:  # the other requests go on in the next step
@@ -318,6 +326,8 @@ class Engine:
         if self.scheduler.commit_step():
             self._stalled_since = None
         deltas = self.decoder.apply(selection)
+        if self.pooler is not None and sums is not None:
+            deltas += self.pooler.apply(pooled, sums)
         for s in scheduled:
             if s.request.pin_name is not None and not s.request.num_uncomputed:
                 deltas.append(self._pin(s.request))
@@ -343,8 +353,9 @@ class Engine:
         proposals = self.speculation.propose(decoding, self.config.max_num_batched_tokens - len(decoding))
         return {request: tokens for request, tokens in zip(decoding, proposals, strict=True) if tokens}
 
-    def _compute(self, scheduled: list[Scheduled]) -> torch.Tensor:
-        """Map, plan and run the step; returns the logits of the rows that sample."""
+    def _compute(self, scheduled: list[Scheduled]) -> tuple[torch.Tensor, torch.Tensor | None, list[PooledRows]]:
+        """Map, plan and run the step; returns the logits of the rows that sample, sums of hidden states, and the rows
+        that are in each sum."""
         self.memory.ensure(demands(scheduled))
         slots = self.adapters.slots
         if slots:
@@ -353,7 +364,10 @@ class Engine:
             scheduled.sort(key=lambda s: memory_of(s).view)
         plan = plan_step(scheduled, self.memory, adapter_slots=slots)
         self.memory.plan(next_demands(scheduled))
-        return self.executor.run(plan, self.memory)
+        pooled = [] if self.pooler is None else self.pooler.select(scheduled)
+        if not pooled:
+            return self.executor.run(plan, self.memory), None, []
+        return *self.executor.run_pooled(plan, self.memory, [part.rows for part in pooled]), pooled
 
     def _note_begun(self, scheduled: list[Scheduled], start: float) -> None:
         """Count the requests whose first chunk the step computes."""

@@ -11,6 +11,7 @@ from app.config.engine import EngineConfig
 from app.engine.delta import RequestOptions
 from app.engine.generation import BestOf, Generation
 from app.engine.model.loader import LoadedModel
+from app.engine.pooled import PooledPrompt, PoolingParams
 from app.engine.prefix_keys import extra_keys
 from app.engine.request import Request, SequenceGroup, check_timeout
 from app.engine.sampling.beam import BeamSearch
@@ -43,6 +44,8 @@ class RequestValidator:
         isolate_tenants: bool,
     ) -> None:
         self._vocab_size = model.vocab_size
+        self._pooling, self._hidden_size = model.pooling, model.module.config.get_text_config().hidden_size
+        self._generates = model.generates
         self._memory = memory
         self._prefixes = memory.prefixes
         self._vocabulary = vocabulary
@@ -52,7 +55,11 @@ class RequestValidator:
         self._num_arrivals = 0
 
     def validate_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, timeout_s: float | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        timeout_s: float | None = None,
+        pooling: PoolingParams | None = None,
     ) -> int:
         """Check a request against the model and the KV memory; returns its `max_tokens`.
 
@@ -70,6 +77,9 @@ class RequestValidator:
                 "prompt",
             )
         self._vocabulary.check_params(params)
+        if pooling is not None:
+            self._check_pooled(len(prompt_token_ids), pooling)
+            return 0
         room = self._max_model_len - len(prompt_token_ids)
         if room < 1 or (params.max_tokens or 1) > room:
             raise ContextLengthError(
@@ -81,6 +91,30 @@ class RequestValidator:
         if params.num_sequences > 1:
             self._check_together(len(prompt_token_ids), max_tokens, params)
         return max_tokens
+
+    def check_generates(self) -> None:
+        """Raise `RequestError` for a checkpoint without an output layer."""
+        if not self._generates:
+            assert self._pooling is not None
+            routes = "/v1/embeddings" if self._pooling.kind == "embedding" else "/v1/score and /v1/rerank"
+            raise RequestError(
+                f"this model's checkpoint has no output layer: it generates no text; use {routes}", "model"
+            )
+
+    def _check_pooled(self, num_tokens: int, params: PoolingParams) -> None:
+        if self._pooling is None:
+            raise RequestError(
+                "this model was not made for embeddings or scores: its checkpoint names no pooling; to use it all the "
+                "same, set pooling: last or mean in the server's settings",
+                "model",
+            )
+        self._pooling.check_params(params, self._hidden_size)
+        if num_tokens > self._max_model_len:
+            raise ContextLengthError(
+                f"the context is {self._max_model_len} tokens, but the input has {num_tokens}; send less, or let "
+                "truncate_prompt_tokens cut it",
+                "input",
+            )
 
     def prefix_keys(self, options: RequestOptions) -> tuple[str, ...]:
         """Keys that requests must have in common to share cached prefixes."""
@@ -157,9 +191,16 @@ class RequestValidator:
             sampling=self._vocabulary.state(own, prompt),
             expected_cached_tokens=options.get("expected_cached_tokens"),
             pin_name=pin_name,
+            pooled=self._pooled_prompt(options.get("pooling")),
             submitted_at=time.perf_counter(),
         )
         return Generation(request_id, params, [request], selection)
+
+    def _pooled_prompt(self, params: PoolingParams | None) -> PooledPrompt | None:
+        if params is None:
+            return None
+        assert self._pooling is not None
+        return PooledPrompt(params, self._pooling.method)
 
     def fork_states(self, parent: Request, params: SamplingParams) -> tuple[list[SamplingState], int]:
         """Validate forks of a running sequence; returns their sampling states, and the most tokens of each.

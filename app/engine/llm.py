@@ -9,9 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
+import numpy as np
+
 from app.config.engine import EngineConfig
 from app.engine.delta import Delta, FinishReason, RequestOptions, TokenLogprobs
 from app.engine.engine import Engine
+from app.engine.pooled import PoolingParams
 from app.engine.sampling.params import SamplingParams
 from app.errors import EngineError, RequestError
 
@@ -24,6 +27,7 @@ class Output:
         stop_reason: the stop string or token id that ended the output, unless an end-of-sequence token did.
         logprobs: for each token, if requested.
         score: of a beam.
+        pooled: see `Delta`.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -32,13 +36,14 @@ class Output:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     score: float | None = None
+    pooled: bytes | None = None
 
     def add(self, delta: Delta) -> None:
         self.token_ids += delta.token_ids
         self.text += delta.text
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
-        self.stop_reason, self.score = delta.stop_reason, delta.score
+        self.stop_reason, self.score, self.pooled = delta.stop_reason, delta.score, delta.pooled
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,26 @@ class LLM:
             for request_id in completions:  # after a failure
                 self.engine.cancel(request_id)
         return list(completions.values())
+
+    def embed(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        dimensions: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[list[float]]:
+        """The embedding of every prompt, a string or token ids, by a model that makes them (`pooling`). Strings get the
+        tokens that the tokenizer adds.
+
+        Args:
+            dimensions: the first components only, normalised anew, of models that were trained for it.
+            options: for all prompts.
+
+        Raises: as `generate`.
+        """
+        options["pooling"] = PoolingParams("embedding", dimensions)
+        completions = self.generate(prompts, SamplingParams(max_tokens=1), **options)
+        return [np.frombuffer(completion.outputs[0].pooled or b"", "<f4").tolist() for completion in completions]
 
     def close(self) -> None:
         """Free all memory, after the running call. Idempotent."""

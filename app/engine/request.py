@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from app.engine.delta import Delta, FinishReason, TokenLogprobs
+from app.engine.pooled import PooledPrompt
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.state import SamplingState
 from app.engine.sampling.token_text import IncrementalDetokenizer
@@ -79,6 +80,7 @@ class Request:
         expected_cached_tokens: see `RequestOptions`.
         snapshot_positions: token counts at which a step must end, to keep a recurrent state.
         pin_name: the request computes a prefix to pin under this name, and samples nothing.
+        pooled: the request returns a vector of its prompt, and samples nothing.
         sampling: state that the choice of the next token depends on.
         prompt_logprobs: of the prompt tokens from the second on, as far as computed, if requested.
         submitted_at: arrival in the engine, by `time.perf_counter`.
@@ -102,6 +104,7 @@ class Request:
     expected_cached_tokens: int | None = None
     snapshot_positions: tuple[int, ...] = ()
     pin_name: str | None = None
+    pooled: PooledPrompt | None = None
     sampling: SamplingState = None  # type: ignore[assignment]  # made from `params` unless it is given
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     submitted_at: float = 0.0
@@ -119,6 +122,11 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether all prompt tokens but one are computed anew, for their logits or hidden states."""
+        return self.params.prompt_logprobs is not None or (self.pooled is not None and self.pooled.method == "mean")
 
     @property
     def most_tokens(self) -> int:

@@ -46,7 +46,11 @@ class Scheduled:
         self.num_tokens = num_tokens
         self.drafts = drafts
         num_certain = num_tokens - len(drafts)
-        self.samples = request.num_computed + num_certain == len(request.token_ids) and request.pin_name is None
+        self.samples = (
+            request.num_computed + num_certain == len(request.token_ids)
+            and request.pin_name is None
+            and request.pooled is None
+        )
         self.num_logits = 1 + len(drafts) if self.samples else 0
         if request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids):
             self.num_logits = num_tokens
@@ -149,7 +153,7 @@ class Scheduler:
         seconds = 0.0
         for request in group.members:
             cached = request.expected_cached_tokens or 0
-            cached = min(cached, request.num_uncomputed - 1) if request.params.prompt_logprobs is None else 0
+            cached = min(cached, request.num_uncomputed - 1) if not request.reads_whole_prompt else 0
             seconds += self._recovery.step_times.prefill_s(
                 request.num_uncomputed - cached, cached, self._max_num_batched_tokens
             )
@@ -179,8 +183,15 @@ class Scheduler:
         return unschedulable
 
     def decoding(self) -> list[Request]:
-        """Sequences with one token to compute, as far as is known before `schedule`."""
-        return [request for request in self._requests() if request.memory is not None and request.num_uncomputed == 1]
+        """Sequences that generate, with one token to compute, as far as is known before `schedule`."""
+        return [
+            request
+            for request in self._requests()
+            if request.memory is not None
+            and request.num_uncomputed == 1
+            and request.pin_name is None
+            and request.pooled is None
+        ]
 
     def schedule(self, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> list[Scheduled]:
         """Schedule the next step and allocate its blocks. Empty when there is nothing to do, or no memory.
@@ -545,8 +556,8 @@ class Scheduler:
 
 
 def _tokens_to_match(request: Request) -> Sequence[int]:
-    """The tokens to match with the prefix cache: all but one are computed anew for `prompt_logprobs`."""
-    return request.token_ids if request.params.prompt_logprobs is None else request.token_ids[:1]
+    """The tokens to match with the prefix cache."""
+    return request.token_ids[:1] if request.reads_whole_prompt else request.token_ids
 
 
 def _snapshot_positions(request: Request, match: PrefixMatch, memory: KVMemory) -> tuple[int, ...]:

@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from app.config.engine import EngineConfig
+from app.engine.delta import RequestOptions
 from app.engine.engine import Engine
 from app.engine.faults import kernel_errors_as_config_errors
 from app.engine.model.loader import LoadedModel
+from app.engine.pooled import PoolingParams
 from app.engine.prefix_keys import adapter_of
 from app.engine.sampling.params import SamplingParams, Structure
 from app.errors import RequestError, UnavailableError
@@ -110,8 +112,9 @@ def warm_up(engine: Engine) -> None:
 
 def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:
     for i, (token_ids, params) in enumerate(prompts):
-        max_tokens = engine.validate(token_ids, params, {})
-        engine.add_request(f"warm-up {i}", token_ids, params, max_tokens, {}, keys=_WARM_UP_KEYS)
+        options = _options(engine)
+        max_tokens = engine.validate(token_ids, params, options)
+        engine.add_request(f"warm-up {i}", token_ids, params, max_tokens, options, keys=_WARM_UP_KEYS)
     while engine.has_work:
         for delta in engine.step():
             if delta.error is not None:  # a model may fail on random tokens and serve requests well
@@ -254,8 +257,18 @@ def _add_prefix(engine: Engine, request_id: str, prefix: CachedPrefix) -> None:
     params = SamplingParams(max_tokens=1)
     if prefix.pin_name is None:
         adapter = adapter_of(prefix.keys)
-        engine.validate(prefix.token_ids, params, {"adapter": adapter})
-        engine.add_request(request_id, prefix.token_ids, params, 1, {"adapter": adapter}, keys=prefix.keys)
+        options = _options(engine, adapter)
+        max_tokens = engine.validate(prefix.token_ids, params, options)
+        engine.add_request(request_id, prefix.token_ids, params, max_tokens, options, keys=prefix.keys)
     else:
         token_ids = engine.intake.prefix_to_pin(prefix.pin_name, prefix.token_ids, prefix.keys)
         engine.add_request(request_id, token_ids, params, 1, {}, keys=prefix.keys, pin_name=prefix.pin_name)
+
+
+def _options(engine: Engine, adapter: str | None = None) -> RequestOptions:
+    """Options of a request of the engine's own: a model that does not generate pools."""
+    options: RequestOptions = {"adapter": adapter}
+    if not engine.model.generates:
+        assert engine.model.pooling is not None
+        options["pooling"] = PoolingParams(engine.model.pooling.kind)
+    return options

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from app.config.engine import EngineConfig
 from app.config.machine import num_threads
-from app.engine.execution.batch import StepPlan, build_batch
+from app.engine.execution.batch import StepBatch, StepPlan, build_batch
 from app.engine.execution.model_runner import ModelRunner, ObservedLayers
 from app.engine.model.loader import load_model, resolve_device
 from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrder, pack_arrays, pack_step
@@ -17,6 +19,8 @@ from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import FolioError, ModelError, UnavailableError
 from kernels import KernelError, select_provider
 from vmem import KVMemory, MirroredBackend
+
+T = TypeVar("T")
 
 
 class Executor:
@@ -81,12 +85,22 @@ class Executor:
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step, on the CPU."""
         with self._on_peers(RankOrder.STEP, b"" if self.ranks is None else pack_step(plan)):
-            batch = build_batch(plan, memory.tensors, self.model.module.device)
-            try:
-                logits = self._runner.run(batch)
-            finally:
-                memory.launched()  # a part of a failed step may be running
-            return logits.cpu()  # synchronises
+            return self._launch(plan, memory, self._runner.run).cpu()  # synchronises
+
+    def run_pooled(
+        self, plan: StepPlan, memory: KVMemory, pooled: Sequence[slice]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`run`, and the sums `[len(pooled), hidden_size]` float32 of these rows' hidden states, on the CPU."""
+        with self._on_peers(RankOrder.STEP, b"" if self.ranks is None else pack_step(plan)):
+            logits, sums = self._launch(plan, memory, lambda batch: self._runner.run_pooled(batch, pooled))
+            return logits.cpu(), sums.cpu()
+
+    def _launch(self, plan: StepPlan, memory: KVMemory, forward: Callable[[StepBatch], T]) -> T:
+        batch = build_batch(plan, memory.tensors, self.model.module.device)
+        try:
+            return forward(batch)
+        finally:
+            memory.launched()  # a part of a failed step may be running
 
     def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits `[num_tokens, vocab_size]` of one sequence by the model's own attention, on the CPU."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from app.engine.execution import recurrent
 from app.engine.execution.attention import IMPLEMENTATION, CachedAttention, GeometryProbe, bind_attention
@@ -71,6 +73,15 @@ class ModelRunner:
         return forward(self._module, batch.token_ids, batch.positions, batch.logit_rows)
 
     @torch.inference_mode()
+    def run_pooled(self, batch: StepBatch, pooled: Sequence[slice]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`run`, and the sums `[len(pooled), hidden_size]` float32 of these rows' hidden states after the last norm.
+        Other ranks `run` the same batch: all have the whole hidden states."""
+        with hidden_states(self._module) as states:
+            logits = self.run(batch)
+        [hidden] = states
+        return logits, torch.stack([hidden[0, rows].float().sum(0) for rows in pooled])
+
+    @torch.inference_mode()
     def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits `[num_tokens, vocab_size]` by transformers' own attention and mixers, on the CPU."""
         bind_attention(self._module, None)
@@ -85,6 +96,18 @@ class ModelRunner:
             self._module.set_attn_implementation(IMPLEMENTATION)
             bind_attention(self._module, self._attention)
             recurrent.bind_mixers(self._module, self._states)
+
+
+@contextmanager
+def hidden_states(module: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """A list to which each forward within the context adds the hidden states `[1, num_tokens, hidden_size]` after the
+    last norm."""
+    states: list[torch.Tensor] = []
+    hook = module.get_decoder().register_forward_hook(lambda _, __, output: states.append(output[0]))
+    try:
+        yield states
+    finally:
+        hook.remove()
 
 
 def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -102,11 +125,17 @@ def observe_layers(model: LoadedModel, provider: AttentionProvider) -> ObservedL
     bind_attention(model.module, probe)
     recurrent.bind_mixers(model.module, state_probe)
     tokens = torch.arange(PROBE_TOKENS) % model.vocab_size
-    with nullcontext() if model.adapters is None else model.adapters.observed(PROBE_TOKENS, 1):
+    none: list[torch.Tensor] = []
+    with (
+        nullcontext() if model.adapters is None else model.adapters.observed(PROBE_TOKENS, 1),
+        nullcontext(none) if model.pooling is None else hidden_states(model.module) as states,
+    ):
         logits = forward(model.module, tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
     kind = model.module.config.model_type
     if len(logits) != 1:
         raise ModelError(f"{kind} ignores logits_to_keep: it returned {len(logits)} rows of logits instead of 1")
+    if model.pooling is not None and [state.shape[:2] for state in states] != [(1, PROBE_TOKENS)]:
+        raise ModelError(f"{kind} has no decoder of its own below the output layer; there is nothing to pool from")
     if set(probe.windows) != model.windowed_layers:
         raise ModelError(
             f"{kind} should have sliding windows in layers {sorted(model.windowed_layers)}, but passes them to "

@@ -6,7 +6,7 @@ import copy
 import logging
 import pickle
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from app.engine.execution import attention, recurrent
 from app.engine.lora.layers import LoRALayers
 from app.engine.model.fusion import fuse_attention, fuse_modules
 from app.engine.model.linear import choose_product, pack_linears
+from app.engine.model.pooling import Pooling, find_pooling, is_classifier
 from app.engine.model.tokenizer import load_tokenizer, one_line
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import ShardPlan, install_collectives, load_share
@@ -64,6 +65,8 @@ class LoadedModel:
         max_positions: longest context that the model supports, in tokens.
         eos_token_ids: tokens that end an output.
         adapters: layers that LoRA adapters can change; `None` if no adapter is configured.
+        pooling: of embeddings or scores; `None` for a model without.
+        generates: the checkpoint has an output layer.
     """
 
     module: PreTrainedModel
@@ -76,6 +79,8 @@ class LoadedModel:
     max_positions: int
     eos_token_ids: frozenset[int]
     adapters: LoRALayers | None = None
+    pooling: Pooling | None = None
+    generates: bool = True
 
 
 def resolve_device(name: str) -> torch.device:
@@ -133,7 +138,8 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         )
     device = resolve_device(config.device)
     module: Any
-    module, plan = _load_module(config, hf_config, device, comm)
+    pooling = find_pooling(config, hf_config)
+    module, plan, generates = _load_module(config, hf_config, device, comm, pooling)
     recurrent_layers = recurrent.install(module)
     if device.type == "cpu":
         _optimise(module, int8=config.quantization == "int8")
@@ -143,7 +149,11 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         module.to(device)
     tokenizer = None if config.skip_tokenizer_init else _matching_tokenizer(config.model, text_config.vocab_size)
     adapters = LoRALayers(module, plan) if config.adapters else None
-    loaded = describe_model(module, max_positions, recurrent_layers, tokenizer, adapters)
+    loaded = replace(
+        describe_model(module, max_positions, recurrent_layers, tokenizer, adapters),
+        pooling=pooling,
+        generates=generates,
+    )
     if comm is not None and plan is not None:
         install_collectives(module, plan, comm)
     return loaded
@@ -173,14 +183,20 @@ def describe_model(
 
 
 def _load_module(
-    config: EngineConfig, hf_config: PreTrainedConfig, device: torch.device, comm: Communicator | None
-) -> tuple[PreTrainedModel, ShardPlan | None]:
-    """The model with all its weights, or a rank's share of them and the plan of that share."""
+    config: EngineConfig,
+    hf_config: PreTrainedConfig,
+    device: torch.device,
+    comm: Communicator | None,
+    pooling: Pooling | None,
+) -> tuple[PreTrainedModel, ShardPlan | None, bool]:
+    """The model with all its weights, or a rank's share of them and the plan of that share; and whether it generates.
+    Only a model that pools may lack the output layer."""
     attention.register()
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     folder, settings = resolve_model(config.model), {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION}
     module: Any
-    plan, loading = None, {"missing_keys": ()}
+    plan: ShardPlan | None = None
+    loading: dict[str, Any] = {"missing_keys": ()}
     try:
         with _loading:
             if config.load_format == "dummy":
@@ -197,14 +213,24 @@ def _load_module(
         if error.args != (attention.IMPLEMENTATION,):
             raise
         raise _outside_the_interface(config.model, hf_config) from error
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise ModelError(f"{config.model!r} lacks {len(missing)} weights, {missing[0]} among them")
+    missing = set(loading["missing_keys"])
+    generates = pooling is None or not is_classifier(hf_config)
+    if pooling is not None and missing and missing <= _output_weights(module):
+        missing, generates = set(), False
+    if missing:
+        raise ModelError(f"{config.model!r} lacks {len(missing)} weights, {min(missing)} among them")
     if not any("Attention" in type(part).__name__ for part in module.modules()):
         raise ModelError(f"{config.model!r} ({hf_config.model_type}) has no attention; Folio needs some layers with it")
     if not uses_attention_interface(module):
         raise _outside_the_interface(config.model, hf_config)
-    return module.eval().requires_grad_(False), plan
+    return module.eval().requires_grad_(False), plan, generates
+
+
+def _output_weights(module: PreTrainedModel) -> set[str]:
+    """Names of the output layer's weights."""
+    head = module.get_output_embeddings()
+    path = next(path for path, part in module.named_modules() if part is head)
+    return {f"{path}.{name}" for name, _ in head.named_parameters()}
 
 
 def _matching_tokenizer(model: str, vocab_size: int) -> PreTrainedTokenizerBase:

@@ -453,6 +453,7 @@ EXEMPT = {
     "app.engine.sampling.params.*": "looks at numbers that have been checked",
     "app.engine.request.*.num_*": "counts",
     "app.engine.request.*.most_tokens": "counts",
+    "app.engine.request.*.reads_whole_prompt": "looks at its own fields",
     "app.engine.delta.Delta.*": "looks at its own fields",
     "app.engine.generation.Generation.__iter__": "goes over its own list",
 }

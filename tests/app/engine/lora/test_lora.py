@@ -72,12 +72,12 @@ def record_logits(engine: Engine) -> dict[str, list[torch.Tensor]]:
     rows: dict[str, list[torch.Tensor]] = {}
     compute = engine._compute
 
-    def note(scheduled: Any) -> torch.Tensor:
-        logits = compute(scheduled)
+    def note(scheduled: Any) -> Any:
+        computed = logits, _, _ = compute(scheduled)
         request_ids = [s.request.request_id for s in scheduled for _ in range(s.num_logits)]
         for request_id, row in zip(request_ids, logits, strict=True):
             rows.setdefault(request_id, []).append(row.float())
-        return logits
+        return computed
 
     engine._compute = note  # type: ignore[method-assign]
     return rows

@@ -1,0 +1,98 @@
+"""Pooler: a step's hidden states to embeddings and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from app.engine.decoding import NOT_FINITE, Decoder
+from app.engine.delta import Delta
+from app.engine.faults import failure_of
+from app.engine.generation import Generation
+from app.engine.model.pooling import Pooling
+from app.engine.pooled import Array, PooledPrompt
+from app.engine.request import Request
+from app.engine.scheduler import Scheduled
+from app.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows of a packed step whose hidden states are added to one prompt's sum.
+
+    Attributes:
+        end: the prompt position after the last row.
+    """
+
+    request: Request
+    rows: slice
+    end: int
+
+
+class Pooler:
+    """Add hidden states to the prompts that pool them, and end the prompts that are complete.
+
+    Args:
+        pooling: the model's.
+        decoder: ends requests.
+    """
+
+    def __init__(self, pooling: Pooling, generations: dict[str, Generation], decoder: Decoder) -> None:
+        self._pooling = pooling
+        self._generations = generations
+        self._decoder = decoder
+
+    def select(self, scheduled: Sequence[Scheduled]) -> list[PooledRows]:
+        """The rows to pool of a step, whose tokens are packed in this order."""
+        selected = []
+        first = 0
+        for s in scheduled:
+            if (pooled := s.request.pooled) is not None:
+                computed = s.request.num_computed
+                length = len(s.request.token_ids)
+                start, end = pooled.span(computed, computed + s.num_tokens, length)
+                if start < end:
+                    rows = slice(first + start - computed, first + end - computed)
+                    selected.append(PooledRows(s.request, rows, end))
+            first += s.num_tokens
+        return selected
+
+    def apply(self, selected: Sequence[PooledRows], sums: torch.Tensor) -> list[Delta]:
+        """Add the sums `[len(selected), hidden_size]` of a committed step; returns the deltas of complete prompts."""
+        deltas = []
+        for part, total in zip(selected, sums.numpy(), strict=True):
+            request = part.request
+            assert request.pooled is not None
+            request.pooled.add(total, part.end)
+            if request.num_uncomputed:
+                continue
+            try:
+                deltas.append(self._end(request, request.pooled))
+            except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
+                failure = failure_of(request.request_id, error)
+                deltas.append(self._decoder.fail(self._generations[request.request_id], failure))
+        return deltas
+
+    def _end(self, request: Request, pooled: PooledPrompt) -> Delta:
+        vector = self._pooling.finish(pooled.pooled(), pooled.params)
+        if not np.isfinite(vector).all():
+            return self._decoder.fail(self._generations[request.request_id], EngineError(NOT_FINITE))
+        data = to_bytes(vector)
+        self._decoder.end_sequence(request)
+        return Delta(
+            request.request_id,
+            (),
+            "",
+            "stop",
+            num_cached_tokens=request.num_cached_tokens or 0,
+            queue_s=request.queue_s,
+            pooled=data,
+        )
+
+
+def to_bytes(vector: Array) -> bytes:
+    """Little-endian float32, as in OpenAI's base64."""
+    return vector.astype("<f4").tobytes()

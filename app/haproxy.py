@@ -63,7 +63,16 @@ _PR_SET_PDEATHSIG = 1
 _ADDRESSES_A_LINE = 40
 # Idempotent POSTs, sent again when an ingress dies in the middle. Others, also of other applications, are sent again
 # only if the connection was refused.
-_REPEATABLE = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+_REPEATABLE = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/score",  # also of /v1, as these are ends of paths
+    "/rerank",
+    "/tokenize",
+    "/detokenize",
+)
 _REPEATABLE_CALLS = "/folio.v1.Folio/"
 # Methods that uvicorn's parser knows.
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")

@@ -20,7 +20,19 @@ from app.request_context import EdgeObserver
 # `Retry-After` while the server drains: by then another server may answer at its address.
 _DRAINED_AFTER_S = 5.0
 # Paths of requests that become work for engines.
-_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/v1/score",
+        "/score",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/rerank",
+    }
+)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from app.engine.delta import Delta, FinishReason, TokenLogprobs
+from app.engine.pooled import PooledKind, PoolingParams
 from app.engine.report import ReplicaReport, StepTimes
 from app.engine.sampling.params import SamplingParams
 from vmem import CachedPrefix, MemoryReport
@@ -36,6 +37,8 @@ class GenerateRequest:
         share: the key under which a shared stream may carry all pieces but the first (`app.serving.shared_streams`).
         repeat_key: the same in a call that is sent again because the caller of the first has died (`app.fleet.retry`).
             Other calls of the same HTTP request have other keys.
+        pooling: return a vector of the prompt, and generate nothing.
+        beside: more prompts to pool in the same call; output `i + 1` is of `beside[i]`.
     """
 
     request_id: str
@@ -54,6 +57,22 @@ class GenerateRequest:
     stopped: tuple[str, ...] = ()
     share: SharedStreamKey | None = None
     repeat_key: str | None = None
+    pooling: PoolingParams | None = None
+    beside: tuple[list[int], ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return len(self.prompt_token_ids) + sum(map(len, self.beside))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPooling:
+    """The vectors that a replica's model makes of prompts: none, embeddings, or scores of pairs. `score_template`: see
+    `EngineConfig`."""
+
+    kind: PooledKind | None
+    score_template: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +139,8 @@ _SEPARATOR = "."
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The `Delta`s of one output in one or more steps. `replica`: the replica that has the request."""
+    """The `Delta`s of one output in one or more steps. `replica`: the replica that has the request. `pooled`: see
+    `Delta`."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -133,6 +153,7 @@ class Piece:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     score: float | None = None
     replica: str = ""
+    pooled: bytes | None = None
 
     @staticmethod
     def from_deltas(deltas: Sequence[Delta], prompt_logprobs: tuple[TokenLogprobs, ...], replica: str) -> Piece:
@@ -150,6 +171,7 @@ class Piece:
             prompt_logprobs=prompt_logprobs,
             score=last.score,
             replica=replica,
+            pooled=last.pooled,
         )
 
     @property

@@ -33,7 +33,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_DETOKENIZED = 1 << 18
 
 
-def _kind_of(prompt: object) -> str:
+def kind_of_prompt(prompt: object) -> str:
     """The kind of the first element, so that errors describe only this kind."""
     if isinstance(prompt, list):
         if prompt and isinstance(prompt[0], str):
@@ -56,7 +56,7 @@ Prompt = Annotated[
     | Annotated[TokenIds, Tag("tokens")]
     | Annotated[ListOf[Text], at_most(MAX_PROMPTS, "prompts"), Tag("texts")]
     | Annotated[ListOf[TokenIds], at_most(MAX_PROMPTS, "prompts"), Tag("batch")],
-    Discriminator(_kind_of),
+    Discriminator(kind_of_prompt),
 ]
 
 

@@ -1,4 +1,5 @@
-"""OpenAPI page: texts, schemas of errors and streams, and example requests, which work with the built-in model."""
+"""OpenAPI page: texts, schemas of errors and streams, and example requests, which work with the built-in model:
+those for embeddings and scores with `pooling: mean`."""
 
 from __future__ import annotations
 
@@ -165,6 +166,15 @@ RESPONSE = {
         temperature=0,
         stream=True,
     ),
+}
+_DOCUMENTS = ["A block is 16 positions of one sequence.", "It rains."]
+EMBEDDING = {
+    "texts": _example("Two texts", model="builtin", input=["What is Folio?", "What is a block?"]),
+    "tokens": _example("Token ids, as base64", model="builtin", input=[76, 77], encoding_format="base64"),
+}
+SCORE = {"pairs": _example("A text and two others", model="builtin", text_1="What is a block?", text_2=_DOCUMENTS)}
+RERANK = {
+    "documents": _example("The better of two", model="builtin", query="What is a block?", documents=_DOCUMENTS, top_n=1)
 }
 TOKENIZE = {
     "text": _example("A text", model="builtin", prompt="What is Folio?", return_token_strs=True),

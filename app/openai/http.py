@@ -33,6 +33,8 @@ from app.openai.bodies import (
 )
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
 from app.openai.docs_page import add_docs_page
+from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import (
     BudgetReport,
     ChatCompletion,
@@ -80,6 +82,9 @@ class Service(Protocol):
     ) -> AsyncIterator[ChatCompletionChunk]: ...
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject: ...
     def responses_stream(self, request: ResponsesRequest, session: str | None = None) -> AsyncIterator[StreamEvent]: ...
+    async def embed(self, request: EmbeddingRequest) -> EmbeddingList: ...
+    async def score(self, request: ScoreRequest) -> ScoreList: ...
+    async def rerank(self, request: RerankRequest) -> Ranking: ...
     async def tokenize(self, request: TokenizeRequest) -> Tokens: ...
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText: ...
     async def load(self) -> LoadReport: ...
@@ -108,6 +113,7 @@ def build_api(service: Service) -> FastAPI:
     )
     api.router.route_class = json_routes()
     _add_generation(api, service)
+    _add_pooling(api, service)
     _add_models(api, service)
     _add_tokens(api, service)
     _add_operation(api, service)
@@ -144,6 +150,28 @@ def _add_generation(api: FastAPI, service: Service) -> None:
         if request.stream:
             return await _stream_events(service.responses_stream(request, x_session_id))
         return _json(await service.responses(request, x_session_id))
+
+
+def _add_pooling(api: FastAPI, service: Service) -> None:
+    @api.post("/v1/embeddings", response_model=EmbeddingList, tags=["embeddings and scores"])
+    async def embeddings(request: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDING)]) -> Response:
+        """The embeddings of texts or token ids."""
+        answer = await service.embed(request)
+        num_values = sum(len(item.embedding) for item in answer.data)
+        return _json(answer) if num_values <= _LOOP_TOKENS else await asyncio.to_thread(_json, answer)
+
+    @api.post("/score", include_in_schema=False)
+    @api.post("/v1/score", response_model=ScoreList, tags=["embeddings and scores"])
+    async def score(request: Annotated[ScoreRequest, Body(openapi_examples=examples.SCORE)]) -> Response:
+        """The scores of pairs of texts."""
+        return _json(await service.score(request))
+
+    @api.post("/rerank", include_in_schema=False)
+    @api.post("/v2/rerank", include_in_schema=False)
+    @api.post("/v1/rerank", response_model=Ranking, tags=["embeddings and scores"])
+    async def rerank(request: Annotated[RerankRequest, Body(openapi_examples=examples.RERANK)]) -> Response:
+        """Documents in the order of their relevance to a query."""
+        return _json(await service.rerank(request))
 
 
 def _add_models(api: FastAPI, service: Service) -> None:

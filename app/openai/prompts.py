@@ -39,6 +39,14 @@ class PromptEncoder:
         self._encoder = TextEncoder(tokenizer)
         self._bounds = TextBounds(tokenizer)
 
+    @property
+    def encoder(self) -> TextEncoder:
+        return self._encoder
+
+    @property
+    def bounds(self) -> TextBounds:
+        return self._bounds
+
     def encode_completion(self, request: CompletionRequest, max_model_len: int) -> list[list[int]]:
         """Token ids of each prompt."""
         return [
@@ -218,6 +226,17 @@ class TextEncoder:
         parts = text.split(self._mark)
         encodings = self._backend.encode_batch_fast(parts, add_special_tokens=add_special_tokens)
         return list(itertools.chain.from_iterable(encoding.ids for encoding in encodings))
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """The tokens of two texts, as the tokenizer joins them."""
+        [encoding] = self._backend.encode_batch_fast([(first, second)], add_special_tokens=True)
+        return list(encoding.ids)
+
+    def without_end(self, text: str, num_tokens: int) -> str:
+        """The text without its last tokens; shorter in any case."""
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=False)
+        start, _ = encoding.offsets[-num_tokens] if num_tokens < len(encoding.offsets) else (0, 0)
+        return text[: min(start, len(text) - 1)]
 
     def shielded(self, value: Any, param: str) -> Any:
         """Shield all texts of a client's value of texts, lists and dicts. Raises `RequestError` for a text that spells

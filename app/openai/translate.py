@@ -87,13 +87,14 @@ class Translator:
         return await self._executor.run(num_bytes, method, *args, **kwargs)
 
     async def build_answer(self, build: Callable[[list[list[Piece]]], T], outputs: list[list[Piece]]) -> T:
-        """Call `build` with complete outputs, in a thread if they have many log probabilities."""
+        """Call `build` with complete outputs, in a thread if they have many log probabilities or long vectors."""
         pieces = [piece for of_prompt in outputs for piece in of_prompt]
         num_prompt = sum(len(piece.prompt_logprobs) for piece in pieces) * len(pieces)
-        num_tokens = num_prompt + sum(len(piece.logprobs) for piece in pieces)
-        if num_tokens < _LOOP_TOKENS:
+        num_bytes = (num_prompt + sum(len(piece.logprobs) for piece in pieces)) * _TOKEN_BYTES
+        num_bytes += sum(len(piece.pooled) for piece in pieces if piece.pooled is not None)
+        if num_bytes < _LOOP_TOKENS * _TOKEN_BYTES:
             return build(outputs)
-        return await self._executor.run(num_tokens * _TOKEN_BYTES, build, outputs)
+        return await self._executor.run(num_bytes, build, outputs)
 
     def translate_completion(
         self, request: CompletionRequest, session: str | None, max_model_len: int

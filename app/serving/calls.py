@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from app.compat.ray import (
 )
 from app.engine.sampling.params import SamplingParams
 from app.errors import OverloadedError, UnavailableError
-from app.fleet.messages import ForkCall, GenerateRequest, Piece
+from app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling
 from app.fleet.overload import LoadShedder
 from app.fleet.retry import CallRetries, CallWindow
 from app.fleet.streams import SILENCE_S, interleave, without_heartbeats
@@ -31,6 +32,8 @@ from app.serving.shared_streams import ExpectedStream, SharedReader
 # A gRPC message holds 4 MiB. An output token takes up to 16 bytes, id and text: all outputs of a call with this many
 # tokens fit into half a message, even when a slow reader gets them in one item.
 _MOST_TOKENS_BY_VALUE = 131_072
+# Most prompts to pool in one call, and most tokens of several: a call takes as long as hundreds of tokens.
+_MOST_POOLED, _MOST_POOLED_TOKENS = 16, 4096
 # Bound of calls that all replicas carry out, such as computing a pinned prefix.
 ANSWER_TIMEOUT_S = 120.0
 
@@ -73,15 +76,29 @@ class ReplicaClient:
         if len(calls) == 1:  # the common case needs no interleaving
             return [[piece async for piece in self._retried(calls[0], arrived, None, whole=True)]]
         outputs: list[list[Piece]] = [[] for _ in calls]
-        async for number, piece in self._interleaved(calls, arrived, whole=True):
+        async for number, piece in self._interleaved(calls, arrived, self._window(calls), whole=True):
             outputs[number].append(piece)
+        return outputs
+
+    async def complete_pooled(
+        self, calls: Sequence[GenerateRequest], arrived: float | None = None
+    ) -> list[list[Piece]]:
+        """`complete_calls` of calls that pool and differ in their prompts only: a replica gets several at once, since a
+        call takes longer than a short prompt."""
+        groups = _grouped(calls, min(_MOST_POOLED, self._batch_window))
+        most = max(1 + len(group.beside) for group in groups)
+        starts = list(itertools.accumulate((1 + len(group.beside) for group in groups), initial=0))
+        outputs: list[list[Piece]] = [[] for _ in calls]
+        window = CallWindow(max(self._batch_window // most, 1)) if len(groups) > 1 else None
+        async for number, piece in self._interleaved(groups, arrived, window, whole=True):
+            outputs[starts[number] + piece.index].append(piece)
         return outputs
 
     def stream_calls(
         self, calls: Sequence[GenerateRequest], arrived: float | None = None
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all calls in order of arrival, each with the number of its call. Closing cancels the calls."""
-        return self._interleaved(calls, arrived, whole=False)
+        return self._interleaved(calls, arrived, self._window(calls), whole=False)
 
     async def complete_fork(self, call: ForkCall) -> list[Piece]:
         """The forks, each in one piece. No retry: the forked sequence is lost with its replica."""
@@ -93,13 +110,11 @@ class ReplicaClient:
 
     async def max_model_len(self) -> int:
         """The model's context length, from any replica."""
-        response = self._handle.max_model_len.remote()
-        try:
-            with translate_failures():
-                return cast(int, await response)
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
+        return cast(int, await _answered(self._handle.max_model_len.remote()))
+
+    async def pooling(self) -> ServedPooling:
+        """The vectors that the model makes of prompts, from any replica."""
+        return cast(ServedPooling, await _answered(self._handle.pooling.remote()))
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Every replica's answer. Raises `UnavailableError` when one is missing after `ANSWER_TIMEOUT_S`."""
@@ -134,10 +149,12 @@ class ReplicaClient:
                 answer.cancel()  # without effect on those that are done
         return [_answer_of(answer, timeout_s) for answer in answers]
 
+    def _window(self, calls: Sequence[GenerateRequest]) -> CallWindow | None:
+        return CallWindow(self._batch_window) if len(calls) > 1 else None
+
     def _interleaved(
-        self, calls: Sequence[GenerateRequest], arrived: float | None, *, whole: bool
+        self, calls: Sequence[GenerateRequest], arrived: float | None, window: CallWindow | None, *, whole: bool
     ) -> AsyncGenerator[tuple[int, Piece], None]:
-        window = CallWindow(self._batch_window) if len(calls) > 1 else None
         return interleave([self._retried(call, arrived, window, whole=whole) for call in calls])
 
     async def _retried(
@@ -201,6 +218,32 @@ class ReplicaClient:
             return call, None
         expected = self._shared.expect()
         return replace(call, share=expected.share), (self._shared, expected)
+
+
+def _grouped(calls: Sequence[GenerateRequest], most: int) -> list[GenerateRequest]:
+    """The calls, up to `most` adjacent ones in one, as long as their prompts are short together."""
+    groups: list[GenerateRequest] = []
+    for call in calls:
+        last = groups[-1] if groups else None
+        if (
+            last is None
+            or 1 + len(last.beside) >= most
+            or last.num_prompt_tokens + len(call.prompt_token_ids) > _MOST_POOLED_TOKENS
+        ):
+            groups.append(call)
+        else:
+            groups[-1] = replace(last, beside=(*last.beside, call.prompt_token_ids))
+    return groups
+
+
+async def _answered(response: Any) -> Any:
+    """A replica's answer to a call."""
+    try:
+        with translate_failures():
+            return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
 
 
 def fits_by_value(params: SamplingParams) -> bool:

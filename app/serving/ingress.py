@@ -35,7 +35,7 @@ from app.errors import (
     UnavailableError,
     UnknownPinError,
 )
-from app.fleet.messages import GenerateRequest
+from app.fleet.messages import GenerateRequest, Piece, ServedPooling
 from app.fleet.overload import LoadShedder
 from app.haproxy import trusted_addresses
 from app.logs import configure_logs
@@ -53,6 +53,10 @@ from app.openai.bodies import (
 )
 from app.openai.http import build_api, note_broken_stream
 from app.openai.output.formats import output_format
+from app.openai.pooled.answers import PooledAnswer
+from app.openai.pooled.bodies import EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
+from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
+from app.openai.pooled.translate import PooledTranslator
 from app.openai.replies import (
     BudgetReport,
     ChatCompletion,
@@ -86,6 +90,9 @@ _BUDGET_TRIES = 5
 
 Body = TypeVar("Body", bound=GenerationBody)
 Answer = TypeVar("Answer")
+Pooled = TypeVar("Pooled", bound=PooledBody)
+PooledReply = TypeVar("PooledReply", bound=PooledAnswer)
+Reply = TypeVar("Reply")
 Translate: TypeAlias = Callable[[Body, str | None, int], tuple[list[GenerateRequest], Answer]]
 
 
@@ -110,9 +117,9 @@ class Ingress(GrpcIngress):
     """Serves one model under its name, and its adapters under theirs.
 
     HTTP clients use the OpenAI API. Other Ray applications call the same methods with the same bodies through the
-    `DeploymentHandle`: `generate`, `chat`, `responses` and `fork`, each also with `_stream`; `tokenize`, `detokenize`;
-    `ready`, `reports`, `load`, `set_budget`, `pin`, `pins`, `unpin`. Requests of one `session` go to the same replica
-    where that costs little.
+    `DeploymentHandle`: `generate`, `chat`, `responses` and `fork`, each also with `_stream`; `embed`, `score`,
+    `rerank`; `tokenize`, `detokenize`; `ready`, `reports`, `load`, `set_budget`, `pin`, `pins`, `unpin`. Requests of
+    one `session` go to the same replica where that costs little.
 
     Args:
         model: the model whose tokenizer to load.
@@ -146,6 +153,7 @@ class Ingress(GrpcIngress):
             tokenizer = load_tokenizer(model)
         self._description = BUILTIN_DESCRIPTION if model == BUILTIN else None
         self._translator = Translator(tokenizer, model_name, adapters, output_format(tokenizer, *parsers))
+        self._pooled = PooledTranslator(self._translator.prompts, self._translator.adapter_of)
         shedder = LoadShedder()
         self._replicas = ReplicaClient(engine, shedder, batch_window, SharedReader(engine), wait_for_replica_s)
         self._admission = AdmissionControl(shedder)
@@ -156,6 +164,7 @@ class Ingress(GrpcIngress):
         )
         self._created = int(time.time())
         self._max_model_len: int | None = None
+        self._served: ServedPooling | None = None
         traffic = TrafficLog()
         self._meter = RequestMeter(traffic)
         starting = partial(count_starting, engine.deployment_name, context.app_name)
@@ -279,6 +288,20 @@ class Ingress(GrpcIngress):
                 admitted.measured.fails(error)
                 yield admitted.answer.failed(error)
 
+    async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
+        """The embeddings of inputs."""
+        translate = self._pooled.translate_embeddings
+        return await self._pool("embeddings", translate, request, lambda answer: answer.full_answer)
+
+    async def score(self, request: ScoreRequest) -> ScoreList:
+        """The scores of pairs of texts: a classifier's, or the cosine similarity of embeddings."""
+        translate = self._pooled.translate_score
+        return await self._pool("score", translate, request, lambda answer: answer.full_answer)
+
+    async def rerank(self, request: RerankRequest) -> Ranking:
+        """Documents in the order of their scores with a query."""
+        return await self._pool("rerank", self._pooled.translate_rerank, request, lambda answer: answer.ranking)
+
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         max_model_len = await self._model_len()
         return await self._translator.in_thread(self._translator.translate_tokenize, request, max_model_len)
@@ -393,6 +416,25 @@ class Ingress(GrpcIngress):
             outputs = await self._replicas.complete_calls(admitted.calls, admitted.arrived)
             admitted.measured.receives(outputs)
             return await self._translator.build_answer(admitted.answer.full_answer, outputs)
+
+    async def _pool(
+        self,
+        route: str,
+        translate: Callable[[Pooled, int, ServedPooling], tuple[list[GenerateRequest], PooledReply]],
+        request: Pooled,
+        builder: Callable[[PooledReply], Callable[[list[list[Piece]]], Reply]],
+    ) -> Reply:
+        """Admit, measure and translate a request; compute its vectors, and build the answer."""
+        arrived = time.monotonic()
+        with self._meter.measure(route) as measured, self._admission.admitted():
+            max_model_len = await self._model_len()
+            if self._served is None:
+                self._served = await self._replicas.pooling()
+            calls, answer = await self._translator.in_thread(translate, request, max_model_len, self._served)
+            measured.sends(calls, request.model)
+            outputs = await self._replicas.complete_pooled(calls, arrived)
+            measured.receives(outputs)
+            return await self._translator.build_answer(builder(answer), outputs)
 
     @asynccontextmanager
     async def _admit(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,11 +32,12 @@ from app.fleet.messages import (
     Piece,
     PieceCollector,
     ReplicaStatus,
+    ServedPooling,
     SharedStreamCall,
     report_as_stats,
 )
 from app.fleet.retry import DuplicateGuard
-from app.fleet.streams import StreamPace, with_heartbeats
+from app.fleet.streams import StreamPace, interleave, with_heartbeats
 from app.logs import configure_logs
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.metrics import EngineMeter, RoutingAudit
@@ -155,6 +157,12 @@ class EngineReplica:
         self._engine.check()
         return self._engine.max_model_len
 
+    async def pooling(self) -> ServedPooling:
+        """The vectors that the model makes of prompts. Raises `UnavailableError` once the engine has stopped."""
+        self._engine.check()
+        pooling = self._engine.pooling
+        return ServedPooling(None) if pooling is None else ServedPooling(pooling.kind, pooling.template)
+
     async def named_report(self) -> tuple[str, MemoryReport]:
         """The replica's name, with which its answers' ids end, and its KV memory."""
         return self._name, await _run_in_thread(self._engine.report)
@@ -248,27 +256,34 @@ class EngineReplica:
         key, expected = request.repeat_key, request.expected
         if expected is not None and expected.replica != self._name:  # the expectation concerns another replica
             expected = None
-        generate = partial(
-            self._engine.generate,
-            request.prompt_token_ids,
-            request.params,
-            request.request_id,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            adapter=request.adapter,
-            tenant=request.tenant,
-            user=request.user,
-            timeout_s=request.timeout_s,
-            expected_cached_tokens=expected.cached_tokens if expected is not None else None,
-            pace=pace,
-        )
+
+        def generate(prompt: list[int], num_expected: int | None = None) -> AsyncGenerator[list[Delta], None]:
+            return self._engine.generate(
+                prompt,
+                request.params,
+                request.request_id,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                adapter=request.adapter,
+                tenant=request.tenant,
+                user=request.user,
+                timeout_s=request.timeout_s,
+                expected_cached_tokens=num_expected,
+                pooling=request.pooling,
+                pace=pace,
+            )
+
+        def begin() -> AsyncGenerator[list[Delta], None]:
+            first = generate(request.prompt_token_ids, None if expected is None else expected.cached_tokens)
+            return pool_together([first, *map(generate, request.beside)]) if request.beside else first
+
         try:
             async with (
                 nullcontext() if key is None else self._duplicates.exclusive(key),
-                aclosing(traced(generate(), len(request.prompt_token_ids))) as deltas,
+                aclosing(traced(begin(), request.num_prompt_tokens)) as deltas,
             ):
                 async for some in deltas:
-                    if expected is not None:
+                    if expected is not None and not some[0].index:
                         self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
                         expected = None
                     yield some
@@ -283,6 +298,15 @@ class EngineReplica:
             self._engine.close()
             if self._member is not None:
                 self._member.close()
+
+
+async def pool_together(streams: list[AsyncGenerator[list[Delta], None]]) -> AsyncGenerator[list[Delta], None]:
+    """The deltas of several pooled requests, one of each, as outputs of one request."""
+    num_unfinished = len(streams)
+    async with aclosing(interleave(streams)) as lists:
+        async for number, [delta] in lists:
+            num_unfinished -= 1
+            yield [replace(delta, index=number, num_unfinished=num_unfinished)]
 
 
 def peer_prefixes(deployment: str, app_name: str, fingerprint: str) -> list[Sequence[CachedPrefix]]:

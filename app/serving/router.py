@@ -275,7 +275,7 @@ class FolioRouter(BoundedWaitRouter):
             tenant = call.tenant if self._isolate_tenants else None
             keys = prompt_keys(call.prompt_token_ids, self.fleet.unit_tokens, call.cache_salt, call.adapter, tenant)
         session = call.session or pending.metadata.session_id or None
-        return RoutedRequest(request_id, len(call.prompt_token_ids), keys, session)
+        return RoutedRequest(request_id, call.num_prompt_tokens, keys, session)
 
     def _note_placed(self, future: asyncio.Future[RunningReplica]) -> None:
         """Serve has placed a request, or its caller has given up."""

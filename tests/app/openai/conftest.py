@@ -11,7 +11,7 @@ from tests.local_server import LocalServer
 
 @pytest.fixture(scope="session")
 def local_server() -> Iterator[LocalServer]:
-    local = LocalServer(dtype="float32")
+    local = LocalServer(dtype="float32", pooling="mean")
     yield local
     local.close()
 

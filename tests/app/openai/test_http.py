@@ -35,6 +35,7 @@ from app.openai.bodies import (
     TokenizeRequest,
     Tokens,
 )
+from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.replies import (
     AssistantMessage,
     BudgetReport,
@@ -274,6 +275,9 @@ def test_the_examples_are_valid_bodies() -> None:
         (ResponsesRequest, examples.RESPONSE),
         (TokenizeRequest, examples.TOKENIZE),
         (PinRequest, examples.PIN),
+        (EmbeddingRequest, examples.EMBEDDING),
+        (ScoreRequest, examples.SCORE),
+        (RerankRequest, examples.RERANK),
     ):
         for example in named.values():
             body.model_validate(example["value"])

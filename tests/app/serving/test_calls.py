@@ -351,3 +351,64 @@ async def test_items_too_long_for_a_message_go_by_reference(params: dict[str, An
     await ask(replicas, True, GenerateRequest("r", [1], sampling))
     await ask(replicas, False, GenerateRequest("r", [1], sampling))
     assert handle.by_reference == [not by_value] * 2
+
+
+def pooled_pieces(call: Any) -> list[Any]:
+    """Vectors in an order that is not the prompts': each is its prompt's first token."""
+    prompts = [call.prompt_token_ids, *call.beside]
+    numbers = [*range(1, len(prompts)), 0]
+    return [
+        Piece("", (), index=i, finish_reason="stop", num_unfinished=left, pooled=bytes([prompts[i][0]]))
+        for i, left in zip(numbers, reversed(range(len(prompts))), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "sizes"),
+    [
+        ([5] * 3, 32, [3]),
+        ([5] * 40, 32, [16, 16, 8]),
+        ([5] * 9, 4, [4, 4, 1]),
+        ([3000, 1000, 97, 5000, 1], 32, [2, 1, 1, 1]),
+        ([5], 32, [1]),
+    ],
+)
+async def test_prompts_to_pool_go_in_groups(lengths: list[int], window: int, sizes: list[int]) -> None:
+    """As many as may be in flight at once, as long as they are short."""
+    handle: Any = Handle(pooled_pieces)
+    replicas = ReplicaClient(handle, LoadShedder(), window)
+    calls = [GenerateRequest(str(i), [i] * n, SamplingParams(max_tokens=1)) for i, n in enumerate(lengths)]
+    outputs = await replicas.complete_pooled(calls)
+    assert [[piece.pooled for piece in pieces] for pieces in outputs] == [[bytes([i])] for i in range(len(lengths))]
+    assert [1 + len(call.beside) for call in handle.calls] == sizes
+    assert sum(call.num_prompt_tokens for call in handle.calls) == sum(lengths)
+
+
+async def test_a_group_is_sent_again_as_a_whole() -> None:
+    tries = []
+
+    def script(call: Any) -> list[Any]:
+        tries.append(call.request_id)
+        return [GONE] if len(tries) == 1 else pooled_pieces(call)
+
+    replicas, _ = replicas_with(script=script)
+    calls = [GenerateRequest(str(i), [i], SamplingParams(max_tokens=1)) for i in range(20)]
+    outputs = await replicas.complete_pooled(calls)
+    assert [len(pieces) for pieces in outputs] == [1] * 20
+    assert sorted(tries) == ["0", "0", "16"]
+
+
+async def test_groups_in_flight_hold_no_more_prompts_than_the_window() -> None:
+    most = 0
+    handle: Any = None
+
+    def script(call: Any) -> list[Any]:
+        nonlocal most
+        running = sum(1 + len(c.beside) for c, r in zip(handle.calls, handle.responses, strict=False) if not r.ended)
+        most = max(most, running + 1 + len(call.beside))
+        return pooled_pieces(call)
+
+    handle = Handle(script)
+    replicas = ReplicaClient(handle, LoadShedder(), 40)
+    await replicas.complete_pooled([GenerateRequest(str(i), [i], SamplingParams(max_tokens=1)) for i in range(200)])
+    assert most == 32

@@ -15,6 +15,7 @@ import pytest
 from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, Delta, SamplingParams
 from app.engine.async_engine import Pace
+from app.engine.pooled import PoolingParams
 from app.engine.report import StartTimes
 from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
 from app.fleet.messages import (
@@ -105,6 +106,7 @@ REQUEST = GenerateRequest(
     user="u",
     timeout_s=2.0,
     expected=ExpectedPrefix("here", 4),
+    pooling=PoolingParams(dimensions=3),
 )
 
 
@@ -128,8 +130,27 @@ async def test_outputs_whole_and_in_pieces() -> None:
 async def test_the_engine_gets_every_option() -> None:
     replica = replica_with(engine := Engine(DELTAS))
     await outputs_of(replica, REQUEST)
-    options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "user": "u", "timeout_s": 2.0}
-    assert engine.asked == [([1, 2], REQUEST.params, "r", {**options, "expected_cached_tokens": 4})]
+    options: dict[str, Any] = {
+        "priority": 1,
+        "cache_salt": "s",
+        "adapter": "a",
+        "tenant": "t",
+        "user": "u",
+        "timeout_s": 2.0,
+    }
+    options |= {"expected_cached_tokens": 4, "pooling": PoolingParams(dimensions=3)}
+    assert engine.asked == [([1, 2], REQUEST.params, "r", options)]
+
+
+async def test_prompts_beside_each_other_are_outputs_of_one_call() -> None:
+    engine = Engine([Delta("r", (), "", "stop", num_cached_tokens=3, pooled=b"1234")])
+    replica = replica_with(engine, audit := Audit())
+    pieces = await outputs_of(replica, replace(REQUEST, params=SamplingParams(), beside=([3], [4, 5])))
+    assert [asked[0] for asked in engine.asked] == [[1, 2], [3], [4, 5]]
+    assert [asked[3]["expected_cached_tokens"] for asked in engine.asked] == [4, None, None]
+    assert [(piece.index, piece.pooled) for piece in pieces] == [(0, b"1234"), (1, b"1234"), (2, b"1234")]
+    assert sorted(piece.num_unfinished for piece in pieces) == [0, 1, 2]
+    assert audit.noted == [(4, 3)], "the router expects a prefix of the first prompt only"
 
 
 async def test_a_closed_stream_ends_its_request() -> None:

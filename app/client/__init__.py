@@ -21,6 +21,8 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
+from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinCard, PinList, Usage
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
@@ -35,6 +37,8 @@ __all__ = [
     "CompletionRequest",
     "ContextLengthError",
     "DeadlineError",
+    "EmbeddingList",
+    "EmbeddingRequest",
     "EngineError",
     "Folio",
     "FolioError",
@@ -47,10 +51,14 @@ __all__ = [
     "PinCard",
     "PinList",
     "PinRequest",
+    "Ranking",
     "RateLimitError",
     "RequestError",
+    "RerankRequest",
     "ResponseObject",
     "ResponsesRequest",
+    "ScoreList",
+    "ScoreRequest",
     "StreamEvent",
     "UnavailableError",
     "UnknownModelError",

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 from app.client.transport import Transport
 from app.errors import EngineError, UnavailableError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, PinRequest
+from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinList
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
@@ -31,7 +33,8 @@ class Folio:
         application: a name or a handle, in any process of the application's Ray cluster; `http://host:port` or
             `https://…`, with the application's route prefix if it has one; or `grpc://host:port` or `grpcs://…`, with
             the application's name as the path where Serve has several. Calls by URL need no Ray. They have no
-            `fork`; `responses` and `set_budget` are available over HTTP and within the cluster, not over gRPC.
+            `fork`; `responses`, `embed`, `score`, `rerank` and `set_budget` are available over HTTP and within the
+            cluster, not over gRPC.
         api_key: for calls by URL of a server with keys. Calls within the cluster need none.
     """
 
@@ -99,6 +102,18 @@ class Folio:
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a response. Once it has begun, an error is its last event."""
         return self._transport.stream("responses_stream", request, session)
+
+    async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
+        """The embeddings of inputs, of a model that makes them."""
+        return cast(EmbeddingList, await self._transport.call("embed", request))
+
+    async def score(self, request: ScoreRequest) -> ScoreList:
+        """The scores of pairs of texts."""
+        return cast(ScoreList, await self._transport.call("score", request))
+
+    async def rerank(self, request: RerankRequest) -> Ranking:
+        """Documents in the order of their relevance to a query."""
+        return cast(Ranking, await self._transport.call("rerank", request))
 
     async def fork(self, request: ForkRequest) -> Completion:
         """More outputs of a running or recently finished request.

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
 from app.event_stream import DONE, event_data
 from app.http_errors import error_of, error_of_status
+from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import (
     BudgetReport,
     ChatCompletion,
@@ -45,6 +46,9 @@ _ROUTES = {
     "chat_stream": _Route("POST", "/v1/chat/completions", TypeAdapter(ChatCompletionChunk)),
     "responses": _Route("POST", "/v1/responses", TypeAdapter(ResponseObject)),
     "responses_stream": _Route("POST", "/v1/responses", TypeAdapter(StreamEvent)),
+    "embed": _Route("POST", "/v1/embeddings", TypeAdapter(EmbeddingList)),
+    "score": _Route("POST", "/v1/score", TypeAdapter(ScoreList)),
+    "rerank": _Route("POST", "/v1/rerank", TypeAdapter(Ranking)),
     "pin": _Route("POST", "/v1/pins", TypeAdapter(PinCard)),
     "unpin": _Route("DELETE", "/v1/pins/", TypeAdapter(PinDeleted)),
     "pins": _Route("GET", "/v1/pins", TypeAdapter(PinList)),
@@ -98,7 +102,7 @@ class OverHttp:
             body, session = {"budget_bytes": first, "revision": session}, None
         elif isinstance(first, BaseModel):
             body = first.model_dump(mode="json", exclude_unset=True, by_alias=True)
-            if method != "pin":
+            if "stream" in type(first).model_fields:
                 body["stream"] = streams
         elif first is not None:
             path += quote(first, safe="")

@@ -68,6 +68,7 @@ _MAX_FAULTS, _MAX_NAME_CHARS = 5, 100
 # Messages for pydantic's types of errors; other types keep pydantic's message.
 _MESSAGES = {
     "extra_forbidden": "unknown field",
+    "misspelt_field": "unknown field; the nearest is {nearest}",
     "missing": "is missing",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",

@@ -36,6 +36,7 @@ class RequestContext:
         first_byte_at: of a streamed answer.
         generation_id: the engine's id for the request; of a batch, the first.
         error_code: of a failure, even after the status was sent.
+        ignored_fields: unknown fields of the body that were dropped, as a header's value.
     """
 
     settings: HttpSettings
@@ -51,6 +52,7 @@ class RequestContext:
     cached_tokens: int = 0
     output_tokens: int = 0
     error_code: str | None = None
+    ignored_fields: str | None = None
     _quota: Quota | None = None
     _is_running: bool = False  # counted by the quota
 
@@ -141,8 +143,11 @@ class RequestContext:
             self._quota.owe_tokens(num_tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The answer's headers about the caller's limits."""
-        return [] if self._quota is None else self._quota.headers()
+        """The answer's headers about the caller's limits, and about dropped fields of the body."""
+        headers = [] if self._quota is None else self._quota.headers()
+        if self.ignored_fields is not None:
+            headers = [*headers, (b"x-folio-ignored-fields", self.ignored_fields.encode("ascii"))]
+        return headers
 
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
@@ -170,6 +175,9 @@ class EdgeObserver:
 
     def on_refused(self, code: str) -> None:
         """A request was refused, with this code in its answer."""
+
+    def on_ignored_field(self, name: str) -> None:
+        """An unknown field of a body was dropped; `name` is one of a few known names, or "other"."""
 
     def on_keys_read(self, problem: str | None) -> None:
         """The API keys are up to date; or the file has this problem and the keys are the old ones."""

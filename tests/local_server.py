@@ -42,10 +42,11 @@ from tests.processes import until
 
 def guarded_api(service: Any, settings: HttpSettings | None = None, dashboard: Collector | None = None) -> FastAPI:
     """The API of a service, guarded as an ingress guards it."""
-    api = build_api(service)
+    settings = settings or HttpSettings()
+    api = build_api(service, settings.unknown_fields)
     if dashboard is not None:
         add_dashboard(api, dashboard)
-    return protect(api, settings or HttpSettings())
+    return protect(api, settings)
 
 
 @contextmanager

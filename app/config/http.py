@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+UnknownFieldsMode = Literal["error", "ignore"]
 
 
 class Settings(BaseModel):
@@ -60,6 +63,8 @@ class HttpSettings(Settings):
         body_timeout_s: a body that takes longer to arrive is answered 408.
         max_headers, max_header_bytes: number and size of header lines; more is answered 431.
         max_url_bytes: path and query; longer ones are answered 414.
+        unknown_fields: of bodies; "ignore": dropped, logged once for each field and client, counted, and named in the
+            header `x-folio-ignored-fields`; "error": answered 400, as fields near a known one always are.
         default_timeout_s: `timeout_s` of requests without one; by default `max_timeout_s`.
         max_timeout_s: requests with a longer `timeout_s` are refused.
         cors_origins: origins of web pages that may call from a browser; "*": all.
@@ -79,6 +84,7 @@ class HttpSettings(Settings):
     max_headers: PositiveInt = 100
     max_header_bytes: PositiveInt = 32 << 10
     max_url_bytes: PositiveInt = 8 << 10
+    unknown_fields: UnknownFieldsMode = "ignore"
     default_timeout_s: PositiveFloat | None = None
     max_timeout_s: PositiveFloat | None = None
     cors_origins: tuple[str, ...] = ()

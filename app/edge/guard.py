@@ -30,6 +30,7 @@ _MEAN_WEIGHT = 0.1
 _EXPOSED = [
     "x-request-id",
     "retry-after",
+    "x-folio-ignored-fields",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 ]
 # Files of the dashboard: without a key, so that its page can ask for one. Its data are the load's, and need what

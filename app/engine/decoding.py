@@ -28,8 +28,8 @@ from vmem import IntegrityError, KVMemory, ViewPolicy, VmemError
 
 NOT_FINITE = "the model's logits are not finite numbers"
 CONTRADICTION = (
-    "no token may follow: structure, bad_words, min_tokens and stop_token_ids contradict each other here; "
-    "leave one of them out"
+    "no token may follow: structure, allowed_token_ids, bad_words, min_tokens and stop_token_ids contradict each other "
+    "here; leave one of them out"
 )
 
 

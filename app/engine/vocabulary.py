@@ -71,7 +71,7 @@ class Vocabulary:
             prompt_token_ids,
             params.stop,
             include_stop_str=params.include_stop_str,
-            kept=params.kept_token_ids,
+            kept=params.kept_token_ids if params.skip_special_tokens else self._special_token_ids,
         )
         for token_id in output:
             text.push(token_id)
@@ -81,6 +81,12 @@ class Vocabulary:
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an output with these parameters."""
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+
+    @cached_property
+    def _special_token_ids(self) -> frozenset[int]:
+        assert self._tokenizer is not None
+        added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def _structures(self) -> StructureCompiler | None:

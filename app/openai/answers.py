@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from app.engine.delta import TokenLogprobs
 from app.fleet.messages import Piece, public_id
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
+from app.openai.base import joined_text
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, TokenFields
 from app.openai.logprobs import Offsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 from app.openai.output.parser import Part
 from app.openai.output.plan import OutputPlan
@@ -42,7 +43,8 @@ class Answer:
         num_top: alternatives to list with each token; `None`: no log probabilities.
 
     Attributes:
-        id: the public id, once there has been a piece. Only the answer to a single prompt can be forked by it.
+        id: the public id, once there has been a piece. Only the answer to a single prompt can be forked by it, and none
+            whose id the client has chosen.
 
     Raises:
         RateLimitError: the caller may not have so many tokens now.
@@ -57,14 +59,17 @@ class Answer:
         prompts: Sequence[Sequence[int]],
         num_top: int | None,
     ) -> None:
-        self.id = request_id
+        given = request.request_id if isinstance(request, GenerationBody) else None
+        self.id = request_id if given is None else f"{request_id.partition('-')[0]}-{given}"
         self.created = int(time.time())
         self._request = request
-        self._tokens = tokens
+        token_fields = request if isinstance(request, TokenFields) else TokenFields()
+        self._returns_token_ids = bool(token_fields.return_token_ids)
+        self._tokens = tokens.written_as_ids() if token_fields.return_tokens_as_token_ids else tokens
         self._prompts = prompts
         self._num_top = num_top
         self._prompt_entries: dict[int, tuple[TokenLogprobs, ...]] = {}  # by prompt: only one output carries them
-        self._has_public_id = len(prompts) > 1
+        self._has_public_id = len(prompts) > 1 or given is not None
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_cached = [0] * len(prompts)
         self._num_output_tokens = 0
@@ -97,6 +102,15 @@ class Answer:
         if self._context is not None:
             self._context.count_output(len(piece.token_ids), sum(self._num_cached))
 
+    @property
+    def _chunk_usage(self) -> Usage | None:
+        """The usage in a chunk that is not the last."""
+        return self.usage if self._request.continuous_usage else None
+
+    def _token_ids(self, token_ids: Sequence[int]) -> list[int] | None:
+        """The tokens, if they are requested."""
+        return list(token_ids) if self._returns_token_ids else None
+
     def _prompt_logprobs(self, prompt: int = 0) -> PromptLogprobs | None:
         if self._request.prompt_logprobs is None:
             return None
@@ -125,7 +139,8 @@ class CompletionAnswer(Answer):
 
     def chunk(self, piece: Piece, prompt: int = 0) -> Completion:
         """The chunk of a piece of an output of that prompt."""
-        return self._completion([self._choice(piece, prompt)])
+        choice = self._choice(piece, prompt)
+        return self._completion([choice], self._chunk_usage)
 
     def last_chunk(self) -> Completion:
         """The chunk behind all others, with the usage."""
@@ -163,6 +178,8 @@ class CompletionAnswer(Answer):
             stop_reason=None if self._only_echoes else piece.stop_reason,
             score=piece.score,
             prompt_logprobs=self._prompt_logprobs(prompt) if begins else None,
+            token_ids=self._token_ids(() if self._only_echoes else piece.token_ids),
+            prompt_token_ids=self._token_ids(self._prompts[prompt]) if begins else None,
         )
 
     def _first_offsets(self, prompt: int) -> Offsets:
@@ -193,6 +210,9 @@ class ChatAnswer(Answer):
         self._plan = plan
         self._outputs: dict[int, _Output] = {}
         self._has_begun = False
+        last = request.messages[-1] if request.echo else None
+        self._echoed = joined_text(last.content) if last is not None and last.role == "assistant" else ""
+        self._service_tier: Literal["default"] | None = None if request.service_tier is None else "default"
 
     @property
     def usage(self) -> Usage:
@@ -212,13 +232,16 @@ class ChatAnswer(Answer):
         """The chunk of a piece; `None` while the parser holds all of its text back."""
         parts, output = self.parts(piece), self._output(piece)
         entries = (*output.held_entries, *piece.logprobs)
+        token_ids = (*output.held_token_ids, *piece.token_ids)
         if not parts and piece.finish_reason is None:
-            output.held_entries = entries
+            output.held_entries, output.held_token_ids = entries, token_ids
             return None
-        output.held_entries = ()
+        output.held_entries, output.held_token_ids = (), ()
         is_first, self._has_begun = not self._has_begun, True
         begins, output.has_begun = not output.has_begun, True
         content, reasoning = _joined(parts, "content"), _joined(parts, "reasoning")
+        if begins:
+            content = self._echoed + content
         calls = output.call_deltas(parts)
         delta = ChatDelta(
             role="assistant" if begins else None,
@@ -228,8 +251,18 @@ class ChatAnswer(Answer):
             reasoning=reasoning or None,
             tool_calls=calls or None,
         )
-        choice = ChatChunkChoice(delta=delta, **self.ending(piece), logprobs=self.logprobs(entries))
-        return self._chunk([choice], prompt_logprobs=self._prompt_logprobs() if is_first else None)
+        choice = ChatChunkChoice(
+            delta=delta,
+            **self.ending(piece),
+            logprobs=self.logprobs(entries),
+            token_ids=self._token_ids(token_ids),
+        )
+        return self._chunk(
+            [choice],
+            usage=self._chunk_usage,
+            prompt_logprobs=self._prompt_logprobs() if is_first else None,
+            prompt_token_ids=self._token_ids(self._prompts[0]) if is_first else None,
+        )
 
     def last_chunk(self) -> ChatCompletionChunk:
         """The chunk behind all others, with the usage."""
@@ -240,7 +273,7 @@ class ChatAnswer(Answer):
         [pieces], choices = outputs, []
         for piece in sorted(pieces, key=lambda piece: piece.index):
             parts = self.parts(piece)
-            content, reasoning = _joined(parts, "content"), _joined(parts, "reasoning") or None
+            content, reasoning = self._echoed + _joined(parts, "content"), _joined(parts, "reasoning") or None
             calls = [
                 ToolCall.model_validate(d.model_dump(exclude={"index"})) for d in self._output(piece).call_deltas(parts)
             ]
@@ -250,9 +283,20 @@ class ChatAnswer(Answer):
                 reasoning=reasoning,
                 tool_calls=calls or None,
             )
-            choices.append(ChatChoice(message=message, **self.ending(piece), logprobs=self.logprobs(piece.logprobs)))
+            choice = ChatChoice(
+                message=message,
+                **self.ending(piece),
+                logprobs=self.logprobs(piece.logprobs),
+                token_ids=self._token_ids(piece.token_ids),
+            )
+            choices.append(choice)
         return ChatCompletion(
-            **self._head(), choices=choices, usage=self.usage, prompt_logprobs=self._prompt_logprobs()
+            **self._head(),
+            choices=choices,
+            usage=self.usage,
+            service_tier=self._service_tier,
+            prompt_logprobs=self._prompt_logprobs(),
+            prompt_token_ids=self._token_ids(self._prompts[0]),
         )
 
     def new_call_id(self) -> str:
@@ -279,7 +323,7 @@ class ChatAnswer(Answer):
         return self._outputs[piece.index]
 
     def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self._head(), choices=choices, **more)
+        return ChatCompletionChunk(**self._head(), choices=choices, service_tier=self._service_tier, **more)
 
 
 class _Output:
@@ -288,6 +332,7 @@ class _Output:
     def __init__(self, plan: OutputPlan) -> None:
         self.has_begun = False
         self.held_entries: tuple[TokenLogprobs, ...] = ()
+        self.held_token_ids: tuple[int, ...] = ()
         self.num_calls = 0
         self.num_reasoning_tokens = 0
         self._parser = plan.parser()

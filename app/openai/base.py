@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Protocol, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -18,6 +18,8 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+from app.openai.unknown_fields import UnknownFields
 
 # Nesting of objects and arrays. Python's recursion limit depends on the caller's depth and would be answered with 500.
 MAX_JSON_DEPTH = 100
@@ -40,10 +42,16 @@ class StrictBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
+    dropped: ClassVar[frozenset[str]] = frozenset()
+    """Fields that clients send and that say nothing here."""
+
     @model_validator(mode="before")
     @classmethod
-    def _check_num_fields(cls, fields: Any) -> Any:
-        return _check_number(fields, MAX_FIELDS, "fields")
+    def _check_fields(cls, fields: Any) -> Any:
+        _check_number(fields, MAX_FIELDS, "fields")
+        if cls.dropped and isinstance(fields, dict) and not cls.dropped.isdisjoint(fields):
+            return {name: value for name, value in fields.items() if name not in cls.dropped}
+        return fields
 
 
 def at_most(number: int, what: str) -> BeforeValidator:
@@ -107,6 +115,10 @@ def text_or(kind: str) -> Discriminator:
     return Discriminator(lambda value: kind if isinstance(value, list) else "text")
 
 
+# For a list of which an empty one means none.
+none_if_empty = BeforeValidator(lambda items: None if items == [] else items)
+
+
 class _Part(Protocol):
     text: str
 
@@ -125,24 +137,21 @@ Metadata = Annotated[
 
 
 class ClientFields(StrictBody):
-    """Fields of OpenAI's bodies that clients send and that change no output: accepted only with such values."""
+    """Fields of clients that change no output."""
 
     metadata: Metadata | None = None
     """Notes of the client. Nothing is stored; only `/v1/responses` repeats them in its answer."""
-    store: Annotated[
-        Literal[False] | None, unsupported_field("answers are not stored here; leave it out or send false", False)
-    ] = None
-    """Answers are never stored: `true` is refused."""
-    service_tier: Annotated[
-        Literal["auto", "default"] | None,
-        unsupported_field("there is one tier, the default; leave it out, or use priority", "auto", "default"),
-    ] = None
-    """There is one tier. Use `priority` for urgent requests."""
+    store: bool | None = None
+    """No effect: answers are never stored."""
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    """No effect: there is one tier, and answers say "default". Use `priority` for urgent requests."""
     safety_identifier: Annotated[Text | None, Field(max_length=256)] = None
     """The end user of the request. Ignored."""
     prompt_cache_key: Name | None = None
     """Requests with the same key go to the same replica where that costs little, like those with the same
     `X-Session-Id`. Cached prefixes are found without it."""
+    session_id: Name | None = None
+    """The same, under OpenRouter's name."""
     prompt_cache_retention: Annotated[
         Literal["in_memory"] | None,
         unsupported_field("cached prefixes are kept in memory only; leave it out, or use pin", "in_memory"),
@@ -186,7 +195,7 @@ class SizedExecutor:
         return await asyncio.get_running_loop().run_in_executor(threads, in_context)
 
 
-def json_routes() -> type[APIRoute]:
+def json_routes(unknown: UnknownFields) -> type[APIRoute]:
     """The class of an application's routes. Bodies of more than `LOOP_BYTES` are parsed and validated in threads."""
     executor = SizedExecutor("bodies", _NUM_THREADS)
 
@@ -199,25 +208,31 @@ def json_routes() -> type[APIRoute]:
             field = self.body_field
             if field is None:
                 return handle
+            kind = field.field_info.annotation
+            assert isinstance(kind, type)
+            assert issubclass(kind, BaseModel)
 
-            def read(body: bytes) -> Any:
+            def read(body: bytes) -> tuple[Any, Sequence[str]]:
+                """The body, and its fields that were dropped."""
                 given = parse_json(body)
                 value, errors = field.validate(given, {}, loc=("body",))
-                if errors:
-                    raise RequestValidationError(errors, body=given)
-                return value
+                return unknown.resolve(kind, given, errors) if errors else (value, ())
 
             async def handle_json(request: Request) -> Response:
                 given = request.headers.get("content-type", "")
-                kind = given.partition(";")[0].strip().lower()
-                if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+                media = given.partition(";")[0].strip().lower()
+                if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
                     said = f"content-type is {given[:100]!r}" if given else "there is no content-type"
                     raise HTTPException(415, f"{said}; send JSON as application/json")
                 if not (body := await request.body()):
                     return await handle(request)
                 if len(body) <= LOOP_BYTES:
-                    return await handle(_ParsedRequest(request, read(body)))
-                return await handle(_ParsedRequest(request, await executor.run(len(body), read, body)))
+                    value, dropped = read(body)
+                else:
+                    value, dropped = await executor.run(len(body), read, body)
+                if dropped:
+                    unknown.note(dropped, request.client.host if request.client else "unknown")
+                return await handle(_ParsedRequest(request, value))
 
             return handle_json
 

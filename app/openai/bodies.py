@@ -10,12 +10,14 @@ from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError
 from app.openai.base import (
     ClientFields,
+    JsonObject,
     ListOf,
     Name,
     Omitted,
     StrictBody,
     Text,
     at_most,
+    none_if_empty,
     only_text,
     text_or,
     unsupported_field,
@@ -29,6 +31,7 @@ MAX_MESSAGES = 4096
 # Of one message; also the most tool calls of one message.
 MAX_PARTS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_TEMPLATE_VARIABLES, MAX_DOCUMENTS = 64, 1024
 # Decoding them is one call, which holds the interpreter's lock part of the time.
 MAX_DETOKENIZED = 1 << 18
 
@@ -78,9 +81,40 @@ class GenerationBody(SamplingBody, ClientFields):
     """Seconds after which an unfinished request ends with an error."""
     user: Text | None = None
     """The end user. `fair_tenants` takes the user for the tenant of requests without one."""
+    request_id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] = None
+    """The answer's id, after its prefix. Such an answer cannot be forked. By default a random one."""
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
+    """Keep this number of tokens at the end of a longer prompt; -1: as many as the context has room for."""
 
 
-class CompletionRequest(GenerationBody):
+class TokenFields(StrictBody):
+    """Tokens in prompts and answers, under vLLM's names."""
+
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens to the prompt, such as a first token. By default true for a text, false for a
+    conversation, whose template writes them."""
+    return_token_ids: bool | None = None
+    """Return `prompt_token_ids`, in a stream with the first chunk, and `token_ids` of each output."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens of log probabilities as `token_id:5`."""
+
+
+class TemplateFields(StrictBody):
+    """What the chat template gets beside messages and tools."""
+
+    chat_template_kwargs: Annotated[JsonObject | None, at_most(MAX_TEMPLATE_VARIABLES, "variables")] = None
+    """Variables of the model's chat template, such as `enable_thinking`."""
+    documents: Annotated[ListOf[JsonObject] | None, at_most(MAX_DOCUMENTS, "documents"), none_if_empty] = None
+    """Documents for chat templates that show some, mostly with `title` and `text`."""
+    add_generation_prompt: bool | None = None
+    """Add the template's text before an answer. True by default."""
+    continue_final_message: bool | None = None
+    """The answer continues the last message. `add_generation_prompt` is then false."""
+    chat_template: Annotated[None, unsupported_field("the model's own template is used; leave it out")] = None
+    """Refused: the model's own template is used."""
+
+
+class CompletionRequest(GenerationBody, TokenFields):
     """`POST /v1/completions`."""
 
     prompt: Annotated[Prompt, Field(examples=["The key of room 417 is 93. The key of room 417 is"])]
@@ -92,7 +126,11 @@ class CompletionRequest(GenerationBody):
     """Begin outputs with their prompt; with `logprobs`, also give the log probabilities of the prompt's tokens."""
     logprobs: int | None = None
     """Log probabilities of each token, with this number of alternatives."""
-    suffix: Annotated[None, unsupported_field("models here only continue a prompt; leave it out")] = None
+    response_format: ResponseFormat | None = None
+    """The form of the answer: text, a JSON object, JSON that follows a schema, or text with such parts."""
+    suffix: Annotated[Literal[""] | None, unsupported_field("models here only continue a prompt; leave it out", "")] = (
+        None
+    )
     """Refused: models here only continue a prompt."""
 
     @property
@@ -113,6 +151,7 @@ class CompletionRequest(GenerationBody):
             1 if self.echo and self.max_tokens == 0 else self.max_tokens,  # one that is not shown
             logprobs=self.logprobs,
             prompt_logprobs=max((number for number in of_prompt if number is not None), default=None),
+            response_format=structure_of(self.response_format),
         )
 
 
@@ -140,6 +179,8 @@ class TextPart(StrictBody):
     type: Literal["text"]
     text: Text
 
+    dropped = frozenset({"cache_control"})
+
 
 Content = Annotated[
     Annotated[Text, Tag("text")]
@@ -157,7 +198,7 @@ class Message(StrictBody):
     """Text, or a list of parts. An assistant's message may have `tool_calls` instead or as well."""
     name: str | None = None
     """Name of the speaker. Chat templates do not get it."""
-    tool_calls: Annotated[ListOf[ToolCall] | None, Field(min_length=1), at_most(MAX_PARTS, "calls")] = None
+    tool_calls: Annotated[ListOf[ToolCall] | None, at_most(MAX_PARTS, "calls"), none_if_empty] = None
     """The assistant's calls."""
     tool_call_id: Text | None = None
     """The call that a tool's message answers."""
@@ -175,10 +216,9 @@ class Message(StrictBody):
     """Null, as in OpenAI's answers."""
     function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_calls")] = None
     """Null, as in OpenAI's answers."""
-    parsed: Any = None
-    """Added to answers by OpenAI's client. Ignored."""
-    provider_specific_fields: Any = None
-    """Added to answers by LiteLLM. Ignored."""
+
+    # Added to answers by OpenAI's client and LiteLLM, and to messages for Anthropic's models.
+    dropped = frozenset({"parsed", "provider_specific_fields", "cache_control"})
 
     @model_validator(mode="after")
     def _check_role(self) -> Message:
@@ -211,7 +251,7 @@ class Thinking(StrictBody):
 Messages = Annotated[ListOf[Message], at_most(MAX_MESSAGES, "messages")]
 
 
-class ChatCompletionRequest(GenerationBody):
+class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[Messages, Field(examples=[[{"role": "user", "content": "What is Folio?"}]])]
@@ -224,7 +264,9 @@ class ChatCompletionRequest(GenerationBody):
     """Log probabilities of each token."""
     top_logprobs: int | None = None
     """Number of alternatives for each token, between 0 and 20."""
-    tools: Tools | None = None
+    echo: bool | None = None
+    """Begin the answer with the text of a last message of the assistant, for `continue_final_message`."""
+    tools: Tools = None
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
     """"none": the prompt does not show tools; "auto", the default: the model decides; "required", or a function's name:
@@ -242,20 +284,16 @@ class ChatCompletionRequest(GenerationBody):
     """Whether the model reasons, for templates that let one choose."""
     thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
     """Tokens of reasoning at most; then its end is forced. Another name of `thinking.budget_tokens`."""
-    verbosity: Annotated[
-        Literal["medium"] | None, unsupported_field("ask for a length in the prompt; leave it out", "medium")
-    ] = None
-    """Anything but "medium", which has no effect, is refused: ask for a length in the prompt."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """No effect: ask for a length in the prompt."""
     functions: Annotated[None, unsupported_field("it is deprecated and not known here; use tools")] = None
     """Refused: use `tools`."""
     function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_choice")] = None
     """Refused: use `tool_choice`."""
     audio: Annotated[None, unsupported_field("answers are text here; leave it out")] = None
     """Refused: answers are text."""
-    prediction: Annotated[None, unsupported_field("the server's settings decide about speculation; leave it out")] = (
-        None
-    )
-    """Refused: the server's settings decide about speculation."""
+    prediction: JsonObject | None = None
+    """No effect: the server's settings decide about speculation."""
     web_search_options: Annotated[None, unsupported_field("this server has no web search; leave it out")] = None
     """Refused: there is no web search."""
 
@@ -298,6 +336,8 @@ class ChatCompletionRequest(GenerationBody):
         """Alternatives of each token; `None`: no log probabilities. Raises `RequestError`."""
         if self.top_logprobs is None:
             return 0 if self.logprobs else None
+        if not self.logprobs and self.top_logprobs == 0:
+            return None
         if not self.logprobs:
             raise RequestError(f"top_logprobs is {self.top_logprobs}, but logprobs is not true", "top_logprobs")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -331,7 +371,7 @@ class BudgetRequest(StrictBody):
     """Replicas ignore a request whose revision is not above that of the last one. By default the next one."""
 
 
-class TokenizeRequest(StrictBody):
+class TokenizeRequest(TemplateFields):
     """`POST /tokenize`: either a text, or a conversation as in `/v1/chat/completions`."""
 
     model: Annotated[Text | None, Field(max_length=256, examples=["builtin"])] = None
@@ -340,13 +380,11 @@ class TokenizeRequest(StrictBody):
     """A text."""
     messages: Messages | None = None
     """A conversation."""
-    tools: Tools | None = None
+    tools: Tools = None
     """With messages: functions that the model may call."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens to a text, such as a first token; true by default. The chat template writes
     those of conversations."""
-    add_generation_prompt: bool | None = None
-    """With messages: add the template's text before an answer. True by default."""
     return_token_strs: bool | None = None
     """Return each token's text."""
 

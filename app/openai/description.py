@@ -15,8 +15,9 @@ from app.openai.replies import ChatCompletionChunk, Completion
 from app.openai.responses.replies import StreamEvent
 
 DESCRIPTION = (
-    "OpenAI's completions, chat completions and responses for one model and its adapters. Unknown fields are errors, "
-    "and nulls are defaults. `docs/reference/http-api.md` lists extensions of OpenAI's API and refused fields."
+    "OpenAI's completions, chat completions and responses for one model and its adapters. Nulls are defaults. Unknown "
+    "fields are dropped, unless the settings say otherwise, and named in the header `x-folio-ignored-fields`. "
+    "`docs/reference/http-api.md` lists extensions of OpenAI's API and refused fields."
 )
 _RESPONSE_EVENTS: tuple[type[BaseModel], ...] = get_args(StreamEvent)
 
@@ -84,8 +85,9 @@ RESPONSE_STREAM = _stream_of(
 )
 
 
-def describe(api: FastAPI) -> None:
-    """Add the schemas of chunks and events, which no route declares, to the page."""
+def describe(api: FastAPI, *, allow_unknown: bool) -> None:
+    """Add the schemas of chunks and events, which no route declares, to the page. `allow_unknown`: objects may have
+    unknown fields."""
     build_page = api.openapi
 
     def openapi() -> dict[str, Any]:
@@ -96,7 +98,10 @@ def describe(api: FastAPI) -> None:
                 [(model, "serialization") for model in models],
                 ref_template="#/components/schemas/{model}",
             )
-            page["components"]["schemas"] = streamed["$defs"] | page["components"]["schemas"]
+            schemas = page["components"]["schemas"] = streamed["$defs"] | page["components"]["schemas"]
+            if allow_unknown:
+                for schema in schemas.values():
+                    schema.pop("additionalProperties", None)
         assert api.openapi_schema is not None
         return api.openapi_schema
 

@@ -17,6 +17,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Match
 
 from app import http_errors as errors
+from app.config.http import UnknownFieldsMode
 from app.errors import FolioError, UnknownPinError
 from app.http_errors import ErrorBody
 from app.openai import description as examples
@@ -51,7 +52,8 @@ from app.openai.replies import (
 )
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ErrorEvent, ResponseObject, StreamEvent
-from app.request_context import current_context, note_error, request_id
+from app.openai.unknown_fields import UnknownFields
+from app.request_context import EdgeObserver, current_context, note_error, request_id
 from vmem import MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -97,8 +99,14 @@ class Service(Protocol):
     async def metrics(self) -> str: ...
 
 
-def build_api(service: Service) -> FastAPI:
-    """Build the ASGI application. `app.edge.guard.protect` adds keys, limits and the log."""
+def build_api(
+    service: Service, unknown_fields: UnknownFieldsMode = "ignore", observer: EdgeObserver | None = None
+) -> FastAPI:
+    """Build the ASGI application. `app.edge.guard.protect` adds keys, limits and the log.
+
+    Args:
+        unknown_fields, observer: see `UnknownFields`.
+    """
     api = FastAPI(
         title="Folio",
         summary="OpenAI-compatible LLM server",
@@ -111,7 +119,7 @@ def build_api(service: Service) -> FastAPI:
         # Serve's span of the request is enough; FastAPI's would begin a second trace, with the query in its attributes.
         telemetry={"tracing": False},
     )
-    api.router.route_class = json_routes()
+    api.router.route_class = json_routes(UnknownFields(unknown_fields, observer))
     _add_generation(api, service)
     _add_pooling(api, service)
     _add_models(api, service)
@@ -119,7 +127,7 @@ def build_api(service: Service) -> FastAPI:
     _add_operation(api, service)
     _add_error_handlers(api)
     add_docs_page(api)
-    describe(api)
+    describe(api, allow_unknown=unknown_fields == "ignore")
     return api
 
 

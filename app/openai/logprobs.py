@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,13 @@ class TokenTexts:
         decoders = set(_decoder_types(self._backend))
         self._is_byte_level = "ByteLevel" in decoders
         self._has_space_sign = bool(decoders & {"Metaspace", "Replace", "ByteFallback"})
+        self._as_ids = False
+
+    def written_as_ids(self) -> TokenTexts:
+        """The same, with tokens written as `token_id:5`."""
+        other = copy.copy(self)
+        other._as_ids = True
+        return other
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is not part of any text."""
@@ -62,18 +70,20 @@ class TokenTexts:
 
     def chat_token(self, token_id: int) -> str:
         """The token as in chat completions: `\\xe2\\x82` for an incomplete character."""
-        return _written(self.bytes_of(token_id), "")
+        return self._written(token_id, "")
 
     def completion_token(self, token_id: int) -> str:
         """The token as in completions: `bytes:\\xe2\\x82` for an incomplete character."""
-        return _written(self.bytes_of(token_id), "bytes:")
+        return self._written(token_id, "bytes:")
 
-
-def _written(content: bytes, mark: str) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return mark + "".join(f"\\x{byte:02x}" for byte in content)
+    def _written(self, token_id: int, mark: str) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        content = self.bytes_of(token_id)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return mark + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 def _decoder_types(tokenizer: Tokenizer) -> Iterator[str]:

@@ -6,16 +6,27 @@ import itertools
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
+from tokenizers import Encoding
 from tokenizers.pre_tokenizers import ByteLevel
 
 from app.engine.text_prefix import conversation_prefix, text_prefix
 from app.errors import ContextLengthError, RequestError
 from app.openai.base import check_json, joined_text
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest, TokenizeRequest
+from app.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationBody,
+    Message,
+    PinRequest,
+    TemplateFields,
+    TokenizeRequest,
+)
 from app.openai.output.formats import tool_template
 from app.openai.tools.bodies import Tool, ToolCall
 
@@ -25,6 +36,9 @@ if TYPE_CHECKING:
 
 # Tokens at a prompt's end that tell whether it has begun the reasoning.
 _END_TOKENS = 32
+_TEMPLATE_NAMES = ("messages", "raise_exception", "strftime_now", "self")
+# A longer text is refused even if only its end is to be kept: it would be tokenised whole.
+_TRUNCATED_CONTEXTS = 16
 
 
 class PromptEncoder:
@@ -38,6 +52,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
         self._bounds = TextBounds(tokenizer)
+        # Names that are not variables of the template, or that the template gets without a client.
+        self._reserved = {*signature(tokenizer.apply_chat_template).parameters, *_TEMPLATE_NAMES}
 
     @property
     def encoder(self) -> TextEncoder:
@@ -49,37 +65,52 @@ class PromptEncoder:
 
     def encode_completion(self, request: CompletionRequest, max_model_len: int) -> list[list[int]]:
         """Token ids of each prompt."""
+        kept = _Kept.of(request, request.max_tokens, max_model_len)
+        add_special_tokens = request.add_special_tokens is not False
         return [
-            self._encode_text(prompt, max_model_len) if isinstance(prompt, str) else prompt
+            kept.of_prompt(
+                self._encode_text(prompt, kept.most_tokens, add_special_tokens) if isinstance(prompt, str) else prompt
+            )
             for prompt in request.prompts
         ]
 
-    def echoed_texts(self, request: CompletionRequest) -> list[str]:
-        """The text of each prompt, for outputs to begin with."""
+    def echoed_texts(self, request: CompletionRequest, prompts: Sequence[list[int]]) -> list[str]:
+        """The text of each prompt, for outputs to begin with. `prompts`: the same as tokens, perhaps truncated."""
         return [
-            prompt if isinstance(prompt, str) else self._decode(prompt, skip_special_tokens=True)
-            for prompt in request.prompts
+            given
+            if isinstance(given, str) and request.truncate_prompt_tokens is None
+            else self._decode(prompt, skip_special_tokens=True)
+            for given, prompt in zip(request.prompts, prompts, strict=True)
         ]
 
     def encode_chat(self, request: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Token ids of the conversation, with the tools unless `tool_choice` is "none"."""
         tools = request.tools if request.tool_choice != "none" else None
-        return self._encode_conversation(request.messages, tools, max_model_len, settings=request.template_settings)
+        most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        kept = _Kept.of(request, most, max_model_len)
+        return kept.of_prompt(
+            self._encode_conversation(
+                request.messages,
+                tools,
+                request,
+                kept.most_tokens,
+                add_special_tokens=request.add_special_tokens,
+                settings=request.template_settings,
+            )
+        )
 
     def encode_tokenize(self, request: TokenizeRequest, max_model_len: int) -> list[int]:
         """Token ids of a text, or of a conversation."""
         _check_one_kind(request)
         if request.prompt is not None:
-            for name in ("tools", "add_generation_prompt"):
+            for name in ("tools", *TemplateFields.model_fields):
                 if getattr(request, name) is not None:
                     raise RequestError(f"{name} belongs to messages, and this is a prompt; leave it out", name)
             return self._encode_text(request.prompt, max_model_len, request.add_special_tokens is not False)
         assert request.messages is not None
         if request.add_special_tokens:
             raise RequestError("the chat template writes special tokens itself; leave it out", "add_special_tokens")
-        return self._encode_conversation(
-            request.messages, request.tools, max_model_len, request.add_generation_prompt is not False
-        )
+        return self._encode_conversation(request.messages, request.tools, request, max_model_len)
 
     def encode_pin(self, request: PinRequest) -> list[int]:
         """The token ids with which all prompts begin that begin with the pinned text or messages."""
@@ -120,8 +151,10 @@ class PromptEncoder:
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] | None,
-        max_model_len: int,
-        add_generation_prompt: bool = True,
+        options: TemplateFields,
+        most_tokens: int,
+        *,
+        add_special_tokens: bool | None = None,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         if not messages:
@@ -135,15 +168,75 @@ class PromptEncoder:
             described = self._encoder.shielded(described, "tools")
         if tools is not None or any(message.role == "tool" or message.tool_calls for message in messages):
             tool_template(self._tokenizer)
+        variables = self._template_variables(options, messages)
         try:
             text: Any = self._tokenizer.apply_chat_template(
-                shown, tools=described, add_generation_prompt=add_generation_prompt, tokenize=False, **settings
+                shown, tools=described, tokenize=False, **{**settings, **variables}
             )
         except TemplateError as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if options.chat_template_kwargs is None and options.documents is None:
+                raise
+            param = "documents" if options.chat_template_kwargs is None else "chat_template_kwargs"
+            raise RequestError(f"the model's chat template fails with this {param}: {error}", param) from error
         # Not earlier: templates may leave out some of the messages.
-        self._bounds.check_length(self._encoder.unshielded(text), max_model_len, "messages")
-        return self._encoder.encode(text, add_special_tokens=False)
+        self._bounds.check_length(self._encoder.unshielded(text), most_tokens, "messages")
+        return self._encoder.encode(text, add_special_tokens=bool(add_special_tokens))
+
+    def _template_variables(self, options: TemplateFields, messages: Sequence[Message]) -> dict[str, Any]:
+        """Arguments of `apply_chat_template` beside messages and tools."""
+        given = options.chat_template_kwargs or {}
+        if refused := sorted(given.keys() & self._reserved):
+            raise RequestError(
+                f"chat_template_kwargs has {refused[0]!r}, which has a meaning of its own; leave it out",
+                "chat_template_kwargs",
+            )
+        continues = bool(options.continue_final_message)
+        if continues and options.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; leave one of them out",
+                "continue_final_message",
+            )
+        if continues and not joined_text(messages[-1].content).strip():
+            raise RequestError("the last message has no text to continue", "continue_final_message")
+        variables: dict[str, Any] = self._encoder.shielded(given, "chat_template_kwargs")
+        if options.documents is not None:
+            variables["documents"] = self._encoder.shielded(options.documents, "documents")
+        variables["add_generation_prompt"] = not continues and options.add_generation_prompt is not False
+        return variables | {"continue_final_message": continues}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What is kept of a prompt: all, or the last tokens.
+
+    Attributes:
+        most_tokens: a text that must have more is refused without being tokenised.
+    """
+
+    num_tokens: int | None
+    most_tokens: int
+
+    @staticmethod
+    def of(request: GenerationBody, max_tokens: int | None, max_model_len: int) -> _Kept:
+        """As in `truncate_prompt_tokens`. `max_tokens` of the output need room, too."""
+        number = request.truncate_prompt_tokens
+        if number is None:
+            return _Kept(None, max_model_len)
+        if number > max_model_len:
+            raise RequestError(
+                f"truncate_prompt_tokens is {number}; the context has {max_model_len} tokens: ask for fewer",
+                "truncate_prompt_tokens",
+            )
+        if number == -1:
+            number = max(1, max_model_len - (max_tokens or 1))
+        if number == 0:
+            raise RequestError("truncate_prompt_tokens is 0; a prompt needs at least 1 token", "truncate_prompt_tokens")
+        return _Kept(number, _TRUNCATED_CONTEXTS * max_model_len)
+
+    def of_prompt(self, token_ids: list[int]) -> list[int]:
+        return token_ids if self.num_tokens is None else token_ids[-self.num_tokens :]
 
 
 def _check_one_kind(request: TokenizeRequest | PinRequest) -> None:
@@ -224,7 +317,10 @@ class TextEncoder:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text, perhaps a rendered one. Control tokens that it spells without marks become tokens."""
         parts = text.split(self._mark)
-        encodings = self._backend.encode_batch_fast(parts, add_special_tokens=add_special_tokens)
+        only = len(parts) == 1
+        encodings = self._backend.encode_batch_fast(parts, add_special_tokens=add_special_tokens and only)
+        if add_special_tokens and not only:
+            return self._backend.post_process(Encoding.merge(encodings)).ids
         return list(itertools.chain.from_iterable(encoding.ids for encoding in encodings))
 
     def encode_pair(self, first: str, second: str) -> list[int]:

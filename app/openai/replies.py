@@ -67,7 +67,7 @@ class CompletionLogprobs(BaseModel):
 
 class CompletionChoice(BaseModel):
     """Extensions, left out while null: `stop_reason`, the stop string or token id that ended the output; `score`, of a
-    beam; `prompt_logprobs`."""
+    beam; `prompt_logprobs`; `token_ids` of the output, or of the chunk, and `prompt_token_ids`."""
 
     index: int = 0
     text: str
@@ -76,6 +76,8 @@ class CompletionChoice(BaseModel):
     stop_reason: Omitted[str | int] = None
     score: Omitted[float] = None
     prompt_logprobs: Omitted[PromptLogprobs] = None
+    token_ids: Omitted[list[int]] = None
+    prompt_token_ids: Omitted[list[int]] = None
 
 
 class Completion(BaseModel):
@@ -127,10 +129,11 @@ class ChatChoice(BaseModel):
     finish_reason: ChoiceEnd | None = None
     stop_reason: Omitted[str | int] = None
     score: Omitted[float] = None
+    token_ids: Omitted[list[int]] = None
 
 
 class ChatCompletion(BaseModel):
-    """The answer of `/v1/chat/completions`; `prompt_logprobs` is an extension."""
+    """The answer of `/v1/chat/completions`; `prompt_logprobs` and `prompt_token_ids` are extensions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -138,7 +141,9 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: Omitted[Literal["default"]] = None
     prompt_logprobs: Omitted[PromptLogprobs] = None
+    prompt_token_ids: Omitted[list[int]] = None
 
 
 class ChatDelta(BaseModel):
@@ -158,10 +163,12 @@ class ChatChunkChoice(BaseModel):
     finish_reason: ChoiceEnd | None = None
     stop_reason: Omitted[str | int] = None
     score: Omitted[float] = None
+    token_ids: Omitted[list[int]] = None
 
 
 class ChatCompletionChunk(BaseModel):
-    """One chunk of a streamed chat completion. `prompt_logprobs`, an extension, come with the first."""
+    """One chunk of a streamed chat completion. `prompt_logprobs` and `prompt_token_ids`, extensions, come with the
+    first."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -169,7 +176,9 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    service_tier: Omitted[Literal["default"]] = None
     prompt_logprobs: Omitted[PromptLogprobs] = None
+    prompt_token_ids: Omitted[list[int]] = None
 
 
 class ModelCard(BaseModel):
@@ -227,7 +236,7 @@ def _only_text(chunk: BaseModel) -> str | None:
     choice = chunk.choices[0]
     if choice.finish_reason is not None or choice.logprobs is not None:
         return None
-    if choice.stop_reason is not None or choice.score is not None:
+    if choice.stop_reason is not None or choice.score is not None or choice.token_ids is not None:
         return None
     if isinstance(chunk, ChatCompletionChunk):
         delta = chunk.choices[0].delta

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import from_json
 
 from app.engine.sampling.params import (
+    MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
@@ -18,10 +20,11 @@ from app.engine.sampling.params import (
     Structure,
 )
 from app.errors import RequestError
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, unsupported_field
+from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most
 from app.openai.output.plan import OutputPlan
 
 MAX_CHOICES = 4096
+MAX_TAGS = 128
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 TokenIds = ListOf[Annotated[int, Field(ge=0, lt=2**31)]]
@@ -30,10 +33,81 @@ TokenIds = ListOf[Annotated[int, Field(ge=0, lt=2**31)]]
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
     """Send the token counts in a last chunk. The events of `/v1/responses` always end with them."""
-    include_obfuscation: Annotated[
-        Literal[False] | None, unsupported_field("chunks are not padded here; leave it out or send false", False)
-    ] = None
-    """Chunks are never padded with random characters: `true` is refused."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: send the token counts so far in every chunk."""
+    include_obfuscation: bool | None = None
+    """No effect: chunks are never padded with random characters."""
+
+
+class StructuralTag(StrictBody):
+    """A part of the text: `begin`, JSON that follows the schema, and `end`."""
+
+    begin: Text
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    end: Text
+
+
+class StructuralTags(StrictBody):
+    """Free text in which every trigger begins one of the structures."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    triggers: Annotated[ListOf[Text], Field(min_length=1), at_most(MAX_TAGS, "triggers")]
+    structures: Annotated[ListOf[StructuralTag], Field(min_length=1), at_most(MAX_TAGS, "structures")]
+
+    def structure(self) -> Structure:
+        structures = [{"begin": tag.begin, "schema": tag.schema_ or {}, "end": tag.end} for tag in self.structures]
+        return Structure("tags", json.dumps({"triggers": self.triggers, "structures": structures}))
+
+
+def _parsed(value: Any) -> Any:
+    return from_json(value) if isinstance(value, str) else value
+
+
+class StructuredOutputs(StrictBody):
+    """vLLM's choice of a structure: exactly one of these."""
+
+    json_: Annotated[str | JsonObject | None, Field(alias="json")] = None
+    """A JSON schema, as an object or as text."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: Text | None = None
+    """A regular expression that the whole output matches."""
+    choice: Annotated[ListOf[Text], at_most(MAX_CHOICES, "choices")] | None = None
+    """The output is one of these."""
+    grammar: Text | None = None
+    """A grammar in Lark's syntax or in GBNF."""
+    structural_tag: Annotated[StructuralTags | None, BeforeValidator(_parsed)] = None
+    """`StructuralTags`, as an object or as text."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> StructuredOutputs:
+        if len(self.structures()) != 1:
+            raise ValueError("exactly one of json, json_object, regex, choice, grammar and structural_tag is needed")
+        return self
+
+    def structures(self) -> list[Structure]:
+        """One for each field that is set."""
+        found = _structures(self.json_, self.regex, self.choice, self.grammar)
+        if self.json_object:
+            found.append(Structure("json", "{}"))
+        if self.structural_tag is not None:
+            found.append(self.structural_tag.structure())
+        return found
+
+
+def _structures(
+    schema: str | dict[str, Any] | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> list[Structure]:
+    found = []
+    if schema is not None:
+        found.append(Structure("json", schema if isinstance(schema, str) else json.dumps(schema)))
+    if regex is not None:
+        found.append(Structure("regex", regex))
+    if choice is not None:
+        found.append(Structure("choice", json.dumps(choice)))
+    if grammar is not None:
+        found.append(Structure("grammar", grammar))
+    return found
 
 
 class SamplingBody(StrictBody):
@@ -46,12 +120,12 @@ class SamplingBody(StrictBody):
     """Number of outputs; the prompt is computed once for all."""
     best_of: int | None = None
     """Number of outputs to generate, of which the `n` with the highest mean log probability are returned."""
-    temperature: float | None = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     """0 is greedy; above, logits are divided by it. 1 by default."""
     top_p: float | None = None
     """Sample among the fewest tokens whose probability reaches p."""
-    top_k: int | None = None
-    """Sample among the k likeliest tokens; 0: all."""
+    top_k: Annotated[int | None, AfterValidator(lambda k: 0 if k == -1 else k)] = None
+    """Sample among the k likeliest tokens; 0 or -1: all."""
     min_p: float | None = None
     """Sample among tokens of at least this share of the likeliest token's probability; 0: all."""
     frequency_penalty: float | None = None
@@ -64,6 +138,8 @@ class SamplingBody(StrictBody):
     """Token id, as a string → number added to its logit, between -100 and 100."""
     bad_words: Annotated[ListOf[Text], at_most(MAX_BAD_WORDS, "strings")] | None = None
     """Strings that the output may not contain."""
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1), at_most(MAX_ALLOWED_TOKENS, "tokens")] | None = None
+    """The only tokens that the output may contain. It ends by itself only if the end-of-sequence token is one."""
     seed: int | None = None
     """The same seed and request give the same tokens, whatever else is in the batch."""
     stop: str | Annotated[ListOf[str], at_most(MAX_STOP_STRINGS, "strings")] | None = None
@@ -71,7 +147,13 @@ class SamplingBody(StrictBody):
     stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKENS, "tokens")] | None = None
     """Tokens that end the output, also with `ignore_eos`."""
     include_stop_str: bool | None = None
-    """The output includes the stop string that ended it."""
+    """The output includes the stop string, or the text of the token, that ended it."""
+    include_stop_str_in_output: bool | None = None
+    """vLLM's name of `include_stop_str`."""
+    skip_special_tokens: bool | None = None
+    """false: special tokens appear in the output's text. True by default."""
+    spaces_between_special_tokens: bool | None = None
+    """No effect: there are none."""
     ignore_eos: bool | None = None
     """Continue after the end-of-sequence token."""
     min_tokens: int | None = None
@@ -91,7 +173,9 @@ class SamplingBody(StrictBody):
     guided_choice: Annotated[ListOf[Text], at_most(MAX_CHOICES, "choices")] | None = None
     """The output is one of these."""
     guided_grammar: Text | None = None
-    """A Lark grammar that the output follows."""
+    """A grammar that the output follows, in Lark's syntax or in GBNF."""
+    structured_outputs: StructuredOutputs | None = None
+    """The newer form of the `guided_…` fields."""
     stream: bool | None = None
     """Send the output as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
@@ -100,6 +184,13 @@ class SamplingBody(StrictBody):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has the usage so far."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
 
     @property
     def num_outputs(self) -> int:
@@ -132,19 +223,16 @@ class SamplingBody(StrictBody):
             "logit_bias": _by_token_id(self.logit_bias or {}),
             "structure": self._structure(forms) if output is None else output.structure(self._structure(forms)),
             "kept_token_ids": [] if output is None else sorted(output.kept_token_ids),
+            "include_stop_str": bool(self.include_stop_str or self.include_stop_str_in_output),
         }
         return SamplingParams(**given)
 
     def _structure(self, forms: dict[str, Structure | None]) -> Structure | None:
         found = {name: structure for name, structure in forms.items() if structure is not None}
-        if (schema := self.guided_json) is not None:
-            found["guided_json"] = Structure("json", schema if isinstance(schema, str) else json.dumps(schema))
-        if self.guided_regex is not None:
-            found["guided_regex"] = Structure("regex", self.guided_regex)
-        if self.guided_choice is not None:
-            found["guided_choice"] = Structure("choice", json.dumps(self.guided_choice))
-        if self.guided_grammar is not None:
-            found["guided_grammar"] = Structure("grammar", self.guided_grammar)
+        guided = _structures(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        found |= {f"guided_{structure.kind}": structure for structure in guided}
+        if self.structured_outputs is not None:
+            [found["structured_outputs"]] = self.structured_outputs.structures()
         if len(found) > 1:
             raise RequestError(f"only one of {', '.join(found)} can decide the output's form", next(iter(found)))
         return next(iter(found.values()), None)
@@ -187,7 +275,15 @@ class JsonSchemaFormat(StrictBody):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+class StructuralTagFormat(StructuralTags):
+    """vLLM's and xgrammar's: free text in which every trigger begins one of the structures."""
+
+    type: Literal["structural_tag"]
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")
+]
 
 
 def structure_of(response_format: ResponseFormat | None) -> Structure | None:
@@ -196,4 +292,6 @@ def structure_of(response_format: ResponseFormat | None) -> Structure | None:
         return Structure("json", "{}")
     if isinstance(response_format, JsonSchemaFormat):
         return Structure("json", json.dumps(response_format.json_schema.schema_ or {}))
+    if isinstance(response_format, StructuralTagFormat):
+        return response_format.structure()
     return None

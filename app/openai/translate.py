@@ -110,7 +110,7 @@ class Translator:
             _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session, i)
             for i, prompt in enumerate(prompts)
         ]
-        echoed = self.prompts.echoed_texts(request) if request.echo else None
+        echoed = self.prompts.echoed_texts(request, prompts) if request.echo else None
         return calls, CompletionAnswer(request_id, request, self._tokens, prompts, echoed)
 
     def translate_response(
@@ -228,6 +228,6 @@ def _call_of(
         tenant=tenant,
         user=request.user or None,
         timeout_s=timeout_s,
-        session=session or request.prompt_cache_key,
+        session=session or request.session_id or request.prompt_cache_key,
         repeat_key=repeat_key,
     )

@@ -178,7 +178,7 @@ class Ingress(GrpcIngress):
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._http or HttpSettings()
-        api = build_api(self)
+        api = build_api(self, settings.unknown_fields, self._edge)
         if settings.dashboard:
             add_dashboard(api, self.dashboard)
         protect(api, settings, observer=self._edge, ingress_limits=self._ingress_limits)

@@ -220,11 +220,16 @@ def describe_request(span: trace.Span, route: str, measured: Measured) -> None:
 
 
 class EdgeMeter(EdgeObserver):
-    """An ingress's refusals, and the state of its file of API keys."""
+    """An ingress's refusals and dropped fields, and the state of its file of API keys."""
 
     def __init__(self) -> None:
         self._refused = metrics.Counter(
             "folio_refused_requests", "Requests refused by the edge, by the error's code.", ("code",)
+        )
+        self._ignored = metrics.Counter(
+            "folio_ignored_fields",
+            "Unknown fields of bodies that were dropped, by name; most names are other.",
+            ("field",),
         )
         self._stale = metrics.Gauge(
             "folio_api_keys_stale", "1 while the file of API keys is invalid, and the previous keys are in use."
@@ -233,6 +238,9 @@ class EdgeMeter(EdgeObserver):
 
     def on_refused(self, code: str) -> None:
         self._refused.inc(tags={"code": code})
+
+    def on_ignored_field(self, name: str) -> None:
+        self._ignored.inc(tags={"field": name})
 
     def on_keys_read(self, problem: str | None) -> None:
         self._is_stale = problem is not None

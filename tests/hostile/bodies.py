@@ -301,13 +301,18 @@ _VALID: dict[str, dict[str, Any]] = {
         logprobs=True, top_logprobs=1, parallel_tool_calls=True, max_completion_tokens=2, modalities=["text"],
         stream=True, stream_options={"include_usage": True}, metadata={"a": "b"}, user="x", service_tier="auto",
         reasoning_effort="none", verbosity="medium", store=False, safety_identifier="x", prompt_cache_key="x",
+        chat_template_kwargs={"enable_thinking": False}, documents=[{"title": "x", "text": "y"}], echo=True,
+        continue_final_message=True, add_generation_prompt=False, add_special_tokens=True, return_token_ids=True,
+        return_tokens_as_token_ids=True, request_id="x", truncate_prompt_tokens=9, skip_special_tokens=False,
+        structured_outputs={"json": {}}, provider={"order": ["x"]},
     ),
     _TEXT: _text(
         n=1, best_of=1, temperature=0.5, top_p=0.5, top_k=5, min_p=0.1, frequency_penalty=0.1, presence_penalty=0.1,
         repetition_penalty=1.1, logit_bias={"5": 1}, bad_words=["a"], seed=1, stop=["b"], stop_token_ids=[7],
         include_stop_str=True, ignore_eos=False, min_tokens=0, echo=True, logprobs=1, prompt_logprobs=1,
         use_beam_search=False, length_penalty=1.0, early_stopping=False, guided_regex="a*", priority=0,
-        cache_salt="x", tenant="x", timeout_s=5.0, user="x", stream=False, suffix=None,
+        cache_salt="x", tenant="x", timeout_s=5.0, user="x", stream=False, suffix=None, allowed_token_ids=[5, 6],
+        include_stop_str_in_output=True, response_format={"type": "text"}, session_id="x",
     ),
     _RESPONSES: _response(
         input=[

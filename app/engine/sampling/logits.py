@@ -158,13 +158,19 @@ def _variants(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
 def apply_logits_processors(logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
     """Change `logits [len(states), vocab_size]` (float32) in place, in vLLM's order.
 
-    Forbidden tokens become minus infinity: by the structure, by bad words, and stop tokens before `min_tokens`. Then
-    biases are added. Penalties come last and see the biases.
+    Forbidden tokens become minus infinity: by the structure, beside the allowed tokens, by bad words, and stop tokens
+    before `min_tokens`. Then biases are added. Penalties come last and see the biases.
 
     Args:
         positions: for each row, the number of preceding tokens that its state lacks (draft tokens).
     """
     _mask_structures(logits, states)
+    for i, state in enumerate(states):
+        if len(state.allowed):
+            allowed = torch.from_numpy(state.allowed)
+            kept = logits[i, allowed]
+            logits[i] = -torch.inf
+            logits[i, allowed] = kept
     forbidden = [state.forbidden(position) for state, position in zip(states, positions, strict=True)]
     if any(forbidden):
         where = _places([np.asarray(tokens, np.int64) for tokens in forbidden])

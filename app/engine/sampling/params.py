@@ -15,6 +15,7 @@ MAX_SEQUENCES = 128
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 256
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKENS = 4096
 
 _NOT_WITH_BEAMS: tuple[str, ...] = (
     "top_k",
@@ -25,9 +26,9 @@ _NOT_WITH_BEAMS: tuple[str, ...] = (
     "frequency_penalty",
     "logit_bias",
 )
-_NOT_WITH_BEAMS += ("bad_words", "min_tokens", "stop", "logprobs", "structure", "temperature")
+_NOT_WITH_BEAMS += ("bad_words", "allowed_token_ids", "min_tokens", "stop", "logprobs", "structure", "temperature")
 
-StructureKind = Literal["json", "regex", "choice", "grammar", "any"]
+StructureKind = Literal["json", "regex", "choice", "grammar", "tags", "any"]
 EarlyStopping = Literal["never"] | bool
 
 
@@ -52,8 +53,9 @@ class Structure:
 
     Attributes:
         kind: "json": `spec` is a JSON schema as text, "{}" for any object; "regex": a regular expression for the
-            complete output; "choice": a JSON array of strings, one of which is the output; "grammar": a Lark grammar;
-            "any": any output, for its `budget`.
+            complete output; "choice": a JSON array of strings, one of which is the output; "grammar": a grammar, in
+            Lark's syntax or in GBNF; "tags": free text in which a trigger begins one of the structures, as the JSON
+            `{"triggers": [text, …], "structures": [{"begin", "schema", "end"}, …]}`; "any": any output, for its `budget`.
         frame: Lark grammar of the output, in which `@answer` is the structure that kind and spec describe.
         budget: of the reasoning, whose end must be part of `frame` or of the grammar.
     """
@@ -88,6 +90,7 @@ class SamplingParams:
         frequency_penalty: subtracted once for each occurrence in the output.
         logit_bias: token id → addend of its logit.
         bad_words: strings that must not occur in the output, after a space or not.
+        allowed_token_ids: the only tokens that may occur; none: all.
         seed: the same seed and request give the same tokens; `None`: a random seed.
         stop: strings that end the output; not part of it unless `include_stop_str`.
         stop_token_ids: tokens that end the output like the end-of-sequence token, also with `ignore_eos`.
@@ -95,6 +98,7 @@ class SamplingParams:
         logprobs: number of alternatives to return with each token's log probability; `None`: no log probabilities.
         prompt_logprobs: the same for each token of the prompt but the first.
         kept_token_ids: special tokens to keep in the text; tool calls may begin with one.
+        skip_special_tokens: leave other special tokens out of the text.
 
     Raises:
         RequestError: a value is out of bounds, or two contradict each other.
@@ -116,6 +120,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     bad_words: tuple[str, ...] | list[str] = ()
+    allowed_token_ids: tuple[int, ...] | list[int] = ()
     seed: int | None = None
     stop: tuple[str, ...] | list[str] | str = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
@@ -125,10 +130,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structure: Structure | None = None
     kept_token_ids: tuple[int, ...] | list[int] = ()
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        for name in ("stop_token_ids", "bad_words", "kept_token_ids"):
+        for name in ("stop_token_ids", "bad_words", "allowed_token_ids", "kept_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # a picklable copy
         for name, least, most in (
@@ -159,6 +165,8 @@ class SamplingParams:
             raise RequestError(f"each of bad_words has at most {MAX_BAD_WORD_LENGTH} characters", "bad_words")
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise RequestError(f"stop_token_ids takes at most {MAX_STOP_TOKENS} tokens", "stop_token_ids")
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+            raise RequestError(f"allowed_token_ids takes at most {MAX_ALLOWED_TOKENS} tokens", "allowed_token_ids")
         if len(self.logit_bias) > MAX_LOGIT_BIAS or not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise RequestError(
                 f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, with values between -100 and 100", "logit_bias"

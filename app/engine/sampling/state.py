@@ -27,6 +27,7 @@ class SamplingState:
         eos_token_ids: the model's; only `params.min_tokens` needs them.
 
     Attributes:
+        allowed: token ids of `params.allowed_token_ids`, int64; empty: all.
         is_greedy: no noise is drawn.
         takes_likeliest: the next token is the likeliest by the unprocessed logits.
         is_plain_greedy: the same, and no log probabilities are requested.
@@ -47,6 +48,7 @@ class SamplingState:
         self.is_greedy = params.temperature < _GREEDY_BELOW
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self.bias = np.fromiter(params.logit_bias.values(), np.float32)
+        self.allowed = np.unique(np.asarray(params.allowed_token_ids, np.int64))
         self._index = index
         self._bad_words = bad_words
         self._eos_token_ids = eos_token_ids
@@ -54,7 +56,12 @@ class SamplingState:
         self._output: list[int] = []
         self._counts: TokenCounts | None = None
         self._choice_is_free = not (
-            params.penalises or params.logit_bias or params.bad_words or params.structure or matcher is not None
+            params.penalises
+            or params.logit_bias
+            or params.bad_words
+            or params.allowed_token_ids
+            or params.structure
+            or matcher is not None
         )
         self._note_length()
         self._seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
@@ -149,7 +156,8 @@ class SamplingState:
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise `RequestError` for token ids outside of the model's vocabulary."""
-    for name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        token_ids = getattr(params, name)
         unknown = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
         if unknown:
             raise RequestError(f"{name} has token {unknown[0]}; it must be between 0 and {vocab_size - 1}", name)

@@ -95,8 +95,8 @@ class StructureCompiler:
     def _compile(self, structure: Structure) -> StructureMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        grammar = _grammar(structure)
         vocabulary = self._built()
+        grammar = _grammar(structure, vocabulary.special)
         limits = LLParserLimits(
             max_items_in_row=_MAX_ROW_ITEMS.get(structure.kind),
             max_lexer_states=_MAX_LEXER_STATES,
@@ -210,6 +210,7 @@ class _TokenTrie:
         self._num_words = (len(tokens) + 31) // 32
         self._too_many = len(tokens) > vocab_size
         ends = sorted(eos_token_ids) or [len(tokens) - 1]
+        self.special = frozenset(tokens[token_id].decode(errors="replace") for token_id in known.special)
         self._first_bytes = np.array([token[0] if token else -1 for token in tokens], np.int16)
         self._first_bytes[[*known.special, *ends]] = -1
         self.texts = tokens
@@ -256,19 +257,26 @@ class _Tokens:
         raise AssertionError("no grammar forces a tokenisation")
 
 
-_NAMES = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
+_NAMES = {
+    "json": "JSON schema",
+    "regex": "regular expression",
+    "choice": "choice",
+    "grammar": "grammar",
+    "tags": "structural tag",
+}
 _REMEDIES = {
     "json": "fewer optional properties and alternatives",
     "regex": "a shorter one, with smaller bounds of repetition",
     "choice": "fewer or shorter strings",
     "grammar": "fewer alternatives, and repetition to the left",
+    "tags": "fewer structures, with fewer optional properties",
 }
 # The parser's messages for a token that the mask forbids.
 _NOT_ALLOWED = ("doesn't satisfy the grammar", "out of range")
 
 
-def _grammar(structure: Structure) -> str:
-    """The structure as llguidance's list of grammars, in JSON."""
+def _grammar(structure: Structure, special: Collection[str]) -> str:
+    """The structure as llguidance's list of grammars, in JSON. `special`: names of special tokens."""
     from llguidance import LLMatcher
 
     frame = structure.frame or ""
@@ -287,10 +295,47 @@ def _grammar(structure: Structure) -> str:
         # One terminal: 2,000 rules would be as many parser states, a hundred times slower.
         choices = " | ".join(json.dumps(choice) for choice in _choices(structure.spec))
         first = {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}"}
+    elif structure.kind == "tags":
+        first = {"lark_grammar": _tagged(structure.spec, special)}
     else:
-        first = {"lark_grammar": structure.spec}
+        first = {"lark_grammar": _lark(structure.spec)}
     framed = [first] if structure.frame is None else [{"lark_grammar": frame}, first | {"name": "answer"}]
     return json.dumps({"grammars": [*framed, _OPTIONS_GRAMMAR]})
+
+
+def _lark(spec: str) -> str:
+    """A grammar in Lark's syntax. GBNF, the syntax of llama.cpp and xgrammar, is converted."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if "::=" not in spec:
+        return spec
+    try:
+        return any_to_lark(spec)
+    except Exception as error:  # the converter raises plain `Exception`s for faults of the grammar
+        raise RequestError(f"this grammar cannot be used: {str(error)[:500]}", "structure") from error
+
+
+def _tagged(spec: str, special: Collection[str]) -> str:
+    """The grammar of text with tagged structures. Triggers are special tokens if all of them are some."""
+    from llguidance import StructTag
+
+    given = _json(spec, "structural tag")
+    tags = []
+    try:
+        triggers = [str(text) for text in given["triggers"]]
+        structures = [(str(tag["begin"]), tag["schema"], str(tag["end"])) for tag in given["structures"]]
+    except (KeyError, TypeError) as error:
+        raise RequestError(
+            "a structural tag has triggers, and structures with begin, schema and end", "structure"
+        ) from error
+    for begin, schema, end in structures:
+        trigger = next((text for text in triggers if text and begin.startswith(text)), None)
+        if trigger is None:
+            raise RequestError(f"no trigger begins the structural tag {begin[:100]!r}", "structure")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=_schema(json.dumps(schema)), end=end))
+    if not tags:
+        raise RequestError("a structural tag needs at least one structure", "structure")
+    return StructTag.to_grammar(tags, assume_special=all(tag.trigger in special for tag in tags))
 
 
 def _schema(spec: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from app.errors import OverloadedError, RequestError
 from app.fleet.messages import Piece
 from app.http_errors import error_response
 from app.openai.answers import ChatAnswer
-from app.openai.responses.body import NamedSchemaFormat, ResponsesRequest
+from app.openai.responses.body import NamedSchemaFormat, ResponsesRequest, TextConfig
 from app.openai.responses.replies import (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
@@ -216,6 +216,7 @@ class ResponseAnswer:
                 "top_p": 1.0 if asked.top_p is None else asked.top_p,
                 "top_logprobs": asked.top_logprobs or 0,
                 "text": self._text_echo(),
+                "truncation": asked.truncation or "disabled",
                 "tools": asked.tools or [],
                 "tool_choice": asked.tool_choice or "auto",
                 "reasoning": ReasoningEcho(**asked.reasoning.model_dump() if asked.reasoning else {}),
@@ -234,7 +235,8 @@ class ResponseAnswer:
         )
 
     def _text_echo(self) -> TextEcho:
-        given = self._request.text.format if self._request.text is not None else None
-        if isinstance(given, NamedSchemaFormat):
-            return TextEcho(format=SchemaFormatEcho.model_validate(given.model_dump()))
-        return TextEcho(format=given or TextFormat(type="text"))
+        text = self._request.text or TextConfig()
+        verbosity = text.verbosity or "medium"
+        if isinstance(text.format, NamedSchemaFormat):
+            return TextEcho(format=SchemaFormatEcho.model_validate(text.format.model_dump()), verbosity=verbosity)
+        return TextEcho(format=text.format or TextFormat(type="text"), verbosity=verbosity)

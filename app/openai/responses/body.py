@@ -29,6 +29,7 @@ from app.openai.bodies import (
     GenerationBody,
     Message,
     ReasoningEffort,
+    TemplateFields,
 )
 from app.openai.sampling_body import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
 from app.openai.tools.bodies import (
@@ -176,10 +177,8 @@ class NamedSchemaFormat(StrictBody):
 class TextConfig(StrictBody):
     format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat | None, Field(discriminator="type")] = None
     """The form of the answer: text, a JSON object, or JSON that follows a schema."""
-    verbosity: Annotated[
-        Literal["medium"] | None, unsupported_field("ask for a length in the instructions; leave it out", "medium")
-    ] = None
-    """Anything but "medium", which has no effect, is refused: ask for a length in the instructions."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """No effect: ask for a length in the instructions."""
 
 
 class Reasoning(StrictBody):
@@ -191,7 +190,7 @@ class Reasoning(StrictBody):
     """The older name of `summary`."""
 
 
-class ResponsesRequest(GenerationBody):
+class ResponsesRequest(GenerationBody, TemplateFields):
     """`POST /v1/responses`. Nothing is stored, so every request has its whole conversation in `input`."""
 
     input: Annotated[
@@ -231,11 +230,8 @@ class ResponsesRequest(GenerationBody):
     """How much the model reasons."""
     thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
     """Tokens of reasoning at most; then its end is forced."""
-    truncation: Annotated[
-        Literal["disabled"] | None,
-        unsupported_field("conversations are not truncated here; send less, or 'disabled'", "disabled"),
-    ] = None
-    """A conversation that is too long is an error: "auto" is refused."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """No effect: a conversation that is too long is an error."""
     n: Annotated[int | None, Field(ge=1, le=1)] = None
     """A response has one output."""
     prompt_logprobs: Annotated[None, unsupported_field("responses have no field for them; use /v1/completions")] = None
@@ -265,7 +261,7 @@ class ResponsesRequest(GenerationBody):
 
     def as_chat(self) -> ChatCompletionRequest:
         """The chat completion with the same output."""
-        shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
+        shared = {name: getattr(self, name) for name in _SHARED}
         return ChatCompletionRequest(
             **shared,
             messages=self._messages(),
@@ -316,6 +312,10 @@ class ResponsesRequest(GenerationBody):
         return JsonSchemaFormat(
             type="json_schema", json_schema=JsonSchema.model_validate({"name": given.name, "schema": given.schema_})
         )
+
+
+# Fields that a chat completion has, too, by the same names.
+_SHARED = (*GenerationBody.model_fields, *TemplateFields.model_fields)
 
 
 def _tool_fields(

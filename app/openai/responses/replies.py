@@ -102,7 +102,7 @@ class SchemaFormatEcho(BaseModel):
 
 class TextEcho(BaseModel):
     format: TextFormat | JsonObjectFormat | SchemaFormatEcho = TextFormat(type="text")
-    verbosity: Literal["medium"] = "medium"
+    verbosity: Literal["low", "medium", "high"] = "medium"
 
 
 class ReasoningEcho(BaseModel):
@@ -135,7 +135,7 @@ class ResponseObject(BaseModel):
     tools: list[FunctionTool]
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
     reasoning: ReasoningEcho
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"]
     background: Literal[False] = False
     store: Literal[False] = False
     previous_response_id: None = None

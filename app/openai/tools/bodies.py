@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from app.errors import RequestError
-from app.openai.base import JsonObject, ListOf, Omitted, StrictBody, Text, at_most
+from app.openai.base import JsonObject, ListOf, Omitted, StrictBody, Text, at_most, none_if_empty
 
 MAX_TOOLS = 128
 
@@ -41,7 +41,7 @@ class Tool(StrictBody):
     function: FunctionDefinition
 
 
-Tools = Annotated[ListOf[Tool], Field(min_length=1, max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")]
+Tools = Annotated[ListOf[Tool] | None, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools"), none_if_empty]
 
 
 class ChosenFunction(StrictBody):
@@ -79,13 +79,7 @@ class FunctionCall(StrictBody):
     name: Text
     arguments: Text
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_parsed_arguments(cls, fields: Any) -> Any:
-        """Drop the field that OpenAI's client adds to the calls of answers and sends back."""
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if name != "parsed_arguments"}
+    dropped = frozenset({"parsed_arguments"})  # added to the calls of answers by OpenAI's client
 
 
 class ToolCall(StrictBody):
@@ -94,6 +88,8 @@ class ToolCall(StrictBody):
     id: Text
     type: Literal["function"] = "function"
     function: FunctionCall
+
+    dropped = frozenset({"index"})  # of a chunk's call, which clients send back in a message
 
 
 class FunctionCallDelta(BaseModel):

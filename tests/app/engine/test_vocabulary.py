@@ -138,6 +138,7 @@ def test_contradictions_end_the_request_alone(engine: Engine) -> None:
     [
         ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"allowed_token_ids": [0, 10**6]}, "allowed_token_ids"),
         ({"structure": Structure("regex", "(")}, "structure"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +64,8 @@ def test_every_field_becomes_a_parameter() -> None:
         "include_stop_str": True,
         "ignore_eos": True,
         "prompt_logprobs": 1,
+        "allowed_token_ids": [3, 9],
+        "skip_special_tokens": False,
     }
     expected = SamplingParams(**fields, logit_bias={12: -1.5}, structure=Structure("regex", "a+"))
     more = {"logit_bias": {"12": -1.5}, "guided_regex": "a+"}
@@ -203,6 +206,9 @@ def test_the_number_of_prompts_has_bounds() -> None:
         (chat(top_logprobs=2), "top_logprobs", "logprobs is not true"),
         (chat(logprobs=True, top_logprobs=21), "top_logprobs", "between 0 and 20"),
         (chat(response_format={"type": "json_object"}, guided_json={}), "response_format", "only one of"),
+        (chat(structured_outputs={"regex": "a"}, guided_regex="a"), "guided_regex", "only one of"),
+        (completion(response_format={"type": "json_object"}, guided_json={}), "response_format", "only one of"),
+        (completion(top_k=-2), "top_k", "between 0"),
         (ForkRequest(model="m", request_id="r", prompt_logprobs=1), "prompt_logprobs", "computed already"),
     ],
 )
@@ -214,6 +220,14 @@ def test_bounds_and_contradictions(request_: Any, param: str, message: str) -> N
 
 def schema_format(**fields: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "n"} | fields}
+
+
+TAGS: dict[str, Any] = {
+    "type": "structural_tag",
+    "triggers": ["<f="],
+    "structures": [{"begin": "<f=a>", "schema": {"type": "null"}, "end": "</f>"}],
+}
+TAGGED = Structure("tags", json.dumps({"triggers": TAGS["triggers"], "structures": TAGS["structures"]}))
 
 
 @pytest.mark.parametrize(
@@ -232,10 +246,20 @@ def schema_format(**fields: Any) -> dict[str, Any]:
         ({"guided_regex": "a"}, Structure("regex", "a")),
         ({"guided_choice": ["a", "é"]}, Structure("choice", '["a", "\\u00e9"]')),
         ({"guided_grammar": "start: /a/"}, Structure("grammar", "start: /a/")),
+        ({"structured_outputs": {"json": {"type": "null"}}}, Structure("json", '{"type": "null"}')),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, Structure("json", '{"type": "null"}')),
+        ({"structured_outputs": {"json_object": True}}, Structure("json", "{}")),
+        ({"structured_outputs": {"regex": "a"}}, Structure("regex", "a")),
+        ({"structured_outputs": {"choice": ["a"]}}, Structure("choice", '["a"]')),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Structure("grammar", 'root ::= "a"')),
+        ({"structured_outputs": {"structural_tag": TAGS}}, TAGGED),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAGS)}}, TAGGED),
+        ({"response_format": TAGS}, TAGGED),
     ],
 )
 def test_structures(fields: dict[str, Any], structure: Structure | None) -> None:
     assert chat(**fields).sampling_params().structure == structure
+    assert completion(**fields).sampling_params().structure == structure
 
 
 @pytest.mark.parametrize(
@@ -325,15 +349,25 @@ def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
 USUAL: dict[str, Any] = {
     "stream": False,
     "n": 1,
-    "store": False,
+    "store": True,
     "metadata": {"run": "1"},
-    "service_tier": "auto",
+    "service_tier": "flex",
     "safety_identifier": "s",
     "prompt_cache_key": "k",
     "modalities": ["text"],
     "reasoning_effort": "none",
-    "verbosity": "medium",
-    "stream_options": {"include_usage": None, "include_obfuscation": False},
+    "verbosity": "low",
+    "stream_options": {"include_usage": None, "include_obfuscation": True, "continuous_usage_stats": True},
+    "tools": [],
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "top_k": -1,
+    "documents": [],
+    "prediction": {"type": "content", "content": "x"},
+    "session_id": "s",
+    "spaces_between_special_tokens": False,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
 }
 SENT_BACK: dict[str, Any] = {
     "role": "assistant",
@@ -342,7 +376,8 @@ SENT_BACK: dict[str, Any] = {
     "annotations": [],
     "audio": None,
     "function_call": None,
-    "tool_calls": None,
+    "tool_calls": [],
+    "cache_control": {"type": "ephemeral"},
 }
 
 
@@ -361,11 +396,26 @@ def test_fields_that_clients_send_change_nothing() -> None:
         ("function_call", "auto", "use tool_choice"),
         ("audio", {}, "answers are text"),
         ("modalities", ["text", "audio"], "answers are text"),
-        ("prediction", {"type": "content", "content": "x"}, "speculation"),
         ("web_search_options", {}, "no web search"),
         ("reasoning_effort", "huge", "'none'"),
         ("messages", [{"role": "user", "content": "x", "reasoning": "y"}], "only an assistant's message"),
-        ("verbosity", "high", "in the prompt"),
+        ("verbosity", "loud", "'high'"),
+        ("temperature", 2.01, "less than or equal to 2"),
+        ("temperature", -0.1, "greater than or equal to 0"),
+        ("chat_template", "{{ messages }}", "own template"),
+        ("chat_template_kwargs", {str(i): i for i in range(65)}, "at most 64"),
+        ("documents", ["x"], "dictionary"),
+        ("request_id", "a\r\nb", "match pattern"),
+        ("request_id", "", "match pattern"),
+        ("request_id", "a" * 129, "match pattern"),
+        ("truncate_prompt_tokens", -2, "greater than or equal to -1"),
+        ("allowed_token_ids", [], "at least 1"),
+        ("allowed_token_ids", [0] * 4097, "at most 4096"),
+        ("structured_outputs", {}, "exactly one"),
+        ("structured_outputs", {"regex": "a", "choice": ["a"]}, "exactly one"),
+        ("structured_outputs", {"json_object": False}, "exactly one"),
+        ("structured_outputs", {"structural_tag": "{"}, "EOF"),
+        ("structured_outputs", {"structural_tag": {"triggers": ["<"], "structures": []}}, "at least 1"),
         ("messages", [SENT_BACK | {"refusal": "no"}], "put the text into content"),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "text only"),
         ("priority", 2**31, "less than"),

@@ -13,6 +13,7 @@ import pytest
 from openai.types import chat, completion_create_params, responses
 from starlette.testclient import TestClient
 
+from app.config.http import HttpSettings
 from app.errors import (
     DeadlineError,
     EngineError,
@@ -268,6 +269,15 @@ def test_the_openapi_page_is_complete(client: TestClient) -> None:
             assert "422" not in operation["responses"]
 
 
+@pytest.mark.parametrize("mode", ["ignore", "error"])
+def test_the_openapi_page_says_whether_unknown_fields_are_allowed(mode: Any) -> None:
+    page = TestClient(guarded_api(FakeService(), HttpSettings(unknown_fields=mode))).get("/openapi.json").json()
+    for name in ("CompletionRequest", "Message", "StreamOptions"):
+        assert (page["components"]["schemas"][name].get("additionalProperties") is False) == (mode == "error")
+    kwargs = page["components"]["schemas"]["ChatCompletionRequest"]["properties"]["chat_template_kwargs"]
+    assert kwargs["anyOf"][0] == {"type": "object", "additionalProperties": True}
+
+
 def test_the_examples_are_valid_bodies() -> None:
     for body, named in (
         (ChatCompletionRequest, examples.CHAT),
@@ -318,20 +328,19 @@ def test_chat_chunks_leave_out_absent_fields(client: TestClient) -> None:
         ({"model": "m", "prompt": "x", "max_tokens": "10"}, "max_tokens", "must be an integer"),
         ({"model": "m", "prompt": "x", "max_tokens": True}, "max_tokens", "must be an integer"),
         ({"model": "m", "prompt": "x", "temperature": "hot"}, "temperature", "must be a number"),
-        ({"model": "m", "prompt": "x", "surprise": 1}, "surprise", "unknown field"),
+        ({"model": "m", "prompt": "x", "max_token": 1}, "max_token", "unknown field; the nearest is max_tokens"),
         ({"model": "m", "prompt": "x", "n": 0}, "n", "between 1"),
         ({"model": "m", "prompt": "x", "suffix": "y"}, "suffix", "leave it out"),
         ({"model": "m", "prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
-        ({"model": "m", "prompt": "x"} | {f"x{i}": 1 for i in range(9)}, "x0", "and 4 more"),
+        ({"model": "m", "prompt": "x"} | {f"top_p{' ' * i}": 1 for i in range(1, 10)}, "top_p ", "and 4 more"),
         ({"model": "m", "prompt": [0] + ["x"] * 9}, "prompt", "prompt[1]: must be an integer"),
         ({"model": "m", "prompt": "x", "max_tokens": -1}, "max_tokens", "at least 1"),
         ({"model": "m", "prompt": "x", "top_p": 2}, "top_p", "between 0 and 1"),
         ({"model": "request", "prompt": "x"}, "prompt", "too long"),
         ([1, 2], None, "must be an object"),
-        ({"model": "m", "prompt": "x", "store": True}, "store", "not stored"),
-        ({"model": "m", "prompt": "x", "store": 0}, "store", "not stored"),
-        ({"model": "m", "prompt": "x", "service_tier": "flex"}, "service_tier", "one tier"),
-        ({"model": "m", "prompt": "x", "stream_options": {"include_obfuscation": True}}, "stream_options", "padded"),
+        ({"model": "m", "prompt": "x", "store": 0}, "store", "must be true or false"),
+        ({"model": "m", "prompt": "x", "service_tier": "x"}, "service_tier", "'flex'"),
+        ({"model": "m", "prompt": "x", "temperature": 2.5}, "temperature", "must be less than or equal to 2"),
         ({"model": "m", "prompt": "x", "metadata": {"a": 1}}, "metadata", "metadata.a: must be a string"),
     ],
 )

@@ -7,12 +7,12 @@ import threading
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from app.engine.model.tokenizer import load_tokenizer
 from app.errors import ContextLengthError, RequestError
-from app.openai.bodies import ChatCompletionRequest, PinRequest
+from app.openai.bodies import ChatCompletionRequest, PinRequest, TokenizeRequest
 from app.openai.prompts import MAX_SPELLED, PromptEncoder, TextBounds, TextEncoder
 from app.openai.responses.body import ResponsesRequest
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
@@ -111,6 +111,86 @@ def test_control_tokens_in_all_fields_are_text() -> None:
         assert encoder.encode_chat(request, LONG).count(system) == 1  # the template's
     with pytest.raises(RequestError, match="cannot spell control tokens"):
         encoder.encode_pin(PinRequest.model_validate({"name": "n", "messages": body["messages"][:1]}))
+
+
+VARIABLES = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}%%{{ enable_thinking }} {{ note }}"
+    "{% for d in documents %}%%{{ d.title + d.text }}{% endfor %}"
+)
+
+
+def test_variables_and_documents_reach_the_template() -> None:
+    tokenizer = tokenizer_with("byte_level", VARIABLES)
+    tokenizer.chat_template = "{% set documents = documents or [] %}" + tokenizer.chat_template
+    documents = [{"title": "A", "text": "b"}, {"title": "C", "text": "d"}]
+    request = chat("x", chat_template_kwargs={"enable_thinking": False, "note": [1, "é"]}, documents=documents)
+    text = "x<|im_end|>False [1, 'é']<|im_end|>Ab<|im_end|>Cd"
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    encoder = PromptEncoder(tokenizer)
+    assert encoder.encode_chat(request, LONG) == expected
+    shared = request.model_dump(include={"chat_template_kwargs", "documents"})
+    response = ResponsesRequest.model_validate({"model": "m", "input": "x"} | shared)
+    assert encoder.encode_chat(response.as_chat(), LONG) == expected
+    asked = TokenizeRequest.model_validate({"messages": [{"role": "user", "content": "x"}]} | shared)
+    assert encoder.encode_tokenize(asked, LONG) == expected
+
+
+def test_control_tokens_in_variables_and_documents_are_text() -> None:
+    tokenizer = tokenizer_with("byte_level", VARIABLES)
+    tokenizer.chat_template = "{% set documents = documents or [] %}" + tokenizer.chat_template
+    spelled = "<|im_end|>"
+    request = chat(
+        "x", chat_template_kwargs={"note": {"a": [spelled]}}, documents=[{"title": spelled, "text": spelled}]
+    )
+    token_ids = PromptEncoder(tokenizer).encode_chat(request, LONG)
+    assert token_ids.count(tokenizer.convert_tokens_to_ids(spelled)) == 2  # the template's
+    assert tokenizer.decode(token_ids).count(spelled) == 5
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "documents", "tokenize", "chat_template", "return_dict", "conversation", "self"]
+)
+def test_variables_cannot_be_arguments(name: str) -> None:
+    request = chat("x", chat_template_kwargs={name: "y"})
+    with pytest.raises(RequestError, match=name) as caught:
+        PromptEncoder(tokenizer_with("byte_level", PLAIN)).encode_chat(request, LONG)
+    assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("template", "variables"),
+    [
+        ("{{ note + 1 }}", {"note": "a"}),
+        ("{{ 1 // note }}", {"note": 0}),
+        ("{% for n in range(note) %}x{% endfor %}", {"note": 10**9}),
+        ("{{ note.a.b }}", {"note": {}}),
+        ("{{ '%d' % note }}", {"note": "a"}),
+        ("{{ note['x'].y.z }}", {"note": 5}),
+        ("{{ raise_exception('no ' + note) }}", {"note": "x"}),
+    ],
+)
+def test_variables_that_a_template_cannot_use_are_refused(template: str, variables: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="chat template"):
+        PromptEncoder(tokenizer_with("byte_level", template)).encode_chat(
+            chat("x", chat_template_kwargs=variables), LONG
+        )
+
+
+def test_special_tokens_are_added_once_to_texts_in_parts() -> None:
+    """A conversation that spells a control token is tokenised in parts."""
+    backend = backend_of(byte_level())
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|im_end|> $A <|endoftext|>",
+        special_tokens=[(name, backend.token_to_id(name)) for name in ("<|im_end|>", "<|endoftext|>")],
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    encoder = PromptEncoder(tokenizer)
+    begin, end = backend.token_to_id("<|im_end|>"), backend.token_to_id("<|endoftext|>")
+    for content in ("plain", "a <|im_end|> b <|im_end|>"):
+        bare = encoder.encode_chat(chat(content), LONG)
+        assert begin not in bare
+        assert encoder.encode_chat(chat(content, add_special_tokens=True), LONG) == [begin, *bare, end]
 
 
 def test_texts_that_cannot_be_cut_are_refused() -> None:

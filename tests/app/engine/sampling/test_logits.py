@@ -122,6 +122,18 @@ def test_logit_bias() -> None:
     assert torch.equal(processed(logits, state([1], [], logit_bias=bias)), expected)
 
 
+def test_allowed_tokens_keep_their_logits_and_others_have_none() -> None:
+    """Also beside rows that allow all, and for the likeliest token, which is else taken without looking further."""
+    logits = random_logits(3)
+    changed = processed(logits, state([1], []), state([1], [], allowed_token_ids=[299, 0, 0]), state([1], []))
+    expected = logits.clone()
+    expected[1] = -torch.inf
+    expected[1, [0, 299]] = logits[1, [0, 299]]
+    assert torch.equal(changed, expected)
+    least = int(logits[0].argmin())
+    assert sample(logits[:1], [state([1], [], allowed_token_ids=[least], temperature=0)]).token_ids == [least]
+
+
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 300])
 def test_structures_allow_what_their_bits_say(vocab_size: int) -> None:
     """Also in a last word that is not full, and beside rows that have no structure."""
@@ -146,6 +158,7 @@ def test_rows_do_not_mix() -> None:
         state([9, 9], [9, 4], repetition_penalty=1.5),
         state([1], [3], logit_bias={4: 2.0, 5: -1.0}, presence_penalty=1.0),
         state([1], [], min_tokens=2),
+        state([1], [], allowed_token_ids=[3, 7], logit_bias={3: 1.0}),
         state([1], [6, 6], bad, frequency_penalty=0.5, min_tokens=5, logit_bias={6: 1.0}),
     ]
     logits = random_logits(len(states))

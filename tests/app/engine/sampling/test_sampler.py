@@ -49,6 +49,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "repetition": {"repetition_penalty": 1.4},
     "presence": {"presence_penalty": 0.9, "frequency_penalty": -0.3},
     "bias": {"logit_bias": {3: 1.0, 7: -2.0, 15: 0.5}},
+    "allowed": {"allowed_token_ids": [15, 0, 3, 6, 7, 8, 6]},
     "bad_words": {"bad_words": ["some"]},
     "min_tokens": {"min_tokens": 5, "stop_token_ids": [10]},
     "structure": {"structure": Structure("choice", "[]")},
@@ -82,6 +83,9 @@ def test_every_combination_draws_by_the_exact_distribution(features: tuple[str, 
     num_draws = 1000
     logits = 1.5 * torch.randn(16, generator=torch.Generator().manual_seed(2))
     states = [state_with(features, index) for index in range(num_draws)]
+    allowed = {*range(0, 16, 3), *OUTPUT} if "structure" in features else set(range(16))
+    if "allowed" in features:
+        allowed &= {0, 3, 6, 7, 8, 15}
     exact = exact_distribution(
         logits.double().numpy(),
         states[0].params,
@@ -89,7 +93,7 @@ def test_every_combination_draws_by_the_exact_distribution(features: tuple[str, 
         output=OUTPUT,
         bad_words=WORDS if "bad_words" in features else (),
         eos=EOS,
-        allowed={*range(0, 16, 3), *OUTPUT} if "structure" in features else None,
+        allowed=allowed,
     )
     seen = np.bincount(sample(logits.expand(num_draws, -1), states), minlength=16)
     possible = exact > 0
@@ -286,6 +290,8 @@ def test_broken_logits_stay_inside_the_vocabulary() -> None:
         ({"seed": 2**64}, "seed"),
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"allowed_token_ids": [1] * 4097}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1], "use_beam_search": True}, "allowed_token_ids"),
     ],
 )
 def test_bad_params_name_the_field(params: dict[str, object], field: str) -> None:

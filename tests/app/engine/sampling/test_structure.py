@@ -40,6 +40,20 @@ sum: product ("+" product)~0..2
 product: NUMBER | "(" NUMBER "*" NUMBER ")"
 NUMBER: /[1-9][0-9]{0,2}/
 """
+# The same for llama.cpp and xgrammar.
+GBNF = """
+root ::= sum
+sum ::= product ("+" product){0,2}
+product ::= number | "(" number "*" number ")"
+number ::= [1-9] [0-9]? [0-9]?  # without zeros in front
+"""
+TAGS = {
+    "triggers": ["<call="],
+    "structures": [
+        {"begin": "<call=a>", "schema": {"enum": [7]}, "end": "</call>"},
+        {"begin": "<call=b>", "schema": {"type": "object", "properties": {"x": {"enum": [8]}}}, "end": "</call>"},
+    ],
+}
 CASES: dict[str, tuple[Structure, Callable[[str], object]]] = {
     "schema": (Structure("json", json.dumps(SCHEMA)), lambda text: _must_be_valid(json.loads(text))),
     "regex": (
@@ -51,6 +65,7 @@ CASES: dict[str, tuple[Structure, Callable[[str], object]]] = {
         lambda text: _must(text in ("yes", "no", "<tool_call>", 'a "b"\n\\', "<|im_end|>"), text),
     ),
     "grammar": (Structure("grammar", GRAMMAR), lambda text: _must(eval(text) > 0, text)),
+    "gbnf": (Structure("grammar", GBNF), lambda text: _must(eval(text) > 0, text)),
 }
 
 
@@ -193,6 +208,39 @@ def test_a_limit_met_later_belongs_to_the_output(monkeypatch: pytest.MonkeyPatch
     assert matcher.finished
 
 
+def test_tags_in_free_text() -> None:
+    """Any text may be written, and a trigger is followed by one of the structures."""
+    tokenizer = byte_level()
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+    for text, holds in (
+        ("any text, and < too", True),
+        ("", True),
+        ("first <call=a>7</call> then <call=b>{}</call> and more", True),
+        ('<call=b>{"x": 8}</call>', True),
+        ("<call=a>8</call>", False),
+        ("<call=c>", False),
+        ("<call=a>7", False),
+    ):
+        matcher = compiler.matcher(Structure("tags", json.dumps(TAGS)))
+        try:
+            write(matcher, text.replace(" ", "Ġ"), tokenizer)
+        except EngineError:
+            assert not holds, text
+        else:
+            assert (0 in allowed(matcher, len(tokenizer))) == holds, text
+
+
+def test_a_trigger_that_is_a_special_token() -> None:
+    tokenizer = byte_level()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tags = {"triggers": ["<|im_end|>"], "structures": [{"begin": "<|im_end|>a", "schema": {"enum": [7]}, "end": "b"}]}
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("tags", json.dumps(tags)))
+    write(matcher, "x", tokenizer)
+    matcher.accept(end)
+    write(matcher, "a7b", tokenizer)
+    assert 0 in allowed(matcher, len(tokenizer))
+
+
 def test_only_the_ends_follow_a_complete_structure() -> None:
     tokenizer = byte_level()
     ends = {0, tokenizer.convert_tokens_to_ids("<|im_end|>")}
@@ -275,6 +323,15 @@ def test_a_token_that_does_not_follow_is_refused() -> None:
         (Structure("grammar", "start: nothing"), "nothing"),
         (Structure("grammar", 'start: start "x"'), "nothing satisfies"),
         (Structure("grammar", "start: <nonsense>"), "nonsense"),
+        (Structure("grammar", "root ::= missing"), "'missing' not found"),
+        (Structure("grammar", 'first ::= "a"'), "No 'root' rule"),
+        (Structure("grammar", "root ::= ["), "Unexpected end"),
+        (Structure("grammar", "root ::= " + "(" * 30_000), "recursion"),
+        (Structure("tags", "[]"), "has triggers"),
+        (Structure("tags", '{"triggers": [], "structures": [{"begin": "a"}]}'), "has triggers"),
+        (Structure("tags", '{"triggers": ["a"], "structures": []}'), "at least one"),
+        (Structure("tags", '{"triggers": ["", "b"], "structures": [{"begin": "a", "schema": {}, "end": ""}]}'), "'a'"),
+        (Structure("tags", '{"triggers": ["a"], "structures": [{"begin": "a", "schema": 5, "end": ""}]}'), "object"),
     ],
 )
 def test_invalid_structures_are_refused(structure: Structure, message: str) -> None:

@@ -207,11 +207,11 @@ def test_a_stream_refused_at_once_has_a_status() -> None:
         ({"input": [{"type": "item_reference", "id": "i"}]}, "input", "items here are of the type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_image"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input", "tool call 'c'"),
-        ({"store": True}, "store", "not stored"),
+        ({"store": "yes"}, "store", "true or false"),
         ({"previous_response_id": "resp-1"}, "previous_response_id", "whole conversation as input"),
         ({"conversation": "c"}, "conversation", "whole conversation as input"),
         ({"background": True}, "background", "lives as long as its connection"),
-        ({"truncation": "auto"}, "truncation", "not truncated"),
+        ({"truncation": "some"}, "truncation", "'auto' or 'disabled'"),
         ({"tools": [{"type": "web_search"}]}, "tools", "'function'"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"reasoning": {"effort": "huge"}}, "reasoning", "'none'"),
@@ -228,9 +228,9 @@ def test_errors_name_the_field(fields: dict[str, Any], param: str, message: str)
 
 def test_fields_that_change_nothing_are_accepted() -> None:
     fields: dict[str, Any] = {
-        "store": False,
+        "store": True,
         "background": False,
-        "truncation": "disabled",
+        "truncation": "auto",
         "include": ["reasoning.encrypted_content"],
         "reasoning": {"effort": "none"},
         "service_tier": "auto",

@@ -87,7 +87,8 @@ def test_invalid_choices() -> None:
 
 
 def test_bodies_are_strict() -> None:
-    for bad in ([], [{"type": "function", "function": {"name": "a b"}}], [{"type": "x", "function": {"name": "a"}}]):
+    assert TypeAdapter(Tools).validate_python([]) is None
+    for bad in ([{}], [{"type": "function", "function": {"name": "a b"}}], [{"type": "x", "function": {"name": "a"}}]):
         with pytest.raises(ValidationError):
             TypeAdapter(Tools).validate_python(bad)
     with pytest.raises(ValidationError):

@@ -383,8 +383,8 @@ class TokenizeRequest(TemplateFields):
     tools: Tools = None
     """With messages: functions that the model may call."""
     add_special_tokens: bool | None = None
-    """Add the tokenizer's special tokens to a text, such as a first token; true by default. The chat template writes
-    those of conversations."""
+    """Add the tokenizer's special tokens, such as a first token. By default true for a text, false for a conversation,
+    whose template writes them."""
     return_token_strs: bool | None = None
     """Return each token's text."""
 

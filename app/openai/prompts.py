@@ -108,9 +108,9 @@ class PromptEncoder:
                     raise RequestError(f"{name} belongs to messages, and this is a prompt; leave it out", name)
             return self._encode_text(request.prompt, max_model_len, request.add_special_tokens is not False)
         assert request.messages is not None
-        if request.add_special_tokens:
-            raise RequestError("the chat template writes special tokens itself; leave it out", "add_special_tokens")
-        return self._encode_conversation(request.messages, request.tools, request, max_model_len)
+        return self._encode_conversation(
+            request.messages, request.tools, request, max_model_len, request.add_special_tokens
+        )
 
     def encode_pin(self, request: PinRequest) -> list[int]:
         """The token ids with which all prompts begin that begin with the pinned text or messages."""

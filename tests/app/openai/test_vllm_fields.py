@@ -208,6 +208,11 @@ def test_prompts_as_long_as_the_context(client: TestClient) -> None:
     assert refused(client, messages=far_too_long, truncate_prompt_tokens=-1)[0] == "messages"
 
 
+def test_special_tokens_of_conversations(client: TestClient) -> None:
+    expected = tokens(client, messages=[USER], add_special_tokens=True)
+    assert chat(client, add_special_tokens=True, return_token_ids=True)["prompt_token_ids"] == expected
+
+
 def test_special_tokens_of_prompts(client: TestClient) -> None:
     for add in (True, False):
         answer = complete(client, add_special_tokens=add, return_token_ids=True)
@@ -272,18 +277,19 @@ def test_the_response_format_of_completions(client: TestClient) -> None:
     assert complete(client, response_format={"type": "text"})["choices"] == complete(client)["choices"]
 
 
+def tagged(begin: str) -> dict[str, Any]:
+    structure = {"begin": begin, "schema": SCHEMA, "end": "!"}
+    return {"type": "structural_tag", "triggers": [begin[:3]], "structures": [structure]}
+
+
 def test_structural_tags(client: TestClient) -> None:
-    tags = {
-        "type": "structural_tag",
-        "triggers": ["<f="],
-        "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}],
-    }
-    bias = {str(token_id): 100 for token_id in tokens(client, prompt="<f=")}  # so that the trigger is written
-    for fields in ({"response_format": tags}, {"structured_outputs": {"structural_tag": json.dumps(tags)}}):
-        text = complete(client, **fields, max_tokens=40, logit_bias=bias)["choices"][0]["text"]
-        if "<f=" in text:
-            assert re.match(r'a>\{"a": ?7\}</f>', text.partition("<f=")[2]) or len(text) < 30
-        assert complete(client, **fields)["choices"][0]["text"] == complete(client)["choices"][0]["text"]
+    plain = chat(client, max_tokens=12)["choices"][0]["message"]["content"]
+    assert plain.startswith("Folio is a")
+    for begin, pattern in (("Folio is", r'Folio is\{"a": ?7\}!.*'), ("<f=a>", re.escape(plain))):
+        tags = tagged(begin)
+        for fields in ({"response_format": tags}, {"structured_outputs": {"structural_tag": json.dumps(tags)}}):
+            content = chat(client, **fields, max_tokens=12)["choices"][0]["message"]["content"]
+            assert re.fullmatch(pattern, content), content
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
 from app.errors import DeadlineError, EngineError, OverloadedError, RequestError, UnavailableError, UnknownModelError
 from app.fleet.messages import GenerateRequest, Piece
-from app.serving.metrics import EngineMeter, MetricsPage, RequestMeter, merge
+from app.serving.metrics import EdgeMeter, EngineMeter, MetricsPage, RequestMeter, merge
 
 ROOT = Path(__file__).parents[3]
 CALLS = [GenerateRequest("a", [1, 2, 3], SamplingParams()), GenerateRequest("b", [1, 2], SamplingParams())]
@@ -45,7 +45,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
             self.info = {"name": name}
             self._name, self._tag_keys = name, tag_keys
 
-        def inc(self, value: float, tags: dict[str, str]) -> None:
+        def inc(self, value: float = 1, tags: dict[str, str] | None = None) -> None:
             assert value > 0  # else Ray raises
             self.set(value, tags)
 
@@ -60,6 +60,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
         replacement: Any = Metric
         monkeypatch.setattr(metrics, kind, replacement)
     return calls
+
+
+def test_dropped_fields_are_counted_by_name(recorded: Recorded) -> None:
+    meter = EdgeMeter()
+    meter.on_ignored_field("provider")
+    meter.on_ignored_field("other")
+    names = [{"field": "provider"}, {"field": "other"}]
+    assert recorded == [("folio_ignored_fields", 1, tags) for tags in names]
 
 
 def made_in_code() -> set[tuple[str, str, tuple[str, ...]]]:

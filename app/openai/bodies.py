@@ -17,6 +17,7 @@ from app.openai.base import (
     StrictBody,
     Text,
     at_most,
+    joined_text,
     none_if_empty,
     only_text,
     text_or,
@@ -319,6 +320,11 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
         if self.reasoning_effort is not None:
             settings["reasoning_effort"] = self.reasoning_effort
         return settings
+
+    @property
+    def continued_text(self) -> str | None:
+        """The text of the last message if the answer continues it."""
+        return joined_text(self.messages[-1].content) if self.continue_final_message else None
 
     @property
     def reasoning_budget(self) -> int | None:

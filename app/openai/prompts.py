@@ -109,7 +109,11 @@ class PromptEncoder:
             return self._encode_text(request.prompt, max_model_len, request.add_special_tokens is not False)
         assert request.messages is not None
         return self._encode_conversation(
-            request.messages, request.tools, request, max_model_len, request.add_special_tokens
+            request.messages,
+            request.tools,
+            request,
+            max_model_len,
+            add_special_tokens=request.add_special_tokens,
         )
 
     def encode_pin(self, request: PinRequest) -> list[int]:

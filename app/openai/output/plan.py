@@ -27,6 +27,7 @@ class OutputPlan:
         several: a forced output may have several calls.
         reasoning: by the prompt's end: "begun"; "closed": the output has none; "open": the model decides.
         budget_tokens: most tokens of reasoning; `None`: no bound.
+        continues: an output continues a message's content.
     """
 
     format: OutputFormat = field(default_factory=OutputFormat)
@@ -35,6 +36,7 @@ class OutputPlan:
     several: bool = True
     reasoning: Literal["begun", "open", "closed"] = "open"
     budget_tokens: int | None = None
+    continues: bool = False
 
     @property
     def kept_token_ids(self) -> Collection[int]:
@@ -70,7 +72,7 @@ class OutputPlan:
             return Structure("grammar", f"start: {self._lead} calls\n{self._rules}", budget=budget)
         if content is None:
             return None if budget is None else Structure("any", "", budget=budget)
-        if not self._rules:
+        if not self._rules or (self.continues and self.reasoning == "closed"):
             return content
         if self.format.is_harmony:
             answer = f"{self.format.terminal('<|channel|>final<|message|>')} @answer"
@@ -130,12 +132,17 @@ def _harmony_calls(known: OutputFormat, functions: Functions) -> list[str]:
 
 
 def plan_output(
-    known: OutputFormat, tools: ChosenTools, prompt_end: Callable[[], str], budget_tokens: int | None
+    known: OutputFormat,
+    tools: ChosenTools,
+    prompt_end: Callable[[], str],
+    budget_tokens: int | None,
+    continued: str | None = None,
 ) -> OutputPlan:
     """The plan of a chat completion's outputs.
 
     Args:
         prompt_end: the last characters of the prompt, control tokens included.
+        continued: the content of the message that the outputs continue, which may have begun the reasoning.
 
     Raises:
         RequestError: a call is required in a syntax that is not known.
@@ -144,10 +151,14 @@ def plan_output(
     if tools.required and not functions:
         raise RequestError("this model's format of calls is not supported; use 'auto' or 'none'", "tool_choice")
     reasoning: Literal["begun", "open", "closed"] = "open"
-    if (syntax := known.reasoning) is not None:
+    if continued is not None:
+        syntax = known.reasoning
+        begun = syntax is not None and continued.rfind(syntax.begin) > continued.rfind(syntax.end)
+        reasoning = "begun" if begun else "closed"
+    elif (syntax := known.reasoning) is not None:
         end = prompt_end().rstrip()
         if end.endswith(syntax.end):
             reasoning = "closed"
         elif syntax.implied or end.endswith(syntax.begin):
             reasoning = "begun"
-    return OutputPlan(known, functions, tools.required, tools.several, reasoning, budget_tokens)
+    return OutputPlan(known, functions, tools.required, tools.several, reasoning, budget_tokens, continued is not None)

@@ -135,6 +135,14 @@ def test_variables_and_documents_reach_the_template() -> None:
     assert encoder.encode_tokenize(asked, LONG) == expected
 
 
+def test_variables_precede_what_other_fields_say() -> None:
+    tokenizer = tokenizer_with("byte_level", "{{ enable_thinking }}{{ reasoning_effort }}")
+    encoder = PromptEncoder(tokenizer)
+    for kwargs, text in ((None, "Truelow"), ({"enable_thinking": False}, "Falselow")):
+        token_ids = encoder.encode_chat(chat("x", reasoning_effort="low", chat_template_kwargs=kwargs), LONG)
+        assert tokenizer.decode(token_ids) == text
+
+
 def test_control_tokens_in_variables_and_documents_are_text() -> None:
     tokenizer = tokenizer_with("byte_level", VARIABLES)
     tokenizer.chat_template = "{% set documents = documents or [] %}" + tokenizer.chat_template

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, get_args
 
 import jsonschema
@@ -209,6 +210,46 @@ def test_the_end_of_the_prompt_tells_whether_reasoning_has_begun() -> None:
     ):
         for one, expected in ((known, reasoning), (implied, of_implied)):
             assert plan_output(one, ChosenTools(), lambda end=end: end, None).reasoning == expected  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("continued", "expected"),
+    [
+        ("Paris is", "closed"),
+        ("<think>\nOkay", "begun"),
+        ("<think>a</think>Paris", "closed"),
+        ("<think>a</think><think>", "begun"),
+    ],
+)
+def test_a_message_that_is_continued_tells_whether_it_reasons(continued: str, expected: str) -> None:
+    """Even if the model always reasons: its answer goes on in the middle."""
+    implied = replace(REASONING_SYNTAXES["deepseek_r1"], implied=True)
+    known = OutputFormat(reasoning=implied)
+    plan = plan_output(known, ChosenTools(), lambda: "<think>", None, continued)
+    assert plan.reasoning == expected
+    structure = plan.structure(Structure("json", "{}"))
+    assert structure is not None
+    assert (structure.frame is None) == (expected == "closed")
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure("grammar", 'root ::= "a" "7"'),
+        Structure("tags", '{"triggers": ["a"], "structures": [{"begin": "a", "schema": {"const": 7}, "end": ""}]}'),
+    ],
+)
+def test_structures_of_other_servers_begin_behind_the_reasoning(structure: Structure) -> None:
+    tokenizer = byte_level()
+    plan = plan_output(OutputFormat(reasoning=REASONING_SYNTAXES["deepseek_r1"]), ChosenTools(), str, None)
+    framed = plan.structure(structure)
+    assert framed is not None
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(framed)
+    for character in "<think>x</think>a7":
+        matcher.accept(tokenizer.backend_tokenizer.token_to_id(character))
+    mask = np.zeros((len(tokenizer) + 31) // 32, np.int32)
+    matcher.fill(mask)
+    assert mask[0] & 1  # the end may follow
 
 
 def test_special_tokens_are_kept_only_where_they_are_parsed() -> None:

@@ -90,7 +90,7 @@ def ingress_of(handle: Any, model_name: str = "builtin", adapters: Sequence[str]
     with _replica_context("ingress") as patch:
         patch.setattr(ingress_module, "load_tokenizer", _tokenizer)
         patch.setattr(ingress_module, "SharedReader", lambda _: None)
-        patch.setattr(ingress_module, "MetricsPage", lambda _: _Metrics())
+        patch.setattr(ingress_module, "MetricsPage", lambda *_, **__: _Metrics())
         patch.setattr(ingress_module, "count_starting", lambda *_: 0)
         constructor: Any = Ingress.__bases__[0]  # Serve's subclass needs a cluster
         return constructor("builtin", model_name, handle, adapters, **settings)

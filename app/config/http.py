@@ -69,6 +69,7 @@ class HttpSettings(Settings):
         max_timeout_s: requests with a longer `timeout_s` are refused.
         cors_origins: origins of web pages that may call from a browser; "*": all.
         log_requests: one log line for each request, without any of its text.
+        vllm_metrics: `/metrics` also has the metrics under vLLM's names, for its dashboards.
         dashboard: the live page at `/dashboard`; its data need a key as `/v1/load` does, its files need none.
     """
 
@@ -89,6 +90,7 @@ class HttpSettings(Settings):
     max_timeout_s: PositiveFloat | None = None
     cors_origins: tuple[str, ...] = ()
     log_requests: bool = True
+    vllm_metrics: bool = False
     dashboard: bool = True
 
     @model_validator(mode="after")

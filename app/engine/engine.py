@@ -149,6 +149,7 @@ class Engine:
             if self.model.pooling is not None:
                 self.pooler = Pooler(self.model.pooling, self.generations, self.decoder)
             self.step_s: float | None = None
+            self._prefilling: list[tuple[Request, float]] = []  # without their first token, and their starts
             self._stalled_since: float | None = None
             undo.callback(self.cancel_all)
             self.recovery.try_swaps(self.memory, config.kv_view, self.model.module.device)
@@ -331,7 +332,10 @@ class Engine:
         for s in scheduled:
             if s.request.pin_name is not None and not s.request.num_uncomputed:
                 deltas.append(self._pin(s.request))
-        self._note_step(scheduled, num_attended, time.perf_counter() - start)
+        now = time.perf_counter()
+        self._note_step(scheduled, num_attended, now - start)
+        if self._prefilling:
+            self._note_prefilled(now)
         if self.watch.is_on:
             num_tokens, num_outputs = sum(s.num_tokens for s in scheduled), sum(len(d.token_ids) for d in deltas)
             self.watch.note_step(self.step_s or 0.0, num_tokens, num_outputs, len(scheduled))
@@ -378,12 +382,24 @@ class Engine:
                     self._meter.note_begun(request)
                 request.queue_s = start - request.submitted_at
                 self._meter.queue_s.append(request.queue_s)
+                self._prefilling.append((request, start))
+
+    def _note_prefilled(self, now: float) -> None:
+        """Count the requests that have got their first token. Those that have ended without one are forgotten."""
+        left = []
+        for request, start in self._prefilling:
+            if request.num_output_tokens:
+                self._meter.prefill_s.append(now - start)
+            elif request.request_id in self.generations:
+                left.append((request, start))
+        self._prefilling = left
 
     def _note_step(self, scheduled: list[Scheduled], num_attended: int, seconds: float) -> None:
         num_tokens = sum(s.num_tokens for s in scheduled)
         self.step_s = seconds
         self.recovery.observe_step(num_tokens, num_attended, seconds)
         self._meter.step_s.append(seconds)
+        self._meter.step_tokens.append(num_tokens)
         if num_tokens > sum(s.samples for s in scheduled):  # not only decodes
             self._meter.note_step(seconds, time.monotonic())
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from app.engine.preemption import PreemptionCostModel, PreemptionMode
 from app.engine.report import ReplicaReport, StepTimes, attended_tokens
@@ -25,6 +25,8 @@ _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 60.0
 # The latest times that are kept until `take_activity`.
 _MOST_TIMES = 4096
 
+Number = TypeVar("Number", int, float)
+
 
 @dataclass(frozen=True, slots=True)
 class Activity:
@@ -34,12 +36,17 @@ class Activity:
         num_preempted: preemptions since the start, by mode.
         step_s: seconds of each step since the last report.
         queue_s: the same of each request that has begun, from its arrival to the step that computed its first chunk.
+        prefill_s: the same of each request that has its first token, from the start of that step to the end of the step
+            that sampled the token.
+        step_tokens: tokens computed by each step since the last report.
         num_failed_steps: since the start; each of them failed all requests in flight.
     """
 
     num_preempted: Mapping[PreemptionMode, int]
     step_s: Sequence[float]
     queue_s: Sequence[float]
+    prefill_s: Sequence[float]
+    step_tokens: Sequence[int]
     num_failed_steps: int
 
 
@@ -64,7 +71,7 @@ class LoadMeter:
     Attributes:
         busy: seconds of steps that compute prompts, per second.
         freed_tokens, ended_requests: what requests that end have freed, and their number.
-        step_s, queue_s: see `Activity`.
+        step_s, queue_s, prefill_s, step_tokens: see `Activity`.
         expected_cached_tokens, cached_tokens, missed_tokens: see `ReplicaReport`.
     """
 
@@ -75,6 +82,8 @@ class LoadMeter:
         self.busy, self.freed_tokens, self.ended_requests = DecayingRate(), DecayingRate(), DecayingRate()
         self.step_s: deque[float] = deque(maxlen=_MOST_TIMES)
         self.queue_s: deque[float] = deque(maxlen=_MOST_TIMES)
+        self.prefill_s: deque[float] = deque(maxlen=_MOST_TIMES)
+        self.step_tokens: deque[int] = deque(maxlen=_MOST_TIMES)
         self.expected_cached_tokens = self.cached_tokens = self.missed_tokens = 0
 
     def note_step(self, seconds: float, now: float) -> None:
@@ -240,10 +249,21 @@ class LoadReporter:
 
     def take_activity(self) -> Activity:
         """The engine's work since the last call. From any one thread."""
-        both = self._meter.step_s, self._meter.queue_s
-        step_s, queue_s = ([times.popleft() for _ in range(len(times))] for times in both)
-        return Activity(dict(self._scheduler.num_preempted), step_s, queue_s, self.num_failed_steps)
+        meter = self._meter
+        return Activity(
+            dict(self._scheduler.num_preempted),
+            step_s=_drained(meter.step_s),
+            queue_s=_drained(meter.queue_s),
+            prefill_s=_drained(meter.prefill_s),
+            step_tokens=_drained(meter.step_tokens),
+            num_failed_steps=self.num_failed_steps,
+        )
 
     def _free_tokens(self, report: MemoryReport) -> int:
         """Tokens for which the KV cache has room, cached blocks evicted."""
         return int((report.budget_bytes - report.active_bytes) * self._tokens_per_byte)
+
+
+def _drained(values: deque[Number]) -> list[Number]:
+    """The values so far, which another thread may go on adding to; they are removed."""
+    return [values.popleft() for _ in range(len(values))]

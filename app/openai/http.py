@@ -97,6 +97,7 @@ class Service(Protocol):
     async def unpin(self, name: str) -> None: ...
     async def ready(self) -> None: ...
     async def metrics(self) -> str: ...
+    async def load_metrics(self) -> str: ...
 
 
 def build_api(
@@ -227,6 +228,11 @@ def _add_operation(api: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Metrics of all replicas in Prometheus' text format; see docs/reference/metrics.md."""
         return Response(await service.metrics(), media_type=_PROMETHEUS)
+
+    @api.get("/metrics/load", response_class=PlainTextResponse, tags=["operation"])
+    async def load_metrics() -> Response:
+        """Queue depth and use of the KV cache at this moment, under vLLM's names, for endpoint pickers of gateways."""
+        return Response(await service.load_metrics(), media_type=_PROMETHEUS)
 
     @api.get("/v1/load", tags=["operation"])
     async def load() -> LoadReport:

@@ -37,6 +37,7 @@ from app.errors import (
 )
 from app.fleet.messages import GenerateRequest, Piece, ServedPooling
 from app.fleet.overload import LoadShedder
+from app.fleet.vllm_metrics import load_families
 from app.haproxy import trusted_addresses
 from app.logs import configure_logs
 from app.openai.bodies import (
@@ -77,7 +78,8 @@ from app.serving.calls import ReplicaClient
 from app.serving.dashboard import WatchedReplicas, count_starting
 from app.serving.grpc_ingress import GrpcIngress
 from app.serving.limits import LimitReporter, num_ingresses
-from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
+from app.serving.metrics import EdgeMeter, Measured, RequestMeter
+from app.serving.metrics_page import MetricsPage, render
 from app.serving.shared_streams import SharedReader
 from app.tracing import keep_traces_whole
 from vmem import BudgetAnswer, MemoryReport
@@ -170,7 +172,8 @@ class Ingress(GrpcIngress):
         starting = partial(count_starting, engine.deployment_name, context.app_name)
         self.dashboard = Collector(WatchedReplicas(self._replicas, self._admission, starting), traffic, model_name)
         self._edge = EdgeMeter()
-        self._metrics = MetricsPage(context.app_name)
+        with_vllm = http is not None and http.vllm_metrics
+        self._metrics = MetricsPage(context.app_name, model_name, with_vllm=with_vllm)
         # Keep half a million permanent objects, mostly of libraries, out of full garbage collections, which would hold
         # the event loop for 0.3 s after large bodies.
         gc.collect()
@@ -338,6 +341,15 @@ class Ingress(GrpcIngress):
             UnavailableError: a node's metrics are missing.
         """
         return await self._metrics.text()
+
+    async def load_metrics(self) -> str:
+        """The load of all engine replicas at this moment, in Prometheus' text format, for gateways' endpoint pickers.
+
+        Raises:
+            UnavailableError: there is no replica, or one has not answered in `STATUS_TIMEOUT_S`.
+        """
+        answers = await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S)
+        return render(load_families(answers, self._model_names[0]))
 
     async def reports(self) -> dict[str, MemoryReport]:
         """KV memory of every engine replica, by its name."""

@@ -39,8 +39,8 @@ from app.fleet.messages import (
 from app.fleet.retry import DuplicateGuard
 from app.fleet.streams import StreamPace, interleave, with_heartbeats
 from app.logs import configure_logs
+from app.serving.engine_metrics import EngineMeter, RoutingAudit
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.metrics import EngineMeter, RoutingAudit
 from app.serving.shared_streams import Entry, SharedStreams
 from app.tracing import keep_traces_whole, traced
 from vmem import BudgetAnswer, CachedPrefix, MemoryReport

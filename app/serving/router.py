@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _MOST_WAITING = 1000
 # Least time left of a call that is sent: a call without any fails at the wait for a replica.
 _LEAST_LEFT_S = 0.001
-_DECISION_US: list[float] = [50, 100, 200, 500, 1000, 2000, 5000, 10_000]
+_DECISION_S: list[float] = [5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05]
 
 
 @dataclass(slots=True, eq=False)
@@ -96,10 +96,10 @@ class FolioRouter(BoundedWaitRouter):
         self._placed: defaultdict[tuple[str, str], deque[SentRequest]] = defaultdict(deque)
         self._reported_at: dict[str, float] = {}  # `made_at` of each replica's last report
         self._unreadable: set[str] = set()  # replicas whose reports are of another version
-        self._decision_us = metrics.Histogram(
-            "folio_routing_decision_us",
+        self._decision_s = metrics.Histogram(
+            "folio_routing_decision_seconds",
             "Time to choose a replica, hashing the prompt included.",
-            boundaries=_DECISION_US,
+            boundaries=_DECISION_S,
         )
         self._routed = metrics.Counter("folio_routed_requests", "Requests sent to a replica.", tag_keys=("to",))
         self._known_prefixes = metrics.Gauge(
@@ -144,7 +144,7 @@ class FolioRouter(BoundedWaitRouter):
         except Exception:  # Serve would log it, and the request would wait for ever
             logger.exception("the routing policy failed; the request goes to any replica")
             ranked = names
-        self._decision_us.observe((time.perf_counter() - start) * 1e6)
+        self._decision_s.observe(time.perf_counter() - start)
         return [[self._by_name[name] for name in rank] for rank in (ranked[:1], ranked[1:2], ranked[2:]) if rank]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from ray import serve
 from app.builtin import corpus
 from app.client import Folio
 from app.config.engine import EngineConfig
+from app.config.http import HttpSettings
 from app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
 from app.main import AppArgs, build
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
@@ -31,6 +33,7 @@ from examples.hotel_desk.desk import PIN
 from examples.hotel_desk.register import read_keys
 from tests.e2e.conftest import deleted_at_the_end
 from tests.processes import until, until_async
+from tests.promlint import complaints
 from vmem import MemoryReport
 
 ROOT = Path(__file__).parents[2]
@@ -489,7 +492,10 @@ def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
             return {}
         assert answer.headers["content-type"].startswith("text/plain; version=")
         samples = [s for family in text_string_to_metric_families(answer.text) for s in family.samples]
-        assert {sample.labels["application"] for sample in samples} == {"folio"}
+        assert {(sample.labels["application"], sample.labels["model_name"]) for sample in samples} == {
+            ("folio", "builtin")
+        }
+        assert not any("ray_folio_" in complaint for complaint in complaints(answer.text))
         return {
             (s.name, *(s.labels[tag] for tag in ("route", "outcome", "kind") if s.labels.get(tag))): s.value
             for s in samples
@@ -508,12 +514,15 @@ def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
     assert metrics["ray_folio_requests_in_flight", "chat"] == 0
     assert metrics["ray_folio_prompt_tokens_total", "chat"] >= 2 * usage.prompt_tokens
     assert metrics["ray_folio_output_tokens_total", "chat"] >= 2 * usage.completion_tokens
-    assert metrics[("ray_folio_first_token_s_count", "chat")] >= 1
+    assert metrics[("ray_folio_time_to_first_token_seconds_count", "chat")] >= 1
     assert any(name.startswith("ray_folio_routed_requests") for name, *_ in metrics)
     assert any(name.startswith("ray_serve_") for name, *_ in metrics)
-    metrics = until(lambda: read_with(("ray_folio_queue_s_count",)), state=read)
-    assert metrics[("ray_folio_step_s_count",)] >= usage.completion_tokens
+    assert metrics["ray_folio_prompt_length_tokens_count", "chat"] >= 2
+    assert metrics["ray_folio_output_length_tokens_count", "chat"] >= 2
+    metrics = until(lambda: read_with(("ray_folio_prefill_seconds_count",)), state=read)
+    assert metrics[("ray_folio_step_seconds_count",)] >= usage.completion_tokens
     assert metrics["ray_folio_kv_bytes", "budget"] == server.report().budget_bytes
+    assert not any(name.startswith("vllm:") for name, *_ in metrics)
 
 
 ENOUGH_REFUSALS = 200  # some by the replica, then by load shedding; more only take time from the two that run
@@ -522,7 +531,8 @@ ENOUGH_REFUSALS = 200  # some by the replica, then by load shedding; more only t
 def test_a_full_ingress_refuses(server: Server) -> None:
     """All refusals are the same answer and are counted, also those by load shedding before the body is read."""
     engine = EngineConfig(model="builtin", kv_memory_bytes=64 << 20, max_num_seqs=1, max_queued_requests=1)
-    serve.run(build(AppArgs(engine=engine)), name="small", route_prefix="/small")
+    http = HttpSettings(vllm_metrics=True)
+    serve.run(build(AppArgs(engine=engine, http=http)), name="small", route_prefix="/small")
     url = f"{server.url}/small/v1/completions"
     body = {"model": "builtin", "prompt": "a", "ignore_eos": True, "max_tokens": 1000}
     by_code: dict[str, float] = {}
@@ -549,6 +559,9 @@ def test_a_full_ingress_refuses(server: Server) -> None:
             for num_waiting in (0, 1):
                 long_ones.append(pool.submit(httpx.post, url, json=body, timeout=DEADLINE_S))
                 until(lambda expected=(1, num_waiting): load() == expected)  # type: ignore[misc]
+            picker = httpx.get(f"{server.url}/small/metrics/load", timeout=DEADLINE_S).text
+            assert 'vllm:num_requests_running{model_name="builtin"} 1.0\n' in picker
+            assert 'vllm:num_requests_waiting{model_name="builtin"} 1.0\n' in picker
             refusals = []
             while len(refusals) < ENOUGH_REFUSALS and not all(one.done() for one in long_ones):
                 answer = client.post(url, json=body | {"max_tokens": 1}, headers={"x-request-id": "mine"})
@@ -563,6 +576,9 @@ def test_a_full_ingress_refuses(server: Server) -> None:
         until(lambda: num_counted() >= num_refused, state=lambda: (by_code, num_refused))
         assert num_counted() == num_refused
         assert by_code["overloaded"] > 0  # by load shedding
+        page = httpx.get(f"{server.url}/small/metrics", timeout=DEADLINE_S).text
+        succeeded = re.findall(r'^vllm:request_success_total{finished_reason="length",.*} (\S+)$', page, re.MULTILINE)
+        assert sum(map(float, succeeded)) >= len(long_ones)
     finally:
         serve.delete("small")
 

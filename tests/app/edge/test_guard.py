@@ -81,7 +81,7 @@ def test_operator_paths_need_an_operators_key(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys: [{{name: user, key: {ALICE}}}, {{name: operator, key: {BOB}, operator: true}}]")
     app = guarded(keys=path)
-    for where in ("/v1/load", "/v1/pins", "/v1/pins/x", "/metrics"):
+    for where in ("/v1/load", "/v1/pins", "/v1/pins/x", "/metrics", "/metrics/load"):
         refused = answer_of(app, path=where, headers=bearer(ALICE))
         assert (refused.status, refused.error["code"]) == (403, "not_allowed"), where
         assert answer_of(app, path=where, headers=bearer(BOB)).status == 200

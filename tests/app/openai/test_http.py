@@ -90,6 +90,9 @@ class FakeService:
     async def metrics(self) -> str:
         return "# HELP x X.\n"
 
+    async def load_metrics(self) -> str:
+        return "# HELP y Y.\n"
+
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         request.sampling_params()
         self._fail(request.model)
@@ -243,15 +246,18 @@ def test_operation(client: TestClient) -> None:
 
 def test_metrics_are_text_or_an_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prometheus believes an empty page, but not a 503."""
-    page = client.get("/metrics")
-    assert page.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
-    assert page.text == "# HELP x X.\n"
+    for path, text in (("/metrics", "# HELP x X.\n"), ("/metrics/load", "# HELP y Y.\n")):
+        page = client.get(path)
+        assert page.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
+        assert page.text == text
 
     async def gone(self: FakeService) -> str:
         raise UnavailableError("an agent does not answer")
 
     monkeypatch.setattr(FakeService, "metrics", gone)
-    assert failure(client.get("/metrics")) == (503, "unavailable")
+    monkeypatch.setattr(FakeService, "load_metrics", gone)
+    for path in ("/metrics", "/metrics/load"):
+        assert failure(client.get(path)) == (503, "unavailable")
 
 
 def test_the_openapi_page_is_complete(client: TestClient) -> None:

@@ -1,0 +1,174 @@
+"""Folio's measurements under vLLM's names, for its dashboards and for gateways' endpoint pickers.
+
+Nothing is measured here: values are those of Folio's own metrics, summed over the labels that vLLM does not have.
+Names, kinds and labels are those of vLLM 0.33. docs/reference/metrics.md says where a value differs, and which names
+are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from app.errors import FolioError, NoReplicaError
+from app.fleet.messages import ReplicaStatus
+
+_PREFIX = "ray_folio_"  # Ray adds `ray_`
+_RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+_USAGE, _CACHE = "vllm:kv_cache_usage_perc", "vllm:cache_config_info"
+_SUCCESS = "vllm:request_success"
+_ABOUT = {
+    _RUNNING: "Sequences that have blocks.",
+    _WAITING: "Sequences without blocks: not begun yet, or preempted.",
+    _USAGE: "Share of the KV cache's budget that requests and pins own, from 0 to 1.",
+    _CACHE: "Tokens of a block, and blocks that fit into the KV cache's budget.",
+    _SUCCESS: "Ended outputs by finish reason; abort, error: cancelled and failed requests.",
+}
+# The same quantity from an engine replica, which is vLLM's engine: vLLM's name → Folio's.
+OF_ENGINES = {
+    _RUNNING: "running_sequences",
+    _WAITING: "waiting_sequences",
+    "vllm:num_preemptions": "preemptions",
+    "vllm:prefix_cache_queries": "prefix_queried_tokens",
+    "vllm:prefix_cache_hits": "prefix_hit_tokens",
+    "vllm:iteration_tokens_total": "step_tokens",
+    "vllm:request_queue_time_seconds": "queue_seconds",
+    "vllm:request_prefill_time_seconds": "prefill_seconds",
+    "vllm:spec_decode_num_drafts": "verified_drafts",
+    "vllm:spec_decode_num_draft_tokens": "draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
+}
+# The same from an ingress. Sums over ingresses are left to Prometheus: a sum would drop when an ingress ends.
+OF_INGRESSES = {
+    "vllm:prompt_tokens": "prompt_tokens",
+    "vllm:prompt_tokens_cached": "prompt_cached_tokens",
+    "vllm:generation_tokens": "output_tokens",
+    "vllm:request_prompt_tokens": "prompt_length_tokens",
+    "vllm:request_generation_tokens": "output_length_tokens",
+    "vllm:request_params_n": "requested_outputs",
+    "vllm:request_params_max_tokens": "requested_tokens",
+    "vllm:time_to_first_token_seconds": "time_to_first_token_seconds",
+    "vllm:request_time_per_output_token_seconds": "time_per_output_token_seconds",
+    "vllm:request_decode_time_seconds": "decode_seconds",
+    "vllm:e2e_request_latency_seconds": "request_seconds",
+}
+# Outcomes of requests without a finish reason, and vLLM's reasons for them.
+_REASONS = {"cancelled": "abort", "failed": "error"}
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Samples with equal names and labels, added."""
+
+    values: dict[tuple[str, frozenset[tuple[str, str]]], float] = field(default_factory=dict)
+
+    def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        key = name, frozenset(labels.items())
+        self.values[key] = self.values.get(key, 0.0) + value
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [Sample(name, dict(labels), value) for (name, labels), value in self.values.items()]
+
+
+def vllm_families(families: Mapping[str, Metric]) -> list[Metric]:
+    """vLLM's metrics from Folio's on the page, by their names there."""
+    made = []
+    for names, kept in ((OF_ENGINES, {"replica": "engine"}), (OF_INGRESSES, {"replica": "replica"})):
+        for name, source in names.items():
+            if (family := families.get(_PREFIX + source)) is not None:
+                made.append(_copied(name, family, kept | {"model_name": "model_name", "le": "le"}))
+    made += [_success(families), _usage(families), _cache(families)]
+    return [family for family in made if family.samples]
+
+
+def load_families(answers: Sequence[ReplicaStatus | FolioError], model: str) -> list[Metric]:
+    """The gauges that endpoint pickers read, of all engine replicas together: pickers read one series of each.
+
+    Raises:
+        FolioError: a replica has not answered, and the sums would be too low.
+    """
+    if not answers:
+        raise NoReplicaError("there is no engine replica; try again later")
+    statuses = []
+    for answer in answers:
+        if isinstance(answer, FolioError):
+            raise answer
+        statuses.append(answer)
+    usage = sum(s.memory.active_bytes for s in statuses) / sum(s.memory.budget_bytes for s in statuses)
+    sizes = _sizes(statuses[0].load.unit_tokens, sum(s.load.total_tokens for s in statuses))
+    labels = {"model_name": model}
+    return [
+        _gauge(_RUNNING, [(labels, sum(s.load.num_running for s in statuses))]),
+        _gauge(_WAITING, [(labels, sum(s.load.num_waiting for s in statuses))]),
+        _gauge(_USAGE, [(labels, usage)]),
+        _gauge(_CACHE, [(labels | sizes, 1.0)]),
+    ]
+
+
+def _copied(name: str, family: Metric, kept: Mapping[str, str]) -> Metric:
+    """The family under another name, with these labels (Folio's → vLLM's), summed over all others."""
+    sums = _Sums()
+    for sample in family.samples:
+        labels = {kept[label]: value for label, value in sample.labels.items() if label in kept}
+        sums.add(name + sample.name.removeprefix(family.name), labels, sample.value)
+    copy = Metric(name, family.documentation, family.type)
+    copy.samples = sums.samples
+    return copy
+
+
+def _success(families: Mapping[str, Metric]) -> Metric:
+    sums = _Sums()
+    for source, tag, reasons in (("outputs", "reason", None), ("requests", "outcome", _REASONS)):
+        for sample in _samples(families, source):
+            reason = sample.labels[tag] if reasons is None else reasons.get(sample.labels[tag])
+            if reason is not None:
+                labels = {name: sample.labels[name] for name in ("model_name", "replica")}
+                sums.add(f"{_SUCCESS}_total", labels | {"finished_reason": reason}, sample.value)
+    success = Metric(_SUCCESS, _ABOUT[_SUCCESS], "counter")
+    success.samples = sums.samples
+    return success
+
+
+def _usage(families: Mapping[str, Metric]) -> Metric:
+    of_engines = _by_engine(families, "kv_bytes", {"active", "budget"})
+    return _gauge(_USAGE, [(labels, of["active"] / of["budget"]) for labels, of in of_engines])
+
+
+def _cache(families: Mapping[str, Metric]) -> Metric:
+    of_engines = _by_engine(families, "kv_tokens", {"block", "total"})
+    return _gauge(_CACHE, [(labels | _sizes(int(of["block"]), int(of["total"])), 1.0) for labels, of in of_engines])
+
+
+def _sizes(block_tokens: int, total_tokens: int) -> dict[str, str]:
+    """Labels of `vllm:cache_config_info`."""
+    return {"block_size": str(block_tokens), "num_gpu_blocks": str(total_tokens // block_tokens)}
+
+
+def _by_engine(
+    families: Mapping[str, Metric], source: str, kinds: Collection[str]
+) -> list[tuple[dict[str, str], dict[str, float]]]:
+    """Labels of each engine, and the values of a gauge for it by kind, where none of these kinds is missing."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for sample in _samples(families, source):
+        key = sample.labels["model_name"], sample.labels["replica"]
+        found.setdefault(key, {})[sample.labels["kind"]] = sample.value
+    return [
+        ({"model_name": model, "engine": replica}, values)
+        for (model, replica), values in found.items()
+        if values.keys() >= set(kinds)
+    ]
+
+
+def _samples(families: Mapping[str, Metric], source: str) -> list[Sample]:
+    family = families.get(_PREFIX + source)
+    return [] if family is None else family.samples
+
+
+def _gauge(name: str, values: Iterable[tuple[dict[str, str], float]]) -> Metric:
+    gauge = Metric(name, _ABOUT[name], "gauge")
+    gauge.samples = [Sample(name, labels, value) for labels, value in values]
+    return gauge

@@ -1,0 +1,130 @@
+"""Metrics of engine replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from app.config.engine import EngineConfig
+from app.engine.engine import Engine
+from app.engine.report import StartTimes
+from app.engine.sampling.params import SamplingParams
+from app.engine.speculation import SpeculationCounts
+from app.serving.engine_metrics import EngineMeter
+from tests.app.serving.conftest import Recorded
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20))
+    yield engine
+    engine.close()
+
+
+def test_draft_tokens_are_counted_once(recorded: Recorded) -> None:
+    """The engine has totals, a counter takes increases, and never one of 0."""
+    meter = EngineMeter()
+    meter.note_speculation(None)
+    counts = SpeculationCounts("ngram")
+    meter.note_speculation(counts)
+    counts.draft_tokens, counts.accepted_tokens, counts.checks = 8, 0, 2
+    meter.note_speculation(counts)
+    meter.note_speculation(counts)
+    counts.draft_tokens, counts.accepted_tokens = 11, 2
+    meter.note_speculation(counts)
+    assert recorded == [
+        ("folio_verified_drafts", 2, {"proposer": "ngram"}),
+        ("folio_draft_tokens", 8, {"proposer": "ngram"}),
+        ("folio_draft_tokens", 3, {"proposer": "ngram"}),
+        ("folio_accepted_tokens", 2, {"proposer": "ngram"}),
+    ]
+
+
+def test_an_engines_activity_is_recorded_once(recorded: Recorded, engine: Engine) -> None:
+    """Gauges have present values, counters increases, histograms each step's time once."""
+    meter = EngineMeter()
+
+    def note() -> list[tuple[str, float, dict[str, str]]]:
+        recorded.clear()
+        meter.note(engine.load.report(), engine.report(), engine.load.take_activity())
+        return list(recorded)
+
+    def values(name: str) -> list[float]:
+        return [value for n, value, _ in recorded if n == name]
+
+    note()
+    assert values("folio_step_seconds") == values("folio_queue_seconds") == values("folio_preemptions") == []
+    for name in ("a", "b"):
+        engine.submit(name, list(range(5, 45)), SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.step()
+    engine.step()
+    note()
+    assert values("folio_running_sequences") == [2]
+    assert len(values("folio_step_seconds")) == 2
+    assert values("folio_step_tokens") == [48, 2]  # the second prompt finds 32 tokens of the first
+    prefill_s, same = values("folio_prefill_seconds")  # both have their first token from the first step
+    assert prefill_s == same == pytest.approx(values("folio_step_seconds")[0])
+    first, second = values("folio_queue_seconds")
+    assert first > second > 0  # both wait for the same step
+    assert values("folio_prefix_queried_tokens") == [80]
+    report = engine.report()
+    by_kind = {tags["kind"]: value for name, value, tags in recorded if name == "folio_kv_bytes"}
+    assert by_kind["budget"] == report.budget_bytes
+    assert by_kind["active"] == report.active_bytes > 0
+    tokens = {tags["kind"]: value for name, value, tags in recorded if name == "folio_kv_tokens"}
+    assert tokens == {"block": 16, "free": engine.load.report().free_tokens, "total": engine.load.report().total_tokens}
+    while engine.has_work:
+        engine.step()
+    note()
+    assert values("folio_running_sequences") == [0]
+    assert len(values("folio_step_seconds")) == 1
+    assert values("folio_queue_seconds") == values("folio_prefix_queried_tokens") == []
+    assert values("folio_prefill_seconds") == []
+
+
+def test_prefill_lasts_from_the_first_chunk_to_the_first_token() -> None:
+    """A request that is cancelled before its first token has no time."""
+    engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, max_num_batched_tokens=32))
+    try:
+        engine.submit("a", list(range(5, 85)), SamplingParams(max_tokens=2, ignore_eos=True))
+        step_s: list[float] = []
+        prefill_s: list[float] = []
+        while not prefill_s:
+            engine.step()
+            activity = engine.load.take_activity()
+            step_s += activity.step_s
+            prefill_s += activity.prefill_s
+        assert len(step_s) == 3  # 80 tokens
+        assert prefill_s[0] >= sum(step_s)
+        engine.cancel("a")
+        engine.submit("b", list(range(85, 165)), SamplingParams(max_tokens=2, ignore_eos=True))
+        engine.step()
+        engine.cancel("b")
+        engine.submit("c", list(range(165, 170)), SamplingParams(max_tokens=2, ignore_eos=True))
+        engine.step()
+        activity = engine.load.take_activity()
+        assert len(activity.queue_s) == 2
+        assert len(activity.prefill_s) == 1
+    finally:
+        engine.close()
+
+
+def test_preemptions_are_counted_by_mode(recorded: Recorded, engine: Engine) -> None:
+    meter = EngineMeter()
+    load, report, activity = engine.load.report(), engine.report(), engine.load.take_activity()
+    meter.note(load, report, replace(activity, num_preempted={"swap": 2, "recompute": 0}))
+    meter.note(load, report, replace(activity, num_preempted={"swap": 2, "recompute": 1}))
+    assert [call for call in recorded if call[0] == "folio_preemptions"] == [
+        ("folio_preemptions", 2, {"way": "swap"}),
+        ("folio_preemptions", 1, {"way": "recompute"}),
+    ]
+
+
+def test_the_phases_of_a_start(recorded: Recorded) -> None:
+    EngineMeter().note_start(StartTimes(model_s=1.0, warm_up_s=2.0, process_s=7.0))
+    phases = {tags["phase"]: value for name, value, tags in recorded if name == "folio_ready_seconds"}
+    assert len(phases) == len(recorded)
+    assert (phases["model"], phases["warm_up"], phases["process"], phases["all"]) == (1.0, 2.0, 7.0, 3.0)
+    assert phases["prefixes"] == 0.0

@@ -16,6 +16,8 @@ from app.request_context import RequestContext
 logger = logging.getLogger(__name__)
 
 _MAX_PATH_CHARS = 200
+# Endpoint pickers ask for it many times a second: a line for each failure only.
+_FREQUENT_PATH = "/metrics/load"
 
 
 def log_request(scope: Scope, context: RequestContext, is_complete: bool) -> None:
@@ -23,6 +25,8 @@ def log_request(scope: Scope, context: RequestContext, is_complete: bool) -> Non
     if not logger.isEnabledFor(logging.INFO):
         return
     failed = context.error_code is not None or context.status is None or context.status >= 400
+    if not failed and scope["path"].endswith(_FREQUENT_PATH):
+        return
     first: dict[str, str | int] = {
         "method": scope["method"] if scope["method"].isalpha() else "?",
         "path": quote(scope["path"])[:_MAX_PATH_CHARS],  # escaped, because line breaks would forge lines

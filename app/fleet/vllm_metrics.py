@@ -23,7 +23,7 @@ _SUCCESS = "vllm:request_success"
 _ABOUT = {
     _RUNNING: "Sequences that have blocks.",
     _WAITING: "Sequences without blocks: not begun yet, or preempted.",
-    _USAGE: "Share of the KV cache's budget that requests and pins own, from 0 to 1.",
+    _USAGE: "Share of the KV cache's budget that requests and pins own; 1 is all of it.",
     _CACHE: "Tokens of a block, and blocks that fit into the KV cache's budget.",
     _SUCCESS: "Ended outputs by finish reason; abort, error: cancelled and failed requests.",
 }

@@ -79,7 +79,7 @@ from app.serving.dashboard import WatchedReplicas, count_starting
 from app.serving.grpc_ingress import GrpcIngress
 from app.serving.limits import LimitReporter, num_ingresses
 from app.serving.metrics import EdgeMeter, Measured, RequestMeter
-from app.serving.metrics_page import MetricsPage, render
+from app.serving.metrics_page import FreshPage, MetricsPage, render
 from app.serving.shared_streams import SharedReader
 from app.tracing import keep_traces_whole
 from vmem import BudgetAnswer, MemoryReport
@@ -89,6 +89,8 @@ STARTING_TIMEOUT_S, READY_TIMEOUT_S = 0.2, 10.0
 STATUS_TIMEOUT_S = 2.0
 UNPIN_TIMEOUT_S = 10.0
 _BUDGET_TRIES = 5
+# Greatest age of the load for endpoint pickers. Each of them asks every 50 ms or so, and all replicas have to answer.
+_LOAD_FRESH_S = 0.05
 
 Body = TypeVar("Body", bound=GenerationBody)
 Answer = TypeVar("Answer")
@@ -174,6 +176,7 @@ class Ingress(GrpcIngress):
         self._edge = EdgeMeter()
         with_vllm = http is not None and http.vllm_metrics
         self._metrics = MetricsPage(context.app_name, model_name, with_vllm=with_vllm)
+        self._load_page = FreshPage(self._make_load_page, _LOAD_FRESH_S)
         # Keep half a million permanent objects, mostly of libraries, out of full garbage collections, which would hold
         # the event loop for 0.3 s after large bodies.
         gc.collect()
@@ -343,13 +346,12 @@ class Ingress(GrpcIngress):
         return await self._metrics.text()
 
     async def load_metrics(self) -> str:
-        """The load of all engine replicas at this moment, in Prometheus' text format, for gateways' endpoint pickers.
+        """The present load of all engine replicas, in Prometheus' text format, for gateways' endpoint pickers.
 
         Raises:
             UnavailableError: there is no replica, or one has not answered in `STATUS_TIMEOUT_S`.
         """
-        answers = await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S)
-        return render(load_families(answers, self._model_names[0]))
+        return await self._load_page.text()
 
     async def reports(self) -> dict[str, MemoryReport]:
         """KV memory of every engine replica, by its name."""
@@ -422,6 +424,10 @@ class Ingress(GrpcIngress):
         for error in errors:
             if len(errors) == len(answers) or not isinstance(error, UnknownPinError):
                 raise error
+
+    async def _make_load_page(self) -> str:
+        answers = await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S)
+        return render(load_families(answers, self._model_names[0]))
 
     async def _complete(self, route: str, translate: Translate[Body, Any], request: Body, session: str | None) -> Any:
         async with self._admit(route, translate, request, session) as admitted:

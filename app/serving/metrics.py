@@ -30,7 +30,8 @@ FIRST_S: list[float] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 1
 _TOKEN_S: list[float] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10]
 _WHOLE_S: list[float] = [0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1200, 3600]
 _LENGTHS: list[float] = [float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)]
-_OUTPUTS: list[float] = [1, 2, 5, 10, 20, 50, 100]
+# Half integers: Ray adds the middle of the bucket to a sum for each value, and that is the value itself up to 4.
+_OUTPUTS: list[float] = [0.5, 1.5, 2.5, 3.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5]
 
 
 class RequestMeter:

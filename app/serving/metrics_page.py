@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,8 +32,27 @@ _NOISE = {"Component", "SessionName", "Version", "otel_scope_name", "otel_scope_
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 # An agent that counts for hundreds of processes takes a second or so.
 _TIMEOUT_S = 10.0
-# Age up to which the last page is served: agents have new figures every few seconds, and their pages take time.
+# Agents have new figures every few seconds, and their pages take time.
 _FRESH_S = 1.0
+
+
+class FreshPage:
+    """A page that is made again once it is `fresh_s` seconds old. Callers at the same time get the same page."""
+
+    def __init__(self, make: Callable[[], Awaitable[str]], fresh_s: float) -> None:
+        self._make = make
+        self._fresh_s = fresh_s
+        self._lock = asyncio.Lock()
+        self._page = ""
+        self._made_at = -fresh_s
+
+    async def text(self) -> str:
+        """The page. Raises what making it raises."""
+        async with self._lock:
+            if time.monotonic() - self._made_at >= self._fresh_s:
+                self._page = await self._make()
+                self._made_at = time.monotonic()
+            return self._page
 
 
 class MetricsPage:
@@ -43,6 +62,7 @@ class MetricsPage:
         model: its name for clients, the label `model_name`.
         with_vllm: add the metrics under vLLM's names.
         agents: returns the addresses of the nodes' agents; may block.
+        fresh_s: greatest age of the page.
     """
 
     def __init__(
@@ -52,29 +72,27 @@ class MetricsPage:
         *,
         with_vllm: bool = False,
         agents: Callable[[], Sequence[str]] | None = None,
+        fresh_s: float = _FRESH_S,
     ) -> None:
         self._application = application
         self._model = model
         self._with_vllm = with_vllm
         self._agents = agents or agents_of_this_cluster
-        self._lock = asyncio.Lock()
-        self._page = ""
-        self._made_at = -_FRESH_S
+        self._page = FreshPage(self._made, fresh_s)
 
     async def text(self) -> str:
-        """The page in Prometheus' text format, at most `_FRESH_S` old.
+        """The page in Prometheus' text format.
 
         Raises:
             UnavailableError: a node's agent does not answer, or no agent has metrics of this application yet.
         """
-        async with self._lock:
-            if time.monotonic() - self._made_at >= _FRESH_S:
-                pages = await self._fetch(await asyncio.to_thread(self._agents))
-                self._page = await asyncio.to_thread(self._merge, pages)
-                self._made_at = time.monotonic()
-            return self._page
+        return await self._page.text()
 
-    def _merge(self, pages: Iterable[str]) -> str:
+    async def _made(self) -> str:
+        pages = await self._fetch(await asyncio.to_thread(self._agents))
+        return await asyncio.to_thread(self._merged, pages)
+
+    def _merged(self, pages: Iterable[str]) -> str:
         families = merge(pages, self._application, self._model)
         return render([*families.values(), *(vllm_families(families) if self._with_vllm else ())])
 

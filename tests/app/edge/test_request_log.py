@@ -129,6 +129,15 @@ def test_lines_cannot_be_forged(line: Any) -> None:
     assert len(fields["request_id"]) == 32
 
 
+def test_pickers_are_logged_when_they_are_refused(line: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """They ask many times a second."""
+    assert answer_of(guarded(), path="/metrics/load").status == 200
+    assert not caplog.records
+    (tmp_path / "keys").write_text(ALICE)
+    assert answer_of(guarded(keys=tmp_path / "keys"), path="/metrics/load").status == 401
+    assert line()["status"] == "401"
+
+
 def test_the_log_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "app.edge.request_log")
     answer_of(guarded(echo, log_requests=False))

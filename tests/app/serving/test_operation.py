@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -97,6 +98,31 @@ async def test_the_load_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) ->
     nobody = await ingress_with(Fleet(hangs)).load()
     assert (nobody.num_silent, nobody.least_queued_s, nobody.total.free_tokens) == (1, None, 0)
     assert (await ingress_with(Fleet()).load()).num_replicas == 0
+
+
+async def test_pickers_get_the_present_load_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls within 50 ms share an answer: replicas are asked once."""
+    monkeypatch.setattr(ingress_module, "_LOAD_FRESH_S", 60.0)
+    fleet = Fleet(answers(status("a", 1)), answers(status("b", 2)))
+    ingress = ingress_with(fleet)
+    pages = await asyncio.gather(*(ingress.load_metrics() for _ in range(3)))
+    assert fleet.broadcasts == [("status", ())]
+    assert set(pages) == {pages[0]}
+    values = dict(re.findall(r'^(vllm:\w+)\{model_name="m"\} (\S+)$', pages[0], re.MULTILINE))
+    waiting = sum(status("x", factor).load.num_waiting for factor in (1, 2))
+    assert float(values["vllm:num_requests_waiting"]) == waiting > 0
+
+
+async def test_pickers_get_an_error_when_a_replica_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its queue the server would seem idle. The error is not kept: the next call asks again."""
+    monkeypatch.setattr(ingress_module, "STATUS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ingress_module, "_LOAD_FRESH_S", 60.0)
+    fleet = Fleet(answers(status("a", 1)), hangs)
+    ingress = ingress_with(fleet)
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await ingress.load_metrics()
+    assert len(fleet.broadcasts) == 2
 
 
 async def test_without_any_replica() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -553,6 +552,10 @@ def test_a_full_ingress_refuses(server: Server) -> None:
                 by_code[sample.labels["outcome"]] = sample.value
         return by_code.get("refused", 0) + by_code.get("overloaded", 0)
 
+    def values_of(start: str) -> list[float]:
+        page = httpx.get(f"{server.url}/small/metrics", timeout=DEADLINE_S)
+        return [float(line.rpartition(" ")[2]) for line in page.text.splitlines() if line.startswith(start)]
+
     try:
         with httpx.Client(timeout=DEADLINE_S) as client, ThreadPoolExecutor(2) as pool:
             long_ones = []
@@ -576,9 +579,7 @@ def test_a_full_ingress_refuses(server: Server) -> None:
         until(lambda: num_counted() >= num_refused, state=lambda: (by_code, num_refused))
         assert num_counted() == num_refused
         assert by_code["overloaded"] > 0  # by load shedding
-        page = httpx.get(f"{server.url}/small/metrics", timeout=DEADLINE_S).text
-        succeeded = re.findall(r'^vllm:request_success_total{finished_reason="length",.*} (\S+)$', page, re.MULTILINE)
-        assert sum(map(float, succeeded)) >= len(long_ones)
+        until(lambda: sum(values_of('vllm:request_success_total{finished_reason="length",')) >= len(long_ones))
     finally:
         serve.delete("small")
 

@@ -166,7 +166,8 @@ class RequestMeter:
         for reason, lengths in measured.output_lengths.items():
             self._ended.inc(len(lengths), tags | {"reason": reason})
             for tokens in lengths:
-                self._output_length.observe(tokens, tags)
+                if tokens:
+                    self._output_length.observe(tokens, tags)
 
 
 @dataclass(slots=True)
@@ -185,9 +186,9 @@ class Measured:
 
     Attributes:
         model: its name, once it is known to exist.
-        params: of all its prompts.
+        params: of all its prompts; `None` if they are pooled.
         prompt_lengths: tokens of each prompt.
-        output_lengths: finish reason → tokens of each output that ended with it.
+        output_lengths: finish reason → tokens of each output that ended with it; 0 of a vector.
         first_s: seconds until the first piece of a stream.
     """
 
@@ -229,7 +230,7 @@ class Measured:
         """Note the calls of engine replicas."""
         self.model = model
         self.prompt_lengths += [len(call.prompt_token_ids) for call in calls]
-        self.params = calls[0].params
+        self.params = calls[0].params if calls[0].pooling is None else None
 
     def streams(self, piece: Piece, prompt: int = 0) -> None:
         now, num_tokens = time.perf_counter(), len(piece.token_ids)

@@ -6,10 +6,12 @@ import ast
 import asyncio
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from app.engine.pooled import PoolingParams
 from app.engine.sampling.params import SamplingParams
 from app.errors import DeadlineError, EngineError, OverloadedError, RequestError, UnavailableError, UnknownModelError
 from app.fleet.messages import GenerateRequest, Piece
@@ -112,6 +114,15 @@ def test_a_fork_has_no_prompt(recorded: Recorded) -> None:
     assert "folio_prompt_cached_tokens" not in sums(recorded)
     assert sums(recorded)["folio_output_tokens"] == 1
     assert not {"folio_prompt_length_tokens", "folio_requested_outputs"} & sums(recorded).keys()
+
+
+def test_a_pooled_prompt_has_a_vector_and_no_length(recorded: Recorded) -> None:
+    with RequestMeter().measure("embeddings") as measured:
+        measured.sends([replace(CALLS[0], pooling=PoolingParams("embedding"))], "m")
+        measured.receives([[Piece("", (), finish_reason="stop", pooled=b"1234")]])
+    names = {name for name, _, _ in recorded}
+    assert {"folio_outputs", "folio_prompt_length_tokens", "folio_prompt_tokens"} <= names
+    assert not {"folio_output_length_tokens", "folio_requested_outputs", "folio_requested_tokens"} & names
 
 
 def test_requests_without_a_limit_are_not_in_its_histogram(recorded: Recorded) -> None:

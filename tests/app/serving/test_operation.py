@@ -219,7 +219,6 @@ async def test_tokens_there_and_back() -> None:
         ({"prompt": "x", "messages": []}, "prompt"),
         ({"messages": []}, "messages"),
         ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
-        ({"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True}, "add_special_tokens"),
         ({"prompt": "x", "model": "poet"}, "model"),
     ],
 )

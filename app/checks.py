@@ -234,6 +234,8 @@ class _Faults:
                 self.add(f"{path}.tensor_parallel_size is {ranks}; {fault}" for fault in rank_faults(folder, ranks))
             elif (reason := _why_not_hub_id(model)) is not None:
                 self.add([f"{_join(path, key)} is {model!r}; {reason}"])
+        if engine.adapter_dir is not None and not Path(engine.adapter_dir).expanduser().is_dir():
+            self.add([f"{path}.adapter_dir is {engine.adapter_dir!r}, and there is no such folder; create it"])
         for name, source in engine.adapters.items():
             where = f"{path}.adapters.{name}"
             if Path(source).is_dir():

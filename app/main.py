@@ -72,6 +72,7 @@ def build(args: AppArgs) -> Application:
         config.max_num_seqs,
         args.routing.wait_for_replica_s,
         (args.tool_call_parser, args.reasoning_parser),
+        args.engine.adapter_dir is not None,
     )
     return application
 

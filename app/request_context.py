@@ -103,12 +103,31 @@ class RequestContext:
             if pins and not key.operator:
                 raise ForbiddenError("pin is for operators; leave it out, or use an operator's API key", "pin")
             tenant = self.tenant_of(tenant)
+        return tenant, self._bounded(timeout_s)
+
+    def authorize_fork(self, generation_id: str, model: str, timeout_s: float | None) -> float | None:
+        """`authorize` for a fork, whose tenant and priority are those of its request; returns `timeout_s`."""
+        if self.generation_id is None:
+            self.generation_id = generation_id
+        self.check_model(model)
+        return self._bounded(timeout_s)
+
+    @property
+    def owner(self) -> str | None:
+        """The caller who may fork a request of this one: the key's tenant, if it has one, or else the key. `None`
+        without keys."""
+        if self.key is None:
+            return None
+        return f"key:{self.key.name}" if self.key.tenant is None else f"tenant:{self.key.tenant}"
+
+    def _bounded(self, timeout_s: float | None) -> float | None:
+        """The request's timeout, or the one of the settings. Raises `RequestError` if it is too long."""
         default, most = self.settings.default_timeout_s, self.settings.max_timeout_s
         if timeout_s is None:
-            return tenant, default if default is not None else most
+            return default if default is not None else most
         if most is not None and timeout_s > most:
             raise RequestError(f"timeout_s is {timeout_s}; it must be at most {most} (max_timeout_s)", "timeout_s")
-        return tenant, timeout_s
+        return timeout_s
 
     def check_operator(self, noun: str) -> None:
         """Raise `ForbiddenError` unless the caller's key is an operator's, or there are no keys."""

@@ -24,9 +24,9 @@ folio = typer.Typer(
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        from importlib.metadata import version
+        from app.version import VERSION
 
-        print(f"folio {version('folio-serve')}")
+        print(f"folio {VERSION}")
         raise typer.Exit()
 
 

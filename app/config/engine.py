@@ -92,6 +92,8 @@ class EngineConfig:
         draft_model: a smaller model with the same vocabulary.
         max_draft_tokens: most draft tokens in a step; fewer while the acceptance rate is low.
         adapters: name → folder or Hub id of a LoRA adapter, loaded at its first request.
+        adapter_dir: the folder below which operators load LoRA adapters at run time, at the same path for all replicas.
+            `None`: only `adapters` are served.
         max_loaded_adapters: adapters kept in memory; the least recently used one goes first.
         quantization: "int8": weights of linear layers, the output layer included, as 8-bit integers with a scale for
             each output (CPU with AVX-512, float32 or bfloat16). Embeddings keep their dtype.
@@ -147,6 +149,7 @@ class EngineConfig:
     draft_model: str | None = None
     max_draft_tokens: int = 8
     adapters: Mapping[str, str] = field(default_factory=dict)
+    adapter_dir: str | None = None
     max_loaded_adapters: int = 8
     quantization: Quantization = "none"
     fair_tenants: bool = False

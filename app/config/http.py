@@ -74,8 +74,10 @@ class HttpSettings(Settings):
     """
 
     api_keys: KeySource | None = None
-    open_paths: frozenset[str] = frozenset({"/health", "/ready"})
-    operator_paths: frozenset[str] = frozenset({"/metrics", "/v1/load", "/v1/pins", "/v1/budget"})
+    open_paths: frozenset[str] = frozenset({"/health", "/ping", "/ready"})
+    operator_paths: frozenset[str] = frozenset(
+        {"/metrics", "/v1/load", "/v1/pins", "/v1/budget", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    )
     key_limits: RateLimits = RateLimits()
     address_limits: RateLimits = RateLimits()
     max_addresses: PositiveInt = 10_000

@@ -9,26 +9,28 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Unpack
+from typing import Any, TypeVar, Unpack
 
 from app.config.engine import EngineConfig
 from app.engine.delta import Delta, DeltaQueue, RequestOptions
 from app.engine.engine import Engine
 from app.engine.faults import start_error
 from app.engine.load_report import MOST_KEYS, Activity
+from app.engine.lora.source import AdapterSource, files_version, folder_below
 from app.engine.model.pooling import Pooling
 from app.engine.report import ReplicaReport, StartTimes
+from app.engine.request import check_timeout
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
 from app.engine.startup import PeerPrefixes, get_ready, hot_prefixes, prefix_fingerprint
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.engine.watch import EngineWatch
-from app.errors import EngineError, FolioError, RequestError, UnavailableError, UnknownRequestError
+from app.errors import EngineError, FolioError, ModelError, RequestError, UnavailableError, UnknownRequestError
 from vmem import BudgetAnswer, CachedPrefix, IntegrityError, KVMemory, MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ _MOST_FAILED_STEPS, _MOST_FAILED_REQUESTS = 3, 10
 # The engine is stalled when it has work and computes no step for the longest of: this time, twice `step_timeout_s`, and
 # this multiple of its longest step, warm-up included. Compiling kernels and reading adapters takes less.
 _STALLED_S, _STALLED_STEPS = 120.0, 10
+T = TypeVar("T")
+
 _STOPPED = "the engine has stopped; send the request again"
 
 
@@ -60,8 +64,16 @@ class _Stream:
     deltas: DeltaQueue
 
 
-# Of the thread: begin a request, cancel a request id, check the memory, or stop.
-_Command = _Stream | str | Future[None] | None
+@dataclass(slots=True, eq=False)
+class _Act:
+    """A function that the thread calls between two steps."""
+
+    call: Callable[[], Any]
+    outcome: Future[Any] = field(default_factory=Future)
+
+
+# Of the thread: begin a request, cancel a request id, check the memory, call a function, or stop.
+_Command = _Stream | str | Future[None] | _Act | None
 
 
 class AsyncEngine:
@@ -72,7 +84,7 @@ class AsyncEngine:
     is stalled.
 
     Args:
-        launch, admit: see `Engine`.
+        launch, admit, loaded: see `Engine`.
         prefixes_of_others: returns the `hot_prefixes` of the peer engines with this `prefix_fingerprint`; called before
             the engine is ready.
 
@@ -86,11 +98,13 @@ class AsyncEngine:
         launch: Launch = spawn_ranks,
         admit: Callable[[KVMemory], None] | None = None,
         prefixes_of_others: PeerPrefixes | None = None,
+        loaded: Collection[AdapterSource] = (),
     ) -> None:
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # used by the thread only
         self._arriving: dict[str, tuple[int, int]] = {}  # `_Stream.load` of requests sent and not begun
-        self._names: OrderedDict[str, str] = OrderedDict()  # caller's id → engine's id of the latest requests
+        # Caller's id → engine's id and owner of the latest requests.
+        self._names: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         self._ids = itertools.count()
         self._sending = threading.Lock()  # no command is sent after the engine has stopped
         self._stopped = self._hangs = False
@@ -100,7 +114,7 @@ class AsyncEngine:
         self._num_failures = 0  # of steps and requests since the last generated token
         self._engine: Engine  # created by the thread
         started: Future[None] = Future()
-        arguments = partial(Engine, config, launch, admit), prefixes_of_others, started
+        arguments = partial(Engine, config, launch, admit, loaded), prefixes_of_others, started
         self._thread = threading.Thread(target=self._run, args=arguments, name="folio-engine", daemon=True)
         self._thread.start()
         started.result()
@@ -141,6 +155,7 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         pace: Pace | None = None,
+        owner: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[list[Delta], None]:
         """Yield lists of deltas as they are generated. Closing or cancelling the iterator cancels the request.
@@ -148,6 +163,7 @@ class AsyncEngine:
         Args:
             pace: called after each list for the seconds until the next one, in which deltas add up. The first and the
                 last list come at once. `None`: every list does.
+            owner: the caller, for `fork`.
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
@@ -164,7 +180,7 @@ class AsyncEngine:
 
         load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
         name, compiles = request_id or "request", params.structure is not None
-        return self._deltas(name, prepare, load, slow=compiles, check_queue=True, pace=pace)
+        return self._deltas(name, prepare, load, slow=compiles, check_queue=True, pace=pace, owner=owner)
 
     def fork(
         self,
@@ -173,32 +189,38 @@ class AsyncEngine:
         fork_id: str | None = None,
         *,
         index: int = 0,
+        timeout_s: float | None = None,
         pace: Pace | None = None,
+        owner: str | None = None,
     ) -> AsyncGenerator[list[Delta], None]:
         """Continue an output of a request that runs, or has just ended, in `params.n` sequences (`Engine.fork`).
 
         Args:
             request_id: as given to `generate`; the latest of that name.
+            timeout_s: of the forks.
             pace: see `generate`.
+            owner: requests of others are as unknown; `None`: the caller may fork all.
 
         Raises:
             UnknownRequestError: there is no such output, or not any more; raised before the first delta.
             RequestError: the forks do not fit; raised before the first delta.
+            DeadlineError: the forks have not finished within `timeout_s`.
             EngineError, UnavailableError: see `generate`.
         """
 
         def begin(unique_id: str) -> None:
-            parent_id = self._names.get(request_id)
-            if parent_id is None:
+            parent_id, parent_owner = self._names.get(request_id, (None, None))
+            if parent_id is None or owner not in (None, parent_owner):
                 raise UnknownRequestError(f"there is no request {request_id!r} here", "request_id")
-            self._engine.fork(parent_id, unique_id, params, index=index)
+            self._engine.fork(parent_id, unique_id, params, index=index, timeout_s=timeout_s)
 
         def prepare() -> Begin:
+            check_timeout(timeout_s)
             self._engine.vocabulary.check_params(params)  # compiles the structure outside of the engine's thread
             return begin
 
         name, compiles = fork_id or f"fork of {request_id}", params.structure is not None
-        return self._deltas(name, prepare, (0, 0), slow=compiles, pace=pace)
+        return self._deltas(name, prepare, (0, 0), slow=compiles, pace=pace, owner=owner)
 
     async def pin(self, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]) -> None:
         """Compute a prefix and keep it in the cache until `unpin`; returns when it is pinned. Idempotent.
@@ -223,6 +245,7 @@ class AsyncEngine:
         slow: bool = False,
         check_queue: bool = False,
         pace: Pace | None = None,
+        owner: str | None = None,
     ) -> AsyncGenerator[list[Delta], None]:
         """
         Args:
@@ -235,7 +258,7 @@ class AsyncEngine:
         unique_id = f"{name}-{next(self._ids)}"
         loop = asyncio.get_running_loop()
         stream = _Stream(unique_id, begin, load, loop, DeltaQueue())
-        self._send(stream, name, check_queue)
+        self._send(stream, name, owner, check_queue)
         finished, not_before = False, 0.0
         try:
             while not finished:
@@ -284,6 +307,40 @@ class AsyncEngine:
         self.check()
         return self._engine.set_budget(budget_bytes, revision)
 
+    async def check_adapter(self, name: str, path: str) -> AdapterSource:
+        """Read an adapter on all ranks, to see whether it can be served; nothing of it is kept.
+
+        Args:
+            path: a folder below `adapter_dir`.
+
+        Raises:
+            RequestError: it cannot be served, or may not be.
+            UnknownModelError: there is no such folder.
+            EngineError: there is too little memory.
+        """
+        if (directory := self._engine.config.adapter_dir) is None:
+            raise RequestError("adapters cannot be loaded at run time: the setting adapter_dir is not set", "lora_path")
+        folder = await asyncio.to_thread(folder_below, directory, path)
+        try:
+            source = AdapterSource(name, str(folder), await asyncio.to_thread(files_version, folder))
+        except OSError as error:
+            raise RequestError(f"adapter {name!r} cannot be read: {error}", "lora_path") from error
+        adapters = self._engine.adapters
+        number, reading = await self._between_steps(partial(adapters.begin_check, source))
+        try:
+            await asyncio.wait([asyncio.wrap_future(reading)])
+        finally:
+            failure = await self._between_steps(partial(adapters.end_check, number, source))
+        if isinstance(failure, ModelError):
+            raise RequestError(str(failure), "lora_path") from failure
+        if failure is not None:
+            raise failure
+        return source
+
+    async def set_loaded(self, loaded: Collection[AdapterSource]) -> None:
+        """Replace the adapters that were loaded at run time (`AdapterStore.set_loaded`)."""
+        await self._between_steps(partial(self._engine.adapters.set_loaded, loaded))
+
     async def check_integrity(self) -> None:
         """Check between two steps that the memory is consistent and, without requests, free.
 
@@ -292,12 +349,23 @@ class AsyncEngine:
             UnavailableError: the engine has stopped.
         """
         outcome: Future[None] = Future()
+        self._put(outcome)
+        await asyncio.wrap_future(outcome)
+
+    async def _between_steps(self, call: Callable[[], T]) -> T:
+        """Call a function in the thread. Raises what it raises, or `UnavailableError`."""
+        act = _Act(call)
+        self._put(act)
+        result: T = await asyncio.wrap_future(act.outcome)
+        return result
+
+    def _put(self, command: _Command) -> None:
+        """Raises `UnavailableError` once the engine has stopped."""
         self.check()
         with self._sending:
             if self._stopped:
                 raise UnavailableError(_STOPPED)
-            self._commands.put(outcome)
-        await asyncio.wrap_future(outcome)
+            self._commands.put(command)
 
     def close(self) -> None:
         """Fail the requests in flight, stop the thread and free all memory. A thread that hangs is not waited for."""
@@ -329,7 +397,7 @@ class AsyncEngine:
             with suppress(RuntimeError):  # its event loop is closed
                 stream.loop.call_soon_threadsafe(stream.deltas.put, failure)
 
-    def _send(self, stream: _Stream, name: str, check_queue: bool) -> None:
+    def _send(self, stream: _Stream, name: str, owner: str | None, check_queue: bool) -> None:
         self.check()
         with self._sending:
             if self._stopped:
@@ -337,7 +405,7 @@ class AsyncEngine:
             if check_queue:
                 self._engine.load.check_queue(tuple(self._arriving.values()))
             self._arriving[stream.request_id] = stream.load
-            self._names[name] = stream.request_id
+            self._names[name] = stream.request_id, owner
             self._names.move_to_end(name)
             if len(self._names) > _NAMES:
                 self._names.popitem(last=False)
@@ -404,6 +472,8 @@ class AsyncEngine:
                     self._engine.cancel(command)
                 case Future():
                     self._check_integrity(command)
+                case _Act():
+                    _run_act(command)
                 case None:
                     return False
 
@@ -487,16 +557,27 @@ class AsyncEngine:
 
 
 def _refuse_commands(commands: queue.SimpleQueue[_Command], reason: str) -> list[_Stream]:
-    """Empty the queue of commands after the stop; returns the requests in it, and fails the audits."""
+    """Empty the queue of commands after the stop; returns the requests in it, and fails audits and calls."""
     streams: list[_Stream] = []
     with suppress(queue.Empty):  # the thread that hangs may come back and take commands, too
         while True:
             command = commands.get_nowait()
             if isinstance(command, _Stream):
                 streams.append(command)
-            elif isinstance(command, Future) and command.set_running_or_notify_cancel():
-                command.set_exception(UnavailableError(reason))
+            elif isinstance(command, Future | _Act):
+                outcome = command.outcome if isinstance(command, _Act) else command
+                if outcome.set_running_or_notify_cancel():
+                    outcome.set_exception(UnavailableError(reason))
     return streams
+
+
+def _run_act(act: _Act) -> None:
+    if not act.outcome.set_running_or_notify_cancel():  # the caller no longer waits
+        return
+    try:
+        act.outcome.set_result(act.call())
+    except Exception as error:  # noqa: BLE001 - raised by the caller's coroutine
+        act.outcome.set_exception(error)
 
 
 def _put_all(arrived: Sequence[tuple[_Stream, Delta]]) -> None:

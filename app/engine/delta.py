@@ -18,7 +18,7 @@ class RequestOptions(TypedDict, total=False):
 
     priority: lower numbers begin first and are preempted last; 0 by default.
     cache_salt: only requests with the same salt share cached prefixes.
-    adapter: name of the LoRA adapter.
+    adapter: name or id of the LoRA adapter.
     tenant: with `fair_tenants` each tenant gets the same share; with `isolate_tenants` only its requests share cached
         prefixes.
     user: stands for a missing tenant, in fair shares only.

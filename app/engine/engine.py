@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import Unpack
@@ -25,6 +25,7 @@ from app.engine.faults import SequenceFailure, attribute_failures, failure_of, k
 from app.engine.generation import Generation
 from app.engine.intake import RequestValidator, check_fork, fit_context
 from app.engine.load_report import LoadMeter, LoadReporter
+from app.engine.lora.source import AdapterSource
 from app.engine.lora.store import AdapterStore
 from app.engine.lora.weights import check_sources
 from app.engine.model.kv_plan import build_memory
@@ -65,6 +66,7 @@ class Engine:
     Args:
         launch: starts the processes of the other ranks, with tensor parallelism.
         admit: called with the memory before pages are taken; sets its budget, or raises.
+        loaded: adapters loaded at run time, see `AdapterStore.set_loaded`.
 
     Attributes:
         max_model_len: longest prompt plus output, in tokens.
@@ -80,10 +82,14 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, launch: Launch = spawn_ranks, admit: Callable[[KVMemory], None] | None = None
+        self,
+        config: EngineConfig,
+        launch: Launch = spawn_ranks,
+        admit: Callable[[KVMemory], None] | None = None,
+        loaded: Collection[AdapterSource] = (),
     ) -> None:
         self.config = config
-        check_sources(config.adapters)
+        check_sources(config.adapters, config.adapter_dir)
         self.start_times = StartTimes(process_s=process_age_s())
         with ExitStack() as undo, kernel_errors_as_config_errors():
             self.executor = Executor(config, launch)
@@ -122,7 +128,7 @@ class Engine:
                 fair_tenants=config.fair_tenants,
             )
             self.adapters = AdapterStore(
-                config.adapters, self.model.adapters, config.max_loaded_adapters, ranks, self.scheduler
+                config.adapters, self.model.adapters, config.max_loaded_adapters, ranks, self.scheduler, loaded
             )
             undo.callback(self.adapters.close)
             self._meter = meter = LoadMeter()
@@ -168,7 +174,7 @@ class Engine:
             RequestError: an empty prompt, an unknown token or adapter, or parameters that this model cannot serve.
             ContextLengthError: prompt and output do not fit.
         """
-        self.adapters.check_adapter(options.get("adapter"))
+        self._with_adapter_id(options)
         pooling = options.get("pooling")
         if pooling is None:
             self.intake.check_generates()
@@ -210,19 +216,26 @@ class Engine:
             pin_name: compute a prefix (`RequestValidator.prefix_to_pin`) and pin it under this name.
 
         Raises:
-            RequestError: the id is in use.
+            RequestError: the id is in use, or the adapter has been unloaded meanwhile.
         """
         self._check_id(request_id)
+        options = self._with_adapter_id(options)
         generation = self.intake.create_request(
             request_id, prompt_token_ids, params, max_tokens, options, keys=keys, pin_name=pin_name
         )
-        if (timeout_s := options.get("timeout_s")) is not None:
-            generation.deadline = time.monotonic() + timeout_s
-            self._next_deadline = min(self._next_deadline, generation.deadline)
+        self._set_deadline(generation, options.get("timeout_s"))
         self.adapters.add(generation.sequences[0].group)
         self.generations[request_id] = generation  # last: a failure before this leaves nothing behind
 
-    def fork(self, request_id: str, fork_id: str, params: SamplingParams, *, index: int = 0) -> None:
+    def fork(
+        self,
+        request_id: str,
+        fork_id: str,
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
         """Continue output `index` of a request that runs, or has just ended, in `params.n` sequences.
 
         Forks of a running output share what is computed, and are preempted together with it. Of an output that has
@@ -241,12 +254,15 @@ class Engine:
             )
         if running:
             states, most_tokens = self.intake.fork_states(running[0], params)
-            self.generations[fork_id] = self.decoder.fork_running(running[0], fork_id, params, states, most_tokens)
+            forks = self.decoder.fork_running(running[0], fork_id, params, states, most_tokens)
+            self._set_deadline(forks, timeout_s)
+            self.generations[fork_id] = forks
         elif (ended := self.decoder.ended.get(request_id, index)) is not None:
             check_fork(params)
             prompt = list(ended.token_ids)
-            max_tokens = self.validate(prompt, params, ended.options)
-            self.add_request(fork_id, prompt, params, max_tokens, ended.options, keys=ended.keys)
+            options: RequestOptions = {**ended.options, "timeout_s": timeout_s}
+            max_tokens = self.validate(prompt, params, options)
+            self.add_request(fork_id, prompt, params, max_tokens, options, keys=ended.keys)
         else:
             raise UnknownRequestError(
                 f"output {index} of request {request_id!r} is not here any more; send its text as a prompt",
@@ -268,7 +284,7 @@ class Engine:
 
     def prepare_pin(self, name: str, prompt_token_ids: Sequence[int], options: RequestOptions) -> Callable[[str], None]:
         """Validate a pin; returns a function that queues it under a request id. From any thread; it may wait."""
-        self.adapters.check_adapter(options.get("adapter"))
+        options = self._with_adapter_id(options)
         check_timeout(options.get("timeout_s"))
         prefix = self.intake.prefix_to_pin(name, prompt_token_ids, self.intake.prefix_keys(options))
         params = SamplingParams(max_tokens=1)
@@ -285,6 +301,7 @@ class Engine:
         """Stop a request and free its memory. Idempotent."""
         for request in list(self.generations.get(request_id, ())):
             self.decoder.end_sequence(request)
+        self.adapters.release_retired()
 
     def cancel_all(self) -> None:
         for request_id in list(self.generations):
@@ -332,6 +349,7 @@ class Engine:
         for s in scheduled:
             if s.request.pin_name is not None and not s.request.num_uncomputed:
                 deltas.append(self._pin(s.request))
+        self.adapters.release_retired()
         now = time.perf_counter()
         self._note_step(scheduled, num_attended, now - start)
         if self._prefilling:
@@ -428,6 +446,16 @@ class Engine:
                     raise ConfigError(f"{delta.request_id!r} failed: {delta.error}")
         for pin in self.report().pins:
             logger.info("pinned %r: %d tokens, %.1f MiB", pin.name, pin.num_tokens, pin.num_bytes / 2**20)
+
+    def _with_adapter_id(self, options: RequestOptions) -> RequestOptions:
+        """The options with the adapter's id. Raises `UnknownModelError`. From any thread."""
+        adapter = options.get("adapter")
+        return options if adapter is None else {**options, "adapter": self.adapters.id_of(adapter)}
+
+    def _set_deadline(self, generation: Generation, timeout_s: float | None) -> None:
+        if timeout_s is not None:
+            generation.deadline = time.monotonic() + timeout_s
+            self._next_deadline = min(self._next_deadline, generation.deadline)
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self.generations:

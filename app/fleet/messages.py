@@ -30,10 +30,13 @@ class GenerateRequest:
 
     Attributes:
         priority, cache_salt, adapter, tenant, user, timeout_s: see `RequestOptions`.
+        adapter_key: the adapter's id in the keys of cached prefixes, as far as the ingress knows. A hint for the
+            router: the replica decides which adapter has the name.
         session: the client's name for related requests, a hint for the router.
         expected: the router's expectation of the replica's prefix cache.
         crowded: replicas whose queues were full a moment ago; they come last.
         refused_by, stopped: replicas that have refused this request, or whose engines have stopped; they are left out.
+        owner: the caller who may fork the request; `None`: callers without an owner of their own.
         share: the key under which a shared stream may carry all pieces but the first (`app.serving.shared_streams`).
         repeat_key: the same in a call that is sent again because the caller of the first has died (`app.fleet.retry`).
             Other calls of the same HTTP request have other keys.
@@ -47,6 +50,7 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: str | None = None
     adapter: str | None = None
+    adapter_key: str | None = None
     tenant: str | None = None
     user: str | None = None
     timeout_s: float | None = None
@@ -55,6 +59,7 @@ class GenerateRequest:
     crowded: tuple[str, ...] = ()
     refused_by: tuple[str, ...] = ()
     stopped: tuple[str, ...] = ()
+    owner: str | None = None
     share: SharedStreamKey | None = None
     repeat_key: str | None = None
     pooling: PoolingParams | None = None
@@ -94,13 +99,19 @@ class SharedStreamCall:
 
 @dataclass(frozen=True, slots=True)
 class ForkCall:
-    """Continue output `index` of the request `fork_of` in `params.n` more ways, at the `replica` that has it."""
+    """Continue output `index` of the request `fork_of` in `params.n` more ways, at the `replica` that has it.
+
+    Attributes:
+        owner: the only owner whose requests may be continued; `None`: the caller may continue all.
+    """
 
     request_id: str
     fork_of: str
     index: int
     replica: str
     params: SamplingParams
+    timeout_s: float | None = None
+    owner: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

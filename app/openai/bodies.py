@@ -157,8 +157,8 @@ class CompletionRequest(GenerationBody, TokenFields):
 
 
 class ForkRequest(SamplingBody):
-    """`n` more outputs of a running or recently finished request, with the same `model`. They continue output `index`
-    from its current end."""
+    """`POST /v1/forks`: `n` more outputs of a running or recently finished request, with the same `model`. They
+    continue output `index` from its current end."""
 
     request_id: str
     """The `id` of the request's answer or chunks."""
@@ -168,6 +168,8 @@ class ForkRequest(SamplingBody):
     """Tokens to generate at most, beyond the existing ones."""
     logprobs: int | None = None
     """Log probabilities of each token, with this number of alternatives."""
+    timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """Seconds after which unfinished forks end with an error."""
 
     def sampling_params(self) -> SamplingParams:
         """Raises `RequestError`, see `params`."""
@@ -366,6 +368,26 @@ class PinRequest(StrictBody):
     """Only requests with the same salt share the prefix."""
     tenant: Name | None = None
     """Only requests of the same tenant share the prefix, unless `isolate_tenants` is off."""
+
+
+class LoadAdapterRequest(StrictBody):
+    """`POST /v1/load_lora_adapter`, as vLLM has it."""
+
+    lora_name: Annotated[PinName, Field(examples=["legal"])]
+    """The name by which clients request the adapter as a model."""
+    lora_path: Annotated[Text, Field(min_length=1, max_length=4096, examples=["legal-v2"])]
+    """Its folder, in PEFT's format, below the setting `adapter_dir`, where relative paths begin."""
+    load_inplace: bool | None = None
+    """It may replace another adapter, or other files, of this name."""
+
+
+class UnloadAdapterRequest(StrictBody):
+    """`POST /v1/unload_lora_adapter`, as vLLM has it."""
+
+    lora_name: Annotated[PinName, Field(examples=["legal"])]
+    """The name of an adapter that has been loaded."""
+    lora_int_id: int | None = None
+    """Ignored: adapters have no numbers here."""
 
 
 class BudgetRequest(StrictBody):

@@ -28,9 +28,12 @@ from app.openai.bodies import (
     CompletionRequest,
     DetokenizedText,
     DetokenizeRequest,
+    ForkRequest,
+    LoadAdapterRequest,
     PinRequest,
     TokenizeRequest,
     Tokens,
+    UnloadAdapterRequest,
 )
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
 from app.openai.docs_page import add_docs_page
@@ -48,12 +51,14 @@ from app.openai.replies import (
     PinCard,
     PinDeleted,
     PinList,
+    Version,
     on_one_line,
 )
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ErrorEvent, ResponseObject, StreamEvent
 from app.openai.unknown_fields import UnknownFields
 from app.request_context import EdgeObserver, current_context, note_error, request_id
+from app.version import VERSION
 from vmem import MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -84,6 +89,8 @@ class Service(Protocol):
     ) -> AsyncIterator[ChatCompletionChunk]: ...
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject: ...
     def responses_stream(self, request: ResponsesRequest, session: str | None = None) -> AsyncIterator[StreamEvent]: ...
+    async def fork(self, request: ForkRequest) -> Completion: ...
+    def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]: ...
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList: ...
     async def score(self, request: ScoreRequest) -> ScoreList: ...
     async def rerank(self, request: RerankRequest) -> Ranking: ...
@@ -92,6 +99,8 @@ class Service(Protocol):
     async def load(self) -> LoadReport: ...
     async def reports(self) -> dict[str, MemoryReport]: ...
     async def change_budget(self, request: BudgetRequest) -> BudgetReport: ...
+    async def load_adapter(self, request: LoadAdapterRequest) -> None: ...
+    async def unload_adapter(self, request: UnloadAdapterRequest) -> None: ...
     async def pins(self) -> PinList: ...
     async def pin(self, request: PinRequest) -> None: ...
     async def unpin(self, name: str) -> None: ...
@@ -112,7 +121,7 @@ def build_api(
         title="Folio",
         summary="OpenAI-compatible LLM server",
         description=DESCRIPTION,
-        version="0.1.0",
+        version=VERSION,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -124,6 +133,7 @@ def build_api(
     _add_generation(api, service)
     _add_pooling(api, service)
     _add_models(api, service)
+    _add_adapters(api, service)
     _add_tokens(api, service)
     _add_operation(api, service)
     _add_error_handlers(api)
@@ -160,6 +170,14 @@ def _add_generation(api: FastAPI, service: Service) -> None:
             return await _stream_events(service.responses_stream(request, x_session_id))
         return _json(await service.responses(request, x_session_id))
 
+    @api.post("/v1/forks", response_model=Completion, responses=COMPLETION_STREAM, tags=["generation"])
+    async def forks(request: ForkRequest) -> Response:
+        """Continue an output of a running or recently finished request in `n` more ways, whole or, with `stream`, as
+        server-sent events."""
+        if request.stream:
+            return await _stream(service.fork_stream(request))
+        return _json(await service.fork(request))
+
 
 def _add_pooling(api: FastAPI, service: Service) -> None:
     @api.post("/v1/embeddings", response_model=EmbeddingList, tags=["embeddings and scores"])
@@ -195,6 +213,25 @@ def _add_models(api: FastAPI, service: Service) -> None:
         return await service.model(name)
 
 
+def _add_adapters(api: FastAPI, service: Service) -> None:
+    # Whatever `operator_paths` says, as for the budget: an adapter's name is a model's for all tenants.
+    @api.post("/v1/load_lora_adapter", response_class=PlainTextResponse, tags=["operation"])
+    async def load_adapter(request: LoadAdapterRequest) -> Response:
+        """Load a LoRA adapter on every engine replica, or on none."""
+        if (context := current_context()) is not None:
+            context.check_operator("loading an adapter")
+        await service.load_adapter(request)
+        return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+    @api.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, tags=["operation"])
+    async def unload_adapter(request: UnloadAdapterRequest) -> Response:
+        """Unload a LoRA adapter from every engine replica. Requests that have begun go on with it."""
+        if (context := current_context()) is not None:
+            context.check_operator("unloading an adapter")
+        await service.unload_adapter(request)
+        return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+
+
 def _add_tokens(api: FastAPI, service: Service) -> None:
     # Answers may be long: they are serialised here, since FastAPI would validate every token again.
     @api.post("/tokenize", response_model=Tokens, tags=["tokens"])
@@ -216,6 +253,18 @@ def _add_operation(api: FastAPI, service: Service) -> None:
         """Whether this server process runs. It does not depend on the engine replicas, which a restart of this process
         would not help."""
         return Response(status_code=200)
+
+    @api.head("/ping", include_in_schema=False)
+    @api.post("/ping", response_class=Response, tags=["operation"])
+    @api.get("/ping", response_class=Response, tags=["operation"])
+    async def ping() -> Response:
+        """`/health` under the name that SageMaker asks for."""
+        return await health()
+
+    @api.get("/version", tags=["operation"])
+    async def version() -> Version:
+        """The version of this server."""
+        return Version(version=VERSION)
 
     @api.head("/ready", include_in_schema=False)
     @api.get("/ready", response_class=Response, tags=["operation"])

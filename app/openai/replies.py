@@ -194,6 +194,10 @@ class ModelCard(BaseModel):
     description: str | None = None
 
 
+class Version(BaseModel):
+    version: str
+
+
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]

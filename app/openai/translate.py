@@ -7,7 +7,7 @@ A conversation goes through here in one direction: tools (`tools.choice`) → pr
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -59,8 +59,11 @@ class Translator:
 
     Args:
         model_name: the name by which clients call the model.
-        adapters: names of its LoRA adapters, which clients request as models.
+        adapters: names of the LoRA adapters of the settings, which clients request as models.
         output: how the model writes reasoning and calls.
+
+    Attributes:
+        loaded: the adapters loaded at run time, name → id.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Translator:
         self._executor = SizedExecutor("translator", _NUM_THREADS)
         self._model_name = model_name
         self._adapters = tuple(adapters)
+        self.loaded: Mapping[str, str] = {}
 
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call another method: in the event loop for small bodies, and in a thread for large ones and for requests by
@@ -107,7 +111,7 @@ class Translator:
         params = request.sampling_params()
         request_id = _new_id("cmpl")
         calls = [
-            _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session, i)
+            self._call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session, i)
             for i, prompt in enumerate(prompts)
         ]
         echoed = self.prompts.echoed_texts(request, prompts) if request.echo else None
@@ -132,7 +136,7 @@ class Translator:
         plan = plan_output(self._format, tools, end, request.reasoning_budget, request.continued_text)
         params = request.sampling_params(plan)
         _check_entries(len(prompt) * params.n, params.prompt_logprobs)
-        call = _call_of(_new_id(kind), prompt, params, request, adapter, session)
+        call = self._call_of(_new_id(kind), prompt, params, request, adapter, session)
         return [call], ChatAnswer(call.request_id, request, self._tokens, prompt, plan)
 
     def translate_fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
@@ -144,7 +148,11 @@ class Translator:
                 f"{request.request_id!r} is not the id of an answer to one prompt; only such requests can be forked",
                 "request_id",
             )
-        call = ForkCall(_new_id("cmpl"), fork_of, request.index, replica, request.sampling_params())
+        request_id, params = _new_id("cmpl"), request.sampling_params()
+        timeout_s, owner, context = request.timeout_s, None, current_context()
+        if context is not None:
+            timeout_s, owner = context.authorize_fork(request_id, request.model, timeout_s), context.owner
+        call = ForkCall(request_id, fork_of, request.index, replica, params, timeout_s, owner)
         return call, CompletionAnswer(call.request_id, request, self._tokens, [[]])
 
     def translate_tokenize(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
@@ -163,10 +171,18 @@ class Translator:
         """The adapter of that name, or `None` for the model itself. Raises `UnknownModelError`."""
         if model == self._model_name:
             return None
-        if model not in self._adapters:
-            served = ", ".join(map(repr, (self._model_name, *self._adapters)))
+        if not self.knows(model):
+            served = ", ".join(map(repr, (self._model_name, *self._adapters, *self.loaded)))
             raise UnknownModelError(f"the model {model!r} does not exist; this server has {served}", "model")
         return model
+
+    def knows(self, model: str) -> bool:
+        """Whether it is the served model or an adapter."""
+        return model == self._model_name or model in self._adapters or model in self.loaded
+
+    def key_of(self, adapter: str | None) -> str | None:
+        """`GenerateRequest.adapter_key`."""
+        return None if adapter is None else self.loaded.get(adapter)
 
     def _check_model(self, model: str | None) -> None:
         """Raises `UnknownModelError`, or `ForbiddenError` if the caller's API key does not allow the model."""
@@ -174,6 +190,46 @@ class Translator:
         self.adapter_of(name)
         if (context := current_context()) is not None:
             context.check_model(name)
+
+    def _call_of(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        request: GenerationBody,
+        adapter: str | None,
+        session: str | None,
+        number: int = 0,
+    ) -> GenerateRequest:
+        """The call for prompt `number`, as far as the caller's API key allows it."""
+        tenant, timeout_s = request.tenant, request.timeout_s
+        context, repeat_key = current_context(), None
+        if context is not None:
+            if context.attempt_of is not None:
+                repeat_key = f"{context.attempt_of} {number}"
+            tenant, timeout_s = context.authorize(
+                request_id,
+                model=request.model,
+                tenant=tenant,
+                priority=request.priority or 0,
+                pins=request.pin is not None,
+                timeout_s=timeout_s,
+            )
+        return GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt,
+            adapter=adapter,
+            adapter_key=self.key_of(adapter),
+            tenant=tenant,
+            owner=None if context is None else context.owner,
+            user=request.user or None,
+            timeout_s=timeout_s,
+            session=session or request.session_id or request.prompt_cache_key,
+            repeat_key=repeat_key,
+        )
 
 
 def _new_id(kind: str) -> str:
@@ -194,41 +250,3 @@ def _check_entries(num_prompt_tokens: int, *num_top: int | None) -> None:
             "fewer prompts, outputs or alternatives at once",
             "logprobs",
         )
-
-
-def _call_of(
-    request_id: str,
-    prompt: list[int],
-    params: SamplingParams,
-    request: GenerationBody,
-    adapter: str | None,
-    session: str | None,
-    number: int = 0,
-) -> GenerateRequest:
-    """The call for prompt `number`, as far as the caller's API key allows it."""
-    tenant, timeout_s = request.tenant, request.timeout_s
-    context, repeat_key = current_context(), None
-    if context is not None:
-        if context.attempt_of is not None:
-            repeat_key = f"{context.attempt_of} {number}"
-        tenant, timeout_s = context.authorize(
-            request_id,
-            model=request.model,
-            tenant=tenant,
-            priority=request.priority or 0,
-            pins=request.pin is not None,
-            timeout_s=timeout_s,
-        )
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_token_ids=prompt,
-        params=params,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-        adapter=adapter,
-        tenant=tenant,
-        user=request.user or None,
-        timeout_s=timeout_s,
-        session=session or request.session_id or request.prompt_cache_key,
-        repeat_key=repeat_key,
-    )

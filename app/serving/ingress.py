@@ -30,6 +30,7 @@ from app.engine.model.tokenizer import load_tokenizer
 from app.errors import (
     DeadlineError,
     FolioError,
+    ForbiddenError,
     NoReplicaError,
     RequestError,
     UnavailableError,
@@ -48,9 +49,11 @@ from app.openai.bodies import (
     DetokenizeRequest,
     ForkRequest,
     GenerationBody,
+    LoadAdapterRequest,
     PinRequest,
     TokenizeRequest,
     Tokens,
+    UnloadAdapterRequest,
 )
 from app.openai.http import build_api, note_broken_stream
 from app.openai.output.formats import output_format
@@ -74,6 +77,7 @@ from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from app.openai.translate import Translator
 from app.request_context import current_context
+from app.serving.adapters import LoadedAdapters, TableCopy
 from app.serving.calls import ReplicaClient
 from app.serving.dashboard import WatchedReplicas, count_starting
 from app.serving.grpc_ingress import GrpcIngress
@@ -122,18 +126,19 @@ class Ingress(GrpcIngress):
 
     HTTP clients use the OpenAI API. Other Ray applications call the same methods with the same bodies through the
     `DeploymentHandle`: `generate`, `chat`, `responses` and `fork`, each also with `_stream`; `embed`, `score`,
-    `rerank`; `tokenize`, `detokenize`; `ready`, `reports`, `load`, `set_budget`, `pin`, `pins`, `unpin`. Requests of
-    one `session` go to the same replica where that costs little.
+    `rerank`; `tokenize`, `detokenize`; `ready`, `reports`, `load`, `set_budget`, `pin`, `pins`, `unpin`,
+    `load_adapter`, `unload_adapter`. Requests of one `session` go to the same replica where that costs little.
 
     Args:
         model: the model whose tokenizer to load.
         model_name: the model's name for clients.
         engine: handle of the engine replicas.
-        adapters: names of the engine's LoRA adapters.
+        adapters: names of the LoRA adapters of the settings.
         http: protection of the HTTP interface.
         batch_window: prompts of one request that are sent at once.
         wait_for_replica_s: how long the router lets a request wait when there is no replica.
         parsers: the settings `tool_call_parser` and `reasoning_parser`.
+        loads_adapters: whether adapters can be loaded at run time.
     """
 
     _probe: asyncio.Task[int] | None = None
@@ -148,6 +153,7 @@ class Ingress(GrpcIngress):
         batch_window: int = 32,
         wait_for_replica_s: float = 10.0,
         parsers: tuple[str, str] = ("auto", "auto"),
+        loads_adapters: bool = False,
     ) -> None:
         configure_logs()
         keep_traces_whole()
@@ -157,7 +163,7 @@ class Ingress(GrpcIngress):
             tokenizer = load_tokenizer(model)
         self._description = BUILTIN_DESCRIPTION if model == BUILTIN else None
         self._translator = Translator(tokenizer, model_name, adapters, output_format(tokenizer, *parsers))
-        self._pooled = PooledTranslator(self._translator.prompts, self._translator.adapter_of)
+        self._pooled = PooledTranslator(self._translator.prompts, self._translator.adapter_of, self._translator.key_of)
         shedder = LoadShedder()
         self._replicas = ReplicaClient(engine, shedder, batch_window, SharedReader(engine), wait_for_replica_s)
         self._admission = AdmissionControl(shedder)
@@ -166,6 +172,10 @@ class Ingress(GrpcIngress):
         self._limits = LimitReporter(
             self._ingress_limits, shedder, context.app_name, context.replica_id.unique_id, num_ingresses
         )
+        self._adapters: LoadedAdapters | None = None
+        if loads_adapters:
+            copy = TableCopy(context.app_name, lambda table: setattr(self._translator, "loaded", table.ids))
+            self._adapters = LoadedAdapters(copy, self._replicas, self._model_names)
         self._created = int(time.time())
         self._max_model_len: int | None = None
         self._served: ServedPooling | None = None
@@ -193,6 +203,8 @@ class Ingress(GrpcIngress):
         trusting: Any = ProxyHeadersMiddleware
         self._api = trusting(api, trusted_addresses())  # for gRPC; for HTTP uvicorn has it
         self._limits.start()
+        if self._adapters is not None:
+            self._adapters.start()
         return api
 
     def record_routing_stats(self) -> dict[str, Any]:
@@ -224,9 +236,12 @@ class Ingress(GrpcIngress):
         return self._admission.num_in_flight
 
     async def models(self) -> ModelList:
-        return ModelList(data=[await self.model(name) for name in self._model_names])
+        if self._adapters is not None:
+            await self._adapters.refresh()
+        return ModelList(data=[await self.model(name) for name in (*self._model_names, *self._translator.loaded)])
 
     async def model(self, name: str) -> ModelCard:
+        await self._learn(name)
         adapter = self._translator.adapter_of(name)
         return ModelCard(
             id=name,
@@ -309,10 +324,12 @@ class Ingress(GrpcIngress):
         return await self._pool("rerank", self._pooled.translate_rerank, request, lambda answer: answer.ranking)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
+        await self._learn(request.model)
         max_model_len = await self._model_len()
         return await self._translator.in_thread(self._translator.translate_tokenize, request, max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
+        await self._learn(request.model)
         return await self._translator.in_thread(self._translator.translate_detokenize, request)
 
     async def fork(self, request: ForkRequest) -> Completion:
@@ -322,6 +339,7 @@ class Ingress(GrpcIngress):
             UnknownRequestError: no replica has the request, or it has ended.
         """
         with self._meter.measure("fork") as measured, self._admission.admitted():
+            await self._learn(request.model)
             call, answer = self._translator.translate_fork(request)
             outputs = await self._replicas.complete_fork(call)
             measured.receives([outputs])
@@ -329,6 +347,7 @@ class Ingress(GrpcIngress):
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         with self._meter.measure("fork") as measured, self._admission.admitted():
+            await self._learn(request.model)
             call, answer = self._translator.translate_fork(request)
             async with aclosing(self._replicas.stream_fork(call)) as pieces:
                 async for piece in pieces:
@@ -383,6 +402,14 @@ class Ingress(GrpcIngress):
             if request.revision is not None or "stale" not in answers:
                 return BudgetReport(budget_bytes=request.budget_bytes, revision=revision, answers=answers)
         raise UnavailableError(f"the budget was changed by others {_BUDGET_TRIES} times meanwhile; try again")
+
+    async def load_adapter(self, request: LoadAdapterRequest) -> None:
+        """Load a LoRA adapter on every engine replica, or on none (`LoadedAdapters.load`)."""
+        await self._changeable().load(request.lora_name, request.lora_path, in_place=bool(request.load_inplace))
+
+    async def unload_adapter(self, request: UnloadAdapterRequest) -> None:
+        """Unload a LoRA adapter from every engine replica, or from none (`LoadedAdapters.unload`)."""
+        await self._changeable().unload(request.lora_name)
 
     async def load(self) -> LoadReport:
         """The load of every engine replica; replicas without an answer in `STATUS_TIMEOUT_S` are only counted."""
@@ -445,6 +472,7 @@ class Ingress(GrpcIngress):
         """Admit, measure and translate a request; compute its vectors, and build the answer."""
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
+            await self._learn(request.model)
             max_model_len = await self._model_len()
             if self._served is None:
                 self._served = await self._replicas.pooling()
@@ -461,6 +489,7 @@ class Ingress(GrpcIngress):
         """Admit, measure and translate a request, and pin its prompt if it asks for that."""
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
+            await self._learn(request.model)
             calls, answer = await self._translator.in_thread(translate, request, session, await self._model_len())
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls, request.model)
@@ -484,6 +513,20 @@ class Ingress(GrpcIngress):
             raise DeadlineError(f"the prompt was not pinned within the request's timeout_s of {timeout_s}") from None
         except RequestError as error:
             raise type(error)(error.message, "pin") from error
+
+    def _changeable(self) -> LoadedAdapters:
+        """Raises `ForbiddenError` unless adapters can be loaded at run time."""
+        if self._adapters is None:
+            raise ForbiddenError(
+                "adapters cannot be loaded at run time here: the setting engine.adapter_dir is not set"
+            )
+        self._admission.check_open()
+        return self._adapters
+
+    async def _learn(self, model: str | None) -> None:
+        """Get the newest adapters if the model is unknown: another ingress may have loaded it a moment ago."""
+        if self._adapters is not None and model is not None and not self._translator.knows(model):
+            await self._adapters.refresh()
 
     async def _model_len(self) -> int:
         if self._max_model_len is None:

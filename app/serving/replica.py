@@ -23,7 +23,9 @@ from ray.serve.handle import DeploymentHandle
 from app.config.engine import EngineConfig
 from app.dashboard.views import ReplicaView, WatchCall, view_replica
 from app.engine import Delta
+from app.engine.lora.source import AdapterSource
 from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
+from app.fleet.adapters import AdapterTable
 from app.fleet.autoscaling import AutoscalingLoad
 from app.fleet.messages import (
     ForkCall,
@@ -39,6 +41,7 @@ from app.fleet.messages import (
 from app.fleet.retry import DuplicateGuard
 from app.fleet.streams import StreamPace, interleave, with_heartbeats
 from app.logs import configure_logs
+from app.serving.adapters import TableCopy
 from app.serving.engine_metrics import EngineMeter, RoutingAudit
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.shared_streams import Entry, SharedStreams
@@ -102,14 +105,22 @@ class EngineReplica:
         self._exit_timer: threading.Timer | None = None
         self._closing = False
         self._member: BudgetMember | None = None
+        self._table = AdapterTable()  # that the engine has
+        self._setting = asyncio.Lock()
+        self._syncing: asyncio.Task[None] | None = None
+        self._adapters: TableCopy | None = None
+        if config.adapter_dir is not None:
+            self._adapters = TableCopy(context.app_name)
+            self._table = self._adapters.fetch()
+        loaded = self._table.sources
         launch = actors_of_this_replica()
         if shared_kv_memory_bytes is None:
-            self._engine = AsyncEngine(config, launch, prefixes_of_others=peers)
+            self._engine = AsyncEngine(config, launch, prefixes_of_others=peers, loaded=loaded)
         else:
             self._member = member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
             try:
                 member.wait_for_budget()
-                self._engine = AsyncEngine(config, launch, member.attach, peers)
+                self._engine = AsyncEngine(config, launch, member.attach, peers, loaded)
             except BaseException:
                 member.close()
                 raise
@@ -199,6 +210,18 @@ class EngineReplica:
     async def unpin(self, name: str) -> None:
         await _run_in_thread(partial(self._engine.unpin, name))
 
+    async def check_adapter(self, name: str, path: str) -> AdapterSource:
+        """Check an adapter before it is loaded (`AsyncEngine.check_adapter`)."""
+        return await self._engine.check_adapter(name, path)
+
+    async def set_adapters(self, table: AdapterTable) -> None:
+        """Set the adapters loaded at run time, unless the engine has a newer table."""
+        async with self._setting:
+            if table.revision > self._table.revision:
+                await self._engine.set_loaded(table.sources)
+                self._table = table
+                logger.info("adapters loaded at run time: %s", ", ".join(table.ids.values()) or "none")
+
     async def hot_prefixes(self) -> HotPrefixes:
         """The prefixes that warm the cache of a new replica (`app.engine.startup.hot_prefixes`)."""
         prefixes = await _run_in_thread(self._engine.hot_prefixes)
@@ -209,6 +232,8 @@ class EngineReplica:
         self._meter.note_speculation(self._engine.speculation)
         self._meter.note_start(self._engine.start_times)
         self._exit_if_stopped()
+        if self._adapters is not None and (self._syncing is None or self._syncing.done()):
+            self._syncing = asyncio.create_task(self._sync_adapters(self._adapters))
         load, memory = await _run_in_thread(self._engine.load), await _run_in_thread(self._engine.report)
         self._meter.note(load, memory, self._engine.take_activity())
         return report_as_stats(load)
@@ -230,6 +255,13 @@ class EngineReplica:
             self._exit_timer = threading.Timer(_FLUSH_GRACE_S, os._exit, (1,))
             self._exit_timer.start()
 
+    async def _sync_adapters(self, copy: TableCopy) -> None:
+        """Take over a change that this replica has missed."""
+        try:
+            await self.set_adapters(await copy.refresh())
+        except UnavailableError:
+            return  # the engine has stopped; the health check says so
+
     async def _collected(self, call: GenerateRequest | ForkCall) -> AsyncGenerator[list[Piece], None]:
         collector = PieceCollector(self._name)
         async with aclosing(self._deltas(call, lambda: math.inf)) as deltas:
@@ -250,7 +282,15 @@ class EngineReplica:
             return self._generated(call, pace)
         if call.replica != self._name:
             raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
-        return self._engine.fork(call.fork_of, call.params, call.request_id, index=call.index, pace=pace)
+        return self._engine.fork(
+            call.fork_of,
+            call.params,
+            call.request_id,
+            index=call.index,
+            timeout_s=call.timeout_s,
+            pace=pace,
+            owner=call.owner,
+        )
 
     async def _generated(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         key, expected = request.repeat_key, request.expected
@@ -271,6 +311,7 @@ class EngineReplica:
                 expected_cached_tokens=num_expected,
                 pooling=request.pooling,
                 pace=pace,
+                owner=request.owner,
             )
 
         def begin() -> AsyncGenerator[list[Delta], None]:

@@ -273,7 +273,8 @@ class FolioRouter(BoundedWaitRouter):
         keys: list[bytes] = []
         if self.fleet.unit_tokens is not None:
             tenant = call.tenant if self._isolate_tenants else None
-            keys = prompt_keys(call.prompt_token_ids, self.fleet.unit_tokens, call.cache_salt, call.adapter, tenant)
+            adapter = call.adapter_key or call.adapter
+            keys = prompt_keys(call.prompt_token_ids, self.fleet.unit_tokens, call.cache_salt, adapter, tenant)
         session = call.session or pending.metadata.session_id or None
         return RoutedRequest(request_id, call.num_prompt_tokens, keys, session)
 

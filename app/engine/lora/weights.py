@@ -17,9 +17,9 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
+from app.engine.lora.source import CONFIG_FILE, FILES, WEIGHTS_FILE
 from app.errors import ConfigError, ModelError
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _TENSOR = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
 # Settings that are read here, or that concern only training, initialisation or names.
@@ -80,8 +80,11 @@ class AdapterConfig:
         return any(path == target or path.endswith(f".{target}") for target in self.targets)
 
 
-def check_sources(sources: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for an adapter that is neither a folder of PEFT's nor a Hub id; nothing is loaded yet."""
+def check_sources(sources: Mapping[str, str], adapter_dir: str | None = None) -> None:
+    """Raise `ConfigError` for an adapter that is neither a folder of PEFT's nor a Hub id, or an `adapter_dir` that is
+    no folder; nothing is loaded yet."""
+    if adapter_dir is not None and not Path(adapter_dir).expanduser().is_dir():
+        raise ConfigError(f"adapter_dir is {adapter_dir!r}, and there is no such folder; create it, or leave it out")
     for name, source in sources.items():
         if not name:
             raise ConfigError(f"the adapter at {source!r} has an empty name; give it one")
@@ -99,7 +102,7 @@ def find_folder(name: str, source: str) -> Path:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(source, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
+            folder = Path(snapshot_download(source, allow_patterns=list(FILES)))
         except (OSError, ValueError) as error:  # no such repository, or no network
             raise ModelError(f"adapter {name!r}: no folder and no download of {source!r}: {error}") from error
     if missing := _missing_files(folder):
@@ -108,7 +111,7 @@ def find_folder(name: str, source: str) -> Path:
 
 
 def _missing_files(folder: Path) -> list[str]:
-    return [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / file).is_file()]
+    return [file for file in FILES if not (folder / file).is_file()]
 
 
 def read_config(name: str, folder: Path) -> AdapterConfig:
@@ -173,7 +176,7 @@ def read_weights(
         head: the path of the output layer.
 
     Raises:
-        ModelError: a tensor is missing, of the wrong shape, or for another layer.
+        ModelError: a tensor is missing, of the wrong shape or type, or for another layer.
     """
     sides: dict[str, dict[str, torch.Tensor]] = {}
     try:
@@ -200,6 +203,8 @@ def read_weights(
                 f"adapter {name!r} does not fit this model: {path} needs A {(rank, columns)} and B {(rows, rank)}, the "
                 f"file has {given or 'neither'}; was it made for another one?"
             )
+        if others := {str(t.dtype) for t in sides[path].values() if not t.is_floating_point()}:
+            raise ModelError(f"adapter {name!r}: {path} is {', '.join(sorted(others))}; weights are floating-point")
         down, up = sides[path]["A"], sides[path]["B"].float() * config.scale_of(path)
         weights[path] = LowRank(down.to(device, dtype), up.to(device, dtype))
     return weights

@@ -64,7 +64,7 @@ class LoadedModel:
         windowed_layers: layers with a sliding window according to the config.
         max_positions: longest context that the model supports, in tokens.
         eos_token_ids: tokens that end an output.
-        adapters: layers that LoRA adapters can change; `None` if no adapter is configured.
+        adapters: layers that LoRA adapters can change; `None` if the settings have no adapter and no `adapter_dir`.
         pooling: of embeddings or scores; `None` for a model without.
         generates: the checkpoint has an output layer.
     """
@@ -148,7 +148,7 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     else:
         module.to(device)
     tokenizer = None if config.skip_tokenizer_init else _matching_tokenizer(config.model, text_config.vocab_size)
-    adapters = LoRALayers(module, plan) if config.adapters else None
+    adapters = LoRALayers(module, plan) if config.adapters or config.adapter_dir is not None else None
     loaded = replace(
         describe_model(module, max_positions, recurrent_layers, tokenizer, adapters),
         pooling=pooling,

@@ -131,6 +131,7 @@ class DraftProposer:
             pinned_prompts={},
             pinned_system_prompts={},
             adapters={},
+            adapter_dir=None,
         )
         self._states: OrderedDict[Request, _DraftState] = OrderedDict()  # least recently used first
         self._times = LinearCost((1.0, 1e2, 1e5))

@@ -129,7 +129,7 @@ class RankWorker:
             case RankOrder.ADAPTER:
                 if self._adapters is None:
                     assert self._model.adapters is not None
-                    self._adapters = RankAdapters(self.spec.config.adapters, self._model.adapters)
+                    self._adapters = RankAdapters(self._model.adapters)
                 return self._adapters.handle_adapter_order(message)
             case _:
                 raise ValueError(f"unknown order {order!r}")

@@ -24,11 +24,18 @@ class PooledTranslator:
 
     Args:
         adapter_of: the adapter of a model's name.
+        key_of: `GenerateRequest.adapter_key` of an adapter.
     """
 
-    def __init__(self, prompts: PromptEncoder, adapter_of: Callable[[str], str | None]) -> None:
+    def __init__(
+        self,
+        prompts: PromptEncoder,
+        adapter_of: Callable[[str], str | None],
+        key_of: Callable[[str | None], str | None],
+    ) -> None:
         self._prompts = prompts
         self._adapter_of = adapter_of
+        self._key_of = key_of
 
     def translate_embeddings(
         self, request: EmbeddingRequest, max_model_len: int, served: ServedPooling
@@ -126,6 +133,7 @@ class PooledTranslator:
                 priority=priority,
                 cache_salt=request.cache_salt,
                 adapter=adapter,
+                adapter_key=self._key_of(adapter),
                 tenant=tenant,
                 user=request.user or None,
                 timeout_s=timeout_s,

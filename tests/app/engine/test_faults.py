@@ -352,7 +352,7 @@ def structure_of_victims(_run: Run, _victim: str, arguments: tuple[Any, ...]) ->
 
 
 def adapter_of_victims(_run: Run, _victim: str, arguments: tuple[Any, ...]) -> bool:
-    return "mine" in arguments
+    return any(getattr(argument, "name", argument) == "mine" for argument in arguments)
 
 
 def cases(prefix: str, names: str, victim: str, belongs: Belongs | None = None, expected: str = "500") -> list[Case]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from app.engine.lora.layers import LoRALayers, Updates
+from app.engine.lora.source import AdapterSource, files_version
 from app.engine.lora.store import RankAdapters
 from app.engine.sampling.params import SamplingParams
 from app.engine.tensor_parallel import worker
@@ -20,6 +22,17 @@ pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPT = list(range(3, 40, 2))
 PATTERNS = {"llama": r"_proj$|lm_head", "mixtral": r"self_attn.*_proj$", "gemma2": r"layers.*_proj$", "phi3": r"_proj$"}
+
+
+class PeerElsewhere(RankAdapters):
+    """A peer for which the adapter "a" is in another folder."""
+
+    def __init__(self, layers: LoRALayers | None, folder: Path) -> None:
+        super().__init__(layers)
+        self._folder = folder
+
+    def read(self, source: AdapterSource) -> Updates:
+        return super().read(replace(source, path=str(self._folder)) if source.name == "a" else source)
 
 
 @pytest.mark.parametrize(("name", "size"), [("llama", 2), ("llama", 4), ("mixtral", 2), ("gemma2", 2), ("phi3", 2)])
@@ -47,8 +60,7 @@ def test_an_adapter_that_a_peer_cannot_read_is_refused(
     model = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     for seed, key in enumerate("ab"):
         make_adapter(tmp_path / key, model, r"_proj$", seed=seed)
-    moved = {"a": str(tmp_path / "elsewhere")}
-    monkeypatch.setattr(worker, "RankAdapters", lambda sources, layers: RankAdapters(sources | moved, layers))
+    monkeypatch.setattr(worker, "RankAdapters", lambda layers: PeerElsewhere(layers, tmp_path / "elsewhere"))
     settings = {"tensor_parallel_size": 2, "max_loaded_adapters": 1}
     engine = make_engine(model, {key: tmp_path / key for key in "ab"}, thread_ranks, **settings)
     for key in "ab":
@@ -83,3 +95,38 @@ def test_an_adapter_that_rank_0_cannot_insert_is_on_no_rank(
     engine.submit("b", PROMPT, GREEDY, adapter="b")
     assert tokens(run(engine)["b"]) == Merged(model, tmp_path / "b").generate(PROMPT, 6)
     engine.close()
+
+
+def test_adapters_are_checked_and_loaded_on_all_ranks(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check fails if a peer's does, and leaves nothing on any rank. Replaced adapters give the new outputs."""
+    model = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    for seed, key in enumerate("ab"):
+        make_adapter(tmp_path / key, model, r"_proj$", seed=seed)
+    peers: list[RankAdapters] = []
+
+    def peer(layers: LoRALayers | None) -> RankAdapters:
+        peers.append(PeerElsewhere(layers, tmp_path / "elsewhere"))
+        return peers[-1]
+
+    monkeypatch.setattr(worker, "RankAdapters", peer)
+    engine = make_engine(model, {}, thread_ranks, tensor_parallel_size=2, adapter_dir=str(tmp_path))
+    for name, folder in (("a", "a"), ("legal", "a"), ("legal", "b"), ("legal", "a")):
+        source = AdapterSource(name, str(tmp_path / folder), files_version(tmp_path / folder))
+        number, reading = engine.adapters.begin_check(source)
+        reading.result()
+        error = engine.adapters.end_check(number, source)
+        if name == "a":
+            assert isinstance(error, ModelError)
+            assert "elsewhere" in str(error)
+        else:
+            assert error is None
+            engine.adapters.set_loaded([source])
+            engine.submit("r", PROMPT, GREEDY, adapter=name)
+            assert tokens(run(engine)["r"]) == Merged(model, tmp_path / folder).generate(PROMPT, 6)
+    engine.adapters.set_loaded([])
+    assert not engine.adapters.slots
+    engine.close()
+    assert [rank.reading for rank in peers] == [{}]
+    assert [rank._found for rank in peers] == [{}]

@@ -1,0 +1,78 @@
+"""Adapter sources: where the files of a LoRA adapter are, and which version of them is meant."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.errors import RequestError, UnknownModelError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FILES = CONFIG_FILE, WEIGHTS_FILE
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter's name and files.
+
+    Attributes:
+        path: a folder, or a Hub id.
+        version: `files_version` of the files; `None` for an adapter of the settings, whose files may not change.
+    """
+
+    name: str
+    path: str
+    version: str | None = None
+
+    @property
+    def id(self) -> str:
+        """Identifies the weights, in the engine and in the keys of cached prefixes: the name alone does not, because
+        other weights may be loaded under it later."""
+        return self.name if self.version is None else f"{self.name}@{self.version}"
+
+
+def folder_below(directory: str, path: str) -> Path:
+    """The folder of an adapter, with links followed.
+
+    Args:
+        directory: `adapter_dir`, where relative paths begin.
+
+    Raises:
+        RequestError: the folder, or one of its files, is not below `directory`.
+        UnknownModelError: there is no such folder, or a file is missing.
+    """
+    root = Path(directory).expanduser().resolve()
+    try:
+        folder = (root / path).resolve()
+        outside = [
+            place for place in (folder, *((folder / file).resolve() for file in FILES)) if root not in _up(place)
+        ]
+        if outside:
+            raise RequestError(f"lora_path is {path!r}, which is not below adapter_dir, {str(root)!r}", "lora_path")
+        missing = [file for file in FILES if not (folder / file).is_file()]
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a circle of links
+        raise RequestError(f"lora_path is {path!r}, which is no path: {error}", "lora_path") from error
+    if missing:
+        raise UnknownModelError(f"no adapter: {path!r} in adapter_dir has no {' and no '.join(missing)}", "lora_path")
+    return folder
+
+
+def _up(place: Path) -> tuple[Path, ...]:
+    return (place, *place.parents)
+
+
+def files_version(folder: Path) -> str:
+    """Digest of an adapter's files. Raises `OSError`."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for file in FILES:
+        with (folder / file).open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, hashlib.blake2b).digest())
+    return digest.hexdigest()
+
+
+def files_state(folder: Path) -> tuple[int, ...]:
+    """Times, sizes and inodes of an adapter's files, which change with them. Raises `OSError`."""
+    stats = [(folder / file).stat() for file in FILES]
+    return tuple(number for stat in stats for number in (stat.st_mtime_ns, stat.st_size, stat.st_ino))

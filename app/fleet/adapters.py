@@ -1,0 +1,82 @@
+"""Adapters loaded at run time: the table that all ingresses and replicas have, and the registry with the newest one.
+
+The registry is the truth: it orders the changes and gives the newest table to every process that asks. It has no
+storage. When its process dies, another one is started, and gets the newest table from the copies of all ingresses and
+replicas. A table with a higher revision replaces one with a lower revision everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from app.engine.lora.source import AdapterSource
+
+# Longest time of a change; then another one may begin, and the first can no longer be committed.
+LEASE_S = 180.0
+# Time in which a new registry allows no change: ingresses and replicas send it their copies about once a second.
+SETTLING_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTable:
+    """The adapters loaded at run time, after `revision` changes."""
+
+    revision: int = 0
+    sources: tuple[AdapterSource, ...] = ()
+
+    @property
+    def ids(self) -> Mapping[str, str]:
+        """Name → id."""
+        return {source.name: source.id for source in self.sources}
+
+    def find(self, name: str) -> AdapterSource | None:
+        return next((source for source in self.sources if source.name == name), None)
+
+    def with_source(self, source: AdapterSource) -> AdapterTable:
+        """The next table, with this adapter in place of any other of its name."""
+        return AdapterTable(self.revision + 1, (*self.without(source.name).sources, source))
+
+    def without(self, name: str) -> AdapterTable:
+        """The next table, without the adapter of this name."""
+        return AdapterTable(self.revision + 1, tuple(source for source in self.sources if source.name != name))
+
+
+class AdapterRegistry:
+    """The newest table, and the change in progress, of which there is at most one."""
+
+    def __init__(self, settling_s: float = SETTLING_S, lease_s: float = LEASE_S) -> None:
+        self._table = AdapterTable()
+        self._lease_s = lease_s
+        self._holder: str | None = None
+        self._free_at = time.monotonic() + settling_s
+
+    def newer(self, revision: int) -> tuple[int, AdapterTable | None]:
+        """The revision, and the table if it is newer than the caller's."""
+        return self._table.revision, self._table if self._table.revision > revision else None
+
+    def restore(self, table: AdapterTable) -> None:
+        """Take over a caller's table if it is newer."""
+        if table.revision > self._table.revision:
+            self._table = table
+
+    def begin(self, change: str) -> AdapterTable | None:
+        """Begin a change with this unique name; returns the table, or `None` if it must wait for another change."""
+        now = time.monotonic()
+        if now < self._free_at:
+            return None
+        self._holder, self._free_at = change, now + self._lease_s
+        return self._table
+
+    def commit(self, change: str, table: AdapterTable) -> bool:
+        """Replace the table; false if the change has taken too long, or the table is not newer."""
+        if self._holder != change or table.revision <= self._table.revision:
+            return False
+        self._table = table
+        return True
+
+    def end(self, change: str) -> None:
+        """End a change, committed or not."""
+        if self._holder == change:
+            self._holder, self._free_at = None, 0.0

@@ -1,0 +1,249 @@
+"""Adapters loaded and unloaded at run time: each process's copy of the registry's table, and the changes by ingresses.
+
+The first process that finds no registry creates and owns it, as with the ledgers. A change is on all replicas or on
+none:
+
+1. Begin the change at the registry, after other changes.
+2. Check the adapter on every replica, which keeps nothing of it.
+3. Commit the new table at the registry.
+4. Set the new table on every replica. If a replica does not confirm it, commit and set the old sources again.
+
+A process that has missed a change, such as a replica that starts, gets the table from the registry about once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from app.engine.lora.source import AdapterSource
+from app.errors import FolioError, NoReplicaError, RequestError, UnavailableError, UnknownModelError
+from app.fleet.adapters import AdapterRegistry, AdapterTable
+from app.serving.calls import ReplicaClient
+from app.serving.ledger import find_actor
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+ANSWER_TIMEOUT_S = 2.0
+# Time of a starting replica's first call: the registry may have to start, too.
+FIRST_ANSWER_S = 15.0
+# Reading an adapter on every replica, and setting a table.
+CHECK_TIMEOUT_S, SET_TIMEOUT_S = 120.0, 10.0
+# Longest wait for another change.
+TURN_TIMEOUT_S, _TURN_POLL_S = 20.0, 0.1
+
+
+class TableCopy:
+    """A process's copy of the registry's table.
+
+    Args:
+        app_name: the application whose replicas share the registry.
+        on_change: called with each new table.
+    """
+
+    def __init__(self, app_name: str, on_change: Callable[[AdapterTable], None] = lambda _: None) -> None:
+        self._name = f"folio-adapters:{app_name}"
+        self._on_change = on_change
+        self._actor: Any = None
+        self._is_silent = False
+        self.table = AdapterTable()
+
+    def fetch(self) -> AdapterTable:
+        """The table, for a process that starts, from a thread that may wait; empty if there is no answer."""
+        try:
+            actor = find_actor(AdapterRegistry, self._name)
+            _, newer = ray.get(actor.newer.remote(self.table.revision), timeout=FIRST_ANSWER_S)
+        except (RayError, ValueError, GetTimeoutError) as error:
+            logger.warning("no answer about loaded adapters, which come later: %s", error)
+        else:
+            self.adopt(newer)
+        return self.table
+
+    async def refresh(self) -> AdapterTable:
+        """The newest table as far as the registry answers; the first failure is logged."""
+        try:
+            await self.sync()
+        except UnavailableError as error:
+            if not self._is_silent:
+                logger.warning("%s", error)
+            self._is_silent = True
+        else:
+            self._is_silent = False
+        return self.table
+
+    async def sync(self) -> AdapterTable:
+        """Exchange the newest table with the registry. Raises `UnavailableError` if it does not answer."""
+        revision, newer = await self.call("newer", self.table.revision)
+        self.adopt(newer)
+        if revision < self.table.revision:
+            await self.call("restore", self.table)
+        return self.table
+
+    def adopt(self, table: AdapterTable | None) -> None:
+        """Take over a table if it is newer."""
+        if table is not None and table.revision > self.table.revision:
+            self.table = table
+            self._on_change(table)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call the registry. Raises `UnavailableError` if it does not answer."""
+        try:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(find_actor, AdapterRegistry, self._name)
+            reference = getattr(self._actor, method).remote(*args)
+            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), ANSWER_TIMEOUT_S)
+        except (RayError, ValueError, TimeoutError) as error:  # its process has died, or was found dead
+            self._actor = None
+            raise UnavailableError("the registry of loaded adapters does not answer; send the request again") from error
+
+
+class LoadedAdapters:
+    """The adapters loaded at run time, as an ingress knows and changes them.
+
+    Args:
+        reserved: names of the model and of the adapters of the settings.
+    """
+
+    def __init__(self, copy: TableCopy, replicas: ReplicaClient, reserved: Collection[str]) -> None:
+        self._copy = copy
+        self._replicas = replicas
+        self._reserved = frozenset(reserved)
+        self._turn = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Keep the copy of the table new, in a task of this event loop."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._beat(), name="folio-adapters")
+
+    async def refresh(self) -> None:
+        """Get the newest table. Without an answer the old one remains."""
+        await self._copy.refresh()
+
+    async def load(self, name: str, path: str, *, in_place: bool) -> None:
+        """Load an adapter on every replica, or on none. Idempotent.
+
+        Args:
+            path: its folder, below `adapter_dir`.
+            in_place: it may replace another one of its name.
+
+        Raises:
+            RequestError: the name is taken, or the adapter cannot be served.
+            UnknownModelError: there is no such folder.
+            EngineError: a replica failed.
+            UnavailableError: a replica or the registry has not answered, or other changes took too long.
+        """
+        if name in self._reserved:
+            raise RequestError(f"{name!r} is a model or adapter of the settings; choose another name", "lora_name")
+        async with self._change() as (change, table):
+            source = await self._checked(name, path)
+            known = table.find(name)
+            if known == source:
+                return
+            if known is not None and not in_place:
+                raise RequestError(
+                    f"the adapter {name!r} has been loaded, {_difference(known, source)}; unload it, or send "
+                    "load_inplace: true",
+                    "lora_name",
+                )
+            await self._switch(change, table, table.with_source(source))
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter on every replica, or on none: new requests for it are refused, and running ones go on.
+
+        Raises:
+            RequestError: the adapter belongs to the settings.
+            UnknownModelError: there is no such adapter.
+            EngineError, UnavailableError: see `load`.
+        """
+        if name in self._reserved:
+            raise RequestError(f"{name!r} belongs to the settings and cannot be unloaded", "lora_name")
+        async with self._change() as (change, table):
+            if table.find(name) is None:
+                raise UnknownModelError(f"no adapter {name!r} has been loaded", "lora_name")
+            await self._switch(change, table, table.without(name))
+
+    async def _beat(self) -> None:
+        while True:
+            await self.refresh()
+            await asyncio.sleep(BEAT_S)
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[tuple[str, AdapterTable]]:
+        """A change, the only one in progress: its name, and the newest table."""
+        change = uuid.uuid4().hex
+        try:
+            async with asyncio.timeout(TURN_TIMEOUT_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise _no_turn() from None
+        try:
+            yield change, await self._begin(change)
+        finally:
+            self._turn.release()
+            await self._end(change)  # also when it was cancelled before the answer that it has begun
+
+    async def _begin(self, change: str) -> AdapterTable:
+        await self._copy.sync()
+        deadline = asyncio.get_running_loop().time() + TURN_TIMEOUT_S
+        while (table := await self._copy.call("begin", change)) is None:
+            if asyncio.get_running_loop().time() > deadline:
+                raise _no_turn()
+            await asyncio.sleep(_TURN_POLL_S)
+        self._copy.adopt(table)
+        return self._copy.table
+
+    async def _end(self, change: str) -> None:
+        try:
+            await self._copy.call("end", change)
+        except UnavailableError as error:  # the registry is gone, and the change with it, or ends it after its time
+            logger.warning("%s", error)
+
+    async def _checked(self, name: str, path: str) -> AdapterSource:
+        """The adapter, which all replicas can serve."""
+        answers = await self._replicas.call_each("check_adapter", name, path, timeout_s=CHECK_TIMEOUT_S)
+        _raise_error(answers)
+        if len(set(answers)) > 1:
+            raise RequestError(f"the files of {path!r} are not the same for all replicas", "lora_path")
+        source: AdapterSource = answers[0]
+        return source
+
+    async def _switch(self, change: str, old: AdapterTable, new: AdapterTable) -> None:
+        await self._commit(change, new)
+        try:
+            _raise_error(await self._replicas.call_each("set_adapters", new, timeout_s=SET_TIMEOUT_S))
+        except FolioError:
+            undone = AdapterTable(new.revision + 1, old.sources)
+            await self._commit(change, undone)
+            await self._replicas.call_each("set_adapters", undone, timeout_s=SET_TIMEOUT_S)
+            raise
+
+    async def _commit(self, change: str, table: AdapterTable) -> None:
+        if not await self._copy.call("commit", change, table):
+            raise UnavailableError("the change of adapters took too long, and another one has come; try again")
+        self._copy.adopt(table)
+
+
+def _raise_error(answers: list[Any]) -> None:
+    """Raise the error among the answers of all replicas that says most."""
+    if not answers:
+        raise NoReplicaError("there is no engine replica; send the request again")
+    errors = [answer for answer in answers if isinstance(answer, FolioError)]
+    if errors:
+        raise min(errors, key=lambda error: not isinstance(error, RequestError))
+
+
+def _difference(known: AdapterSource, source: AdapterSource) -> str:
+    return f"from {known.path!r}" if known.path != source.path else "and its files have changed since"
+
+
+def _no_turn() -> UnavailableError:
+    return UnavailableError("another change of adapters is in progress; send the request again", 1.0)

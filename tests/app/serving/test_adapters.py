@@ -1,0 +1,356 @@
+"""Loading and unloading on several replicas by several ingresses, with a registry in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from app.engine.lora.source import AdapterSource
+from app.errors import EngineError, FolioError, NoReplicaError, RequestError, UnavailableError, UnknownModelError
+from app.fleet.adapters import AdapterRegistry, AdapterTable
+from app.serving import adapters
+from app.serving.adapters import LoadedAdapters, TableCopy
+
+
+class Actor:
+    """The registry's actor; `dies`: methods whose calls find it dead, before (or after) they have had their effect."""
+
+    def __init__(self, settling_s: float = 0.0) -> None:
+        self.registry = AdapterRegistry(settling_s)
+        self.is_dead = False
+        self.dies: dict[str, bool] = {}
+
+    def __getattr__(self, method: str) -> Any:
+        return _Method(self, method)
+
+
+class _Method:
+    def __init__(self, actor: Actor, method: str) -> None:
+        self._actor, self._method = actor, method
+
+    def remote(self, *args: Any) -> _Method:
+        self._future: Future[Any] = Future()
+        actor, has_effect = self._actor, self._actor.dies.get(self._method)
+        if not actor.is_dead and has_effect is not False:
+            self._future.set_result(getattr(actor.registry, self._method)(*args))
+        if has_effect is not None:
+            actor.is_dead = True
+        if actor.is_dead:
+            self._future = Future()
+            self._future.set_exception(RayActorError())
+        return self
+
+    def future(self) -> Future[Any]:
+        return self._future
+
+
+class Cluster:
+    """Makes a registry when there is none, or a dead one."""
+
+    def __init__(self) -> None:
+        self.actor = Actor()
+
+    def find(self, kind: type, name: str) -> Actor:
+        assert (kind, name) == (AdapterRegistry, "folio-adapters:app")
+        if self.actor.is_dead:
+            self.actor = Actor()
+        return self.actor
+
+
+class Replica:
+    """Has a table and files: path → version. `fails`: method → what it raises, once for each."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self.table = AdapterTable()
+        self.files = files
+        self.fails: dict[str, list[FolioError]] = {}
+        self.num_checks = 0
+        self.before: Callable[[str], None] = lambda _: None
+
+    async def check_adapter(self, name: str, path: str) -> AdapterSource:
+        self.num_checks += 1
+        if path not in self.files:
+            raise UnknownModelError(f"no adapter: {path!r}", "lora_path")
+        return AdapterSource(name, f"/adapters/{path}", self.files[path])
+
+    async def set_adapters(self, table: AdapterTable) -> None:
+        if table.revision > self.table.revision:
+            self.table = table
+
+
+class Replicas:
+    """`ReplicaClient.call_each` of these replicas."""
+
+    def __init__(self, *replicas: Replica) -> None:
+        self.replicas = list(replicas)
+
+    async def call_each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        answers = await asyncio.gather(*(self._call(replica, method, *args) for replica in self.replicas))
+        return list(answers)
+
+    async def _call(self, replica: Replica, method: str, *args: Any) -> Any:
+        await asyncio.sleep(0)
+        replica.before(method)
+        if failures := replica.fails.get(method):
+            return failures.pop()
+        try:
+            return await getattr(replica, method)(*args)
+        except FolioError as error:
+            return error
+
+
+FILES = {"v1": "1", "v2": "2", "poet": "3"}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    monkeypatch.setattr(adapters, "find_actor", cluster.find)
+    return cluster
+
+
+@pytest.fixture
+def replicas() -> Replicas:
+    return Replicas(Replica(dict(FILES)), Replica(dict(FILES)))
+
+
+def ingress(replicas: Any) -> tuple[LoadedAdapters, TableCopy]:
+    copy = TableCopy("app")
+    return LoadedAdapters(copy, replicas, ("model", "configured")), copy
+
+
+def served(replicas: Replicas) -> list[dict[str, str]]:
+    """Name → version at each replica."""
+    return [{s.name: s.version or "" for s in replica.table.sources} for replica in replicas.replicas]
+
+
+async def test_all_replicas_and_ingresses_learn_a_change(cluster: Cluster, replicas: Replicas) -> None:
+    (first, one), (second, two) = ingress(replicas), ingress(replicas)
+    await first.load("legal", "v1", in_place=False)
+    assert served(replicas) == [{"legal": "1"}] * 2
+    assert one.table.ids == {"legal": "legal@1"}
+    assert two.table.ids == {}
+    await second.refresh()
+    assert two.table.ids == {"legal": "legal@1"}
+    await second.unload("legal")
+    assert served(replicas) == [{}] * 2
+    await first.refresh()
+    assert one.table.ids == {}
+
+
+async def test_loading_again(cluster: Cluster, replicas: Replicas) -> None:
+    """The same files: no effect. Others: only in place."""
+    loaded, copy = ingress(replicas)
+    await loaded.load("legal", "v1", in_place=False)
+    for in_place in (False, True):
+        await loaded.load("legal", "v1", in_place=in_place)
+        assert copy.table.revision == 1
+    with pytest.raises(RequestError, match=r"from '/adapters/v1'.*load_inplace") as refused:
+        await loaded.load("legal", "v2", in_place=False)
+    assert refused.value.param == "lora_name"
+    await loaded.load("legal", "v2", in_place=True)
+    assert served(replicas) == [{"legal": "2"}] * 2
+    for replica in replicas.replicas:
+        replica.files["v2"] = "22"
+    with pytest.raises(RequestError, match="its files have changed since"):
+        await loaded.load("legal", "v2", in_place=False)
+    await loaded.load("legal", "v2", in_place=True)
+    assert served(replicas) == [{"legal": "22"}] * 2
+    await loaded.load("other", "v2", in_place=False)  # the same files under two names
+
+
+async def test_names_of_the_settings_are_refused(cluster: Cluster, replicas: Replicas) -> None:
+    loaded, _ = ingress(replicas)
+    for name in ("model", "configured"):
+        with pytest.raises(RequestError, match="of the settings"):
+            await loaded.load(name, "v1", in_place=True)
+        with pytest.raises(RequestError, match="belongs to the settings"):
+            await loaded.unload(name)
+    with pytest.raises(UnknownModelError) as unknown:
+        await loaded.unload("legal")
+    assert unknown.value.param == "lora_name"
+    assert replicas.replicas[0].num_checks == 0
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("has_old", [False, True])
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        ("check_adapter", RequestError("does not fit", "lora_path")),
+        ("check_adapter", UnavailableError("gone")),
+        ("set_adapters", UnavailableError("gone")),
+        ("set_adapters", EngineError("failed")),
+    ],
+)
+async def test_a_load_that_fails_on_one_replica_is_on_none(
+    cluster: Cluster, replicas: Replicas, at: int, has_old: bool, method: str, error: FolioError
+) -> None:
+    (loaded, copy), (other, two) = ingress(replicas), ingress(replicas)
+    if has_old:
+        await loaded.load("legal", "v1", in_place=False)
+    before = served(replicas)
+    replicas.replicas[at].fails[method] = [error]
+    with pytest.raises(type(error), match=error.args[0]):
+        await loaded.load("legal", "v2", in_place=True)
+    await other.refresh()
+    assert served(replicas) == before
+    assert copy.table == two.table
+    assert copy.table.ids == ({"legal": "legal@1"} if has_old else {})
+    await other.load("legal", "v2", in_place=True)  # the next change need not wait
+    assert served(replicas) == [{"legal": "2"}] * 2
+
+
+async def test_an_unload_that_fails_on_one_replica_is_on_none(cluster: Cluster, replicas: Replicas) -> None:
+    loaded, copy = ingress(replicas)
+    await loaded.load("legal", "v1", in_place=False)
+    replicas.replicas[1].fails["set_adapters"] = [UnavailableError("gone")]
+    with pytest.raises(UnavailableError, match="gone"):
+        await loaded.unload("legal")
+    assert served(replicas) == [{"legal": "1"}] * 2
+    assert copy.table.ids == {"legal": "legal@1"}
+    await loaded.unload("legal")
+
+
+async def test_a_replica_that_missed_a_change_takes_it_over(cluster: Cluster, replicas: Replicas) -> None:
+    """It did not answer when the change was made, nor when it was undone; or it started later."""
+    loaded, _ = ingress(replicas)
+    late = replicas.replicas[1]
+    late.fails["set_adapters"] = [UnavailableError("silent")] * 2
+    with pytest.raises(UnavailableError):
+        await loaded.load("legal", "v1", in_place=False)
+    assert late.table.revision == 0
+    await loaded.load("poet", "poet", in_place=False)
+    for replica in (late, Replica(FILES)):
+        await replica.set_adapters(await TableCopy("app").sync())
+        assert {source.name for source in replica.table.sources} == {"poet"}
+
+
+async def test_the_error_that_says_most_is_raised(cluster: Cluster, replicas: Replicas) -> None:
+    loaded, _ = ingress(replicas)
+    replicas.replicas[0].fails["check_adapter"] = [UnavailableError("gone")]
+    replicas.replicas[1].fails["check_adapter"] = [RequestError("does not fit", "lora_path")]
+    with pytest.raises(RequestError, match="does not fit"):
+        await loaded.load("legal", "v1", in_place=False)
+    replicas.replicas[1].files["v1"] = "other"
+    with pytest.raises(RequestError, match="not the same for all replicas"):
+        await loaded.load("legal", "v1", in_place=False)
+    with pytest.raises(UnknownModelError):
+        await loaded.load("legal", "typo", in_place=False)
+    replicas.replicas = []
+    with pytest.raises(NoReplicaError):
+        await loaded.load("legal", "v1", in_place=False)
+
+
+async def test_changes_at_the_same_time_come_one_after_the_other(cluster: Cluster, replicas: Replicas) -> None:
+    """By two ingresses: no change is lost, and every replica has the same adapters at the end."""
+    ingresses = [ingress(replicas)[0] for _ in range(2)]
+    running = 0
+
+    def enter(method: str) -> None:
+        nonlocal running
+        if method == "check_adapter":
+            running += 1
+            assert running <= len(replicas.replicas)
+        else:
+            running = 0
+
+    for replica in replicas.replicas:
+        replica.before = enter
+    loads = [ingresses[i % 2].load(f"a{i}", "v1", in_place=False) for i in range(8)]
+    await asyncio.gather(*loads)
+    assert (
+        served(replicas) == [{f"a{i}": "1" for i in range(8)}] * 2
+        or [set(s) for s in served(replicas)] == [{f"a{i}" for i in range(8)}] * 2
+    )
+    changes = [ingresses[i % 2].unload(f"a{i}") for i in range(4)]
+    changes += [ingresses[i % 2].load("same", path, in_place=False) for i, path in enumerate(("v1", "v2", "v1"))]
+    outcomes = await asyncio.gather(*changes, return_exceptions=True)
+    errors = [error for error in outcomes if error is not None]
+    assert len(errors) == 1  # v2 came before or after v1
+    assert "load_inplace" in str(errors[0])
+    left, same = served(replicas)[0], served(replicas)[0]["same"]
+    assert left == served(replicas)[1] == {f"a{i}": "1" for i in range(4, 8)} | {"same": same}
+
+
+async def test_a_new_registry_gets_the_table_from_the_copies(cluster: Cluster, replicas: Replicas) -> None:
+    """Its process has died; an ingress that starts then has the table, too."""
+    loaded, copy = ingress(replicas)
+    await loaded.load("legal", "v1", in_place=False)
+    cluster.actor.is_dead = True
+    await loaded.refresh()  # finds it dead
+    assert copy.table.ids == {"legal": "legal@1"}
+    await loaded.refresh()
+    late, late_copy = ingress(replicas)
+    await late.refresh()
+    assert late_copy.table == copy.table
+    await late.load("poet", "poet", in_place=False)
+    assert served(replicas) == [{"legal": "1", "poet": "3"}] * 2
+
+
+@pytest.mark.parametrize("has_effect", [False, True])
+@pytest.mark.parametrize("method", ["newer", "begin", "commit", "end"])
+async def test_a_registry_that_dies_during_a_change(
+    cluster: Cluster, replicas: Replicas, method: str, has_effect: bool
+) -> None:
+    """The change fails and has no effect, unless only its end was left; the next one succeeds."""
+    loaded, copy = ingress(replicas)
+    await loaded.load("legal", "v1", in_place=False)
+    cluster.actor.dies[method] = has_effect
+    if method == "end":
+        await loaded.load("legal", "v2", in_place=True)
+    else:
+        with pytest.raises(UnavailableError, match="registry"):
+            await loaded.load("legal", "v2", in_place=True)
+        assert served(replicas) == [{"legal": "1"}] * 2
+    await loaded.refresh()
+    await loaded.load("legal", "v2", in_place=True)
+    assert served(replicas) == [{"legal": "2"}] * 2
+
+
+async def test_a_cancelled_change_lets_others_begin(cluster: Cluster, replicas: Replicas) -> None:
+    """Its client has gone."""
+    loaded, _ = ingress(replicas)
+
+    async def hang(name: str, path: str) -> AdapterSource:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    replicas.replicas[0].check_adapter = hang  # type: ignore[method-assign]
+    change = asyncio.create_task(loaded.load("legal", "v1", in_place=False))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    change.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await change
+    del replicas.replicas[0].check_adapter
+    await ingress(replicas)[0].load("legal", "v2", in_place=False)
+    assert served(replicas) == [{"legal": "2"}] * 2
+
+
+async def test_a_change_waits_only_so_long(
+    cluster: Cluster, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "TURN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(adapters, "_TURN_POLL_S", 0.01)
+    loaded, _ = ingress(replicas)
+    cluster.actor.registry.begin("another")
+    with pytest.raises(UnavailableError, match="another change") as refused:
+        await loaded.load("legal", "v1", in_place=False)
+    assert refused.value.retry_after_s is not None
+    assert served(replicas) == [{}] * 2
+    cluster.actor.registry.end("another")
+    await loaded.load("legal", "v1", in_place=False)
+
+
+async def test_silence_is_logged_once(cluster: Cluster, replicas: Replicas, caplog: pytest.LogCaptureFixture) -> None:
+    copy = TableCopy("app")
+    for _ in range(3):
+        cluster.actor.dies["newer"] = False
+        await copy.refresh()
+    assert caplog.text.count("does not answer") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -32,9 +33,12 @@ from app.openai.bodies import (
     CompletionRequest,
     DetokenizedText,
     DetokenizeRequest,
+    ForkRequest,
+    LoadAdapterRequest,
     PinRequest,
     TokenizeRequest,
     Tokens,
+    UnloadAdapterRequest,
 )
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.replies import (
@@ -75,6 +79,7 @@ class FakeService:
 
     def __init__(self) -> None:
         self.pinned: list[str] = []
+        self.adapters: set[str] = set()
 
     async def models(self) -> ModelList:
         return ModelList(data=[CARD])
@@ -127,6 +132,14 @@ class FakeService:
         yield ArgumentsDeltaEvent(item_id="i", output_index=0, delta="{", sequence_number=4)
         raise ZeroDivisionError("secret detail")
 
+    async def fork(self, request: ForkRequest) -> Completion:
+        self._fail(request.model)
+        return self._completion(f"{request.request_id} {request.index}")
+
+    async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
+        self._fail(request.model)
+        yield self._completion("a")
+
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         return Tokens(count=1, max_model_len=8, tokens=[5])
 
@@ -142,6 +155,16 @@ class FakeService:
 
     async def change_budget(self, request: BudgetRequest) -> BudgetReport:
         return BudgetReport(budget_bytes=request.budget_bytes, revision=request.revision or 8, answers=["applied"])
+
+    async def load_adapter(self, request: LoadAdapterRequest) -> None:
+        if request.lora_name in self.adapters and not request.load_inplace:
+            raise RequestError("it has been loaded", "lora_name")
+        self.adapters.add(request.lora_name)
+
+    async def unload_adapter(self, request: UnloadAdapterRequest) -> None:
+        if request.lora_name not in self.adapters:
+            raise UnknownModelError("no such adapter", "lora_name")
+        self.adapters.remove(request.lora_name)
 
     async def pins(self) -> PinList:
         return PinList(data=[PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1) for name in self.pinned])
@@ -217,10 +240,54 @@ def test_the_session_header_is_passed_on(client: TestClient) -> None:
 
 def test_health_and_readiness(client: TestClient) -> None:
     assert failure(client.get("/ready")) == (503, "unavailable")
-    for path, status in (("/health", 200), ("/ready", 503)):
+    assert client.post("/ping").status_code == 200  # SageMaker and vLLM have both methods
+    for path, status in (("/health", 200), ("/ping", 200), ("/ready", 503)):
         assert client.get(path).status_code == status
         answer = client.head(path)  # regression: HEAD got 405
         assert (answer.status_code, answer.headers.get("allow")) == (status, None)
+
+
+def test_the_version_is_the_packages(client: TestClient) -> None:
+    stated = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["version"]
+    assert client.get("/version").json() == {"version": stated}
+    assert client.get("/openapi.json").json()["info"]["version"] == stated
+
+
+def test_adapters_are_loaded_and_unloaded(client: TestClient) -> None:
+    body = {"lora_name": "legal", "lora_path": "legal-v1"}
+    answer = client.post("/v1/load_lora_adapter", json=body)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'legal' added successfully.")
+    assert failure(client.post("/v1/load_lora_adapter", json=body)) == (400, "invalid_value")
+    assert client.post("/v1/load_lora_adapter", json=body | {"load_inplace": True}).status_code == 200
+    answer = client.post("/v1/unload_lora_adapter", json={"lora_name": "legal", "lora_int_id": 1})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'legal' removed successfully.")
+    refused = client.post("/v1/unload_lora_adapter", json={"lora_name": "legal"})
+    assert failure(refused) == (404, "model_not_found")
+    assert refused.json()["error"]["param"] == "lora_name"
+    for change in (
+        {"lora_name": ""},
+        {"lora_name": "a/../b"},
+        {"lora_name": "a\n"},
+        {"lora_path": ""},
+        {"lora_path": 1},
+    ):
+        assert failure(client.post("/v1/load_lora_adapter", json=body | change)) == (400, "invalid_value")
+    for field in body:
+        missing = client.post("/v1/load_lora_adapter", json={k: v for k, v in body.items() if k != field})
+        assert missing.json()["error"]["param"] == field
+
+
+def test_forks(client: TestClient) -> None:
+    body = {"model": "m", "request_id": "cmpl-1.r", "index": 2}
+    assert client.post("/v1/forks", json=body).json()["choices"][0]["text"] == "cmpl-1.r 2"
+    streamed = client.post("/v1/forks", json=body | {"stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    for stream in (False, True):
+        unknown = client.post("/v1/forks", json=body | {"model": "unknown", "stream": stream})
+        assert failure(unknown) == (404, "request_not_found")
+    for change in ({"index": -1}, {"request_id": 1}, {"timeout_s": 0}, {"prompt": "x"}):
+        assert failure(client.post("/v1/forks", json=body | change)) == (400, "invalid_value")
 
 
 def test_operation(client: TestClient) -> None:

@@ -16,23 +16,38 @@ from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
 from app.compat.ray import folio_error
+from app.config.http import HttpSettings, KeyEntry
 from app.engine.delta import TokenLogprobs
+from app.engine.lora.source import AdapterSource
 from app.engine.model.tokenizer import load_tokenizer
 from app.errors import (
     ContextLengthError,
     DeadlineError,
     FolioError,
+    ForbiddenError,
     OverloadedError,
     RequestError,
     UnavailableError,
     UnknownModelError,
     UnknownRequestError,
 )
+from app.fleet.adapters import AdapterTable
 from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.openai import translate as translator
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, TokenizeRequest
+from app.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ForkRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 from app.openai.prompts import TextEncoder
 from app.openai.responses.body import ResponsesRequest
+from app.request_context import CURRENT, RequestContext
+from app.serving import adapters
+from tests.app.serving.registry import Cluster
 from tests.app.serving.test_calls import Handle
 from tests.local_server import ingress_of
 
@@ -185,6 +200,73 @@ async def test_adapters_are_models() -> None:
     assert (engines.calls[0].adapter, engines.calls[0].tenant, engines.calls[0].user) == ("pirate", None, "u")
     with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
         await ingress.generate(completion(model="poet"))
+
+
+def cluster_of(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster("folio-adapters:folio")
+    monkeypatch.setattr(adapters, "find_actor", cluster.find)
+    return cluster
+
+
+async def test_an_ingress_learns_of_adapters_that_another_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first request for one: it need not wait for the next exchange of tables."""
+    registry = cluster_of(monkeypatch).actor.registry
+    ingress = ingress_of(engines := Engines(), "m", ("pirate",), loads_adapters=True)
+    with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
+        await ingress.generate(completion(model="legal"))
+    registry.restore(AdapterTable(1, (AdapterSource("legal", "/a", "1"),)))
+    assert (await ingress.generate(completion(model="legal"))).model == "legal"
+    assert (engines.calls[0].adapter, engines.calls[0].adapter_key) == ("legal", "legal@1")
+    await ingress.generate(completion(model="pirate"))
+    assert (engines.calls[1].adapter, engines.calls[1].adapter_key) == ("pirate", None)
+    registry.restore(AdapterTable(2, (AdapterSource("poet", "/b", "2"),)))
+    cards = (await ingress.models()).data
+    assert [(card.id, card.parent) for card in cards] == [("m", None), ("pirate", "m"), ("poet", "m")]
+    with pytest.raises(UnknownModelError):
+        await ingress.generate(completion(model="legal"))
+    for name, loaded in (("ode", 3), ("sonnet", 4), ("haiku", 5)):
+        registry.restore(AdapterTable(loaded, (AdapterSource(name, "/c", "3"),)))
+        if name == "ode":
+            assert (await ingress.model(name)).id == name
+        elif name == "sonnet":
+            await ingress.tokenize(TokenizeRequest(model=name, prompt="x"))
+        else:
+            await ingress.detokenize(DetokenizeRequest(model=name, tokens=[5]))
+
+
+async def test_without_the_setting_no_adapter_can_be_loaded() -> None:
+    ingress = ingress_with(Engines())
+    for change in (
+        ingress.load_adapter(LoadAdapterRequest(lora_name="a", lora_path="a")),
+        ingress.unload_adapter(UnloadAdapterRequest(lora_name="pirate")),
+    ):
+        with pytest.raises(ForbiddenError, match="adapter_dir"):
+            await change
+
+
+@pytest.mark.parametrize(
+    ("key", "owner"), [(None, None), ({"name": "k"}, "key:k"), ({"name": "k", "tenant": "t"}, "tenant:t")]
+)
+async def test_calls_name_the_owner(key: dict[str, str] | None, owner: str | None) -> None:
+    """And forks have the timeouts of the settings."""
+    ingress = ingress_with(engines := Engines())
+    entry = None if key is None else KeyEntry(key="sk-0123456789abcdef", models=frozenset({"m"}), **key)
+    settings = HttpSettings(default_timeout_s=5, max_timeout_s=9)
+    token = CURRENT.set(RequestContext(settings, "id", key=entry))
+    try:
+        first = await ingress.generate(completion())
+        fork = ForkRequest(model="m", request_id=first.id)
+        await ingress.fork(fork)
+        assert [call.owner for call in engines.calls] == [owner, owner]
+        assert engines.calls[1].timeout_s == 5
+        with pytest.raises(RequestError, match="max_timeout_s"):
+            await ingress.fork(fork.model_copy(update={"timeout_s": 10.0}))
+        if key is not None:
+            with pytest.raises(ForbiddenError, match="does not allow the model"):
+                await ingress.fork(fork.model_copy(update={"model": "pirate"}))
+        assert len(engines.calls) == 2
+    finally:
+        CURRENT.reset(token)
 
 
 async def test_a_fork_goes_to_the_replica_in_the_id() -> None:

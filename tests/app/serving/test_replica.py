@@ -105,6 +105,7 @@ REQUEST = GenerateRequest(
     tenant="t",
     user="u",
     timeout_s=2.0,
+    owner="key:k",
     expected=ExpectedPrefix("here", 4),
     pooling=PoolingParams(dimensions=3),
 )
@@ -137,6 +138,7 @@ async def test_the_engine_gets_every_option() -> None:
         "tenant": "t",
         "user": "u",
         "timeout_s": 2.0,
+        "owner": "key:k",
     }
     options |= {"expected_cached_tokens": 4, "pooling": PoolingParams(dimensions=3)}
     assert engine.asked == [([1, 2], REQUEST.params, "r", options)]
@@ -179,11 +181,11 @@ async def test_a_refusal_names_the_replica(error: OverloadedError | UnavailableE
 
 async def test_forks() -> None:
     replica = replica_with(engine := Engine(DELTAS))
-    call = ForkCall("f", "r", 1, "here", SamplingParams(n=2))
+    call = ForkCall("f", "r", 1, "here", SamplingParams(n=2), 3.0, "key:k")
     whole = await outputs_of(replica, call)
     assert [piece.text for piece in whole] == ["ac", "b"]
     assert "".join([piece.text async for some in replica.generate_stream(call) for piece in some]) == "abc"
-    assert engine.asked == [("r", call.params, "f", {"index": 1})] * 2
+    assert engine.asked == [("r", call.params, "f", {"index": 1, "timeout_s": 3.0, "owner": "key:k"})] * 2
 
 
 async def test_a_fork_of_another_replicas_request() -> None:

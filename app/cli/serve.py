@@ -93,6 +93,10 @@ def serve(
         list[Any] | None,
         typer.Option(parser=parse_adapter, metavar="NAME=MODEL", help="A LoRA adapter; may be repeated."),
     ] = None,
+    adapter_dir: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Operators may load LoRA adapters from below this folder."),
+    ] = None,
     api_keys: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A file of API keys that clients need.")
     ] = None,
@@ -129,6 +133,7 @@ def serve(
         "--quantization": quantization,
         "--speculation": speculation,
         "--adapter": dict(adapter) if adapter else None,
+        "--adapter-dir": None if adapter_dir is None else os.path.abspath(adapter_dir),
         "--api-keys": None if api_keys is None else {"file": os.path.abspath(api_keys)},
     }
     settings = compose(config, {option: value for option, value in options.items() if value is not None})

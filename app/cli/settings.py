@@ -31,6 +31,7 @@ OF_APPLICATION = {
     "--quantization": ("args", "engine", "quantization"),
     "--speculation": ("args", "engine", "speculation"),
     "--adapter": ("args", "engine", "adapters"),
+    "--adapter-dir": ("args", "engine", "adapter_dir"),
     "--api-keys": ("args", "http", "api_keys"),
 }
 REPLICAS = "--replicas"

@@ -20,7 +20,15 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
+from app.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ForkRequest,
+    LoadAdapterRequest,
+    Message,
+    PinRequest,
+    UnloadAdapterRequest,
+)
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinCard, PinList, Usage
@@ -44,6 +52,7 @@ __all__ = [
     "FolioError",
     "ForbiddenError",
     "ForkRequest",
+    "LoadAdapterRequest",
     "LoadReport",
     "MemoryReport",
     "Message",
@@ -64,5 +73,6 @@ __all__ = [
     "UnknownModelError",
     "UnknownPinError",
     "UnknownRequestError",
+    "UnloadAdapterRequest",
     "Usage",
 ]

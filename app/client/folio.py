@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from app.client.transport import Transport
 from app.errors import EngineError, UnavailableError
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, PinRequest
+from app.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ForkRequest,
+    LoadAdapterRequest,
+    PinRequest,
+    UnloadAdapterRequest,
+)
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinList
@@ -32,9 +39,9 @@ class Folio:
     Args:
         application: a name or a handle, in any process of the application's Ray cluster; `http://host:port` or
             `https://…`, with the application's route prefix if it has one; or `grpc://host:port` or `grpcs://…`, with
-            the application's name as the path where Serve has several. Calls by URL need no Ray. They have no
-            `fork`; `responses`, `embed`, `score`, `rerank` and `set_budget` are available over HTTP and within the
-            cluster, not over gRPC.
+            the application's name as the path where Serve has several. Calls by URL need no Ray. `fork`,
+            `responses`, `embed`, `score`, `rerank`, `set_budget`, `load_adapter` and `unload_adapter` are not available
+            over gRPC.
         api_key: for calls by URL of a server with keys. Calls within the cluster need none.
     """
 
@@ -143,6 +150,21 @@ class Folio:
     async def pins(self) -> PinList:
         """The pinned prefixes of all engine replicas that answer in time."""
         return cast(PinList, await self._transport.call("pins"))
+
+    async def load_adapter(self, request: LoadAdapterRequest) -> None:
+        """Load a LoRA adapter on every engine replica, or on none.
+
+        Raises:
+            RequestError: the adapter cannot be served, or the name is taken.
+            ForbiddenError: the server loads no adapters at run time, or the caller is no operator.
+            UnavailableError: a replica has not answered, or another change is in progress.
+        """
+        await self._transport.call("load_adapter", request)
+
+    async def unload_adapter(self, request: UnloadAdapterRequest) -> None:
+        """Unload a LoRA adapter from every engine replica; requests that have begun go on. Raises as `load_adapter`,
+        and `UnknownModelError` if no such adapter has been loaded."""
+        await self._transport.call("unload_adapter", request)
 
     async def report(self) -> dict[str, MemoryReport]:
         """KV memory of every engine replica, by its name, with which the ids of its answers end."""

@@ -34,9 +34,11 @@ _CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Route:
+    """`answer`: of the answer's JSON; `None`: the answer is text that says only that it succeeded."""
+
     method: str
     path: str
-    answer: TypeAdapter[Any]
+    answer: TypeAdapter[Any] | None
 
 
 _ROUTES = {
@@ -49,6 +51,10 @@ _ROUTES = {
     "embed": _Route("POST", "/v1/embeddings", TypeAdapter(EmbeddingList)),
     "score": _Route("POST", "/v1/score", TypeAdapter(ScoreList)),
     "rerank": _Route("POST", "/v1/rerank", TypeAdapter(Ranking)),
+    "fork": _Route("POST", "/v1/forks", TypeAdapter(Completion)),
+    "fork_stream": _Route("POST", "/v1/forks", TypeAdapter(Completion)),
+    "load_adapter": _Route("POST", "/v1/load_lora_adapter", None),
+    "unload_adapter": _Route("POST", "/v1/unload_lora_adapter", None),
     "pin": _Route("POST", "/v1/pins", TypeAdapter(PinCard)),
     "unpin": _Route("DELETE", "/v1/pins/", TypeAdapter(PinDeleted)),
     "pins": _Route("GET", "/v1/pins", TypeAdapter(PinList)),
@@ -69,12 +75,14 @@ class OverHttp:
 
     async def call(self, method: str, *args: Any) -> Any:
         async with self._answer(method, args, streams=False) as (route, response):
-            answer = route.answer.validate_json(await response.read() or b"null")
+            content = await response.read()
+            answer = None if route.answer is None else route.answer.validate_json(content or b"null")
         return answer.answers if isinstance(answer, BudgetReport) else answer
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         async with self._answer(method, args, streams=True) as (route, response):
             is_complete = False
+            assert route.answer is not None
             async for data in event_data(response.content.iter_any()):
                 if data == DONE:
                     is_complete = True

@@ -28,6 +28,7 @@ from app.client import (
     FolioError,
     ForbiddenError,
     ForkRequest,
+    LoadAdapterRequest,
     MemoryReport,
     Message,
     OverloadedError,
@@ -36,6 +37,7 @@ from app.client import (
     UnavailableError,
     UnknownModelError,
     UnknownPinError,
+    UnloadAdapterRequest,
 )
 from app.client.over_grpc import call_error
 from app.config.http import HttpSettings, KeySource
@@ -280,8 +282,21 @@ async def test_keys_reports_and_retry_after(scheme: str, tmp_path: Path) -> None
                 assert await folio.set_budget(1 << 30, 8) == ["applied"]
             answer = await folio.generate(CompletionRequest(model="m", prompt="a"), "s")
             assert answer.choices[0].text == "a of s"
+            fork, load = ForkRequest(model="m", request_id="r"), LoadAdapterRequest(lora_name="a", lora_path="p")
+            if scheme == "http":
+                assert (await folio.fork(fork)).choices[0].text == "r 0"
+                assert [chunk.choices[0].text async for chunk in folio.fork_stream(fork)] == ["a"]
+                await folio.load_adapter(load)
+                with pytest.raises(RequestError, match="it has been loaded"):
+                    await folio.load_adapter(load)
+                await folio.unload_adapter(UnloadAdapterRequest(lora_name="a"))
+                with pytest.raises(UnknownModelError):
+                    await folio.unload_adapter(UnloadAdapterRequest(lora_name="a"))
+                return
             with pytest.raises(RequestError, match="fork is not available"):
-                await folio.fork(ForkRequest(model="m", request_id="r"))
+                await folio.fork(fork)
+            with pytest.raises(RequestError, match="load_adapter is not available"):
+                await folio.load_adapter(load)
 
 
 @pytest.mark.parametrize(

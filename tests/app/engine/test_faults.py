@@ -361,7 +361,7 @@ def cases(prefix: str, names: str, victim: str, belongs: Belongs | None = None, 
 
 CASES = [
     # It begins.
-    *cases("engine.Engine", "validate add_request", "rich", expected=REFUSED),
+    *cases("engine.Engine", "validate add_request _set_deadline", "rich", expected=REFUSED),
     *cases("intake.RequestValidator", "validate_request create_request _check_together", "rich", expected=REFUSED),
     *cases("vocabulary.Vocabulary", "check_params state detokenizer _bad_words", "rich", expected=REFUSED),
     *cases("vocabulary.Vocabulary", "_matcher", "structured", expected=REFUSED),

@@ -286,7 +286,7 @@ def test_forks(client: TestClient) -> None:
     for stream in (False, True):
         unknown = client.post("/v1/forks", json=body | {"model": "unknown", "stream": stream})
         assert failure(unknown) == (404, "request_not_found")
-    for change in ({"index": -1}, {"request_id": 1}, {"timeout_s": 0}, {"prompt": "x"}):
+    for change in ({"index": -1}, {"request_id": 1}, {"timeout_s": 0}, {"indexx": 1}):
         assert failure(client.post("/v1/forks", json=body | change)) == (400, "invalid_value")
 
 

@@ -149,6 +149,17 @@ async def test_salts_and_adapters_separate(replicas: list[Replica]) -> None:
         assert request.args[0].expected.cached_tokens == expected
 
 
+async def test_an_adapter_loaded_at_run_time_is_known_by_its_version(replicas: list[Replica]) -> None:
+    """Its name alone, and another version of it, find nothing."""
+    all_report(replicas, prompt_keys(PROMPT, UNIT, None, "legal@1"))
+    router = router_for(replicas)
+    for key, expected in (("legal@1", 10 * UNIT), ("legal@2", 0), (None, 0)):
+        request = pending()
+        request.args[0] = replace(request.args[0], adapter="legal", adapter_key=key)
+        await choose(router, request)
+        assert request.args[0].expected.cached_tokens == expected
+
+
 @pytest.mark.parametrize("isolate", [True, False])
 async def test_expectations_use_the_engines_keys(replicas: list[Replica], isolate: bool) -> None:
     """With other keys than the engine's the routing audit would be all misses."""

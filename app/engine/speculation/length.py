@@ -64,7 +64,7 @@ def choose_lengths(
     With an acceptance rate p, k draft tokens give p + p² + … + pᵏ further tokens. A draft token costs the step and the
     draft model one token each; the largest number also costs as many forwards of the draft model. For each number of
     forwards, draft tokens are added by gain per time (for one request that is their order) until a further one would
-    lower the speed.
+    lower the speed. Where `budget` ends that earlier, the choice may be a few percent slower than the best one.
 
     Args:
         rates: acceptance rates.

@@ -288,7 +288,7 @@ def test_preempted_requests_keep_their_adapter(llama: Path, three: dict[str, Pat
     engine = make_engine(
         llama, three, max_loaded_adapters=2, kv_memory_bytes=7 * 16 * 768, max_model_len=60, max_num_batched_tokens=30
     )
-    jobs = list(zip("abacbc", prompts(30, 30, 30, 30, 30, 30), strict=True))  # of one length: in order of arrival
+    jobs = list(zip("abacbc", prompts(44, 44, 44, 44, 44, 44), strict=True))  # of one length: in order of arrival
     # Loaded before the others arrive: else the requests of one could end before the other has been read.
     for name in "ab":
         engine.submit(name, [1], replace(GREEDY, max_tokens=1), adapter=name)

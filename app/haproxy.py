@@ -67,6 +67,8 @@ _REPEATABLE = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/score",  # also of /v1, as these are ends of paths
     "/rerank",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +50,13 @@ _BY_TYPE: dict[str, type[FolioError]] = {
     "rate_limit_error": OverloadedError,
     "timeout_error": DeadlineError,
     "server_error": EngineError,
+    # Anthropic's, without codes.
+    "authentication_error": ForbiddenError,
+    "permission_error": ForbiddenError,
+    "not_found_error": UnknownModelError,
+    "request_too_large": RequestError,
+    "overloaded_error": OverloadedError,
+    "api_error": EngineError,
 }
 # Outcome by HTTP status; otherwise 4xx is "invalid", 5xx "failed".
 _OUTCOMES = {408: "timeout", 429: "refused", 503: "unavailable"}
@@ -198,8 +204,9 @@ class HttpRefusal(FolioError):
         self.answer = answer
         self.headers = list(headers or ())
 
-    def messages(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        content = json.dumps(self.answer.model_dump(mode="json")).encode()
+    def messages(self, body: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The answer as ASGI messages. `body`: the answer's JSON."""
+        content = body.encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content)), *self.headers]
         start = {"type": "http.response.start", "status": self.status, "headers": headers}
         return start, {"type": "http.response.body", "body": content}
@@ -215,7 +222,10 @@ class HttpRefusal(FolioError):
         if presented:
             message, challenge = "the API key is invalid; send a valid one", b'Bearer error="invalid_token"'
         else:
-            message, challenge = "the API key is missing; send it as Authorization: Bearer KEY", b"Bearer"
+            message, challenge = (
+                "the API key is missing; send it as Authorization: Bearer KEY or x-api-key: KEY",
+                b"Bearer",
+            )
         answer = error_body(message, "invalid_request_error", None, "invalid_api_key")
         return HttpRefusal(401, answer, [(b"www-authenticate", challenge)])
 

@@ -73,6 +73,7 @@ def build(args: AppArgs) -> Application:
         args.routing.wait_for_replica_s,
         (args.tool_call_parser, args.reasoning_parser),
         args.engine.adapter_dir is not None,
+        args.model_aliases,
     )
     return application
 

@@ -33,7 +33,7 @@ LAYERS = (
     ("app.config",),
     ("app.engine", "app.builtin"),
     ("app.fleet",),
-    ("app.request_context", "app.http_errors"),
+    ("app.request_context", "app.http_errors", "app.error_json"),
     ("app.openai", "app.edge", "app.proto", "app.dashboard", "app.tracing"),
     ("app.serving",),
     ("app.client",),

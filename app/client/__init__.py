@@ -29,6 +29,8 @@ from app.openai.bodies import (
     PinRequest,
     UnloadAdapterRequest,
 )
+from app.openai.messages.body import CountTokensRequest, MessagesRequest
+from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinCard, PinList, Usage
@@ -44,6 +46,7 @@ __all__ = [
     "Completion",
     "CompletionRequest",
     "ContextLengthError",
+    "CountTokensRequest",
     "DeadlineError",
     "EmbeddingList",
     "EmbeddingRequest",
@@ -56,6 +59,9 @@ __all__ = [
     "LoadReport",
     "MemoryReport",
     "Message",
+    "MessageEvent",
+    "MessageObject",
+    "MessagesRequest",
     "OverloadedError",
     "PinCard",
     "PinList",
@@ -69,6 +75,7 @@ __all__ = [
     "ScoreList",
     "ScoreRequest",
     "StreamEvent",
+    "TokenCount",
     "UnavailableError",
     "UnknownModelError",
     "UnknownPinError",

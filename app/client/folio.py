@@ -16,6 +16,8 @@ from app.openai.bodies import (
     PinRequest,
     UnloadAdapterRequest,
 )
+from app.openai.messages.body import CountTokensRequest, MessagesRequest
+from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinList
@@ -40,8 +42,8 @@ class Folio:
         application: a name or a handle, in any process of the application's Ray cluster; `http://host:port` or
             `https://…`, with the application's route prefix if it has one; or `grpc://host:port` or `grpcs://…`, with
             the application's name as the path where Serve has several. Calls by URL need no Ray. `fork`,
-            `responses`, `embed`, `score`, `rerank`, `set_budget`, `load_adapter` and `unload_adapter` are not available
-            over gRPC.
+            `responses`, `messages`, `count_tokens`, `embed`, `score`, `rerank`, `set_budget`, `load_adapter` and
+            `unload_adapter` are not available over gRPC.
         api_key: for calls by URL of a server with keys. Calls within the cluster need none.
     """
 
@@ -109,6 +111,20 @@ class Folio:
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a response. Once it has begun, an error is its last event."""
         return self._transport.stream("responses_stream", request, session)
+
+    async def messages(self, request: MessagesRequest, session: str | None = None) -> MessageObject:
+        """A message of Anthropic's API."""
+        return cast(MessageObject, await self._transport.call("messages", request, session))
+
+    def messages_stream(
+        self, request: MessagesRequest, session: str | None = None
+    ) -> AsyncGenerator[MessageEvent, None]:
+        """The events of a message."""
+        return self._transport.stream("messages_stream", request, session)
+
+    async def count_tokens(self, request: CountTokensRequest) -> TokenCount:
+        """The number of tokens of a conversation of Anthropic's API."""
+        return cast(TokenCount, await self._transport.call("count_tokens", request))
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
         """The embeddings of inputs, of a model that makes them."""

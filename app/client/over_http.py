@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
 from app.event_stream import DONE, event_data
 from app.http_errors import error_of, error_of_status
+from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import (
     BudgetReport,
@@ -48,6 +49,9 @@ _ROUTES = {
     "chat_stream": _Route("POST", "/v1/chat/completions", TypeAdapter(ChatCompletionChunk)),
     "responses": _Route("POST", "/v1/responses", TypeAdapter(ResponseObject)),
     "responses_stream": _Route("POST", "/v1/responses", TypeAdapter(StreamEvent)),
+    "messages": _Route("POST", "/v1/messages", TypeAdapter(MessageObject)),
+    "messages_stream": _Route("POST", "/v1/messages", TypeAdapter(MessageEvent)),
+    "count_tokens": _Route("POST", "/v1/messages/count_tokens", TypeAdapter(TokenCount)),
     "embed": _Route("POST", "/v1/embeddings", TypeAdapter(EmbeddingList)),
     "score": _Route("POST", "/v1/score", TypeAdapter(ScoreList)),
     "rerank": _Route("POST", "/v1/rerank", TypeAdapter(Ranking)),
@@ -63,6 +67,8 @@ _ROUTES = {
     "set_budget": _Route("PUT", "/v1/budget", TypeAdapter(BudgetReport)),
     "ready": _Route("GET", "/ready", TypeAdapter(None)),
 }
+
+_WITHOUT_END_MARK = ("responses_stream", "messages_stream")
 
 
 class OverHttp:
@@ -90,7 +96,7 @@ class OverHttp:
                     raise error
                 else:
                     yield route.answer.validate_json(data)
-            if not is_complete and method != "responses_stream":  # whose events have no end mark
+            if not is_complete and method not in _WITHOUT_END_MARK:
                 raise connection_lost(self._url)
 
     async def close(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -87,6 +88,8 @@ class AppArgs(Settings):
     Attributes:
         engine: settings of each replica's engine.
         model_name: the model's name in requests; by default the last part of `engine.model`.
+        model_aliases: further names in requests, or patterns with `*` → `model_name` or an adapter's name. For clients
+            that send names of other models, as Claude Code does: {"claude-*": my-model}.
         shared_kv_memory_bytes: KV memory shared by all replicas on one device, a GPU or a node's CPUs: each may take
             what others do not need. None: each has `engine.kv_memory_bytes` for itself.
         tool_call_parser: how the model writes calls of functions, by vLLM's names; "auto": as its chat template says;
@@ -103,6 +106,7 @@ class AppArgs(Settings):
 
     engine: EngineConfig
     model_name: str | None = None
+    model_aliases: Mapping[str, str] = MappingProxyType({})
     shared_kv_memory_bytes: PositiveInt | None = None
     tool_call_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
@@ -129,6 +133,13 @@ class AppArgs(Settings):
             self.served_name in engine.adapters,
             f"model_name is {self.served_name!r}, which is also the name of an adapter; rename one of them",
         )
+        served = (self.served_name, *engine.adapters)
+        for alias, name in self.model_aliases.items():
+            yield (
+                name not in served and engine.adapter_dir is None,
+                f"model_aliases[{alias!r}] is {name!r}, which is not served; it must be one of {', '.join(served)}",
+            )
+            yield alias in served, f"model_aliases has {alias!r}, which is a served name itself; leave it out"
         yield (
             engine.skip_tokenizer_init,
             "engine.skip_tokenizer_init is true; a server needs the tokenizer: leave the setting out",

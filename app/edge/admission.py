@@ -12,6 +12,7 @@ from functools import lru_cache
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.edge.request_body import path_of
+from app.error_json import error_json
 from app.errors import OverloadedError, UnavailableError
 from app.fleet.overload import LoadShedder
 from app.http_errors import HttpRefusal, whole_seconds
@@ -25,6 +26,7 @@ _PATHS = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
+        "/v1/messages",
         "/v1/embeddings",
         "/v1/score",
         "/score",
@@ -129,7 +131,7 @@ class LoadSheddingMiddleware:
             if retry_after_s is None:
                 await self._app(scope, receive, send)
                 return
-        start, body = _answer(whole_seconds(retry_after_s))
+        start, body = _answer(path_of(scope), whole_seconds(retry_after_s))
         self._observer.on_refused("overloaded")
         await send(dict(start))  # copies, because servers may change a message
         await send(dict(body))
@@ -146,7 +148,7 @@ def _is_sheddable(scope: Scope) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _answer(retry_after_s: int) -> tuple[Message, Message]:
+def _answer(path: str, retry_after_s: int) -> tuple[Message, Message]:
     refusal = HttpRefusal.from_error(overloaded_error(retry_after_s))
     refusal.headers.append((b"x-content-type-options", b"nosniff"))
-    return refusal.messages()
+    return refusal.messages(error_json(path, refusal.status, refusal.answer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from fastapi import FastAPI
@@ -18,6 +18,7 @@ from app.edge.limits import IngressLimits
 from app.edge.quota import AddressQuotas, Quota
 from app.edge.request_body import Head, check_size, path_of, read_body, read_head, replay
 from app.edge.request_log import log_request
+from app.error_json import error_json, is_anthropic
 from app.errors import ForbiddenError, RateLimitError
 from app.http_errors import HttpRefusal, error_response
 from app.request_context import CURRENT, EdgeObserver, RequestContext
@@ -29,6 +30,7 @@ _MEAN_WEIGHT = 0.1
 # Headers that browsers show to a page only when they are named.
 _EXPOSED = [
     "x-request-id",
+    "request-id",
     "retry-after",
     "x-folio-ignored-fields",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
@@ -74,7 +76,7 @@ class Guard:
             return
         head = read_head(scope)
         context = RequestContext(self._settings, head.request_id, head.attempt_of)
-        reply = _Reply(send, context)
+        reply = _Reply(send, context, scope["path"])
         is_running = False
         token = CURRENT.set(context)
         try:
@@ -173,6 +175,7 @@ class _Reply:
 
     _send: Send
     _context: RequestContext
+    _path: str
     is_complete: bool = False
     is_disconnected: bool = False
 
@@ -181,10 +184,7 @@ class _Reply:
         more = message.get("more_body", False)
         if message["type"] == "http.response.start":
             context.status = message["status"]
-            message = {
-                **message,
-                "headers": [*message.get("headers", ()), (b"x-content-type-options", b"nosniff"), *context.headers()],
-            }
+            message = {**message, "headers": [*message.get("headers", ()), *self._headers()]}
         elif more and context.first_byte_at is None:
             context.first_byte_at = time.monotonic()
         try:
@@ -196,8 +196,14 @@ class _Reply:
 
     async def refuse(self, refusal: HttpRefusal) -> None:
         self._context.error_code = refusal.answer.error.code
-        for message in refusal.messages():
+        for message in refusal.messages(error_json(self._path, refusal.status, refusal.answer)):
             await self(message)
+
+    def _headers(self) -> Iterator[tuple[bytes, bytes]]:
+        yield b"x-content-type-options", b"nosniff"
+        if is_anthropic(self._path):
+            yield b"request-id", self._context.request_id.encode()
+        yield from self._context.headers()
 
 
 def protect(

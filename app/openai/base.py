@@ -6,8 +6,9 @@ import asyncio
 import contextvars
 import json
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app.errors import RequestError
 from app.openai.unknown_fields import UnknownFields
 
 # Nesting of objects and arrays. Python's recursion limit depends on the caller's depth and would be answered with 500.
@@ -126,6 +128,21 @@ class _Part(Protocol):
 def joined_text(content: str | Sequence[_Part] | None) -> str:
     """The text of a message's content."""
     return (content or "") if content is None or isinstance(content, str) else "".join(part.text for part in content)
+
+
+@contextmanager
+def in_terms_of(fields: Mapping[str, str]) -> Iterator[None]:
+    """Rename the fields in errors of a chat completion to those of the body that it was made from.
+
+    Args:
+        fields: of a chat completion → their names in that body.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if error.param is None or (field := fields.get(error.param)) is None:
+            raise
+        raise type(error)(re.sub(rf"\b{error.param}\b", field, error.message), field) from error
 
 
 Name = Annotated[Text, Field(min_length=1, max_length=256)]

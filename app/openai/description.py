@@ -10,40 +10,44 @@ from fastapi.openapi.models import Example
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from app.error_json import AnthropicErrorBody
 from app.http_errors import ErrorBody
+from app.openai.messages.replies import MessageEvent
 from app.openai.replies import ChatCompletionChunk, Completion
 from app.openai.responses.replies import StreamEvent
 
 DESCRIPTION = (
-    "OpenAI's completions, chat completions and responses for one model and its adapters. Nulls are defaults. Unknown "
-    "fields are dropped, unless the settings say otherwise, and named in the header `x-folio-ignored-fields`. "
-    "`docs/reference/http-api.md` lists extensions of OpenAI's API and refused fields."
+    "OpenAI's completions, chat completions and responses, and Anthropic's messages, for one model and its adapters. "
+    "Nulls are defaults. Unknown fields are dropped, unless the settings say otherwise, and named in the header "
+    "`x-folio-ignored-fields`. `docs/reference/http-api.md` lists extensions and refused fields."
 )
 _RESPONSE_EVENTS: tuple[type[BaseModel], ...] = get_args(StreamEvent)
-
-_ERROR_SCHEMA = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
+_MESSAGE_EVENTS: tuple[type[BaseModel], ...] = get_args(get_args(MessageEvent)[0])
 
 Responses = dict[int | str, dict[str, Any]]
 
 
-def _error(description: str) -> dict[str, Any]:
+def _errors(body: type[BaseModel], descriptions: dict[int | str, str]) -> Responses:
     """With explicit content: FastAPI would give a model the media type of the route's successful answer."""
-    return {"description": description, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+    return {status: {"description": text, "content": content} for status, text in descriptions.items()}
 
 
-ERRORS: Responses = {
-    400: _error("The request is invalid: `param` names the field."),
-    401: _error("The API key is missing or invalid."),
-    403: _error("The API key does not allow the request."),
-    404: _error("There is no such model, request, pinned prefix or route."),
-    408: _error("The request did not finish within its `timeout_s`."),
-    413: _error("The body is too large."),
-    415: _error("The content type is not JSON."),
-    429: _error("The queue is full, or the caller exceeds its limits. `Retry-After` gives the seconds to wait."),
-    500: _error("The server failed; see its log."),
-    503: _error("No engine replica can be reached now. Send the request again."),
-    "4XX": _error("The request is refused."),
+_DESCRIPTIONS: dict[int | str, str] = {
+    400: "The request is invalid: `param` names the field.",
+    401: "The API key is missing or invalid.",
+    403: "The API key does not allow the request.",
+    404: "There is no such model, request, pinned prefix or route.",
+    408: "The request did not finish within its `timeout_s`.",
+    413: "The body is too large.",
+    415: "The content type is not JSON.",
+    429: "The queue is full, or the caller exceeds its limits. `Retry-After` gives the seconds to wait.",
+    500: "The server failed; see its log.",
+    503: "No engine replica can be reached now. Send the request again.",
+    "4XX": "The request is refused.",
 }
+ERRORS = _errors(ErrorBody, _DESCRIPTIONS)
+ANTHROPIC_ERRORS = _errors(AnthropicErrorBody, _DESCRIPTIONS | {400: "The request is invalid."})
 
 
 def _stream_of(description: str, *data: type[BaseModel], has_end_mark: bool = False) -> Responses:
@@ -83,6 +87,9 @@ RESPONSE_STREAM = _stream_of(
     "`error`.",
     *_RESPONSE_EVENTS,
 )
+MESSAGE_STREAM = _stream_of(
+    "Events have their `type` as name. The last is `message_stop` or `error`.", *_MESSAGE_EVENTS, AnthropicErrorBody
+)
 
 
 def describe(api: FastAPI, *, allow_unknown: bool) -> None:
@@ -93,7 +100,8 @@ def describe(api: FastAPI, *, allow_unknown: bool) -> None:
     def openapi() -> dict[str, Any]:
         if api.openapi_schema is None:
             page = build_page()
-            models: list[type[BaseModel]] = [ErrorBody, ChatCompletionChunk, *_RESPONSE_EVENTS]
+            models: list[type[BaseModel]] = [ErrorBody, AnthropicErrorBody, ChatCompletionChunk]
+            models += [*_RESPONSE_EVENTS, *_MESSAGE_EVENTS]
             _, streamed = models_json_schema(
                 [(model, "serialization") for model in models],
                 ref_template="#/components/schemas/{model}",
@@ -172,6 +180,19 @@ RESPONSE = {
         stream=True,
     ),
 }
+_MESSAGES: dict[str, Any] = {"model": "builtin", "system": _KEYS, "messages": _QUESTION}
+MESSAGE = {
+    "question": _example("A question", **_MESSAGES, max_tokens=64, temperature=0),
+    "stream": _example("Streamed", **_MESSAGES, max_tokens=64, temperature=0, stream=True),
+    "tool": _example(
+        "A tool that has to be called",
+        **_MESSAGES,
+        max_tokens=64,
+        tools=[{"name": "find_key", "input_schema": _ROOM}],
+        tool_choice={"type": "any"},
+    ),
+}
+COUNT = {"question": _example("A question", **_MESSAGES)}
 _DOCUMENTS = ["A block is 16 positions of one sequence.", "It rains."]
 EMBEDDING = {
     "texts": _example("Two texts", model="builtin", input=["What is Folio?", "What is a block?"]),

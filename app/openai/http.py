@@ -18,6 +18,7 @@ from starlette.routing import Match
 
 from app import http_errors as errors
 from app.config.http import UnknownFieldsMode
+from app.error_json import AnthropicErrorBody, anthropic_error, error_json
 from app.errors import FolioError, UnknownPinError
 from app.http_errors import ErrorBody
 from app.openai import description as examples
@@ -35,8 +36,19 @@ from app.openai.bodies import (
     Tokens,
     UnloadAdapterRequest,
 )
-from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
+from app.openai.description import (
+    ANTHROPIC_ERRORS,
+    CHAT_STREAM,
+    COMPLETION_STREAM,
+    DESCRIPTION,
+    ERRORS,
+    MESSAGE_STREAM,
+    RESPONSE_STREAM,
+    describe,
+)
 from app.openai.docs_page import add_docs_page
+from app.openai.messages.body import CountTokensRequest, MessagesRequest
+from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import (
@@ -91,6 +103,9 @@ class Service(Protocol):
     def responses_stream(self, request: ResponsesRequest, session: str | None = None) -> AsyncIterator[StreamEvent]: ...
     async def fork(self, request: ForkRequest) -> Completion: ...
     def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]: ...
+    async def messages(self, request: MessagesRequest, session: str | None = None) -> MessageObject: ...
+    def messages_stream(self, request: MessagesRequest, session: str | None = None) -> AsyncIterator[MessageEvent]: ...
+    async def count_tokens(self, request: CountTokensRequest) -> TokenCount: ...
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList: ...
     async def score(self, request: ScoreRequest) -> ScoreList: ...
     async def rerank(self, request: RerankRequest) -> Ranking: ...
@@ -131,6 +146,7 @@ def build_api(
     )
     api.router.route_class = json_routes(UnknownFields(unknown_fields, observer))
     _add_generation(api, service)
+    _add_messages(api, service)
     _add_pooling(api, service)
     _add_models(api, service)
     _add_adapters(api, service)
@@ -177,6 +193,26 @@ def _add_generation(api: FastAPI, service: Service) -> None:
         if request.stream:
             return await _stream(service.fork_stream(request))
         return _json(await service.fork(request))
+
+
+def _add_messages(api: FastAPI, service: Service) -> None:
+    streamed = ANTHROPIC_ERRORS | MESSAGE_STREAM
+
+    @api.post("/v1/messages", response_model=MessageObject, responses=streamed, tags=["generation"])
+    async def messages(
+        request: Annotated[MessagesRequest, Body(openapi_examples=examples.MESSAGE)], x_session_id: Session = None
+    ) -> Response:
+        """Answer a conversation in Anthropic's API, whole or, with `stream`, as server-sent events."""
+        if request.stream:
+            return await _stream_messages(service.messages_stream(request, x_session_id))
+        return _json(await service.messages(request, x_session_id))
+
+    @api.post("/v1/messages/count_tokens", responses=ANTHROPIC_ERRORS, tags=["tokens"])
+    async def count_tokens(
+        request: Annotated[CountTokensRequest, Body(openapi_examples=examples.COUNT)],
+    ) -> TokenCount:
+        """The number of tokens of a conversation in Anthropic's API."""
+        return await service.count_tokens(request)
 
 
 def _add_pooling(api: FastAPI, service: Service) -> None:
@@ -328,26 +364,23 @@ def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         answer = errors.validation_error(error.errors(), error.body)
-        note_error(answer.error.code)
-        return _json(answer, 400)
+        return _refused(request, 400, answer)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         answer = errors.http_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
-        note_error(answer.error.code)
         headers = _allowed(request) if error.status_code == 405 else error.headers
-        return _json(answer, error.status_code, headers)
+        return _refused(request, error.status_code, answer, headers)
 
     @api.exception_handler(FolioError)
     @api.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         status, answer = errors.error_response(error)
-        note_error(answer.error.code)
         if status == 503:  # expected while replicas are replaced, for many requests at once
             logger.warning("%s %s: %s", request.method, request.url.path, answer.error.message)
         elif status >= 500:
             logger.error("request %s failed: %s %s", request_id(), request.method, request.url.path, exc_info=error)
-        return _json(answer, status, errors.error_headers(error))
+        return _refused(request, status, answer, errors.error_headers(error))
 
 
 def _allowed(request: Request) -> dict[str, str]:
@@ -356,20 +389,20 @@ def _allowed(request: Request) -> dict[str, str]:
     return {"Allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
 
 
-def _json(answer: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(_dumped(answer), status, headers, media_type="application/json")
+def _json(answer: BaseModel) -> Response:
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
-def _dumped(answer: BaseModel) -> str:
-    """The body as JSON. Errors may quote unpaired surrogates of a client, which only ASCII JSON can carry."""
-    return json.dumps(answer.model_dump()) if isinstance(answer, ErrorBody) else answer.model_dump_json()
+def _refused(request: Request, status: int, answer: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
+    note_error(answer.error.code)
+    return Response(error_json(request.url.path, status, answer), status, headers, media_type="application/json")
 
 
 async def _stream(chunks: AsyncIterator[BaseModel]) -> Response:
     """Server-sent events of completions and chat completions: data only, with an end mark."""
 
     def failed(error: Exception) -> str:
-        return f"data: {_dumped(errors.error_response(error)[1])}\n\n"
+        return f"data: {json.dumps(errors.error_response(error)[1].model_dump())}\n\n"
 
     return await _streamed(chunks, Frames().event, failed, "data: [DONE]\n\n")
 
@@ -388,6 +421,18 @@ async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
         return written(
             ErrorEvent(sequence_number=last_number + 1, code=detail.code, message=detail.message, param=detail.param)
         )
+
+    return await _streamed(events, written, failed, "")
+
+
+async def _stream_messages(events: AsyncIterator[MessageEvent]) -> Response:
+    """Server-sent events of Anthropic's messages: with names, and without an end mark."""
+
+    def written(event: MessageEvent | AnthropicErrorBody) -> str:
+        return f"event: {event.type}\ndata: {on_one_line(event.model_dump_json())}\n\n"
+
+    def failed(error: Exception) -> str:
+        return written(anthropic_error(*errors.error_response(error)))
 
     return await _streamed(events, written, failed, "")
 

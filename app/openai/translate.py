@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from app.engine.sampling.params import SamplingParams
-from app.errors import RequestError, UnknownModelError, UnknownRequestError
+from app.error_json import TOO_LONG
+from app.errors import ContextLengthError, RequestError, UnknownModelError, UnknownRequestError
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
 from app.openai.answers import ChatAnswer, CompletionAnswer
 from app.openai.base import SizedExecutor
@@ -27,6 +31,9 @@ from app.openai.bodies import (
     Tokens,
 )
 from app.openai.logprobs import TokenTexts
+from app.openai.messages.answers import MessageAnswer
+from app.openai.messages.body import CountTokensRequest, MessagesRequest, in_terms_of_messages
+from app.openai.messages.replies import TokenCount
 from app.openai.output.formats import OutputFormat, output_format
 from app.openai.output.plan import plan_output
 from app.openai.prompts import PromptEncoder
@@ -61,6 +68,7 @@ class Translator:
         model_name: the name by which clients call the model.
         adapters: names of the LoRA adapters of the settings, which clients request as models.
         output: how the model writes reasoning and calls.
+        aliases: further names: names or patterns with `*` → a served name.
 
     Attributes:
         loaded: the adapters loaded at run time, name → id.
@@ -72,6 +80,7 @@ class Translator:
         model_name: str,
         adapters: Sequence[str],
         output: OutputFormat | None = None,
+        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._format = output_format(tokenizer) if output is None else output
         self.prompts = PromptEncoder(tokenizer)
@@ -80,6 +89,7 @@ class Translator:
         self._model_name = model_name
         self._adapters = tuple(adapters)
         self.loaded: Mapping[str, str] = {}
+        self._aliases = aliases
 
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call another method: in the event loop for small bodies, and in a thread for large ones and for requests by
@@ -125,6 +135,26 @@ class Translator:
             calls, chat = self.translate_chat(request.as_chat(), session, max_model_len, "resp")
         return calls, ResponseAnswer(request, chat)
 
+    def translate_message(
+        self, request: MessagesRequest, session: str | None, max_model_len: int
+    ) -> tuple[list[GenerateRequest], MessageAnswer]:
+        """The one call, and the answer. `max_tokens` is bounded by the room in the context: clients that do not know
+        this model ask for more."""
+        with in_terms_of_messages():
+            [call], chat = self.translate_chat(request.as_chat(), session, max_model_len, "msg")
+        num_tokens = len(call.prompt_token_ids)
+        if num_tokens >= max_model_len:
+            raise ContextLengthError(f"{TOO_LONG}: {num_tokens} tokens > {max_model_len - 1} maximum", "messages")
+        if num_tokens + request.max_tokens > max_model_len:
+            call = replace(call, params=replace(call.params, max_tokens=None))
+        return [call], MessageAnswer(request, chat)
+
+    def count_tokens(self, request: CountTokensRequest, max_model_len: int) -> TokenCount:
+        """The tokens of a conversation."""
+        self._check_model(request.model)
+        with in_terms_of_messages():
+            return TokenCount(input_tokens=len(self.prompts.encode_chat(request.as_chat(), max_model_len)))
+
     def translate_chat(
         self, request: ChatCompletionRequest, session: str | None, max_model_len: int, kind: str = "chatcmpl"
     ) -> tuple[list[GenerateRequest], ChatAnswer]:
@@ -166,6 +196,13 @@ class Translator:
         """The text of tokens."""
         self._check_model(request.model)
         return DetokenizedText(prompt=self.prompts.decode(request.tokens))
+
+    def served_name(self, model: str) -> str:
+        """The served name that a client's name stands for: an alias's, or the name itself."""
+        if self.knows(model):
+            return model
+        matching = (name for alias, name in self._aliases.items() if fnmatchcase(model, alias))
+        return self._aliases.get(model) or next(matching, model)
 
     def adapter_of(self, model: str) -> str | None:
         """The adapter of that name, or `None` for the model itself. Raises `UnknownModelError`."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from fastapi import FastAPI
 from ray import serve
@@ -56,6 +57,8 @@ from app.openai.bodies import (
     UnloadAdapterRequest,
 )
 from app.openai.http import build_api, note_broken_stream
+from app.openai.messages.body import CountTokensRequest, MessagesRequest
+from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
 from app.openai.output.formats import output_format
 from app.openai.pooled.answers import PooledAnswer
 from app.openai.pooled.bodies import EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
@@ -96,6 +99,17 @@ _BUDGET_TRIES = 5
 # Greatest age of the load for endpoint pickers. Each of them asks every 50 ms or so, and all replicas have to answer.
 _LOAD_FRESH_S = 0.05
 
+
+class _NamesModel(Protocol):
+    """A body that names its model."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self: ...
+
+
+Named = TypeVar("Named", bound=_NamesModel)
 Body = TypeVar("Body", bound=GenerationBody)
 Answer = TypeVar("Answer")
 Pooled = TypeVar("Pooled", bound=PooledBody)
@@ -124,10 +138,11 @@ class _Admitted(Generic[Answer]):
 class Ingress(GrpcIngress):
     """Serves one model under its name, and its adapters under theirs.
 
-    HTTP clients use the OpenAI API. Other Ray applications call the same methods with the same bodies through the
-    `DeploymentHandle`: `generate`, `chat`, `responses` and `fork`, each also with `_stream`; `embed`, `score`,
-    `rerank`; `tokenize`, `detokenize`; `ready`, `reports`, `load`, `set_budget`, `pin`, `pins`, `unpin`,
-    `load_adapter`, `unload_adapter`. Requests of one `session` go to the same replica where that costs little.
+    HTTP clients use the OpenAI API, or Anthropic's. Other Ray applications call the same methods with the same bodies
+    through the `DeploymentHandle`: `generate`, `chat`, `responses`, `messages` and `fork`, each also with `_stream`;
+    `embed`, `score`, `rerank`; `tokenize`, `detokenize`, `count_tokens`; `ready`, `reports`, `load`, `set_budget`,
+    `pin`, `pins`, `unpin`, `load_adapter`, `unload_adapter`. Requests of one `session` go to the same replica where
+    that costs little.
 
     Args:
         model: the model whose tokenizer to load.
@@ -139,6 +154,7 @@ class Ingress(GrpcIngress):
         wait_for_replica_s: how long the router lets a request wait when there is no replica.
         parsers: the settings `tool_call_parser` and `reasoning_parser`.
         loads_adapters: whether adapters can be loaded at run time.
+        aliases: the setting `model_aliases`.
     """
 
     _probe: asyncio.Task[int] | None = None
@@ -154,6 +170,7 @@ class Ingress(GrpcIngress):
         wait_for_replica_s: float = 10.0,
         parsers: tuple[str, str] = ("auto", "auto"),
         loads_adapters: bool = False,
+        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         configure_logs()
         keep_traces_whole()
@@ -162,7 +179,7 @@ class Ingress(GrpcIngress):
         with imported_without_torch():
             tokenizer = load_tokenizer(model)
         self._description = BUILTIN_DESCRIPTION if model == BUILTIN else None
-        self._translator = Translator(tokenizer, model_name, adapters, output_format(tokenizer, *parsers))
+        self._translator = Translator(tokenizer, model_name, adapters, output_format(tokenizer, *parsers), aliases)
         self._pooled = PooledTranslator(self._translator.prompts, self._translator.adapter_of, self._translator.key_of)
         shedder = LoadShedder()
         self._replicas = ReplicaClient(engine, shedder, batch_window, SharedReader(engine), wait_for_replica_s)
@@ -241,6 +258,7 @@ class Ingress(GrpcIngress):
         return ModelList(data=[await self.model(name) for name in (*self._model_names, *self._translator.loaded)])
 
     async def model(self, name: str) -> ModelCard:
+        name = self._translator.served_name(name)
         await self._learn(name)
         adapter = self._translator.adapter_of(name)
         return ModelCard(
@@ -309,6 +327,28 @@ class Ingress(GrpcIngress):
                 admitted.measured.fails(error)
                 yield admitted.answer.failed(error)
 
+    async def messages(self, request: MessagesRequest, session: str | None = None) -> MessageObject:
+        """A message of Anthropic's API, whole."""
+        return await self._complete("messages", self._translator.translate_message, request, session)
+
+    async def messages_stream(
+        self, request: MessagesRequest, session: str | None = None
+    ) -> AsyncIterator[MessageEvent]:
+        """A message of Anthropic's API as events."""
+        async with (
+            self._admit("messages", self._translator.translate_message, request, session) as admitted,
+            aclosing(self._replicas.stream_calls(admitted.calls, admitted.arrived)) as pieces,
+        ):
+            async for _, piece in pieces:
+                admitted.measured.streams(piece)
+                for event in admitted.answer.events(piece):
+                    yield event
+
+    async def count_tokens(self, request: CountTokensRequest) -> TokenCount:
+        """The number of tokens of a conversation of Anthropic's API."""
+        named = await self._with_served_name(request)
+        return await self._translator.in_thread(self._translator.count_tokens, named, await self._model_len())
+
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
         """The embeddings of inputs."""
         translate = self._pooled.translate_embeddings
@@ -324,13 +364,12 @@ class Ingress(GrpcIngress):
         return await self._pool("rerank", self._pooled.translate_rerank, request, lambda answer: answer.ranking)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
-        await self._learn(request.model)
-        max_model_len = await self._model_len()
-        return await self._translator.in_thread(self._translator.translate_tokenize, request, max_model_len)
+        named, max_model_len = await self._with_served_name(request), await self._model_len()
+        return await self._translator.in_thread(self._translator.translate_tokenize, named, max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
-        await self._learn(request.model)
-        return await self._translator.in_thread(self._translator.translate_detokenize, request)
+        named = await self._with_served_name(request)
+        return await self._translator.in_thread(self._translator.translate_detokenize, named)
 
     async def fork(self, request: ForkRequest) -> Completion:
         """Forks of one output of a running request. The usage leaves out the prompt.
@@ -339,16 +378,14 @@ class Ingress(GrpcIngress):
             UnknownRequestError: no replica has the request, or it has ended.
         """
         with self._meter.measure("fork") as measured, self._admission.admitted():
-            await self._learn(request.model)
-            call, answer = self._translator.translate_fork(request)
+            call, answer = self._translator.translate_fork(await self._with_served_name(request))
             outputs = await self._replicas.complete_fork(call)
             measured.receives([outputs])
             return answer.full_answer([outputs])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         with self._meter.measure("fork") as measured, self._admission.admitted():
-            await self._learn(request.model)
-            call, answer = self._translator.translate_fork(request)
+            call, answer = self._translator.translate_fork(await self._with_served_name(request))
             async with aclosing(self._replicas.stream_fork(call)) as pieces:
                 async for piece in pieces:
                     measured.streams(piece)
@@ -472,8 +509,7 @@ class Ingress(GrpcIngress):
         """Admit, measure and translate a request; compute its vectors, and build the answer."""
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
-            await self._learn(request.model)
-            max_model_len = await self._model_len()
+            request, max_model_len = await self._with_served_name(request), await self._model_len()
             if self._served is None:
                 self._served = await self._replicas.pooling()
             calls, answer = await self._translator.in_thread(translate, request, max_model_len, self._served)
@@ -489,7 +525,7 @@ class Ingress(GrpcIngress):
         """Admit, measure and translate a request, and pin its prompt if it asks for that."""
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
-            await self._learn(request.model)
+            request = await self._with_served_name(request)
             calls, answer = await self._translator.in_thread(translate, request, session, await self._model_len())
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls, request.model)
@@ -527,6 +563,12 @@ class Ingress(GrpcIngress):
         """Get the newest adapters if the model is unknown: another ingress may have loaded it a moment ago."""
         if self._adapters is not None and model is not None and not self._translator.knows(model):
             await self._adapters.refresh()
+
+    async def _with_served_name(self, request: Named) -> Named:
+        """The request with the served name in place of an alias: it counts for permissions, metrics and the answer."""
+        name = None if request.model is None else self._translator.served_name(request.model)
+        await self._learn(name)
+        return request if name == request.model else request.model_copy(update={"model": name})
 
     async def _model_len(self) -> int:
         if self._max_model_len is None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from app.errors import RequestError
 from app.openai.base import (
     JsonObject,
     ListOf,
     StrictBody,
     Text,
     at_most,
+    in_terms_of,
     joined_text,
     only_text,
     text_or,
@@ -339,17 +338,6 @@ def _named(function: NamedFunction) -> NamedToolChoice:
     return NamedToolChoice(type="function", function=ChosenFunction(name=function.name))
 
 
-# Fields of a chat completion → their names here.
-_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
-
-
-@contextmanager
-def in_terms_of_responses() -> Iterator[None]:
-    """Rename the fields in errors of a response's chat completion to the response's fields."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param not in _FIELDS:
-            raise
-        field = _FIELDS[error.param]
-        raise type(error)(re.sub(rf"\b{error.param}\b", field, error.message), field) from error
+in_terms_of_responses = partial(
+    in_terms_of, {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+)

@@ -11,8 +11,9 @@ from app.openai.base import JsonObject, ListOf, Omitted, StrictBody, Text, at_mo
 
 MAX_TOOLS = 128
 
-# The characters that OpenAI's API allows. They need no escaping in JSON or in a grammar.
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+# The characters that OpenAI's API allows, and the length that Anthropic's does. They need no escaping in JSON or in a
+# grammar.
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class FunctionDefinition(StrictBody):

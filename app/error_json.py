@@ -1,0 +1,66 @@
+"""Errors as JSON: in OpenAI's form, and in Anthropic's on the routes of its API."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Literal
+
+from pydantic import BaseModel
+
+from app.errors import ContextLengthError
+from app.http_errors import ErrorBody
+from app.request_context import current_context
+
+_ANTHROPIC_ROUTES = re.compile(r"/v1/messages(?:/|$)")
+# Of statuses with a type of their own; other statuses below 500 are "invalid_request_error", all others "api_error".
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# By these words Claude Code knows that it has to shorten the conversation.
+TOO_LONG = "prompt is too long"
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """Anthropic's error JSON, also the data of a stream's event `error`."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+    request_id: str | None = None
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether the path is a route of Anthropic's API, or below one."""
+    return _ANTHROPIC_ROUTES.search(path) is not None
+
+
+def error_json(path: str, status: int, answer: ErrorBody) -> str:
+    """The body of an error answer on this path. In ASCII: errors may quote unpaired surrogates of a client."""
+    body = anthropic_error(status, answer) if is_anthropic(path) else answer
+    return json.dumps(body.model_dump(mode="json"))
+
+
+def anthropic_error(status: int, answer: ErrorBody) -> AnthropicErrorBody:
+    """An error in Anthropic's form."""
+    detail, context = answer.error, current_context()
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    if detail.code == "overloaded":  # 429, too; but not because of the caller's own limits
+        kind = "overloaded_error"
+    message = detail.message
+    if detail.code == ContextLengthError.code and not message.startswith(TOO_LONG):
+        message = f"{TOO_LONG}: {message}"
+    return AnthropicErrorBody(
+        error=AnthropicErrorDetail(type=kind, message=message),
+        request_id=None if context is None else context.request_id,
+    )

@@ -1,0 +1,104 @@
+"""Content blocks of Anthropic's messages, as clients send them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, only_text, text_or
+from app.openai.bodies import MAX_PARTS
+
+
+class CacheControl(StrictBody):
+    """A hint that the prompt up to here will be sent again."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    """For how long to keep it. "5m" by default."""
+    scope: Text | None = None
+    """Sent by Claude Code. Ignored."""
+
+    @property
+    def ttl_s(self) -> float:
+        return 3600.0 if self.ttl == "1h" else 300.0
+
+
+class Cacheable(StrictBody):
+    """A block or tool that may have a hint."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Cacheable):
+    type: Literal["text"]
+    text: Text
+    citations: list[Any] | None = None
+    """Of an earlier answer. Ignored."""
+
+
+TextBlocks = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[ListOf[Annotated[TextBlock, only_text]], at_most(MAX_PARTS, "blocks"), Tag("blocks")],
+    text_or("blocks"),
+]
+
+
+class ToolUseBlock(Cacheable):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: JsonObject
+    caller: JsonObject | None = None
+    """Ignored: the model itself is the only caller."""
+
+
+class ToolResultBlock(Cacheable):
+    """The value that a tool has returned, or its error."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: TextBlocks | None = None
+    is_error: bool | None = None
+    """The model sees "Error: " before the content."""
+
+
+class ThinkingBlock(StrictBody):
+    """Reasoning of an earlier answer. The signature is not verified."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+class RedactedThinkingBlock(StrictBody):
+    """Reasoning that only Anthropic's servers can read. Ignored."""
+
+    type: Literal["redacted_thinking"]
+    data: Text
+
+
+def _type_of(block: object) -> object:
+    return block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")],
+    Discriminator(
+        _type_of,
+        custom_error_type="unknown_block",
+        custom_error_message="blocks here are of the type 'text', 'tool_use', 'tool_result', 'thinking' or "
+        "'redacted_thinking'",
+    ),
+    only_text,
+]
+Blocks = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[ListOf[Block], at_most(MAX_PARTS, "blocks"), Tag("blocks")],
+    text_or("blocks"),
+]

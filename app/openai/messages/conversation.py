@@ -1,0 +1,113 @@
+"""Anthropic's messages as the messages of a chat completion."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
+from typing import Literal
+
+from pydantic import model_validator
+
+from app.openai.base import StrictBody
+from app.openai.bodies import Message
+from app.openai.messages.blocks import (
+    Block,
+    Blocks,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from app.openai.tools.bodies import FunctionCall, ToolCall
+
+# Blocks that only messages of this role have.
+_ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant", "tool_result": "user"}
+# Claude Code's first line of the system prompt. It has another checksum in every request, and nothing behind it would
+# ever be found in the prefix cache.
+_BILLING_HEADER = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*")
+
+
+class MessageParam(StrictBody):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    """A "system" message behind the first message is shown as a reminder in the user's turn."""
+    content: Blocks
+    """Text, or a list of blocks."""
+
+    @model_validator(mode="after")
+    def _check_role(self) -> MessageParam:
+        for block in self.blocks:
+            if self.role != _ROLES.get(block.type, self.role):
+                raise ValueError(f"a block of the type {block.type!r} belongs to a message of the {_ROLES[block.type]}")
+        return self
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+
+def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[MessageParam]) -> list[Message]:
+    """The messages of the chat completion. Neighbours of one role become one message: chat templates want alternating
+    roles. Results of tools precede other blocks of their message, next to the calls."""
+    shown: list[Message] = []
+    if prompt := _BILLING_HEADER.sub("", _joined(system)):
+        shown.append(Message(role="system", content=prompt))
+    for is_answer, turn in groupby(messages, lambda message: message.role == "assistant"):
+        if is_answer:
+            shown.append(_answer(chain.from_iterable(message.blocks for message in turn)))
+            continue
+        for message in turn:
+            for block in sorted(message.blocks, key=lambda block: not isinstance(block, ToolResultBlock)):
+                if isinstance(block, ToolResultBlock):
+                    shown.append(_result(block))
+                elif isinstance(block, TextBlock):
+                    _say(shown, message.role, block.text)
+    return shown
+
+
+def _joined(content: str | Sequence[TextBlock] | None) -> str:
+    return (content or "") if content is None or isinstance(content, str) else _lines(content)
+
+
+def _lines(blocks: Iterable[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
+def _answer(blocks: Iterable[Block]) -> Message:
+    """One message of the assistant: reasoning, text and calls."""
+    given = list(blocks)
+    text = _lines(block for block in given if isinstance(block, TextBlock))
+    reasoning = "".join(block.thinking for block in given if isinstance(block, ThinkingBlock))
+    calls = [
+        ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=json.dumps(block.input)))
+        for block in given
+        if isinstance(block, ToolUseBlock)
+    ]
+    return Message(
+        role="assistant",
+        content=text if text or not calls else None,
+        reasoning_content=reasoning or None,
+        tool_calls=calls or None,
+    )
+
+
+def _result(block: ToolResultBlock) -> Message:
+    text = _joined(block.content)
+    return Message(role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
+
+
+def _say(shown: list[Message], role: str, text: str) -> None:
+    """Append a text of the user's turn. Templates know no system messages but the first: later ones are shown in the
+    form that Claude Code itself gives to reminders."""
+    last = shown[-1] if shown else None
+    if role == "system" and (last is None or last.role == "system"):
+        role = "system"
+    elif role == "system":
+        role, text = "user", f"<system-reminder>\n{text}\n</system-reminder>"
+    if last is not None and last.role == role:
+        last.content = f"{last.content}\n{text}"
+    else:
+        shown.append(Message(role="system" if role == "system" else "user", content=text))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from app.config.engine import EngineConfig, PolicyName
 from app.config.http import HttpSettings, Settings
@@ -106,7 +105,7 @@ class AppArgs(Settings):
 
     engine: EngineConfig
     model_name: str | None = None
-    model_aliases: Mapping[str, str] = MappingProxyType({})
+    model_aliases: dict[str, str] = Field(default_factory=dict)
     shared_kv_memory_bytes: PositiveInt | None = None
     tool_call_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"

@@ -38,6 +38,15 @@ def test_an_adapter_needs_a_name_of_its_own() -> None:
         AppArgs(engine=engine)
 
 
+def test_aliases_stand_for_served_models() -> None:
+    engine = EngineConfig(model="builtin", adapters={"pirate": "somewhere"})
+    AppArgs(engine=engine, model_name="m", model_aliases={"claude-*": "m", "x": "pirate"})
+    with pytest.raises(ConfigError, match=r"model_aliases\['x'\] is 'y', which is not served; .* one of m, pirate"):
+        AppArgs(engine=engine, model_name="m", model_aliases={"x": "y"})
+    with pytest.raises(ConfigError, match="has 'pirate', which is a served name itself"):
+        AppArgs(engine=engine, model_name="m", model_aliases={"pirate": "m"})
+
+
 def test_all_contradictions_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         AppArgs(

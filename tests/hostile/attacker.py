@@ -146,11 +146,12 @@ def _fault_of(answer: Answer, method: str, is_http: bool) -> str | None:
         return None
     try:
         error = answer.json["error"]
-        has_all = {"message", "type", "param", "code"} <= error.keys() and bool(error["message"])
+        fields = {"message", "type"} if answer.json.get("type") == "error" else {"message", "type", "param", "code"}
+        has_all = fields <= error.keys() and bool(error["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
         has_all = False
     if not has_all or not answer.headers.get("content-type", "").startswith("application/json"):
-        return "not OpenAI's error JSON"
+        return "not OpenAI's or Anthropic's error JSON"
     if status in (429, 503) and "retry-after" not in answer.headers:
         return "no Retry-After"
     return None

@@ -15,6 +15,7 @@ from tests.hostile.attacker import Attack, Attacker
 from tests.hostile.wire import Dropped, connected, request
 
 _CHAT, _TEXT, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_MESSAGES = "/v1/messages"
 _SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]
 _FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -45,6 +46,7 @@ async def tiny_messages(a: Attacker) -> None:
     bodies = {
         _CHAT: body,
         _RESPONSES: body.replace(b'"messages"', b'"input"', 1),
+        _MESSAGES: body,
         "/tokenize": body,
         "/v1/pins": body.replace(b'"model":"builtin"', b'"name":"x"', 1),
     }
@@ -89,6 +91,9 @@ async def many_of_everything(a: Attacker) -> None:
         "metadata": (_RESPONSES, response + b'"metadata":{' + keys[b'"v"'] + b"}}"),
         "items": (_RESPONSES, _repeated(b'{"role":"user","content":[]}', 250_000, b'{"model":"builtin","input":[')),
         "include": (_RESPONSES, _repeated(b'"a"', 1_500_000, response + b'"include":[')),
+        "blocks": (_MESSAGES, _repeated(b'{"type":"text","text":""}', 200_000, said + b"[", b"]}]}")),
+        "system": (_MESSAGES, _repeated(b'{"type":"text","text":""}', 200_000, user + b'"system":[')),
+        "input": (_MESSAGES, user + b'"tools":[{"name":"f","input_schema":{' + keys[b"{}"] + b"}}]}"),
         "schema": (_TEXT, text + b'"guided_json":{"properties":{' + keys[b"{}"] + b"}}}"),
         "one text": (_CHAT, json.dumps(_chat(messages=[_USER | {"content": "a b " * 2_000_000}])).encode()),
         "wide text": (_TEXT, json.dumps(_text(prompt="\U0001f600" * 650_000)).encode()),
@@ -142,8 +147,8 @@ async def too_long(a: Attacker) -> None:
         if answer is not None and answer.status not in (413, 404):
             a.note(f"endless to {path}: {answer.status} instead of 413")
 
-    paths = [_CHAT, _TEXT, _RESPONSES, "/tokenize", "/v1/pins", "/nowhere"]
-    await a.all([*map(whole, paths * a.many(1, 10)), *map(endless, paths[: a.many(2, 6)] * a.many(1, 10))], at_once=4)
+    paths = [_CHAT, _TEXT, _MESSAGES, _RESPONSES, "/tokenize", "/v1/pins", "/nowhere"]
+    await a.all([*map(whole, paths * a.many(1, 10)), *map(endless, paths[: a.many(2, 7)] * a.many(1, 10))], at_once=4)
 
 
 async def json_itself(a: Attacker) -> None:
@@ -175,8 +180,8 @@ async def json_itself(a: Attacker) -> None:
         b'{"' + b"k" * 1_000_000 + b'":1}',
         b'{"model":"builtin","prompt":"' + b"\\u0041" * 1_000_000 + b'"}',
     ]  # fmt: skip
-    paths = [_CHAT, _TEXT, _RESPONSES, "/tokenize", "/detokenize", "/v1/pins"]
-    await a.all(a.post(path, body, f"{path} {body[:60]!r}") for body in bodies for path in paths[: a.many(2, 6)])
+    paths = [_CHAT, _TEXT, _MESSAGES, _RESPONSES, "/tokenize", "/detokenize", "/v1/pins"]
+    await a.all(a.post(path, body, f"{path} {body[:60]!r}") for body in bodies for path in paths[: a.many(3, 7)])
     types = [
         "text/plain",
         "",
@@ -324,6 +329,20 @@ _VALID: dict[str, dict[str, Any]] = {
         tools=[{"type": "function"} | _FUNCTION], tool_choice="none", parallel_tool_calls=True, metadata={"a": "b"},
         include=["message.output_text.logprobs"], reasoning={"effort": "none"}, truncation="disabled", store=False,
         stream=True, background=False, max_tool_calls=1, temperature=0.5,
+    ),
+    _MESSAGES: _chat(
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "x", "signature": "x"}, {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "x"}, {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x"}]}]},
+        ],
+        system=[{"type": "text", "text": "x-anthropic-billing-header: x;"}], stop_sequences=["b"], stream=True,
+        tools=[{"name": "f", "input_schema": {"type": "object"}}], tool_choice={"type": "tool", "name": "f"},
+        thinking={"type": "enabled", "budget_tokens": 5}, output_config={"effort": "low"}, metadata={"user_id": "x"},
+        service_tier="auto", context_management={"edits": []}, cache_control={"type": "ephemeral", "ttl": "1h"},
     ),
     "/tokenize": {"model": "builtin", "messages": [_USER], "tools": [{"type": "function", "function": _FUNCTION}],
                   "add_generation_prompt": True, "return_token_strs": True},

@@ -73,6 +73,14 @@ def test_a_refusal_reads_no_body() -> None:
     assert observer.codes == ["overloaded"] * 6
 
 
+def test_a_refusal_in_anthropics_form() -> None:
+    shedding = LoadSheddingMiddleware(echo, Gate(2.3), Counts())
+    answer = asyncio.run(call(shedding, "POST", "/v1/messages", receive=never))
+    assert (answer.status, answer.headers["retry-after"]) == (429, "3")
+    body = json.loads(answer.body)
+    assert (body["type"], body["error"]["type"]) == ("error", "overloaded_error")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "headers"),
     [

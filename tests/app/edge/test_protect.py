@@ -174,6 +174,11 @@ RESPONSES: list[dict[str, Any]] = [
     {"input": [{"role": MARKER, "content": MARKER}]},
     {"input": MARKER, "text": {"format": {"type": MARKER}}},
 ]
+MESSAGES: list[dict[str, Any]] = [
+    {"max_tokens": 2, "system": MARKER, "messages": [{"role": "user", "content": MARKER}]},
+    {"max_tokens": 2, "messages": [{"role": "user", "content": MARKER}], "stream": True},
+    {"max_tokens": 2, "messages": [{"role": MARKER, "content": [{"type": MARKER}]}]},
+]
 TOKENS: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": MARKER}),
     ("/tokenize", {"prompt": [MARKER]}),
@@ -233,6 +238,7 @@ def test_no_text_of_requests_gets_into_the_log(written: StringIO, failure: Excep
     asked = [("/v1/completions", body) for body in (*REQUESTS, MARKER.encode() * 1000)]
     asked += [("/v1/chat/completions", body) for body in CHATS]
     asked += [("/v1/responses", body) for body in RESPONSES]
+    asked += [(path, body) for path in ("/v1/messages", "/v1/messages/count_tokens") for body in MESSAGES]
     asked += TOKENS
     for text in (None, MARKER):
         app = api_with(engines := Engines(error=failure, text=text), max_body_bytes=10_000)

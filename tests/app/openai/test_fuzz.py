@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from app.error_json import is_anthropic
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai.messages.body import MessagesRequest
 from app.openai.replies import Completion, CompletionChoice
 from tests.local_server import LocalServer, guarded_api
 from tests.nightly import examples
@@ -114,8 +116,11 @@ def post(server: LocalServer, path: str, content: bytes, headers: dict[str, str]
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         error = answer.json()["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
+        assert error.keys() == ({"message", "type"} if is_anthropic(path) else {"message", "type", "param", "code"})
         assert error["message"]
+    elif is_anthropic(path):
+        last = events_of(answer.text)[-1] if "event-stream" in answer.headers["content-type"] else answer.text
+        assert json.loads(last)["type"] in ("message_stop", "message"), last
     elif answer.headers["content-type"].startswith("text/event-stream"):
         *events, last = events_of(answer.text)
         assert last == "[DONE]" or json.loads(last)["error"]["type"] != "server_error", last
@@ -135,6 +140,35 @@ def test_completions_of_anything(server: LocalServer, body: dict[str, Any]) -> N
 @given(body=CHATS)
 def test_chats_of_anything(server: LocalServer, body: dict[str, Any]) -> None:
     post(server, "/v1/chat/completions", json.dumps(body).encode())
+
+
+BLOCK = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "redacted_thinking", "image"])},
+    optional={
+        "text": TEXT | WILD,
+        "thinking": TEXT | WILD,
+        "id": st.just("1") | WILD,
+        "tool_use_id": st.just("1") | WILD,
+        "name": st.just("f") | WILD,
+        "input": st.just({"a": "\udfff"}) | WILD,
+        "content": TEXT | WILD,
+        "is_error": st.booleans() | WILD,
+        "cache_control": st.just({"type": "ephemeral"}) | WILD,
+    },
+)
+TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system"]), "content": TEXT | st.lists(BLOCK, max_size=3)}
+)
+MESSAGES = bodies(
+    {"model": "builtin", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    {*MessagesRequest.model_fields, "surprise"} - {"messages", "max_tokens"},  # which is bounded, not refused
+) | st.lists(TURN, max_size=3).map(lambda turns: {"model": "builtin", "messages": turns, "max_tokens": 2})
+
+
+@SETTINGS
+@given(body=MESSAGES)
+def test_messages_of_anything(server: LocalServer, body: dict[str, Any]) -> None:
+    post(server, "/v1/messages", json.dumps(body).encode())
 
 
 GOOD = json.dumps({"model": "builtin", "prompt": "é👩 x", "max_tokens": 1}, ensure_ascii=False).encode()

@@ -40,6 +40,7 @@ from app.openai.bodies import (
     Tokens,
     UnloadAdapterRequest,
 )
+from app.openai.messages.body import CountTokensRequest, MessagesRequest
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.replies import (
     AssistantMessage,
@@ -356,6 +357,8 @@ def test_the_examples_are_valid_bodies() -> None:
         (ChatCompletionRequest, examples.CHAT),
         (CompletionRequest, examples.COMPLETION),
         (ResponsesRequest, examples.RESPONSE),
+        (MessagesRequest, examples.MESSAGE),
+        (CountTokensRequest, examples.COUNT),
         (TokenizeRequest, examples.TOKENIZE),
         (PinRequest, examples.PIN),
         (EmbeddingRequest, examples.EMBEDDING),

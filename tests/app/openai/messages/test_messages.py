@@ -394,7 +394,7 @@ def test_names_of_other_models() -> None:
     aliases = {"claude-*": "m", "claude-haiku-4-5": "pirate"}
     client = client_of(engines := Long("x"), aliases=aliases)
     for asked, answers, adapter in (
-        ("claude-sonnet-4-5-20250929", "m", None),
+        ("claude-of-tomorrow", "m", None),
         ("claude-haiku-4-5", "pirate", "pirate"),
         ("pirate", "pirate", "pirate"),
     ):

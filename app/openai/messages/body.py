@@ -172,7 +172,7 @@ class ConversationBody(StrictBody):
             "response_format": None if config.format is None else _response_format(config.format),
         }
 
-    def cache_ttl_s(self) -> float | None:
+    def retention_s(self) -> float | None:
         """Seconds for which to keep the prompt: the longest of all hints."""
         return max((hint.ttl_s for hint in self._hints()), default=None)
 

@@ -359,7 +359,7 @@ def test_cache_control_is_accepted_everywhere() -> None:
             {"role": "user", "content": [result, text]},
         ],
     }
-    assert MessagesRequest.model_validate(body).cache_ttl_s() is None
+    assert MessagesRequest.model_validate(body).retention_s() is None
     plain = MessagesRequest.model_validate(body).as_chat()
     system, tool = [text | {"cache_control": hint}], [TOOL | {"cache_control": hint}]
     for given, ttl_s in (
@@ -375,7 +375,7 @@ def test_cache_control_is_accepted_everywhere() -> None:
         ),
     ):
         request = MessagesRequest.model_validate(given)
-        assert request.cache_ttl_s() == ttl_s
+        assert request.retention_s() == ttl_s
         if "messages" not in given or given["messages"] == body["messages"]:
             assert request.as_chat().messages == plain.messages
             assert request.as_chat().tools == plain.tools

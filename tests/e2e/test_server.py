@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -628,6 +629,28 @@ def test_responses(server: Server) -> None:
     assert (cut.status, cut.usage.output_tokens) == ("incomplete", 2)
     fork = ForkRequest(request_id=cut.id, max_tokens=3, **more)
     assert server.handle.fork.remote(fork).result().usage.completion_tokens == 3
+
+
+def test_messages(server: Server) -> None:
+    """A conversation in Anthropic's API, with a nonce in each request: whole and streamed; the second one is cached."""
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=DEADLINE_S)
+    keys = "The key of room 417 is 93. The key of room 256 is 12. " * 3
+    question: Any = {"role": "user", "content": f"{keys} What is the key of room 417?"}
+
+    def asked(nonce: str) -> dict[str, Any]:
+        system = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={nonce};"}]
+        more: dict[str, Any] = {"model": "builtin", "max_tokens": 30_000, "extra_body": {"temperature": 0}}
+        return more | {"system": system, "messages": [question]}
+
+    first = client.messages.create(**asked("fa690"))
+    assert [block.text for block in first.content if block.type == "text"] == ["The key of room 417 is 93."]
+    assert first.stop_reason == "end_turn"
+    with client.messages.stream(**asked("0aaa9")) as stream:
+        second = stream.get_final_message()
+    assert second.content == first.content
+    assert (second.usage.cache_read_input_tokens or 0) > second.usage.input_tokens
+    count = client.messages.count_tokens(model="builtin", messages=[question]).input_tokens
+    assert count == second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0)
 
 
 def test_pins_over_http(server: Server) -> None:

@@ -7,7 +7,9 @@ FolioError
 │   ├── ContextLengthError   prompt and output do not fit into the context
 │   ├── UnknownModelError    no such model is served (HTTP 404)
 │   ├── UnknownRequestError  no replica has the request to fork (HTTP 404)
-│   └── UnknownPinError      no prefix is pinned under that name (HTTP 404)
+│   ├── UnknownPinError      no prefix is pinned under that name (HTTP 404)
+│   ├── UnknownFileError     the caller has no such file (HTTP 404)
+│   └── UnknownBatchError    the caller has no such batch (HTTP 404)
 ├── ForbiddenError         the API key does not allow the request (HTTP 403)
 ├── OverloadedError        the queue is full (HTTP 429); send the request again later
 │   └── RateLimitError       a limit of the caller is used up (HTTP 429)
@@ -72,6 +74,18 @@ class UnknownPinError(RequestError):
     """No prefix is pinned under the name."""
 
     code = "pin_not_found"
+
+
+class UnknownFileError(RequestError):
+    """The caller has no such file, or it has expired."""
+
+    code = "file_not_found"
+
+
+class UnknownBatchError(RequestError):
+    """The caller has no such batch, or it has expired."""
+
+    code = "batch_not_found"
 
 
 class ForbiddenError(_FieldError):

@@ -21,6 +21,8 @@ from app.errors import (
     RateLimitError,
     RequestError,
     UnavailableError,
+    UnknownBatchError,
+    UnknownFileError,
     UnknownModelError,
     UnknownPinError,
     UnknownRequestError,
@@ -39,7 +41,7 @@ _ANSWERS: tuple[tuple[type[FolioError], int, str, str], ...] = (
     (EngineError, 500, "server_error", "engine_error"),
     (ModelError, 500, "server_error", "model_error"),  # files of an adapter
 )
-_NOT_FOUND = (UnknownModelError, UnknownRequestError, UnknownPinError)
+_NOT_FOUND = (UnknownModelError, UnknownRequestError, UnknownPinError, UnknownFileError, UnknownBatchError)
 _BY_CODE: dict[str, type[FolioError]] = {
     **{error.code: error for error in (ContextLengthError, *_NOT_FOUND)},
     **{code: error for error, _, _, code in _ANSWERS},

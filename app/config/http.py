@@ -1,11 +1,11 @@
-"""HTTP settings (`args.http` in the YAML): API keys, limits, sizes, timeouts."""
+"""HTTP settings (`args.http` in the YAML): API keys, limits, sizes, timeouts, batches."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 UnknownFieldsMode = Literal["error", "ignore"]
 
@@ -48,6 +48,36 @@ class KeySource(Settings):
         return self
 
 
+class BatchSettings(Settings):
+    """`/v1/files` and `/v1/batches`.
+
+    Attributes:
+        store: an absolute path of a folder, which is created; `None`: there are no files and batches. With several
+            ingress replicas, a folder that all of them share, with file locks (`flock`).
+        max_bytes: of everything in the store.
+        max_bytes_per_key: of the files and batches of one API key; without keys, of all callers together.
+        max_file_bytes: of one file.
+        keep_s: files and ended batches are deleted after this time.
+        concurrent_lines: lines of all batches that are computed at the same time; fewer while there are other requests.
+    """
+
+    store: Path | None = None
+    max_bytes: PositiveInt = 8 << 30
+    max_bytes_per_key: PositiveInt = 2 << 30
+    max_file_bytes: PositiveInt = 200 << 20
+    keep_s: PositiveFloat = 30 * 86400.0
+    concurrent_lines: PositiveInt = 64
+
+    @field_validator("store")
+    @classmethod
+    def _check_absolute(cls, store: Path | None) -> Path | None:
+        if store is not None and not store.is_absolute():
+            raise ValueError(
+                f"it is {str(store)!r}; use an absolute path, because processes have other working folders"
+            )
+        return store
+
+
 class HttpSettings(Settings):
     """Protection of the HTTP interface. Limits of callers hold over all ingress replicas, others for each of them.
 
@@ -70,6 +100,7 @@ class HttpSettings(Settings):
         cors_origins: origins of web pages that may call from a browser; "*": all.
         log_requests: one log line for each request, without any of its text.
         vllm_metrics: `/metrics` also has the metrics under vLLM's names, for its dashboards.
+        batches: files and batches.
         dashboard: the live page at `/dashboard`; its data need a key as `/v1/load` does, its files need none.
     """
 
@@ -93,6 +124,7 @@ class HttpSettings(Settings):
     cors_origins: tuple[str, ...] = ()
     log_requests: bool = True
     vllm_metrics: bool = False
+    batches: BatchSettings = BatchSettings()
     dashboard: bool = True
 
     @model_validator(mode="after")

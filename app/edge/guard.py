@@ -16,7 +16,7 @@ from app.config.http import HttpSettings, RateLimits
 from app.edge.keys import KeyRing
 from app.edge.limits import IngressLimits
 from app.edge.quota import AddressQuotas, Quota
-from app.edge.request_body import Head, check_size, path_of, read_body, read_head, replay
+from app.edge.request_body import BodyBounds, Head, check_size, limited, path_of, read_body, read_head, replay
 from app.edge.request_log import log_request
 from app.error_json import error_json, is_anthropic
 from app.errors import ForbiddenError, RateLimitError
@@ -86,9 +86,13 @@ class Guard:
                 self._num_running += 1
                 is_running = True
             if head.has_body:
-                body = await read_body(scope, receive, self._settings.max_body_bytes, self._settings.body_timeout_s)
-                context.num_body_bytes = len(body)
-                receive = replay(body, receive)
+                bounds, timeout_s = BodyBounds.of(scope, self._settings), self._settings.body_timeout_s
+                if bounds.is_streamed:
+                    receive = limited(receive, bounds, self._settings.max_body_bytes, timeout_s)
+                else:
+                    body = await read_body(scope, receive, bounds, timeout_s)
+                    context.num_body_bytes = len(body)
+                    receive = replay(body, receive)
             await self._app(scope, receive, reply)
         except ClientDisconnect:
             pass
@@ -206,17 +210,30 @@ class _Reply:
         yield from self._context.headers()
 
 
+def key_ring(
+    settings: HttpSettings, observer: EdgeObserver | None = None, ingress_limits: IngressLimits | None = None
+) -> KeyRing | None:
+    """The API keys of the settings; `None`: no key is needed. Raises `ConfigError` for unreadable ones."""
+    if settings.api_keys is None:
+        return None
+    return KeyRing(settings.api_keys, settings.key_limits, observer, ingress_limits)
+
+
 def protect(
     api: FastAPI,
     settings: HttpSettings,
     *,
+    keys: KeyRing | None = None,
     observer: EdgeObserver | None = None,
     ingress_limits: IngressLimits | None = None,
 ) -> FastAPI:
-    """Add guard and CORS to an application; arguments as of `Guard`. Raises `ConfigError` for unreadable API keys."""
-    keys = (
-        None if settings.api_keys is None else KeyRing(settings.api_keys, settings.key_limits, observer, ingress_limits)
-    )
+    """Add guard and CORS to an application; arguments as of `Guard`. Raises `ConfigError` for unreadable API keys.
+
+    Args:
+        keys: by default `key_ring` of the settings.
+    """
+    if keys is None:
+        keys = key_ring(settings, observer, ingress_limits)
     api.add_middleware(Guard, settings=settings, keys=keys, observer=observer, ingress_limits=ingress_limits)
     if settings.cors_origins:  # around the guard: preflights have no key, and pages must be able to read refusals
         api.add_middleware(

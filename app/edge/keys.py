@@ -75,6 +75,10 @@ class KeyRing:
                 found = key
         return found
 
+    def named(self, name: str) -> ApiKey | None:
+        """The key of this name."""
+        return next((key for key in self._keys if key.entry.name == name), None)
+
     async def refresh(self) -> None:
         """Read a changed file again, in a thread. Other requests use the old keys meanwhile, and cancelling the request
         that started the reading does not end it."""

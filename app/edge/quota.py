@@ -73,6 +73,15 @@ class Quota:
         if self._running is not None:
             self._running.charge_usage(-1)
 
+    def spare_wait_s(self) -> float:
+        """Seconds until half of each limit is left: work without hurry leaves room for the caller's other requests."""
+        waits = [0.0]
+        for limit in self._limits():
+            missing = limit.limit / 2 - limit.level
+            if missing > 0:
+                waits.append(self._mean_run_s / limit.limit if limit is self._running else missing * 60 / limit.limit)
+        return max(waits)
+
     def take_prompt(self, num_tokens: int) -> None:
         """Charge a prompt before it is computed.
 

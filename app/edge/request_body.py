@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ _LENGTH = re.compile(rb"[0-9]{1,18}")
 _ATTEMPT = ATTEMPT_HEADER.encode()
 _READ_HEADERS = {b"x-request-id", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", _ATTEMPT}
 _WITHOUT_BODY = {"GET", "HEAD", "OPTIONS"}
+# Room for a form's fields and boundaries beside its file.
+_FORM_BYTES = 64 << 10
 # Bounds on reading a refused body, ample for honest clients. Others may find their connection reset.
 _MAX_DISCARDED_BYTES, _MAX_DISCARD_S = 64 << 20, 5.0
 
@@ -68,6 +71,31 @@ def path_of(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
+@dataclass(frozen=True, slots=True)
+class BodyBounds:
+    """Bounds of one request's body.
+
+    Attributes:
+        setting: that bounds its size.
+        is_streamed: the route reads the body piece by piece (`limited`), instead of all of it before the route.
+    """
+
+    max_bytes: int
+    setting: str
+    is_streamed: bool = False
+
+    @staticmethod
+    def of(scope: Scope, settings: HttpSettings) -> BodyBounds:
+        batches = settings.batches
+        if batches.store is not None and scope["method"] == "POST" and path_of(scope) == "/v1/files":
+            return BodyBounds(batches.max_file_bytes + _FORM_BYTES, "batches.max_file_bytes", is_streamed=True)
+        return BodyBounds(settings.max_body_bytes, "max_body_bytes")
+
+    def too_large(self) -> HttpRefusal:
+        bound = self.max_bytes - _FORM_BYTES if self.is_streamed else self.max_bytes
+        return HttpRefusal.of_unread(413, f"the body is too long ({self.setting}={bound}); shorten it")
+
+
 def check_size(scope: Scope, head: Head, settings: HttpSettings) -> None:
     """Raise `HttpRefusal` if URL, headers or announced body are too large."""
     num_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
@@ -84,11 +112,11 @@ def check_size(scope: Scope, head: Head, settings: HttpSettings) -> None:
             raise HttpRefusal.of_unread(
                 400, "Content-Length is not a number of bytes; send the body's length in decimal digits"
             )
-        if int(head.content_length) > settings.max_body_bytes:
-            raise _body_too_large(settings.max_body_bytes)
+        if int(head.content_length) > (bounds := BodyBounds.of(scope, settings)).max_bytes:
+            raise bounds.too_large()
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(scope: Scope, receive: Receive, bounds: BodyBounds, timeout_s: float) -> bytes:
     """The whole body, so that a refusal comes before any route sees a part of it.
 
     Raises:
@@ -101,18 +129,44 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: f
         async with asyncio.timeout(timeout_s):
             async for chunk in Request(scope, receive).stream():
                 num_bytes += len(chunk)
-                if num_bytes > max_bytes:
-                    raise _body_too_large(max_bytes)
+                if num_bytes > bounds.max_bytes:
+                    raise bounds.too_large()
                 chunks.append(chunk)
     except TimeoutError:
-        raise HttpRefusal.of_unread(
-            408, f"the body has not arrived in time (body_timeout_s={timeout_s:g}); send the request again"
-        ) from None
+        raise _too_slow(timeout_s) from None
     return b"".join(chunks)
 
 
-def _body_too_large(max_bytes: int) -> HttpRefusal:
-    return HttpRefusal.of_unread(413, f"the body is too long (max_body_bytes={max_bytes}); shorten it")
+def limited(receive: Receive, bounds: BodyBounds, bytes_per_timeout: int, timeout_s: float) -> Receive:
+    """A `receive` that raises `HttpRefusal` for a body that is too long, or takes longer than `timeout_s` for each
+    `bytes_per_timeout` of it."""
+    begun_at = time.monotonic()
+    num_bytes = 0
+    has_ended = False
+
+    async def receive_within_limits() -> Message:
+        nonlocal num_bytes, has_ended
+        if has_ended:
+            return await receive()  # waits for the disconnection
+        left_s = begun_at + timeout_s * (1 + num_bytes // bytes_per_timeout) - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                message = await receive()
+        except TimeoutError:
+            raise _too_slow(timeout_s) from None
+        num_bytes += len(message.get("body", b""))
+        has_ended = not message.get("more_body", False)
+        if num_bytes > bounds.max_bytes:
+            raise bounds.too_large()
+        return message
+
+    return receive_within_limits
+
+
+def _too_slow(timeout_s: float) -> HttpRefusal:
+    return HttpRefusal.of_unread(
+        408, f"the body has not arrived in time (body_timeout_s={timeout_s:g}); send the request again"
+    )
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

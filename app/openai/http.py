@@ -20,9 +20,11 @@ from app import http_errors as errors
 from app.config.http import UnknownFieldsMode
 from app.error_json import AnthropicErrorBody, anthropic_error, error_json
 from app.errors import FolioError, UnknownPinError
-from app.http_errors import ErrorBody
+from app.http_errors import ErrorBody, HttpRefusal
 from app.openai import description as examples
 from app.openai.base import json_routes
+from app.openai.batches.http import add_batches
+from app.openai.batches.runner import BatchRunner
 from app.openai.bodies import (
     BudgetRequest,
     ChatCompletionRequest,
@@ -125,12 +127,16 @@ class Service(Protocol):
 
 
 def build_api(
-    service: Service, unknown_fields: UnknownFieldsMode = "ignore", observer: EdgeObserver | None = None
+    service: Service,
+    unknown_fields: UnknownFieldsMode = "ignore",
+    observer: EdgeObserver | None = None,
+    batches: BatchRunner | None = None,
 ) -> FastAPI:
     """Build the ASGI application. `app.edge.guard.protect` adds keys, limits and the log.
 
     Args:
         unknown_fields, observer: see `UnknownFields`.
+        batches: runs batches; `None`: there are none.
     """
     api = FastAPI(
         title="Folio",
@@ -151,6 +157,7 @@ def build_api(
     _add_models(api, service)
     _add_adapters(api, service)
     _add_tokens(api, service)
+    add_batches(api, batches)
     _add_operation(api, service)
     _add_error_handlers(api)
     add_docs_page(api)
@@ -371,6 +378,13 @@ def _add_error_handlers(api: FastAPI) -> None:
         answer = errors.http_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
         headers = _allowed(request) if error.status_code == 405 else error.headers
         return _refused(request, error.status_code, answer, headers)
+
+    @api.exception_handler(HttpRefusal)
+    async def refused(request: Request, error: HttpRefusal) -> Response:
+        """A body that the route reads exceeds its bounds."""
+        note_error(error.answer.error.code)
+        headers = {name.decode(): value.decode() for name, value in error.headers}
+        return _json(error.answer, error.status, headers)
 
     @api.exception_handler(FolioError)
     @api.exception_handler(Exception)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from ray import serve
@@ -24,7 +25,8 @@ from app.dashboard.collector import Collector
 from app.dashboard.http import add_dashboard
 from app.dashboard.traffic import TrafficLog
 from app.edge.admission import AdmissionControl, LoadSheddingMiddleware
-from app.edge.guard import protect
+from app.edge.callers import Callers
+from app.edge.guard import key_ring, protect
 from app.edge.limits import IngressLimits
 from app.edge.request_body import ReadsRefusedBodies
 from app.engine.model.tokenizer import load_tokenizer
@@ -42,6 +44,8 @@ from app.fleet.overload import LoadShedder
 from app.fleet.vllm_metrics import load_families
 from app.haproxy import trusted_addresses
 from app.logs import configure_logs
+from app.openai.batches.runner import BatchRunner
+from app.openai.batches.store import BatchStore
 from app.openai.bodies import (
     BudgetRequest,
     ChatCompletionRequest,
@@ -158,6 +162,7 @@ class Ingress(GrpcIngress):
     """
 
     _probe: asyncio.Task[int] | None = None
+    _batches: BatchRunner | None = None
 
     def __init__(
         self,
@@ -211,10 +216,12 @@ class Ingress(GrpcIngress):
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._http or HttpSettings()
-        api = build_api(self, settings.unknown_fields, self._edge)
+        keys = key_ring(settings, self._edge, self._ingress_limits)
+        self._batches = self._batch_runner(settings, Callers(settings, keys))
+        api = build_api(self, settings.unknown_fields, self._edge, self._batches)
         if settings.dashboard:
             add_dashboard(api, self.dashboard)
-        protect(api, settings, observer=self._edge, ingress_limits=self._ingress_limits)
+        protect(api, settings, keys=keys, observer=self._edge, ingress_limits=self._ingress_limits)
         api.add_middleware(LoadSheddingMiddleware, gate=self._admission, observer=self._edge)
         api.add_middleware(ReadsRefusedBodies)
         trusting: Any = ProxyHeadersMiddleware
@@ -222,7 +229,24 @@ class Ingress(GrpcIngress):
         self._limits.start()
         if self._adapters is not None:
             self._adapters.start()
+        if self._batches is not None:
+            self._batches.start()
         return api
+
+    def _batch_runner(self, settings: HttpSettings, callers: Callers) -> BatchRunner | None:
+        """`None` without a store. Raises `ConfigError` if the store cannot be used."""
+        store = settings.batches.store
+        if store is None:
+            return None
+        # A folder for each application, whose models differ.
+        folder = store / f"app-{quote(serve.get_replica_context().app_name, safe='')}"
+        return BatchRunner(
+            BatchStore(folder, settings.batches),
+            self,
+            callers,
+            concurrent_lines=settings.batches.concurrent_lines,
+            max_line_bytes=settings.max_body_bytes,
+        )
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve every 10 s. Repeats gauges for Prometheus; routing uses no statistics of ingresses."""
@@ -250,6 +274,8 @@ class Ingress(GrpcIngress):
     async def drain(self) -> int:
         """Refuse new requests from now on; returns the number of requests in flight."""
         self._admission.start_draining()
+        if self._batches is not None:
+            self._batches.stop()
         return self._admission.num_in_flight
 
     async def models(self) -> ModelList:

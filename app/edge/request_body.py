@@ -24,7 +24,7 @@ _WITHOUT_BODY = {"GET", "HEAD", "OPTIONS"}
 # Room for a form's fields and boundaries beside its file.
 _FORM_BYTES = 64 << 10
 # Bounds on reading a refused body, ample for honest clients. Others may find their connection reset.
-_MAX_DISCARDED_BYTES, _MAX_DISCARD_S = 64 << 20, 5.0
+MAX_DISCARDED_BYTES, _MAX_DISCARD_S = 64 << 20, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +189,20 @@ class ReadsRefusedBodies:
     A client that still sends when its connection is closed gets an error of its operating system instead of the answer.
     An answer that closes the connection (`connection: close`) therefore ends only when the body has been read; the
     application gets none of it.
+
+    Args:
+        max_bytes: that are read of one body.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int = MAX_DISCARDED_BYTES) -> None:
         self._app = app
+        self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive)
+        body = _Body(receive, self._max_bytes)
 
         async def send_after_body(message: Message) -> None:
             is_start = message["type"] == "http.response.start"
@@ -214,8 +218,9 @@ class ReadsRefusedBodies:
 class _Body:
     """The body of one request. `is_refused`: what arrives is discarded."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive
+        self._max_bytes = max_bytes
         self._num_bytes = self._num_receiving = 0
         self._ended = asyncio.Event()
         self.is_refused = False
@@ -231,7 +236,7 @@ class _Body:
                 if not self.is_refused:
                     return message
                 self._num_bytes += len(message.get("body", b""))
-                if self._num_bytes > _MAX_DISCARDED_BYTES:
+                if self._num_bytes > self._max_bytes:
                     self._ended.set()
                     await asyncio.Event().wait()  # the server stops reading, too
         finally:

@@ -328,7 +328,8 @@ class BatchStore:
 
     def _inputs(self, owner: str) -> dict[str, str]:
         """Input files of the owner's open batches, with the batch."""
-        return {r.batch.input_file_id: r.batch.id for r in self.open_batches(owner_folder(owner))}
+        batches = [record.batch for record in self.open_batches(owner_folder(owner))]
+        return {batch.input_file_id: batch.id for batch in batches if not batch.has_ended}
 
     def _shown(self, record: BatchRecord) -> BatchObject:
         """The batch as its owner sees it: with the cancellation that the runner may not know yet."""

@@ -82,6 +82,7 @@ class FakeService:
     async def chat(self, request: ChatCompletionRequest) -> ChatCompletion:
         text = joined_text(request.messages[-1].content)
         self.asked[text] += 1
+        number = self.asked.total()
         self.bodies.append(request)
         context = current_context()
         self.owners.append(None if context is None or context.key is None else context.key.name)
@@ -91,7 +92,7 @@ class FakeService:
             await asyncio.sleep(0)
             if self.errors.get(text):
                 raise self.errors[text].pop(0)
-            if self.asked.total() > self.hold_from:
+            if number > self.hold_from:
                 await self.held.wait()
         except asyncio.CancelledError:
             self.num_cancelled += 1

@@ -141,16 +141,8 @@ class InputReader:
         self._fail(error.code or "invalid_value", error.message, error.param)
 
     def _fail(self, code: str, message: str, param: str | None = None) -> None:
-        self.errors.append(
-            BatchError(
-                code=code, message=_encodable(message), param=param and _encodable(param), line=self._number or None
-            )
-        )
-
-
-def _encodable(text: str) -> str:
-    """A text without unpaired surrogates, which errors may quote."""
-    return text[:_MAX_MESSAGE_CHARS].encode(errors="backslashreplace").decode()
+        message = message[:_MAX_MESSAGE_CHARS]
+        self.errors.append(BatchError(code=code, message=message, param=param, line=self._number or None))
 
 
 def places_in(path: Path) -> Iterator[LinePlace]:
@@ -165,10 +157,8 @@ def places_in(path: Path) -> Iterator[LinePlace]:
 
 def answer_line(custom_id: str, request_id: str, status: int, body: BaseModel) -> bytes:
     """A line of the output file, or with an error status of the error file."""
-    # Errors may quote unpaired surrogates of a client, which only ASCII JSON can carry.
-    dumped = json.dumps(body.model_dump()) if isinstance(body, ErrorBody) else body.model_dump_json()
     head = f'{{"id": "batch_req_{uuid.uuid4().hex}", "custom_id": {json.dumps(custom_id)}, "response": '
-    response = f'{{"status_code": {status}, "request_id": {json.dumps(request_id)}, "body": {on_one_line(dumped)}}}'
+    response = f'{{"status_code": {status}, "request_id": {json.dumps(request_id)}, "body": {on_one_line(body.model_dump_json())}}}'
     return f'{head}{response}, "error": null}}\n'.encode()
 
 

@@ -98,7 +98,8 @@ class BatchStore:
         self._open = root / "open"
         self.clock = clock
         try:
-            self._open.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._open.mkdir(mode=0o700, exist_ok=True)
             with self._changes():
                 pass
         except OSError as error:
@@ -353,9 +354,10 @@ class BatchStore:
         return [name for name in os.listdir(self._folder(owner, kind)) if name.endswith(suffix)]
 
     def _folder(self, owner: str, kind: str) -> Path:
-        folder = self._root / owner_folder(owner) / kind
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder
+        folder = self._root / owner_folder(owner)
+        for private in (folder, folder / kind):  # `parents` would have another mode
+            private.mkdir(mode=0o700, exist_ok=True)
+        return folder / kind
 
 
 class Upload:

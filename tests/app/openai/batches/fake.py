@@ -54,9 +54,7 @@ def load_of(slots: int = 64, busy: int = 0, **figures: int) -> LoadReport:
     zeros = dict.fromkeys(LoadFigures.model_fields, 0)
     known = zeros | {"num_running": busy, "free_tokens": 1000, "total_tokens": 1000, "budget_bytes": 1000} | figures
     replica = ReplicaLoad(name="r", queued_s=0.0, busy_share=0.0, max_num_seqs=slots, ready_s=0.0, **known)
-    return LoadReport(
-        num_replicas=1, num_silent=0, total=LoadFigures(**known), least_queued_s=0.0, replicas=[replica]
-    )
+    return LoadReport(num_replicas=1, num_silent=0, total=LoadFigures(**known), least_queued_s=0.0, replicas=[replica])
 
 
 class FakeService:

@@ -261,7 +261,10 @@ async def test_a_faulty_file_fails_the_batch(store: BatchStore) -> None:
         batch = await ended(store, batch_id)
     assert batch.status == "failed"
     assert batch.errors is not None
-    assert [(error.line, error.code) for error in batch.errors.data] == [(2, "invalid_json"), (3, "duplicate_custom_id")]
+    assert [(error.line, error.code) for error in batch.errors.data] == [
+        (2, "invalid_json"),
+        (3, "duplicate_custom_id"),
+    ]
     assert batch.output_file_id is None
     assert batch.failed_at is not None
 

@@ -92,6 +92,9 @@ def fields_page() -> str:
             body = operation.get("requestBody")
             if body is None:
                 continue
+            if (form := body["content"].get("multipart/form-data")) is not None:
+                lines += ["", "The body is a form (`multipart/form-data`).", "", *_fields(form["schema"])]
+                continue
             name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
             if name in bodies:
                 lines += ["", f"The body is that of {bodies[name]}."]

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from app import main
 from app.config.args import AppArgs, RoutingArgs, StreamingArgs
 from app.config.engine import _BOUNDS, _CHOICES, EngineConfig
-from app.config.http import HttpSettings, KeyEntry, KeySource, RateLimits
+from app.config.http import BatchSettings, HttpSettings, KeyEntry, KeySource, RateLimits
 from app.config.machine import MOST_SEQS, MOST_STEP_TOKENS
 from app.fleet.autoscaling import ScalingTargets, _fault
 from tools.schema import allowed, cell, code
@@ -50,6 +50,7 @@ GROUPS = (
     Group("routing", "args.routing", RoutingArgs, "[The choice of the replica](../guides/replicas.md)."),
     Group("streaming", "args.streaming", StreamingArgs, "[The pace of streams](../operate/streams.md)."),
     Group("http", "args.http", HttpSettings, "[Protection of HTTP and gRPC](../operate/security.md)."),
+    Group("batches", "args.http.batches", BatchSettings, "[Files and batches](../guides/batches.md)."),
     Group(
         "limits",
         "args.http.key_limits, address_limits, and limits of a key",
@@ -71,6 +72,7 @@ GROUPS = (
     ),
 )
 _PARTS = {EngineConfig: "engine", RoutingArgs: "routing", StreamingArgs: "streaming", HttpSettings: "http"} | {
+    BatchSettings: "batches",
     RateLimits: "limits",
     KeySource: "api_keys",
 }

@@ -24,7 +24,7 @@ _WITHOUT_BODY = {"GET", "HEAD", "OPTIONS"}
 # Room for a form's fields and boundaries beside its file.
 _FORM_BYTES = 64 << 10
 # Bounds on reading a refused body, ample for honest clients. Others may find their connection reset.
-MAX_DISCARDED_BYTES, _MAX_DISCARD_S = 64 << 20, 5.0
+_MAX_DISCARDED_BYTES, _MAX_DISCARD_S = 64 << 20, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +191,18 @@ class ReadsRefusedBodies:
     application gets none of it.
 
     Args:
-        max_bytes: that are read of one body.
+        upload_bytes: of the longest body that honest clients may send, if files can be uploaded.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int = MAX_DISCARDED_BYTES) -> None:
+    def __init__(self, app: ASGIApp, upload_bytes: int = 0) -> None:
         self._app = app
-        self._max_bytes = max_bytes
+        self._upload_bytes = upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive, self._max_bytes)
+        body = _Body(receive, max(_MAX_DISCARDED_BYTES, self._upload_bytes))
 
         async def send_after_body(message: Message) -> None:
             is_start = message["type"] == "http.response.start"

@@ -28,7 +28,7 @@ from app.edge.admission import AdmissionControl, LoadSheddingMiddleware
 from app.edge.callers import Callers
 from app.edge.guard import key_ring, protect
 from app.edge.limits import IngressLimits
-from app.edge.request_body import MAX_DISCARDED_BYTES, ReadsRefusedBodies
+from app.edge.request_body import ReadsRefusedBodies
 from app.engine.model.tokenizer import load_tokenizer
 from app.errors import (
     DeadlineError,
@@ -223,8 +223,9 @@ class Ingress(GrpcIngress):
             add_dashboard(api, self.dashboard)
         protect(api, settings, keys=keys, observer=self._edge, ingress_limits=self._ingress_limits)
         api.add_middleware(LoadSheddingMiddleware, gate=self._admission, observer=self._edge)
-        most = MAX_DISCARDED_BYTES if self._batches is None else 2 * settings.batches.max_file_bytes
-        api.add_middleware(ReadsRefusedBodies, max_bytes=max(most, MAX_DISCARDED_BYTES))
+        # A file may be longer than is allowed.
+        upload_bytes = 0 if self._batches is None else 2 * settings.batches.max_file_bytes
+        api.add_middleware(ReadsRefusedBodies, upload_bytes=upload_bytes)
         trusting: Any = ProxyHeadersMiddleware
         self._api = trusting(api, trusted_addresses())  # for gRPC; for HTTP uvicorn has it
         self._limits.start()

@@ -157,8 +157,9 @@ def places_in(path: Path) -> Iterator[LinePlace]:
 
 def answer_line(custom_id: str, request_id: str, status: int, body: BaseModel) -> bytes:
     """A line of the output file, or with an error status of the error file."""
+    dumped = on_one_line(body.model_dump_json())
     head = f'{{"id": "batch_req_{uuid.uuid4().hex}", "custom_id": {json.dumps(custom_id)}, "response": '
-    response = f'{{"status_code": {status}, "request_id": {json.dumps(request_id)}, "body": {on_one_line(body.model_dump_json())}}}'
+    response = f'{{"status_code": {status}, "request_id": {json.dumps(request_id)}, "body": {dumped}}}'
     return f'{head}{response}, "error": null}}\n'.encode()
 
 

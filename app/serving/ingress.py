@@ -83,6 +83,7 @@ from app.openai.replies import (
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from app.openai.translate import Translator
+from app.openai.unknown_fields import UnknownFields
 from app.request_context import current_context
 from app.serving.adapters import LoadedAdapters, TableCopy
 from app.serving.calls import ReplicaClient
@@ -248,6 +249,7 @@ class Ingress(GrpcIngress):
             callers,
             concurrent_lines=settings.batches.concurrent_lines,
             max_line_bytes=settings.max_body_bytes,
+            unknown=UnknownFields(settings.unknown_fields, self._edge),
         )
 
     def record_routing_stats(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from app.openai.batches.endpoints import ENDPOINTS, Endpoint
 from app.openai.batches.lines import InputReader, LinePlace, places_in, unanswered_line
 from app.openai.batches.replies import BatchError, BatchErrors, RequestCounts
 from app.openai.batches.store import BatchRecord, BatchStore, Ending, StoreFullError
+from app.openai.unknown_fields import UnknownFields
 
 # The input file is validated in pieces of this size, in a thread that leaves the interpreter to others in between.
 _PIECE_BYTES = 64 << 10
@@ -37,8 +38,9 @@ class Job:
         stops_as: how it ends before all requests are answered.
     """
 
-    def __init__(self, store: BatchStore, record: BatchRecord) -> None:
+    def __init__(self, store: BatchStore, record: BatchRecord, unknown: UnknownFields) -> None:
         self._store = store
+        self._unknown = unknown
         self._lock = threading.Lock()  # of the record on disk
         self._is_closed = False
         self._log: AnswerLog | None = None
@@ -68,7 +70,7 @@ class Job:
         """Check the input file; with faults the batch has failed, and the result is false."""
         batch = self.record.batch
         with self._store.content_path(self.owner, batch.input_file_id).open("rb") as file:
-            reader = InputReader(file, batch.endpoint, max_line_bytes)
+            reader = InputReader(file, batch.endpoint, max_line_bytes, self._unknown)
             begun_at = time.monotonic()
             while await asyncio.to_thread(reader.read_some, _PIECE_BYTES):
                 await asyncio.sleep(time.monotonic() - begun_at)
@@ -76,6 +78,8 @@ class Job:
         if reader.errors:
             self.stops_as, self._errors = "failed", reader.errors
             return False
+        if reader.dropped:
+            self._unknown.note(sorted(reader.dropped), "a batch")
         self.places = reader.places
         counts = RequestCounts(total=len(self.places))
         await asyncio.to_thread(self._change, status="in_progress", in_progress_at=self._now, request_counts=counts)
@@ -118,9 +122,9 @@ class Job:
         return [place for place in self.places if place.custom_id not in self._log.answered]
 
     def read(self, place: LinePlace) -> BaseModel:
-        """The body of a request. Raises `ValidationError` or `FileNotFoundError`."""
+        """The body of a request. Raises `RequestValidationError` or `FileNotFoundError`."""
         with self._store.content_path(self.owner, self.record.batch.input_file_id).open("rb") as file:
-            return self.endpoint.read(place.read(file).body)
+            return self.endpoint.read(place.read(file).body, self._unknown)[0]
 
     def add_answer(self, custom_id: str, line: bytes, *, is_error: bool) -> None:
         """Raises `StoreFullError`, `OSError`, or `ValueError` after `close`."""

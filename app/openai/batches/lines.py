@@ -22,6 +22,7 @@ from app.openai.base import StrictBody, Text, parse_json
 from app.openai.batches.endpoints import ENDPOINTS
 from app.openai.batches.replies import BatchError
 from app.openai.replies import on_one_line
+from app.openai.unknown_fields import UnknownFields
 
 # OpenAI's bound.
 MAX_LINES = 50_000
@@ -55,20 +56,23 @@ class LinePlace:
 
 
 class InputReader:
-    """Reads the lines of an input file in order: the places of requests in `places`, faults in `errors`.
+    """Reads the lines of an input file in order: the places of requests in `places`, faults in `errors`, and unknown
+    fields that requests are computed without in `dropped`.
 
     Args:
         max_line_bytes: longer lines are faults.
     """
 
-    def __init__(self, file: BinaryIO, endpoint: str, max_line_bytes: int) -> None:
+    def __init__(self, file: BinaryIO, endpoint: str, max_line_bytes: int, unknown: UnknownFields) -> None:
         self._file = file
         self._endpoint = endpoint
+        self._unknown = unknown
         self._max_line_bytes = max_line_bytes
         self._number = 0
         self._custom_ids: set[str] = set()
         self.places: list[LinePlace] = []
         self.errors: list[BatchError] = []
+        self.dropped: set[str] = set()
 
     def read_some(self, num_bytes: int) -> bool:
         """Read lines of about so many bytes; returns whether to go on."""
@@ -112,13 +116,14 @@ class InputReader:
                 self._fail(*problem)
                 return
             given = request.body
-            ENDPOINTS[self._endpoint].read(given)
+            _, dropped = ENDPOINTS[self._endpoint].read(given, self._unknown)
         except RequestValidationError as error:
             self._fail_as(validation_error(error.errors(), given))
         except ValidationError as error:
             found = [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors(include_url=False)]
             self._fail_as(validation_error(found, given))
         else:
+            self.dropped.update(dropped)
             self._custom_ids.add(request.custom_id)
             self.places.append(LinePlace(request.custom_id, offset, len(line)))
 

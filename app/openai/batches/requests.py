@@ -7,7 +7,8 @@ import logging
 import uuid
 from typing import Protocol
 
-from pydantic import BaseModel, ValidationError
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 
 from app.errors import EngineError, FolioError, NoReplicaError, OverloadedError, RateLimitError, UnavailableError
 from app.http_errors import ErrorBody, error_response, validation_error
@@ -71,8 +72,8 @@ class BatchRequests:
         try:
             body = await asyncio.to_thread(job.read, place)
             context = await self._callers.begin(job.owner, request_id, place.num_bytes)
-        except ValidationError as error:  # it was valid when the batch began: the server has changed since
-            return 400, _invalid(error)
+        except RequestValidationError as error:  # it was valid when the batch began: the server has changed since
+            return 400, validation_error(error.errors(), error.body)
         except FolioError as error:
             return _answer_of(error)
         token = CURRENT.set(context)
@@ -94,9 +95,3 @@ def _answer_of(error: Exception) -> tuple[int, ErrorBody]:
     if isinstance(error, OverloadedError | EngineError):
         raise error
     return error_response(error)
-
-
-def _invalid(error: ValidationError) -> ErrorBody:
-    return validation_error(
-        [{**found, "loc": ("body", *found["loc"])} for found in error.errors(include_url=False)], None
-    )

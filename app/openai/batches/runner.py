@@ -16,6 +16,7 @@ from app.openai.batches.lines import LinePlace
 from app.openai.batches.replies import BatchError
 from app.openai.batches.requests import BatchCallers, BatchRequests
 from app.openai.batches.store import BatchRecord, BatchStore, Ending, StoreFullError
+from app.openai.unknown_fields import UnknownFields
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class BatchRunner:
         callers: to whom requests are charged.
         concurrent_lines: requests of all batches at the same time.
         max_line_bytes: of an input file.
+        unknown: what happens to unknown fields of requests.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class BatchRunner:
         *,
         concurrent_lines: int,
         max_line_bytes: int,
+        unknown: UnknownFields,
     ) -> None:
         self.store = store
         self.callers = callers
@@ -59,6 +62,7 @@ class BatchRunner:
         self._requests = BatchRequests(service, callers, self._gate)
         self._concurrent_lines = concurrent_lines
         self._max_line_bytes = max_line_bytes
+        self._unknown = unknown
         self._jobs: dict[str, Job] = {}
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -115,7 +119,7 @@ class BatchRunner:
             batch_id, ending = record.batch.id, endings.get(record.batch.id)
             job = self._jobs.get(batch_id)
             if job is None and (ending is not None or num_running[record.owner] < MOST_RUNNING):
-                job = self._jobs[batch_id] = Job(self.store, record)
+                job = self._jobs[batch_id] = Job(self.store, record, self._unknown)
                 num_running[record.owner] += 1
                 tasks.create_task(self._run_job(job))
             if job is not None and ending is not None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import logging
 import os
 import re
 import secrets
@@ -28,17 +27,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal, Self, TypeVar
+from typing import IO, Literal, Self
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from app.config.http import BatchSettings
 from app.errors import ConfigError, RequestError, UnknownBatchError, UnknownFileError
 from app.openai.batches.body import BatchRequest
+from app.openai.batches.documents import read_document, write_document
 from app.openai.batches.endpoints import ENDPOINTS
 from app.openai.batches.replies import BatchObject, FileObject, Purpose
-
-logger = logging.getLogger(__name__)
 
 WINDOW_S = 86400
 # Of one owner. Lists and counts of bytes read all of them.
@@ -54,7 +52,6 @@ _OPEN = re.compile(r"([0-9a-f]{32})\.(batch_[0-9a-f]{32})")
 _CANCEL = ".cancel"
 
 Ending = Literal["completed", "failed", "expired", "cancelled"]
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class StoreFullError(RequestError):
@@ -130,7 +127,7 @@ class BatchStore:
     ) -> FileObject:
         """Show a content to its owner. Again it has no effect."""
         path = self._folder(owner, "files") / f"{file_id}.json"
-        if (known := _read(path, FileObject)) is not None:
+        if (known := read_document(path, FileObject)) is not None:
             return known
         now = self.clock()
         found = FileObject(
@@ -141,20 +138,20 @@ class BatchStore:
             filename=filename,
             purpose=purpose,
         )
-        _write(path, found)
+        write_document(path, found)
         return found
 
     def files(self, owner: str) -> list[FileObject]:
         """The latest first."""
         folder, now = self._folder(owner, "files"), self.clock()
-        found = [_read(folder / name, FileObject) for name in self._names(owner, "files", ".json")]
+        found = [read_document(folder / name, FileObject) for name in self._names(owner, "files", ".json")]
         alive = [file for file in found if file is not None and file.expires_at > now]
         return sorted(alive, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def file(self, owner: str, file_id: str) -> FileObject:
         """Raises `UnknownFileError`."""
         if _FILE_ID.fullmatch(file_id):
-            found = _read(self._folder(owner, "files") / f"{file_id}.json", FileObject)
+            found = read_document(self._folder(owner, "files") / f"{file_id}.json", FileObject)
             if found is not None and found.expires_at > self.clock():
                 return found
         raise UnknownFileError("there is no such file, or it has expired; GET /v1/files lists yours")
@@ -257,7 +254,7 @@ class BatchStore:
 
     def save(self, record: BatchRecord) -> None:
         """Replace a batch's record."""
-        _write(self._folder(record.owner, "batches") / f"{record.batch.id}.json", record)
+        write_document(self._folder(record.owner, "batches") / f"{record.batch.id}.json", record)
 
     def close_batch(self, record: BatchRecord) -> None:
         """Note that a batch has ended, after its last `save`."""
@@ -302,7 +299,7 @@ class BatchStore:
 
     def _is_old(self, path: Path, now: float) -> bool:
         if path.suffix == ".json":
-            file = _read(path, FileObject) if path.parent.name == "files" else None
+            file = read_document(path, FileObject) if path.parent.name == "files" else None
             if file is not None:
                 return file.expires_at <= now
             return now - path.stat().st_mtime > self._settings.keep_s
@@ -340,7 +337,7 @@ class BatchStore:
         return batch
 
     def _record(self, folder: str, batch_id: str) -> BatchRecord | None:
-        return _read(self._root / folder / "batches" / f"{batch_id}.json", BatchRecord)
+        return read_document(self._root / folder / "batches" / f"{batch_id}.json", BatchRecord)
 
     def _mark(self, record: BatchRecord, suffix: str = "") -> Path:
         return self._open / f"{owner_folder(record.owner)}.{record.batch.id}{suffix}"
@@ -403,33 +400,3 @@ def owner_folder(owner: str) -> str:
 
 def new_file_id() -> str:
     return f"file-{secrets.token_hex(16)}"
-
-
-def _read(path: Path, kind: type[Model]) -> Model | None:
-    """`None` without the file. A broken one is logged: no crash leaves one."""
-    try:
-        return kind.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        logger.error("%s cannot be read and is left out: %s", path, error.errors(include_input=False)[0]["msg"])
-        return None
-
-
-def _write(path: Path, value: BaseModel) -> None:
-    """Replace a file as a whole, so that also a loss of power leaves the old or the new one."""
-    written = path.with_suffix(f".{secrets.token_hex(8)}")
-    try:
-        with written.open("xb") as file:
-            file.write(value.model_dump_json().encode())
-            file.flush()
-            os.fsync(file.fileno())
-        written.replace(path)
-    except OSError:
-        written.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -18,6 +18,8 @@ from app.openai.batches.replies import BatchObject
 from app.openai.batches.runner import BatchRunner
 from app.openai.batches.store import BatchStore
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from app.openai.pooled.replies import EmbeddingList, PooledUsage, Ranking, ScoreList
 from app.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -31,6 +33,7 @@ from app.openai.replies import (
 )
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject
+from app.openai.unknown_fields import UnknownFields
 from app.request_context import RequestContext, current_context
 
 ALICE, BOB = "alice", "bob"
@@ -106,6 +109,15 @@ class FakeService:
     async def responses(self, request: ResponsesRequest) -> ResponseObject:
         raise NotImplementedError
 
+    async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
+        return EmbeddingList(data=[], model="m", usage=PooledUsage(prompt_tokens=1, total_tokens=1))
+
+    async def score(self, request: ScoreRequest) -> ScoreList:
+        raise NotImplementedError
+
+    async def rerank(self, request: RerankRequest) -> Ranking:
+        raise NotImplementedError
+
     async def load(self) -> LoadReport:
         return self.report
 
@@ -171,7 +183,12 @@ async def running(
 ) -> AsyncIterator[BatchRunner]:
     """A runner with a store."""
     runner = BatchRunner(
-        store, service, callers or FakeCallers(), concurrent_lines=concurrent_lines, max_line_bytes=1 << 20
+        store,
+        service,
+        callers or FakeCallers(),
+        concurrent_lines=concurrent_lines,
+        max_line_bytes=1 << 20,
+        unknown=UnknownFields(),
     )
     runner.start()
     try:

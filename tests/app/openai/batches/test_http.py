@@ -18,6 +18,7 @@ from app.edge.guard import key_ring, protect
 from app.openai.batches import runner as runner_module
 from app.openai.batches.runner import BatchRunner
 from app.openai.http import build_api
+from app.openai.unknown_fields import UnknownFields
 
 from .fake import CHAT, FakeService, jsonl, load_of, request_line, store_in
 
@@ -49,10 +50,17 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[Client]:
     http = HttpSettings(api_keys=KeySource(file=folder / "keys.yaml"), batches=batches, **settings)
     keys, service = key_ring(http), FakeService()
     store = store_in(folder / "store")
-    runner = BatchRunner(store, service, Callers(http, keys), concurrent_lines=4, max_line_bytes=http.max_body_bytes)
+    runner = BatchRunner(
+        store,
+        service,
+        Callers(http, keys),
+        concurrent_lines=4,
+        max_line_bytes=http.max_body_bytes,
+        unknown=UnknownFields(),
+    )
     runner.start()
     any_service: Any = service
-    client = Client(protect(build_api(any_service, runner), http, keys=keys))
+    client = Client(protect(build_api(any_service, batches=runner), http, keys=keys))
     client.service = service
     try:
         yield client
@@ -210,8 +218,10 @@ async def test_web_pages_cannot_upload_without_a_preflight_request(tmp_path: Pat
     store = store_in(tmp_path)
     http = HttpSettings(batches=BatchSettings(store=tmp_path))
     service: Any = FakeService()
-    runner = BatchRunner(store, service, Callers(http, None), concurrent_lines=1, max_line_bytes=1000)
-    client = Client(protect(build_api(service, runner), http))
+    runner = BatchRunner(
+        store, service, Callers(http, None), concurrent_lines=1, max_line_bytes=1000, unknown=UnknownFields()
+    )
+    client = Client(protect(build_api(service, batches=runner), http))
     headers = {"content-type": "multipart/form-data; boundary=b", "origin": "https://evil.example"}
     body = form(IN_FORM, FILE_PART)
     assert (await client.http.post("/v1/files", content=body, headers=headers)).status_code == 403

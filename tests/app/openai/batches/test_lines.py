@@ -11,6 +11,7 @@ import pytest
 from app.openai.batches import lines as lines_module
 from app.openai.batches.lines import MAX_ERRORS, InputReader, answer_line
 from app.openai.replies import Completion
+from app.openai.unknown_fields import UnknownFields
 
 from .fake import CHAT, USAGE, jsonl, request_line
 
@@ -18,7 +19,7 @@ MOST = 1 << 20
 
 
 def read(content: bytes, piece: int = 1 << 16) -> InputReader:
-    reader = InputReader(io.BytesIO(content), CHAT, MOST)
+    reader = InputReader(io.BytesIO(content), CHAT, MOST, UnknownFields())
     while reader.read_some(piece):
         pass
     return reader
@@ -78,6 +79,14 @@ def test_a_faulty_line_is_named_and_the_others_are_read(line: bytes, code: str, 
 def test_the_field_at_fault_is_named() -> None:
     [error] = read(jsonl(request_line("a", body={"temperature": -1.0, "messages": [{"role": "king"}]}))).errors
     assert error.param in ("temperature", "messages")
+
+
+def test_unknown_fields_are_dropped_as_by_the_routes() -> None:
+    """But not near misses, and not those of the line itself."""
+    reader = read(jsonl(request_line("a", body={"top_a": 1, "options": {}}), request_line("b", body={"temprature": 1})))
+    assert reader.dropped == {"top_a", "options"}
+    [error] = reader.errors
+    assert (error.line, error.param) == (2, "temprature")
 
 
 def test_errors_are_bounded() -> None:

@@ -382,9 +382,8 @@ def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(HttpRefusal)
     async def refused(request: Request, error: HttpRefusal) -> Response:
         """A body that the route reads exceeds its bounds."""
-        note_error(error.answer.error.code)
         headers = {name.decode(): value.decode() for name, value in error.headers}
-        return _json(error.answer, error.status, headers)
+        return _refused(request, error.status, error.answer, headers)
 
     @api.exception_handler(FolioError)
     @api.exception_handler(Exception)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from itertools import chain, groupby
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from pydantic import model_validator
@@ -51,21 +52,43 @@ class MessageParam(StrictBody):
 
 def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[MessageParam]) -> list[Message]:
     """The messages of the chat completion. Neighbours of one role become one message: chat templates want alternating
-    roles. Results of tools precede other blocks of their message, next to the calls."""
+    roles. Results of tools precede all else in the user's turn, next to the calls."""
     shown: list[Message] = []
-    if prompt := _BILLING_HEADER.sub("", _joined(system)):
-        shown.append(Message(role="system", content=prompt))
-    for is_answer, turn in groupby(messages, lambda message: message.role == "assistant"):
-        if is_answer:
-            shown.append(_answer(chain.from_iterable(message.blocks for message in turn)))
-            continue
-        for message in turn:
-            for block in sorted(message.blocks, key=lambda block: not isinstance(block, ToolResultBlock)):
-                if isinstance(block, ToolResultBlock):
-                    shown.append(_result(block))
-                elif isinstance(block, TextBlock):
-                    _say(shown, message.role, block.text)
+    for role, items in groupby(_items(system, messages), lambda item: item.role if isinstance(item, _Said) else None):
+        if role is None:
+            shown += (item for item in items if isinstance(item, Message))
+        else:
+            shown.append(Message(role=role, content="\n".join(item.text for item in items if isinstance(item, _Said))))
     return shown
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A text of the system prompt or of the user's turn."""
+
+    role: Literal["system", "user"]
+    text: str
+
+
+def _items(system: str | Sequence[TextBlock] | None, messages: Sequence[MessageParam]) -> Iterator[_Said | Message]:
+    if prompt := _BILLING_HEADER.sub("", _joined(system)):
+        yield _Said("system", prompt)
+    begins = True
+    for is_answer, turn in groupby(messages, lambda message: message.role == "assistant"):
+        given = [(message.role, block) for message in turn for block in message.blocks]
+        if is_answer:
+            yield _answer([block for _, block in given])
+            begins = False
+            continue
+        yield from (_result(block) for _, block in given if isinstance(block, ToolResultBlock))
+        for role, block in given:
+            if not isinstance(block, TextBlock):
+                continue
+            begins = begins and role == "system"
+            if role == "user" or begins:
+                yield _Said("system" if begins else "user", block.text)
+            else:  # templates know no later system messages; Claude Code itself gives reminders this form
+                yield _Said("user", f"<system-reminder>\n{block.text}\n</system-reminder>")
 
 
 def _joined(content: str | Sequence[TextBlock] | None) -> str:
@@ -76,9 +99,8 @@ def _lines(blocks: Iterable[TextBlock]) -> str:
     return "\n".join(block.text for block in blocks)
 
 
-def _answer(blocks: Iterable[Block]) -> Message:
+def _answer(given: Sequence[Block]) -> Message:
     """One message of the assistant: reasoning, text and calls."""
-    given = list(blocks)
     text = _lines(block for block in given if isinstance(block, TextBlock))
     reasoning = "".join(block.thinking for block in given if isinstance(block, ThinkingBlock))
     calls = [
@@ -97,17 +119,3 @@ def _answer(blocks: Iterable[Block]) -> Message:
 def _result(block: ToolResultBlock) -> Message:
     text = _joined(block.content)
     return Message(role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
-
-
-def _say(shown: list[Message], role: str, text: str) -> None:
-    """Append a text of the user's turn. Templates know no system messages but the first: later ones are shown in the
-    form that Claude Code itself gives to reminders."""
-    last = shown[-1] if shown else None
-    if role == "system" and (last is None or last.role == "system"):
-        role = "system"
-    elif role == "system":
-        role, text = "user", f"<system-reminder>\n{text}\n</system-reminder>"
-    if last is not None and last.role == role:
-        last.content = f"{last.content}\n{text}"
-    else:
-        shown.append(Message(role="system" if role == "system" else "user", content=text))

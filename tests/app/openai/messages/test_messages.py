@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import anthropic
@@ -230,8 +231,10 @@ def test_results_that_are_errors() -> None:
     create = create_of(engines := Long("x"))
     call = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": "ü"}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "no such file", "is_error": True}
-    create(messages=[USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}])
+    reminder = {"role": "system", "content": "Soon."}
+    create(messages=[USER, {"role": "assistant", "content": [call]}, reminder, {"role": "user", "content": [result]}])
     assert "<tool_response>\nError: no such file\n" in prompt_of(engines)
+    assert prompt_of(engines).index("no such file") < prompt_of(engines).index("Soon.")  # results are next to calls
     assert '{"x": "ü"}' in prompt_of(engines)
 
 
@@ -318,6 +321,16 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
     create = create_of(engines := Long("x"))
     create(messages=[USER, {"role": "assistant", "content": "Well, "}])
     assert prompt_of(engines) == "<|user|>x<|end|><|assistant|>Well, "
+
+
+def test_many_texts_are_joined_in_linear_time() -> None:
+    text = {"type": "text", "text": "x" * 250}
+    messages = [{"role": "user", "content": [text] * 1000}] * 30
+    request = MessagesRequest.model_validate({"model": "m", "max_tokens": 1, "messages": messages})
+    begun = time.perf_counter()
+    [message] = request.as_chat().messages
+    assert time.perf_counter() - begun < 5.0  # adding one by one copies 110 GB
+    assert len(str(message.content)) == 30_000 * 251 - 1
 
 
 NONCES = [f"x-anthropic-billing-header: cc_version=2.1.{i}; cc_entrypoint=cli; cch=fa{i}90;" for i in range(2)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vmem.backends.base import AddressRange, Backend, MemoryInfo
 from vmem.budget import BudgetAnswer
 from vmem.errors import BudgetError, IntegrityError, LayoutError, MapError, OutOfPages, OutOfSwap, PinError, VmemError
+from vmem.eviction import EvictionOrder, EvictionQueue, ReturnOrder
 from vmem.group import LayerGroup, longest_sequence
 from vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
 from vmem.mapper_policy import MappingOptions
@@ -16,6 +17,7 @@ from vmem.pins import PinReport
 from vmem.prefix_summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, CachedPrefix, key_of, split_keys
 from vmem.prefix_tree import PrefixMatch, TokenChain
 from vmem.report import GroupReport, MemoryReport
+from vmem.segments import PrefixUse
 from vmem.sequence import SequenceMemory, StepDemand, View, ViewPolicy
 from vmem.snapshot import BlockState, MemorySnapshot, SequenceSnapshot, TableSnapshot, take_snapshot
 from vmem.swapping import SwappedGroup
@@ -33,13 +35,13 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "CHANGE_BYTES", "KEY_BYTES", "NO_KEYS", "AddressRange", "Backend", "BlockContents", "BlockState", "BudgetAnswer",
-    "BudgetError", "CacheTensors", "CachedKeys", "CachedPrefix", "CopyBlocks", "CudaBackend", "GroupReport",
-    "HostBackend", "IntegrityError", "KVLayout", "KVMemory", "LayerGroup", "LayerSpec", "LayoutError", "LayoutKind",
-    "LocalContents", "MapError", "MappingOptions", "MemoryInfo", "MemoryReport", "MemorySnapshot", "MirroredBackend",
-    "OutOfPages", "OutOfSwap", "PeerMemory", "PeerRanks", "PinError", "PinReport", "PrefixMatch", "SequenceMemory",
-    "SequenceSnapshot", "StateLayout", "StepDemand", "SwappedGroup", "TableSnapshot", "TokenChain", "View",
-    "ViewPolicy", "VmemError", "key_of", "longest_sequence", "mirror", "plan_groups", "plan_layout", "select_backend",
-    "split_keys", "take_snapshot",
+    "BudgetError", "CacheTensors", "CachedKeys", "CachedPrefix", "CopyBlocks", "CudaBackend", "EvictionOrder",
+    "EvictionQueue", "GroupReport", "HostBackend", "IntegrityError", "KVLayout", "KVMemory", "LayerGroup", "LayerSpec",
+    "LayoutError", "LayoutKind", "LocalContents", "MapError", "MappingOptions", "MemoryInfo", "MemoryReport",
+    "MemorySnapshot", "MirroredBackend", "OutOfPages", "OutOfSwap", "PeerMemory", "PeerRanks", "PinError", "PinReport",
+    "PrefixMatch", "PrefixUse", "ReturnOrder", "SequenceMemory", "SequenceSnapshot", "StateLayout", "StepDemand",
+    "SwappedGroup", "TableSnapshot", "TokenChain", "View", "ViewPolicy", "VmemError", "key_of", "longest_sequence",
+    "mirror", "plan_groups", "plan_layout", "select_backend", "split_keys", "take_snapshot",
 ]
 # fmt: on
 

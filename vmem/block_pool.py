@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vmem.errors import IntegrityError
+from vmem.eviction import EvictionQueue
+from vmem.segments import CachedUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +36,23 @@ class BlockPool:
         references: by block id, the number of owners.
         region_mappings: by block id, the number of places of regions that map it.
         freed_at: by block id, when it was last freed, in seconds of a monotonic clock.
-        indexed_blocks: blocks whose content the prefix cache has indexed, owned or cached.
+        cached: blocks without an owner whose content the prefix cache has indexed.
+        indexed_blocks: blocks whose content the prefix cache has indexed, owned or cached, with their units.
         num_owned: blocks with at least one reference.
     """
 
-    def __init__(self, block_ids: range) -> None:
+    def __init__(self, block_ids: range, cached: EvictionQueue) -> None:
         self.block_ids = block_ids
         self.references = [0] * block_ids.stop
         self.region_mappings = [0] * block_ids.stop
         self.freed_at = [0.0] * block_ids.stop
-        self.indexed_blocks: set[int] = set()
+        self.cached = cached
+        self.indexed_blocks: dict[int, CachedUnit] = {}
         self.num_owned = 0
         self._unbacked = list(block_ids)  # a heap; ascending order is one
         # Of these queues the first was freed first.
         self._free: OrderedDict[int, None] = OrderedDict()
         self._free_mapped: OrderedDict[int, None] = OrderedDict()
-        self._cached: OrderedDict[int, None] = OrderedDict()
         self._lowest_free: list[int] = []  # heap over the ids in `_free`; entries that left `_free` are skipped
         self._in_heap = [False] * block_ids.stop
         self._eager: set[int] = set()  # free-mapped blocks that were mapped ahead
@@ -74,7 +77,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self.cached)
 
     def copy(self) -> PoolCopy:
         """Copy the states whole lists at once, so that the lock is held briefly."""
@@ -82,7 +85,7 @@ class BlockPool:
             self.references.copy(),
             self.region_mappings.copy(),
             self._unbacked.copy(),
-            self.indexed_blocks.copy(),
+            set(self.indexed_blocks),
             self._moving.copy(),
         )
 
@@ -91,20 +94,20 @@ class BlockPool:
         return block_id in self._free_mapped or block_id in self._free
 
     def is_cached(self, block_id: int) -> bool:
-        return block_id in self._cached
+        return block_id in self.cached
 
     # ---- content ----
 
-    def mark_indexed(self, block_id: int) -> None:
+    def mark_indexed(self, block_id: int, unit: CachedUnit) -> None:
         """Note that the prefix cache has indexed this owned block: once freed, it is cached."""
         assert self.references[block_id], f"block {block_id} is indexed, but has no owner"
-        self.indexed_blocks.add(block_id)
+        self.indexed_blocks[block_id] = unit
 
     def unmark_indexed(self, block_id: int) -> None:
         """Note that the block is no longer indexed; a cached block becomes free, and the first to be reused."""
-        self.indexed_blocks.remove(block_id)
-        if block_id in self._cached:
-            del self._cached[block_id]
+        del self.indexed_blocks[block_id]
+        if block_id in self.cached:
+            self.cached.remove(block_id)
             self._make_free(block_id)
             queue = self._free_mapped if self.region_mappings[block_id] else self._free
             queue.move_to_end(block_id, last=False)
@@ -115,12 +118,8 @@ class BlockPool:
             if self.references[block_id]:
                 self.references[block_id] += 1
             else:
-                del self._cached[block_id]
+                self.cached.remove(block_id)
                 self._own(block_id)
-
-    def oldest_cached(self) -> int | None:
-        """The cached block that was freed first."""
-        return next(iter(self._cached), None)
 
     # ---- owners ----
 
@@ -177,8 +176,8 @@ class BlockPool:
             self.num_owned -= 1
             self.freed_at[block_id] = now
             self._fence[block_id] = max(self._fence[block_id], fence)
-            if block_id in self.indexed_blocks:
-                self._cached[block_id] = None
+            if (unit := self.indexed_blocks.get(block_id)) is not None:
+                self.cached.add(block_id, unit)
             else:
                 self._make_free(block_id)
 
@@ -277,7 +276,7 @@ class BlockPool:
             counted = Counter({b: n for b, n in enumerate(counts) if n})
             if counted != expected:
                 raise IntegrityError(f"{name}: {dict(counted - expected)} too many, {dict(expected - counted)} too few")
-        states = [*self._unbacked, *self._free, *self._free_mapped, *self._cached, *self._moving, *owned]
+        states = [*self._unbacked, *self._free, *self._free_mapped, *self.cached, *self._moving, *owned]
         if sorted(states) != list(self.block_ids):
             raise IntegrityError(
                 f"{len(states)} states for {len(self.block_ids)} blocks: {Counter(states).most_common(3)}"
@@ -288,8 +287,10 @@ class BlockPool:
             self.region_mappings[b] for b in (*self._free, *self._unbacked)
         ):
             raise IntegrityError("the free and free-mapped queues contradict the region mappings")
-        if not self._cached.keys() <= self.indexed_blocks or self.indexed_blocks - set(owned) - self._cached.keys():
+        cached = set(self.cached)
+        if not cached <= self.indexed_blocks.keys() or self.indexed_blocks.keys() - set(owned) - cached:
             raise IntegrityError("the cached blocks contradict the indexed ones")
+        self.cached.check_integrity()
         if not self._eager <= self._free_mapped.keys() or not self._free.keys() <= set(self._lowest_free):
             raise IntegrityError("the queues of free blocks contradict each other")
 

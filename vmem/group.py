@@ -12,6 +12,7 @@ from functools import partial
 from vmem.backends.base import AddressRange, Backend, adjacent_runs, retry_undo
 from vmem.block_pool import BlockPool
 from vmem.errors import IntegrityError, VmemError
+from vmem.eviction import EvictionQueue
 from vmem.layout import KVLayout, StateLayout
 from vmem.region import HOLE, Region
 
@@ -77,6 +78,7 @@ class GroupMemory:
         num_blocks: the most blocks that can have pages; their ids are `1 … num_blocks`.
         num_regions: the most regions; their slots are `1 … num_regions`.
         region_blocks: places of a region; 0: no sequence has a region.
+        cached: decides which cached blocks are evicted first.
 
     Attributes:
         handles: block id → its pages, one a slice.
@@ -99,13 +101,14 @@ class GroupMemory:
         num_blocks: int,
         num_regions: int,
         region_blocks: int,
+        cached: EvictionQueue,
     ) -> None:
         self.index = index
         self.spec = spec
         self.layout = spec.layout
         self.num_regions = num_regions
         self.region_blocks = region_blocks
-        self.pool = BlockPool(range(1, num_blocks + 1))
+        self.pool = BlockPool(range(1, num_blocks + 1), cached)
         self.handles: dict[int, tuple[int, ...]] = {}
         self.parked: OrderedDict[Region, None] = OrderedDict()
         self.held: set[Region] = set()
@@ -195,7 +198,12 @@ class GroupMemory:
 
     def can_allocate_in_place(self, block_id: int, *, evicts: bool) -> bool:
         """Whether the holder of a place can allocate the block that the place maps."""
-        return block_id != HOLE and (self.pool.is_allocatable(block_id) or (evicts and self.pool.is_cached(block_id)))
+        if block_id == HOLE:
+            return False
+        cached = self.pool.cached
+        return self.pool.is_allocatable(block_id) or (
+            evicts and block_id in cached and cached.is_first_choice(block_id)
+        )
 
     def _candidates(self, prefix: Sequence[int], num_blocks: int, evicts: bool) -> list[Region]:
         """The most promising parked regions: for a prefix those that begin alike, else the shortest ones that are long
@@ -297,7 +305,13 @@ class GroupMemory:
 
 
 def reserve_groups(
-    backend: Backend, groups: Sequence[LayerGroup], anchor: int, num_pages: int, num_regions: int, max_tokens: int
+    backend: Backend,
+    groups: Sequence[LayerGroup],
+    anchor: int,
+    num_pages: int,
+    num_regions: int,
+    max_tokens: int,
+    new_queue: Callable[[], EvictionQueue],
 ) -> list[GroupMemory]:
     """Reserve the memory of all layer groups, or of none, for up to `num_pages` pages in each."""
     reserved: list[GroupMemory] = []
@@ -312,6 +326,7 @@ def reserve_groups(
                     num_blocks=num_pages // group.layout.num_slices,
                     num_regions=num_regions,
                     region_blocks=0 if group.is_state else group.layout.num_blocks(max_tokens),
+                    cached=new_queue(),
                 )
             )
     except VmemError:

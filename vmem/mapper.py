@@ -39,16 +39,25 @@ class Mapper:
     a turn.
 
     Attributes:
+        clock: of all times of blocks and regions.
         fence: of the last launched step, which may still read what is freed now.
         is_working: whether the thread has work in hand.
         death: the error that ended the thread.
     """
 
-    def __init__(self, backend: Backend, lock: MemoryLock, policy: MappingPolicy, counts: MemoryCounts) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        lock: MemoryLock,
+        policy: MappingPolicy,
+        counts: MemoryCounts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._backend = backend
         self._lock = lock
         self._policy = policy
         self._counts = counts
+        self.clock = clock
         self.is_working = False
         self.fence = backend.fence()
         self._stopping = False
@@ -121,7 +130,7 @@ class Mapper:
                 work.call()
             failed = False
         finally:
-            work.finish(self._counts, time.monotonic(), failed=failed)
+            work.finish(self._counts, self.clock(), failed=failed)
             self._note_exposed(start)
 
     def raise_failure(self) -> None:
@@ -176,7 +185,7 @@ class Mapper:
     def _choose(self) -> tuple[MappingWork | None, float | None]:
         """Return the next unit of work, else how long to wait for some."""
         try:
-            now = time.monotonic()
+            now = self.clock()
             work = None if self._stopping else self._policy.next_work(now)
             return work, self._policy.wait_s(now) if work is None else None
         except IntegrityError:
@@ -200,7 +209,7 @@ class Mapper:
             elapsed = time.perf_counter() - start
             self._lock.acquire()
             self.is_working = False
-        work.finish(self._counts, time.monotonic(), failed=failure is not None)
+        work.finish(self._counts, self.clock(), failed=failure is not None)
         self._counts.hidden_us += elapsed * 1e6
         self._counts.num_hidden += 1
         self._lock.notify_all()

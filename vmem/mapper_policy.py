@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from vmem.backends.base import Backend
 from vmem.budget import PagePool
 from vmem.errors import LayoutError
+from vmem.eviction import EvictionOrder
 from vmem.group import GroupMemory
 from vmem.mapping_work import AttachPages, DestroyPages, DetachPages, MappingWork, MapRegion, UnmapRegion
 from vmem.prefix_tree import PrefixTree
@@ -109,6 +110,7 @@ class MappingPolicy:
     _pages: PagePool
     _groups: Sequence[GroupMemory]
     _tree: PrefixTree
+    _order: EvictionOrder
     options: MappingOptions
     floor: int
     now: float = 0.0
@@ -149,9 +151,11 @@ class MappingPolicy:
         since = [at for group in self._groups if (at := group.pool.oldest_free_since()) is not None]
         since += [at for group in self._groups for region, at in self._tails(group) if self._frees(group, region)]
         due = [at + self.options.idle_release_s for at in since]
-        cached = [(group.pool, group.pool.oldest_cached()) for group in self._groups]
+        cached = [(group.pool, group.pool.cached.oldest()) for group in self._groups]
         keep_s = max(self.options.cache_release_s, self.options.idle_release_s)
         due += [pool.freed_at[b] + keep_s for pool, b in cached if b is not None]
+        if (ends_at := self._order.next_retention_end()) is not None:
+            due.append(ends_at)
         return min(max(min(due) - now, _FENCE_POLL_S), _LONGEST_WAIT_S) if due else None
 
     # ---- duties, the most urgent first ----
@@ -312,7 +316,9 @@ class MappingPolicy:
         """Evict content cached before `cached_before` and detach its pages."""
         for group in self._groups:
             count = min(-(-excess // group.num_slices), self._unit_blocks(group))
-            while count > 0 and (block_id := group.pool.oldest_cached()) is not None:
+            cached = group.pool.cached
+            next_block = cached.first if cached_before == math.inf else cached.oldest
+            while count > 0 and (block_id := next_block()) is not None:
                 if group.pool.freed_at[block_id] > cached_before:
                     break
                 if group.pool.region_mappings[block_id] and idle_since < math.inf:

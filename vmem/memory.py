@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from vmem.backends.base import Backend
 from vmem.budget import BudgetAnswer, MemoryCounts, PagePool
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, PinError, VmemError
+from vmem.eviction import EvictionOrder, ReturnOrder
 from vmem.group import LayerGroup, most_pages, reserve_groups
 from vmem.lock import MemoryLock
 from vmem.mapper import Mapper
@@ -22,6 +24,7 @@ from vmem.pins import Pins
 from vmem.prefix_cache import PrefixCache
 from vmem.prefix_tree import Hash, PrefixTree, TokenChain, stable_hash
 from vmem.report import MemoryAudit, MemoryReport
+from vmem.segments import PrefixUse
 from vmem.sequence import GroupTable, SequenceMemory, StepDemand, ViewPolicy
 from vmem.swapping import SwappedGroup, Swapping
 from vmem.tables import BlockAllocator, BlockTables, CopyOnWrite
@@ -56,9 +59,12 @@ class KVMemory:
         options: how mappings and pages follow the load.
         prefix_cache: whether freed blocks stay cached.
         pin_quota: share of the budget that pinned prefixes may take.
+        retain_quota: share of the budget that retained prefixes may take.
+        eviction: which cached blocks are evicted first; by default those that are least likely to be used soon.
         swap_bytes: host memory for preempted sequences.
         contents: given the tensors, how blocks are copied, for copy-on-write and swapping.
         hash: of the prefix cache; for tests.
+        clock: in seconds; for simulations.
 
     Attributes:
         prefixes, pins, swapping: the prefix cache, pinned prefixes, swapped sequences.
@@ -82,9 +88,12 @@ class KVMemory:
         options: MappingOptions | None = None,
         prefix_cache: bool = True,
         pin_quota: float = 0.25,
+        retain_quota: float = 0.25,
+        eviction: EvictionOrder | None = None,
         swap_bytes: int = 0,
         contents: Callable[[CacheTensors], BlockContents] = LocalContents,
         hash: Hash = stable_hash,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         page_sizes = {group.layout.page_bytes for group in groups}
         if len(page_sizes) != 1:
@@ -97,28 +106,31 @@ class KVMemory:
         floor = floor_bytes // page_bytes
         counts = MemoryCounts()
         self.pages = pages = PagePool(page_bytes, budget_bytes // page_bytes, max(self.pages_for(max_tokens), floor))
+        unit_tokens = math.lcm(*(group.layout.block_tokens for group in groups if not group.is_state))
+        order = eviction or ReturnOrder(
+            lambda: int(retain_quota * pages.budget), lambda units: self.pages_for(units * unit_tokens), clock
+        )
         self._anchor = backend.create(page_bytes)
         try:
             self.group_memories = memories = reserve_groups(
-                backend, groups, self._anchor, pages.most, num_regions, max_tokens
+                backend, groups, self._anchor, pages.most, num_regions, max_tokens, order.new_queue
             )
         except VmemError:
             backend.destroy(self._anchor)
             raise
         ranges = [memory.homes for memory in memories], [memory.ranges for memory in memories]
         self.tensors = CacheTensors(backend, groups, *ranges, [memory.region_tokens for memory in memories])
-        unit_tokens = math.lcm(*(group.layout.block_tokens for group in groups if not group.is_state))
         self.tree = tree = PrefixTree(memories, unit_tokens, hash, counts)
-        self.policy = MappingPolicy(backend, pages, memories, tree, options, floor)
+        self.policy = MappingPolicy(backend, pages, memories, tree, order, options, floor)
         self.lock = lock = MemoryLock()
-        self.mapper = mapper = Mapper(backend, lock, self.policy, counts)
+        self.mapper = mapper = Mapper(backend, lock, self.policy, counts, clock)
         self.regions = regions = RegionManager(backend, memories, mapper, self.policy, counts)
         self.allocator = allocator = BlockAllocator(backend, pages, memories, tree, mapper, regions)
         self.contents = contents(self.tensors)
         self.copies = CopyOnWrite(memories, allocator, mapper, self.contents, lock, counts)
         self.tables = BlockTables(memories, allocator, self.copies, mapper, max_tokens, counts)
         self.prefixes = PrefixCache(
-            memories, lock, tree, allocator, self.tables, counts, self.step_tokens, prefix_cache
+            memories, lock, tree, allocator, self.tables, counts, order, self.step_tokens, prefix_cache
         )
         self.swapping = Swapping(memories, lock, mapper, self.contents, tree, allocator, self.prefixes, swap_bytes)
         self.pins = Pins(lock, pages, memories, pin_quota)
@@ -241,21 +253,30 @@ class KVMemory:
             sequence.num_tokens = num_tokens
             self.lock.notify_all()
 
-    def free(self, sequence: SequenceMemory) -> None:
+    def free(self, sequence: SequenceMemory, use: PrefixUse | None = None) -> None:
         """Free the sequence's blocks and park its regions.
+
+        Args:
+            use: in place of what `share_prefix` was told, which the sequence's end may have changed.
 
         Raises:
             MapError: only without deferred reclamation: a region could not be unmapped. It is parked and the sequence
                 is freed all the same.
         """
         with self.lock.turn():
+            sequence.prefix.use = use or sequence.prefix.use
             self._free(sequence)
             self.audit.publish()  # a client may ask for the report as soon as its request has ended
 
-    def share_prefix(self, sequence: SequenceMemory, chain: TokenChain, token_ids: Sequence[int]) -> int:
+    def share_prefix(
+        self, sequence: SequenceMemory, chain: TokenChain, token_ids: Sequence[int], use: PrefixUse | None = None
+    ) -> int:
         """Give a sequence without blocks the cached prefix of its tokens; returns the number of tokens shared.
 
         A unit that only begins like the next tokens is shared, too, and copied before the next step.
+
+        Args:
+            use: tells eviction what the sequence is, and how long its prefix is worth keeping.
         """
         if self.prefixes.enabled:
             chain.extend(token_ids)
@@ -278,6 +299,7 @@ class KVMemory:
                 sequence.num_tokens, sequence.prefix.chain = 0, None
                 raise
             self.tree.count_hit(match, len(token_ids))
+            self.prefixes.begin_use(sequence, match, len(token_ids), use or PrefixUse())
             return match.num_tokens
 
     def pin(self, name: str, sequence: SequenceMemory, num_tokens: int) -> None:

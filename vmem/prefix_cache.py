@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 from vmem.budget import MemoryCounts
 from vmem.errors import IntegrityError
+from vmem.eviction import EvictionOrder
 from vmem.group import GroupMemory
 from vmem.lock import MemoryLock
 from vmem.prefix_summary import NO_KEYS, CachedKeys, CachedPrefix
 from vmem.prefix_tree import PrefixCursor, PrefixMatch, PrefixNode, PrefixTree, TokenChain
+from vmem.segments import PrefixUse
 from vmem.sequence import SequenceMemory
 from vmem.tables import BlockAllocator, BlockTables
 
@@ -50,6 +52,7 @@ class PrefixCache:
     _allocator: BlockAllocator
     _tables: BlockTables
     _counts: MemoryCounts
+    _order: EvictionOrder
     _step_tokens: int
     enabled: bool
     _pending: list[_Pending] = field(default_factory=list)
@@ -245,8 +248,17 @@ class PrefixCache:
         sequence.num_tokens = match.num_tokens
         self._tree.start_cursor(sequence.prefix, match.nodes)
 
+    def begin_use(self, sequence: SequenceMemory, match: PrefixMatch, num_tokens: int, use: PrefixUse) -> None:
+        """Note how a sequence of `num_tokens` tokens, which begins with the match, uses the cache."""
+        path = sequence.prefix
+        assert path.chain is not None
+        num_prompt = num_tokens if use.num_prompt_tokens is None else use.num_prompt_tokens
+        digests = path.chain.digests[: num_prompt // self.unit_tokens]
+        path.use, path.segments = use, self._order.begin(digests, match.nodes, use)
+
     def fork_prefix(self, parent: SequenceMemory, child: SequenceMemory, chain: TokenChain | None) -> None:
         """Start the child's cursor in the units that it shares with its parent."""
+        child.prefix = parent.prefix.fork()
         child.prefix.chain = chain
         if chain is not None:
             num_units = min(child.num_tokens // self.unit_tokens, parent.prefix.computed, len(chain.units))
@@ -265,7 +277,9 @@ class PrefixCache:
                 if any(self._groups[g].pool.references[b] > 1 for b in node.blocks[g] or ()):
                     self._is_cut_short = True
             self._roll_back(pending)
-        self._tree.truncate_cursor(sequence.prefix, 0)
+        path = sequence.prefix
+        self._order.end(path.segments, path.computed, path.use)
+        self._tree.truncate_cursor(path, 0)
 
     def reindex_own_blocks(self, sequence: SequenceMemory) -> None:
         """Index the sequence's own blocks in its units, in place of others with the same content."""

@@ -21,6 +21,7 @@ from vmem.budget import MemoryCounts
 from vmem.errors import IntegrityError
 from vmem.group import GroupMemory
 from vmem.prefix_summary import CachedPrefix, HotNodes, PrefixSummary, key_of
+from vmem.segments import PrefixUse, Segment, output_after
 
 Digest = bytes
 Hash = Callable[[Digest, bytes], Digest]
@@ -99,6 +100,7 @@ class PrefixNode:
         depth: units from the beginning to its end.
         blocks: of each layer group, the blocks that hold this unit; of a group with states, the block with the state
             after it. `None`: not cached.
+        segment: the units that are used together with it.
         by_first: first token → the last few children that begin with it.
         writer: the cursor of the sequence that has announced the unit and not computed it.
         pending: the step that computes the unit is in progress.
@@ -111,6 +113,7 @@ class PrefixNode:
     tokens: bytes
     depth: int
     blocks: list[tuple[int, ...] | None]
+    segment: Segment
     by_first: dict[bytes, list[PrefixNode]] = field(default_factory=dict)
     writer: PrefixCursor | None = None
     pending: bool = False
@@ -146,6 +149,8 @@ class PrefixCursor:
         computed: how many of these are computed.
         broken: the next unit's hash belongs to other tokens, so that nothing more is cached.
         snapshot: the last node that holds this sequence's state from its decoding.
+        use: what is known of the sequence.
+        segments: of its prompt and its output, in order.
     """
 
     chain: TokenChain | None = None
@@ -153,6 +158,24 @@ class PrefixCursor:
     computed: int = 0
     broken: bool = False
     snapshot: PrefixNode | None = None
+    use: PrefixUse = field(default_factory=PrefixUse)
+    segments: list[Segment] = field(default_factory=list)
+
+    def segment_at(self, depth: int) -> Segment:
+        """The segment of the unit that ends at this depth."""
+        if not self.segments:
+            self.segments.append(output_after(None, self.use.kind))
+        i = len(self.segments) - 1  # nearly always: units are added at the end
+        while i and self.segments[i - 1].end >= depth:
+            i -= 1
+        return self.segments[i]
+
+    def fork(self) -> PrefixCursor:
+        """A cursor of a sequence with the same prompt and an output of its own."""
+        prompt = self.segments[:-1]
+        return PrefixCursor(
+            use=self.use, segments=[*prompt, output_after(prompt[-1] if prompt else None, self.use.kind)]
+        )
 
 
 class PrefixTree:
@@ -254,7 +277,7 @@ class PrefixTree:
 
     def root(self, keys: tuple[str, ...]) -> PrefixNode:
         if keys not in self._roots:
-            self._roots[keys] = PrefixNode(None, keys, b"", b"", 0, [None] * len(self._groups))
+            self._roots[keys] = PrefixNode(None, keys, b"", b"", 0, [None] * len(self._groups), Segment(0, 0))
         return self._roots[keys]
 
     def extend_cursor(self, path: PrefixCursor, num_units: int) -> None:
@@ -267,7 +290,8 @@ class PrefixTree:
             digest, tokens = chain.digests[i], chain.units[i]
             node = self._nodes.get(digest)
             if node is None:
-                node = PrefixNode(parent, chain.keys, digest, tokens, parent.depth + 1, [None] * len(self._groups))
+                depth, blocks = parent.depth + 1, [None] * len(self._groups)
+                node = PrefixNode(parent, chain.keys, digest, tokens, depth, blocks, path.segment_at(depth))
                 self._nodes[digest] = node
                 parent.references += 1
                 alike = parent.by_first.setdefault(tokens[:4], [])
@@ -315,7 +339,7 @@ class PrefixTree:
         node.references += 1
         for block_id in block_ids:
             self._node_of[g][block_id] = node
-            self._groups[g].pool.mark_indexed(block_id)
+            self._groups[g].pool.mark_indexed(block_id, node)
         if g in self._deciding and self._is_cached(node):
             self.summary.add(node.digest, node.depth)
         return True
@@ -335,9 +359,9 @@ class PrefixTree:
         return len(block_ids)
 
     def evict(self, g: int, count: int) -> int:
-        """Evict `count` cached blocks of a group or a few more, those freed first. Returns their number."""
+        """Evict `count` cached blocks of a group or a few more, see `eviction`. Returns their number."""
         pool, evicted = self._groups[g].pool, 0
-        while evicted < count and (block_id := pool.oldest_cached()) is not None:
+        while evicted < count and (block_id := pool.cached.first()) is not None:
             evicted += self.evict_block(g, block_id)
         return evicted
 
@@ -368,7 +392,7 @@ class PrefixTree:
                 raise IntegrityError(f"a prefix has {node.references} references, {references} are known")
         for g, (node_of, group) in enumerate(zip(self._node_of, self._groups, strict=True)):
             held = [b for node in nodes for b in node.blocks[g] or ()]
-            if sorted(held) != sorted(node_of) or set(held) != group.pool.indexed_blocks:
+            if sorted(held) != sorted(node_of) or set(held) != group.pool.indexed_blocks.keys():
                 raise IntegrityError(f"group {g}: {len(held)} blocks in prefixes, {len(node_of)} indexed")
         if not {id(node.writer) for node in nodes if node.writer is not None} <= set(map(id, cursors)):
             raise IntegrityError("the writer of an announced prefix is gone")

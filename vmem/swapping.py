@@ -208,5 +208,6 @@ def _renumbered(sequence: SequenceMemory, numbers: Sequence[Mapping[int, int]]) 
         GroupTable([0] * table.first + [numbers[g][b] for b in table.owned], table.first)
         for g, table in enumerate(sequence.groups)
     )
-    prefix = PrefixCursor(sequence.prefix.chain, computed=sequence.prefix.computed)
+    old = sequence.prefix
+    prefix = PrefixCursor(old.chain, computed=old.computed, use=old.use, segments=old.segments)
     return SequenceMemory(sequence.policy, tables, sequence.num_tokens, sequence.expected_tokens, prefix)

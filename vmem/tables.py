@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -77,7 +76,7 @@ class BlockAllocator:
                 taken += pool.allocate_free(count - len(taken))
                 taken += pool.allocate_free_mapped(count - len(taken))
         except VmemError:
-            pool.free(taken, fence=0, now=time.monotonic())
+            pool.free(taken, fence=0, now=self._mapper.clock())
             raise
         return sorted(taken)  # neighbours are mapped by one call
 
@@ -89,7 +88,7 @@ class BlockAllocator:
 
     def free(self, group: GroupMemory, block_ids: Sequence[int]) -> None:
         """Drop a reference of each block; the last launched step may still read them."""
-        group.pool.free(block_ids, fence=self._mapper.fence, now=time.monotonic())
+        group.pool.free(block_ids, fence=self._mapper.fence, now=self._mapper.clock())
 
     def _make_room(self, group: GroupMemory, *, evicts: bool) -> bool:
         """Take pages from free blocks of other groups, or wait for the mapper's work in hand."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +47,7 @@ class RegionManager:
         """
         if sequence.policy == "block_table":
             return
-        now = time.monotonic()
+        now = self._mapper.clock()
         for group, table, demand in zip(self._groups, sequence.groups, self._policy.demand, strict=True):
             if not group.region_blocks:
                 continue
@@ -79,7 +78,7 @@ class RegionManager:
         for group, table in zip(self._groups, sequence.groups, strict=True):
             if table.region is not None:
                 self._mapper.wait_for_region(table.region)
-                group.park(table.region, fence=self._mapper.fence, now=time.monotonic())
+                group.park(table.region, fence=self._mapper.fence, now=self._mapper.clock())
                 table.region = None
 
     def map_regions(self, sequence: SequenceMemory, num_tokens: int) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 
 from benchmarks.simulator.backend import CountingBackend
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.traffic import Arrival
-from vmem import KVMemory, LayerGroup, LayerSpec, MappingOptions, TokenChain, plan_layout
+from vmem import EvictionOrder, KVMemory, LayerGroup, LayerSpec, MappingOptions, TokenChain, plan_layout
 
 _NEVER_S = 1e9
 _PAGE_BYTES = 4096
 
 
-def make_memory(device: Device, cache_tokens: int) -> KVMemory:
+def make_memory(
+    device: Device,
+    cache_tokens: int,
+    eviction: EvictionOrder | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> KVMemory:
     """KV memory for this many tokens, and at least for one replica's."""
     # The width of a row of keys and values makes a block one page.
     tokens = device.unit_tokens
@@ -25,6 +33,8 @@ def make_memory(device: Device, cache_tokens: int) -> KVMemory:
         budget_bytes=max(cache_tokens, device.cache_tokens) // tokens * layout.page_bytes,
         num_regions=1,
         max_tokens=device.cache_tokens,
+        eviction=eviction,
+        clock=clock,
         options=MappingOptions(background=False, overlap=False, eager_allocation=False, idle_release_s=_NEVER_S),
     )
 

@@ -44,6 +44,7 @@ class Arrival:
         units, digests: of the prompt's whole units, as in `TokenChain`.
         tail: the token that fills the rest of the prompt: equal rests have equal tokens.
         session: its conversation, if known.
+        kind: of request, see `PrefixUse`.
         follows, pause_s: it arrives this long after the end of the request with this number; `at` is then its time if
             requests took none.
     """
@@ -57,6 +58,7 @@ class Arrival:
     digests: Sequence[bytes]
     tail: int
     session: str | None = None
+    kind: str = ""
     follows: int | None = None
     pause_s: float = 0.0
 
@@ -97,15 +99,15 @@ def conversations(count: int, seed: int) -> list[Arrival]:
     while len(drawn) < 2 * count:  # the last conversations would lack their ends
         begins_at += rng.expovariate(_RATE * (1 - _GOES_ON))
         at, blocks = begins_at, list(range(_SYSTEM // MOONCAKE_UNIT))
-        num_tokens, num_output_tokens = _SYSTEM + _lognormal(rng, _FIRST, 1.1), _lognormal(rng, _OUTPUT, 0.8)
+        num_tokens, num_output_tokens = _SYSTEM + lognormal(rng, _FIRST, 1.1), lognormal(rng, _OUTPUT, 0.8)
         while num_tokens < _LONGEST:
             blocks = blocks + [next(ids) for _ in range(num_tokens // MOONCAKE_UNIT - len(blocks))]
             drawn.append((at, num_tokens, num_output_tokens, blocks))
             if rng.random() >= _GOES_ON:
                 break
             at += num_output_tokens * 0.03 + rng.expovariate(1 / _THINKS_S)
-            num_tokens += num_output_tokens + _lognormal(rng, _ADDED, 1.1)
-            num_output_tokens = _lognormal(rng, _OUTPUT, 0.8)
+            num_tokens += num_output_tokens + lognormal(rng, _ADDED, 1.1)
+            num_output_tokens = lognormal(rng, _OUTPUT, 0.8)
     drawn.sort(key=lambda request: request[0])
     return [arrival_of(i, *request, tail=next(ids) + 1) for i, request in enumerate(drawn[:count])]
 
@@ -125,16 +127,16 @@ def agents(count: int, factor: float, seed: int) -> list[Arrival]:
         begins_at += rng.expovariate(_SESSIONS_PER_S * factor)
         at, pause_s, session = begins_at, 0.0, session + 1
         blocks = rng.choices(kinds, [1 / rank for rank in range(1, _KINDS + 1)])[0]
-        num_tokens = len(blocks) * MOONCAKE_UNIT + _lognormal(rng, _TASK, 1.0)
+        num_tokens = len(blocks) * MOONCAKE_UNIT + lognormal(rng, _TASK, 1.0)
         while num_tokens < _LONGEST:
             blocks = blocks + [next(ids) for _ in range(num_tokens // MOONCAKE_UNIT - len(blocks))]
-            num_output_tokens = _lognormal(rng, _CALL, 0.8)
+            num_output_tokens = lognormal(rng, _CALL, 0.8)
             drawn.append((at, num_tokens, num_output_tokens, blocks, session, pause_s))
             if rng.random() < 1 / _TURNS:
                 break
-            pause_s = _lognormal(rng, 1000 * (_SLOW_S if rng.random() < _SLOW_SHARE else _FAST_S), 0.5) / 1000
+            pause_s = lognormal(rng, 1000 * (_SLOW_S if rng.random() < _SLOW_SHARE else _FAST_S), 0.5) / 1000
             at += pause_s
-            num_tokens += num_output_tokens + _lognormal(rng, _RETURNED, 1.1)
+            num_tokens += num_output_tokens + lognormal(rng, _RETURNED, 1.1)
     drawn.sort(key=lambda request: request[0])
     last: dict[int, int] = {}  # of each session, the number of its last request
     arrivals = []
@@ -203,5 +205,5 @@ def _evenly(first: int, last: int, count: int) -> list[int]:
     return [first + (last - first) * i // (count - 1) for i in range(count)]
 
 
-def _lognormal(rng: random.Random, mean: float, sigma: float) -> int:
+def lognormal(rng: random.Random, mean: float, sigma: float) -> int:
     return max(round(rng.lognormvariate(0, sigma) * mean / 2.718281828 ** (sigma**2 / 2)), 1)

@@ -7,11 +7,12 @@ import pytest
 
 from vmem.block_pool import BlockPool
 from vmem.errors import IntegrityError
+from vmem.eviction import ReturnOrder
 
 
 def warm(num_blocks: int) -> BlockPool:
     """A pool whose blocks all have pages."""
-    pool = BlockPool(range(num_blocks))
+    pool = BlockPool(range(num_blocks), ReturnOrder(lambda: 0, lambda num_units: num_units).new_queue())
     pool.end_move(pool.begin_attach(num_blocks), has_pages=True, freed_at=0.0)
     return pool
 

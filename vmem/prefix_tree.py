@@ -290,8 +290,8 @@ class PrefixTree:
             digest, tokens = chain.digests[i], chain.units[i]
             node = self._nodes.get(digest)
             if node is None:
-                depth, blocks = parent.depth + 1, [None] * len(self._groups)
-                node = PrefixNode(parent, chain.keys, digest, tokens, depth, blocks, path.segment_at(depth))
+                segment, depth = path.segment_at(parent.depth + 1), parent.depth + 1
+                node = PrefixNode(parent, chain.keys, digest, tokens, depth, [None] * len(self._groups), segment)
                 self._nodes[digest] = node
                 parent.references += 1
                 alike = parent.by_first.setdefault(tokens[:4], [])

@@ -37,6 +37,7 @@ _AT_LEAST_0 = (
     "kv_idle_release_s",
     "prefix_cache_release_s",
     "swap_bytes",
+    "max_cache_ttl_s",
     "restore_prefixes_s",
 )
 # (settings, whether a value is within the bound, the bound). NaN is within none.
@@ -44,7 +45,7 @@ _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_AT_LEAST_1, lambda value: not isinstance(value, int) or value >= 1, "be at least 1"),
     (_AT_LEAST_0, lambda value: value >= 0, "not be negative"),
     (("step_timeout_s",), lambda value: value > 0, "be above 0"),
-    (("pin_quota",), lambda value: 0 <= value <= 1, "be between 0 and 1"),
+    (("pin_quota", "retain_quota"), lambda value: 0 <= value <= 1, "be between 0 and 1"),
 )
 
 
@@ -71,6 +72,9 @@ class EngineConfig:
         pinned_prompts: name → text; computed at the start and pinned in the prefix cache.
         pinned_system_prompts: name → system message, pinned as the chat template writes it.
         pin_quota: share of the cache that pinned prefixes may take.
+        retain_quota: share of the cache that prefixes of requests with `cache_ttl_s` may take while they are retained.
+            Memory that running requests need is taken from them all the same.
+        max_cache_ttl_s: a longer `cache_ttl_s` is taken for this one; 0: prefixes are not retained.
         isolate_tenants: requests with a `tenant` share cached prefixes only within that tenant.
         preemption: how preempted requests get their blocks back: by swap, by recompute, or by the one that is expected
             to be faster.
@@ -135,6 +139,8 @@ class EngineConfig:
     pinned_prompts: Mapping[str, str] = field(default_factory=dict)
     pinned_system_prompts: Mapping[str, str] = field(default_factory=dict)
     pin_quota: float = 0.25
+    retain_quota: float = 0.25
+    max_cache_ttl_s: float = 3600.0
     isolate_tenants: bool = True
     preemption: PreemptionPolicy = "auto"
     swap_bytes: int = 1 << 30

@@ -22,6 +22,7 @@ from app.engine.sampling.sampler import Sampled, prompt_logprobs, sample, sample
 from app.engine.sampling.state import SamplingState
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.speculation import Speculation
+from app.engine.turn import MOST_TOKENS_READ
 from app.engine.vocabulary import Vocabulary
 from app.errors import EngineError, FolioError, RequestError
 from vmem import IntegrityError, KVMemory, ViewPolicy, VmemError
@@ -277,9 +278,12 @@ class Decoder:
 
     def _ended(self, sequence: Request, generation: Generation, delta: Delta) -> list[Delta]:
         """End a sequence with its last delta; returns the deltas to send."""
+        start = len(sequence.prompt_token_ids)
+        if sequence.turn.depends_on_output:
+            text = self._vocabulary.read(sequence.token_ids[max(start, len(sequence.token_ids) - MOST_TOKENS_READ) :])
+            sequence.use = replace(sequence.use, kind=sequence.turn.kind_of(text))
         self.end_sequence(sequence)
         sent = generation.emit(delta)
-        start = len(sequence.prompt_token_ids)
         for output in sent:
             whole = isinstance(generation.selection, BestOf)
             self.ended.add(sequence, output.index, output.token_ids if whole else sequence.token_ids[start:])
@@ -357,6 +361,8 @@ class Decoder:
             memory=memory,
             index=index,
             num_cached_tokens=parent.num_cached_tokens,
+            turn=parent.turn,
+            use=parent.use,
             snapshot_positions=parent.snapshot_positions if memory is not None else (),
             sampling=state,
             prompt_logprobs=parent.prompt_logprobs if parent.group.lockstep else [],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from app.engine.pooled import PoolingParams
+from app.engine.turn import Turn
 from app.errors import FolioError
 
 FinishReason = Literal["stop", "length"]
@@ -26,6 +27,8 @@ class RequestOptions(TypedDict, total=False):
     expected_cached_tokens: prompt tokens that the router expects in the cache, for the load report and for the order of
         prompts.
     pooling: return a vector of the prompt, and generate nothing.
+    turn: the kind of turn, which tells how likely the prefix is used again.
+    cache_ttl_s: keep the prefix in the cache so long after the end, at most `max_cache_ttl_s`, if the quota allows.
     """
 
     priority: int
@@ -36,6 +39,8 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: float | None
     expected_cached_tokens: int | None
     pooling: PoolingParams | None
+    turn: Turn
+    cache_ttl_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

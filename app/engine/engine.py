@@ -146,7 +146,12 @@ class Engine:
             self._next_deadline = math.inf  # or before it: of a request that has ended
             self.vocabulary = Vocabulary(self.model)
             self.intake = RequestValidator(
-                self.model, self.memory, self.vocabulary, self.scheduler, isolate_tenants=config.isolate_tenants
+                self.model,
+                self.memory,
+                self.vocabulary,
+                self.scheduler,
+                isolate_tenants=config.isolate_tenants,
+                max_cache_ttl_s=config.max_cache_ttl_s,
             )
             self.decoder = Decoder(
                 self.memory, self.scheduler, self.vocabulary, self.generations, meter, self.speculation

@@ -18,9 +18,10 @@ from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.state import SamplingState
 from app.engine.scheduler import Scheduler
+from app.engine.turn import COMPLETION
 from app.engine.vocabulary import Vocabulary
 from app.errors import ConfigError, ContextLengthError, RequestError
-from vmem import KVMemory, PinError
+from vmem import KVMemory, PinError, PrefixUse
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class RequestValidator:
 
     Args:
         isolate_tenants: tenants share no cached prefixes.
+        max_cache_ttl_s: bound of a request's `cache_ttl_s`.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class RequestValidator:
         scheduler: Scheduler,
         *,
         isolate_tenants: bool,
+        max_cache_ttl_s: float,
     ) -> None:
         self._vocab_size = model.vocab_size
         self._pooling, self._hidden_size = model.pooling, model.module.config.get_text_config().hidden_size
@@ -52,6 +55,7 @@ class RequestValidator:
         self._scheduler = scheduler
         self._max_model_len = memory.max_tokens
         self._isolate_tenants = isolate_tenants
+        self._max_cache_ttl_s = max_cache_ttl_s
         self._num_arrivals = 0
 
     def validate_request(
@@ -177,7 +181,7 @@ class RequestValidator:
             tenant=options.get("tenant") or options.get("user"),
         )
         self._num_arrivals += 1
-        prompt = list(prompt_token_ids)
+        prompt, turn = list(prompt_token_ids), options.get("turn", COMPLETION)
         request = Request(
             request_id,
             prompt,
@@ -190,6 +194,14 @@ class RequestValidator:
             num_forks=params.num_sequences - 1,
             sampling=self._vocabulary.state(own, prompt),
             expected_cached_tokens=options.get("expected_cached_tokens"),
+            turn=turn,
+            use=PrefixUse(
+                turn.kind,
+                len(prompt),
+                retain_s=min(options.get("cache_ttl_s") or 0.0, self._max_cache_ttl_s),
+                retains_output=turn.kind != "completion",
+                owner=options.get("tenant") or options.get("user") or "",
+            ),
             pin_name=pin_name,
             pooled=self._pooled_prompt(options.get("pooling")),
             submitted_at=time.perf_counter(),

@@ -11,8 +11,9 @@ from app.engine.pooled import PooledPrompt
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.state import SamplingState
 from app.engine.sampling.token_text import IncrementalDetokenizer
+from app.engine.turn import COMPLETION, Turn
 from app.errors import RequestError
-from vmem import SequenceMemory, SwappedGroup, TokenChain
+from vmem import PrefixUse, SequenceMemory, SwappedGroup, TokenChain
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +80,7 @@ class Request:
         num_cached_tokens: prompt tokens found in the prefix cache when the request began; `None` before.
         expected_cached_tokens: see `RequestOptions`.
         snapshot_positions: token counts at which a step must end, to keep a recurrent state.
+        turn, use: the kind of turn, and what the prefix cache is told of it.
         pin_name: the request computes a prefix to pin under this name, and samples nothing.
         pooled: the request returns a vector of its prompt, and samples nothing.
         sampling: state that the choice of the next token depends on.
@@ -103,6 +105,8 @@ class Request:
     num_cached_tokens: int | None = None
     expected_cached_tokens: int | None = None
     snapshot_positions: tuple[int, ...] = ()
+    turn: Turn = COMPLETION
+    use: PrefixUse = field(default_factory=PrefixUse)
     pin_name: str | None = None
     pooled: PooledPrompt | None = None
     sampling: SamplingState = None  # type: ignore[assignment]  # made from `params` unless it is given

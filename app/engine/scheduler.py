@@ -6,6 +6,7 @@ import bisect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -350,7 +351,8 @@ class Scheduler:
         request.chain.extend(request.token_ids)
         memory = self._memory.create_sequence(self._view, expected_tokens=len(request.token_ids))
         try:
-            request.num_computed = self._memory.share_prefix(memory, request.chain, tokens)
+            use = replace(request.use, resumes=request.num_cached_tokens is not None)
+            request.num_computed = self._memory.share_prefix(memory, request.chain, tokens, use)
         except BaseException:
             self._memory.free(memory)
             raise
@@ -551,7 +553,7 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         assert request.memory is not None
-        self._memory.free(request.memory)
+        self._memory.free(request.memory, request.use)
         request.memory = None
 
 

@@ -78,6 +78,12 @@ class Vocabulary:
         text.flush()  # text that the parent holds back is the parent's
         return text
 
+    def read(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, control tokens included; empty without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an output with these parameters."""
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)

@@ -10,6 +10,7 @@ from app.engine.delta import Delta, FinishReason, TokenLogprobs
 from app.engine.pooled import PooledKind, PoolingParams
 from app.engine.report import ReplicaReport, StepTimes
 from app.engine.sampling.params import SamplingParams
+from app.engine.turn import COMPLETION, Turn
 from vmem import CachedPrefix, MemoryReport
 
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}
@@ -29,7 +30,7 @@ class GenerateRequest:
     """A tokenised prompt and how to continue it.
 
     Attributes:
-        priority, cache_salt, adapter, tenant, user, timeout_s: see `RequestOptions`.
+        priority, cache_salt, adapter, tenant, user, timeout_s, turn, cache_ttl_s: see `RequestOptions`.
         adapter_key: the adapter's id in the keys of cached prefixes, as far as the ingress knows. A hint for the
             router: the replica decides which adapter has the name.
         session: the client's name for related requests, a hint for the router.
@@ -54,6 +55,8 @@ class GenerateRequest:
     tenant: str | None = None
     user: str | None = None
     timeout_s: float | None = None
+    turn: Turn = COMPLETION
+    cache_ttl_s: float | None = None
     session: str | None = None
     expected: ExpectedPrefix | None = None
     crowded: tuple[str, ...] = ()

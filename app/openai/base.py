@@ -169,11 +169,9 @@ class ClientFields(StrictBody):
     `X-Session-Id`. Cached prefixes are found without it."""
     session_id: Name | None = None
     """The same, under OpenRouter's name."""
-    prompt_cache_retention: Annotated[
-        Literal["in_memory"] | None,
-        unsupported_field("cached prefixes are kept in memory only; leave it out, or use pin", "in_memory"),
-    ] = None
-    """Cached prefixes are kept in memory, for as long as the server's settings allow."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """`24h`: keep the prefix of this request in the cache for as long as the server allows (`max_cache_ttl_s`, an hour
+    by default), like `cache_ttl_s`, which takes precedence. `in_memory` has no effect."""
 
 
 # Larger bodies are parsed and tokenised outside of the event loop, ...

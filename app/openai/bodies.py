@@ -64,6 +64,10 @@ Prompt = Annotated[
 ]
 
 
+# A day, as OpenAI's longest `prompt_cache_retention`.
+MAX_CACHE_TTL_S = 86_400.0
+
+
 class GenerationBody(SamplingBody, ClientFields):
     """Fields that completions, chat completions and responses share."""
 
@@ -80,12 +84,23 @@ class GenerationBody(SamplingBody, ClientFields):
     (`fair_tenants`)."""
     timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """Seconds after which an unfinished request ends with an error."""
+    cache_ttl_s: Annotated[float | None, Field(ge=0, le=MAX_CACHE_TTL_S, allow_inf_nan=False)] = None
+    """Seconds for which the prefix is kept in the cache after the request: whole blocks of the prompt, and of the
+    output in a conversation. A longer time than `max_cache_ttl_s` is taken for that one. Kept prefixes take at most
+    `retain_quota` of the cache, and running requests take precedence. 0: like any other prefix."""
     user: Text | None = None
     """The end user. `fair_tenants` takes the user for the tenant of requests without one."""
     request_id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] = None
     """The answer's id, after its prefix. Such an answer cannot be forked. By default a random one."""
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     """Keep this number of tokens at the end of a longer prompt; -1: as many as the context has room for."""
+
+    @property
+    def wanted_ttl_s(self) -> float | None:
+        """How long the prefix is to be kept in the cache; the server's setting bounds it."""
+        if self.cache_ttl_s is None and self.prompt_cache_retention == "24h":
+            return MAX_CACHE_TTL_S
+        return self.cache_ttl_s
 
 
 class TokenFields(StrictBody):

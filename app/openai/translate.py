@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from app.engine.sampling.params import SamplingParams
+from app.engine.turn import COMPLETION, Turn
 from app.error_json import TOO_LONG
 from app.errors import ContextLengthError, RequestError, UnknownModelError, UnknownRequestError
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
@@ -166,7 +167,7 @@ class Translator:
         plan = plan_output(self._format, tools, end, request.reasoning_budget, request.continued_text)
         params = request.sampling_params(plan)
         _check_entries(len(prompt) * params.n, params.prompt_logprobs)
-        call = self._call_of(_new_id(kind), prompt, params, request, adapter, session)
+        call = self._call_of(_new_id(kind), prompt, params, request, adapter, session, turn=plan.turn)
         return [call], ChatAnswer(call.request_id, request, self._tokens, prompt, plan)
 
     def translate_fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
@@ -237,6 +238,7 @@ class Translator:
         adapter: str | None,
         session: str | None,
         number: int = 0,
+        turn: Turn = COMPLETION,
     ) -> GenerateRequest:
         """The call for prompt `number`, as far as the caller's API key allows it."""
         tenant, timeout_s = request.tenant, request.timeout_s
@@ -264,6 +266,8 @@ class Translator:
             owner=None if context is None else context.owner,
             user=request.user or None,
             timeout_s=timeout_s,
+            turn=turn,
+            cache_ttl_s=request.wanted_ttl_s,
             session=session or request.session_id or request.prompt_cache_key,
             repeat_key=repeat_key,
         )

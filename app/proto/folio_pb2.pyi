@@ -68,7 +68,7 @@ class Sampling(_message.Message):
     def __init__(self, n: _Optional[int] = ..., best_of: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str: _Optional[bool] = ..., ignore_eos: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., use_beam_search: _Optional[bool] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., guided_json: _Optional[str] = ..., guided_regex: _Optional[str] = ..., guided_choice: _Optional[_Iterable[str]] = ..., guided_grammar: _Optional[str] = ...) -> None: ...
 
 class Scheduling(_message.Message):
-    __slots__ = ("priority", "cache_salt", "pin", "tenant", "timeout_s", "user", "session")
+    __slots__ = ("priority", "cache_salt", "pin", "tenant", "timeout_s", "user", "session", "cache_ttl_s")
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class Scheduling(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_TTL_S_FIELD_NUMBER: _ClassVar[int]
     priority: int
     cache_salt: str
     pin: str
@@ -83,7 +84,8 @@ class Scheduling(_message.Message):
     timeout_s: float
     user: str
     session: str
-    def __init__(self, priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., pin: _Optional[str] = ..., tenant: _Optional[str] = ..., timeout_s: _Optional[float] = ..., user: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
+    cache_ttl_s: float
+    def __init__(self, priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., pin: _Optional[str] = ..., tenant: _Optional[str] = ..., timeout_s: _Optional[float] = ..., user: _Optional[str] = ..., session: _Optional[str] = ..., cache_ttl_s: _Optional[float] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

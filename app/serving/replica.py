@@ -308,6 +308,8 @@ class EngineReplica:
                 tenant=request.tenant,
                 user=request.user,
                 timeout_s=request.timeout_s,
+                turn=request.turn,
+                cache_ttl_s=request.cache_ttl_s,
                 expected_cached_tokens=num_expected,
                 pooling=request.pooling,
                 pace=pace,

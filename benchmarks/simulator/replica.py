@@ -16,7 +16,7 @@ from app.engine.scheduler import Scheduled, Scheduler
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.memory import make_memory, prompt_of
 from benchmarks.simulator.traffic import Arrival
-from vmem import CachedKeys, key_of
+from vmem import CachedKeys, EvictionOrder, PrefixUse, key_of
 
 # Above the number of keys of any of these caches.
 _ALL_KEYS = 1 << 20
@@ -87,6 +87,7 @@ class SimulatedReplica:
 
     Args:
         leaps: allow leaps. The outcome is the same without them.
+        eviction: in place of Folio's.
 
     Attributes:
         busy_s: seconds in steps.
@@ -94,7 +95,15 @@ class SimulatedReplica:
         prefill_due_tokens: of prompts without a first token yet, the tokens not cached at their arrival.
     """
 
-    def __init__(self, index: int, device: Device, now: float = 0.0, *, leaps: bool = True) -> None:
+    def __init__(
+        self,
+        index: int,
+        device: Device,
+        now: float = 0.0,
+        *,
+        leaps: bool = True,
+        eviction: EvictionOrder | None = None,
+    ) -> None:
         self.index = index
         self.now = now
         self._arrival_at = now
@@ -108,7 +117,7 @@ class SimulatedReplica:
         self._leap: _Leap | None = None
         self._served: dict[str, Served] = {}
         self._active_units: Counter[bytes] = Counter()  # keys of unfinished requests' prompts
-        self._memory = make_memory(device, device.cache_tokens)
+        self._memory = make_memory(device, device.cache_tokens, eviction, lambda: self.now)
         self._recovery = PreemptionCostModel(device.step_tokens)
         self._scheduler = Scheduler(
             self._memory,
@@ -155,6 +164,7 @@ class SimulatedReplica:
             arrival.request_id, prompt, _SAMPLING, arrival.num_output_tokens, None, chain, group, prompt.copy()
         )
         request.expected_cached_tokens = expected_cached_tokens
+        request.use = PrefixUse(arrival.kind, len(prompt))
         self._scheduler.add(group)
         if self._leap is None:
             self.now = now

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.simulator.traffic import MOONCAKE_UNIT, Arrival, arrival_of, lognormal
+from benchmarks.simulator.traffic import ANSWER, CALL, MOONCAKE_UNIT, Arrival, arrival_of, lognormal
 
 # Shares of sessions: agents, chats; the rest are completions.
 _AGENTS, _CHATS = 0.25, 0.25
@@ -32,7 +32,7 @@ _FAST_S, _SLOW_S, _SLOW_SHARE = 0.69, 18.6, 0.3
 _FIRST_S, _TOKEN_S = 0.5, 0.02
 _LONGEST = 100_000
 
-CALLS, AGENT, CHAT, COMPLETION = "calls", "tools", "chat", "completion"
+CHAT, COMPLETION = "chat", "completion"
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ def _session(
         blocks = blocks + [next(ids) for _ in range(num_tokens // MOONCAKE_UNIT - len(blocks))]
         calls = is_agent and rng.random() >= 1 / _CALLS
         num_output_tokens = lognormal(rng, _CALL if calls else _ANSWER, 0.8)
-        kind = CALLS if calls else AGENT if is_agent else CHAT if is_chat else COMPLETION
+        kind = CALL if calls else ANSWER if is_agent else CHAT if is_chat else COMPLETION
         yield _Turn(session, at, kind, num_tokens, num_output_tokens, blocks, pause_s)
         if not calls and (not is_chat or rng.random() >= _GOES_ON):
             return

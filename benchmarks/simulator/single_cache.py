@@ -31,10 +31,10 @@ def hit_share(arrivals: Sequence[Arrival], device: Device, cache_tokens: int) ->
 def infinite_hit_share(arrivals: Sequence[Arrival], unit_tokens: int) -> float:
     """Share of prompt tokens in whole units that an earlier prompt had, too; without a prompt's last token, which is
     always computed."""
-    return sum(_hits(arrivals, unit_tokens)) / sum(arrival.num_tokens for arrival in arrivals)
+    return sum(known_hits(arrivals, unit_tokens)) / sum(arrival.num_tokens for arrival in arrivals)
 
 
-def _hits(arrivals: Sequence[Arrival], unit_tokens: int) -> list[int]:
+def known_hits(arrivals: Sequence[Arrival], unit_tokens: int) -> list[int]:
     """Tokens of each prompt in whole units that an earlier prompt had, too, without the last token."""
     seen: set[bytes] = set()
     hits = []
@@ -55,7 +55,7 @@ def load_bounds(arrivals: Sequence[Arrival], device: Device, num_replicas: int) 
             advance, the longest placed first. The first is the bound for a router, which cannot know that the trace
             ends.
     """
-    hits = _hits(arrivals, device.unit_tokens)
+    hits = known_hits(arrivals, device.unit_tokens)
     tokens = [float(arrival.num_tokens - hit) for arrival, hit in zip(arrivals, hits, strict=True)]
     seconds = [
         device.step_s(round(n), round(n * hit + n * (n + 1) / 2), 0) for n, hit in zip(tokens, hits, strict=True)

@@ -30,6 +30,8 @@ _SESSIONS_PER_S, _KINDS, _INSTRUCTIONS = 1.3, 8, (6144, 2048)
 _TASK, _RETURNED, _TURNS = 8000.0, 5000.0, 8.0
 # Tokens of an answer: the mean of Mooncake's tool and agent requests (arXiv 2407.00079, section 4.2).
 _CALL = 182.0
+# Kinds of requests (`PrefixUse`): with tools, by how their output ends.
+CALL, ANSWER = "calls", "tools"
 # Mean seconds of tools: a search, and generation of images or speech, with the share of the latter. Assumed, of the
 # order that InferCept (ICML 2024) reports; not checked against its table.
 _FAST_S, _SLOW_S, _SLOW_SHARE = 0.69, 18.6, 0.3
@@ -144,7 +146,8 @@ def agents(count: int, factor: float, seed: int) -> list[Arrival]:
         arrival = arrival_of(number, at, num_tokens, num_output_tokens, blocks, next(ids) + 1)
         arrivals.append(replace(arrival, session=f"s{of}", follows=last.get(of), pause_s=pause_s))
         last[of] = number
-    return arrivals
+    answers = set(last.values())  # the last turn of a session calls no tool
+    return [replace(arrival, kind=ANSWER if arrival.number in answers else CALL) for arrival in arrivals]
 
 
 def azure(path: Path) -> list[Arrival]:

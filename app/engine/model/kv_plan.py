@@ -102,6 +102,7 @@ def build_memory(
             ),
             prefix_cache=config.prefix_cache,
             pin_quota=config.pin_quota,
+            retain_quota=config.retain_quota,
             swap_bytes=swap_bytes,
             contents=contents,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from app.engine.sampling.params import ReasoningBudget, Structure
+from app.engine.turn import Turn
 from app.errors import RequestError
 from app.openai.output.formats import OutputFormat
 from app.openai.output.parser import HarmonyParser, OutputParser
@@ -48,6 +49,20 @@ class OutputPlan:
         if known.tools is not None and self.functions:
             literals |= {*known.tools.literals}
         return [token_id for text, token_id in known.special_tokens.items() if text in literals]
+
+    @property
+    def turn(self) -> Turn:
+        """The kind of turn, for the prefix cache."""
+        known = self.format
+        if not self.functions:
+            return Turn("chat")
+        if self.forced:
+            return Turn("calls")
+        if known.is_harmony:
+            return Turn("tools", ("to=functions.",))
+        if known.tools is None:
+            return Turn("tools")
+        return Turn("tools", known.tools.markers, known.tools.bare)
 
     def parser(self) -> OutputParser | None:
         """A parser for one output; `None`: all of it is content."""

@@ -18,8 +18,8 @@ exact. Each order at several sizes of the cache.
 The order's constants were chosen on other seeds, and on Mooncake's first 5,000 requests.
 
 **Sessions.** Agents on one simulated replica (`simulator.replica`: the real scheduler, too): Llama-3-8B on one H100 by
-its data sheet. A turn begins when the turn before has ended and the tool has returned. The optimal order knows when each
-session in progress goes on. TTFT of the turns after the first, and the time of whole sessions.
+its data sheet, at several rates. A turn begins when the turn before has ended and the tool has returned. The optimal
+order knows when each session in progress goes on. TTFT of the turns after the first, and the time of whole sessions.
 
 --real adds `agents_real`: sessions with pauses against a real server with a small cache, with and without
 `cache_ttl_s`. --quick replays fewer requests of one seed, at one size each.
@@ -60,7 +60,10 @@ DEVICE = roofline(
 SEEDS = (11, 12, 13)
 # New sessions: of `traffic.agents` as a factor of its rate, of `sessions` a second.
 AGENTS_FACTOR, MIXED_PER_S = 1 / 4, 0.5
-REQUESTS, QUICK_REQUESTS = 6000, 500
+# Of `traffic.agents` on one replica: from few sessions to more than it can serve. Figures without a suffix are of the
+# second one.
+FACTORS = (0.05, 0.06, 0.07, 0.08)
+REQUESTS, SESSION_REQUESTS, QUICK_REQUESTS = 6000, 2000, 500
 # Mooncake's requests on which constants were chosen.
 CHAT_FROM = 5000
 SIZES = {"agents": (0.25, 0.5, 0.75, 1.0), "mixed": (0.25, 0.5, 1.0), "chat": (1.0, 2.0, 4.0, 8.0)}  # million tokens
@@ -134,14 +137,15 @@ class Sessions:
 
     order: str
     seed: int
+    factor: float
     hit_share: float
     next_turn_ttft_s: float
     next_turn_ttft_p90_s: float
     session_s: float
 
 
-def serve_one(order: str, seed: int, count: int) -> Sessions:
-    arrivals = traffic.agents(count, AGENTS_FACTOR, seed)
+def serve_one(order: str, seed: int, count: int, factor: float) -> Sessions:
+    arrivals = traffic.agents(count, factor, seed)
     schedule = Schedule(arrivals)
     orders = {"lru": LeastRecentlyUsed, "optimal": partial(Optimal, schedule.next_use)}
     served = run(schedule, DEVICE, orders[order]() if order in orders else None)
@@ -156,6 +160,7 @@ def serve_one(order: str, seed: int, count: int) -> Sessions:
     return Sessions(
         order,
         seed,
+        factor,
         sum(s.cached_tokens for s in served) / sum(s.arrival.num_tokens for s in served),
         statistics.fmean(next_turns),
         next_turns[int(0.9 * len(next_turns))],
@@ -163,30 +168,37 @@ def serve_one(order: str, seed: int, count: int) -> Sessions:
     )
 
 
-def serve(seeds: Sequence[int], count: int) -> tuple[Figures, Any]:
-    """Whole sessions on one replica."""
-    results = list(run_all([partial(serve_one, order, seed, count) for seed in seeds for order in ORDERS]))
-    mean = {
-        order: {
-            key: statistics.fmean(getattr(run, key) for run in results if run.order == order)
-            for key in ("hit_share", "next_turn_ttft_s", "next_turn_ttft_p90_s", "session_s")
-        }
-        for order in ORDERS
-    }
+def serve(seeds: Sequence[int], count: int, factors: Sequence[float]) -> tuple[Figures, Any]:
+    """Whole sessions on one replica, at each rate: means over the seeds."""
+    tasks = [partial(serve_one, order, seed, count, factor) for factor in factors for seed in seeds for order in ORDERS]
+    results = list(run_all(tasks))
+    figures: Figures = {}
     print(f"\nsessions of agents on {DEVICE.name}, a cache of {DEVICE.cache_tokens} tokens")
-    print(f"{'':10s}{'hits':>8s}{'next turn: TTFT mean':>22s}{'p90':>8s}{'session':>10s}")
-    for order, of in mean.items():
-        print(
-            f"{order:10s}{of['hit_share']:8.1%}{of['next_turn_ttft_s']:20.3f} s{of['next_turn_ttft_p90_s']:6.2f} s"
-            f"{of['session_s']:8.1f} s"
-        )
-    ours, lru, best = mean["folio"], mean["lru"], mean["optimal"]
-    return {
-        "next_turn_ttft_s": ours["next_turn_ttft_s"],
-        "next_turn_ttft_vs_lru": ours["next_turn_ttft_s"] / lru["next_turn_ttft_s"],
-        "optimal_next_turn_ttft_vs_lru": best["next_turn_ttft_s"] / lru["next_turn_ttft_s"],
-        "session_vs_lru": ours["session_s"] / lru["session_s"],
-    }, [asdict(run) for run in results]
+    print(f"{'a minute':>8s} {'':10s}{'hits':>8s}{'next turn: TTFT mean':>22s}{'p90':>8s}{'session':>10s}")
+    for factor in factors:
+        mean = {
+            order: {
+                key: statistics.fmean(
+                    getattr(run, key) for run in results if (run.order, run.factor) == (order, factor)
+                )
+                for key in ("hit_share", "next_turn_ttft_s", "next_turn_ttft_p90_s", "session_s")
+            }
+            for order in ORDERS
+        }
+        for order, of in mean.items():
+            print(
+                f"{60 * factor * traffic.SESSIONS_PER_S:8.1f} {order:10s}{of['hit_share']:8.1%}"
+                f"{of['next_turn_ttft_s']:20.3f} s{of['next_turn_ttft_p90_s']:6.2f} s{of['session_s']:8.1f} s"
+            )
+        ours, lru, best = mean["folio"], mean["lru"], mean["optimal"]
+        suffix = "" if factor == FACTORS[1] else f"_at_{factor:g}"
+        figures |= {
+            f"next_turn_ttft_s{suffix}": ours["next_turn_ttft_s"],
+            f"next_turn_ttft_vs_lru{suffix}": ours["next_turn_ttft_s"] / lru["next_turn_ttft_s"],
+            f"optimal_next_turn_ttft_vs_lru{suffix}": best["next_turn_ttft_s"] / lru["next_turn_ttft_s"],
+            f"session_vs_lru{suffix}": ours["session_s"] / lru["session_s"],
+        }
+    return figures, [asdict(run) for run in results]
 
 
 def main() -> None:
@@ -210,7 +222,9 @@ def main() -> None:
         for size, of in by_size.items():
             suffix = "" if size == USUAL[name] else f"_{size:g}m"
             figures |= {f"{prefix}{key}{suffix}": value for key, value in of.items()}
-    more, raw["sessions"] = serve(seeds, count)
+    more, raw["sessions"] = serve(
+        seeds, count if args.quick else SESSION_REQUESTS, FACTORS[1:2] if args.quick else FACTORS
+    )
     figures |= more
     if args.real:
         real, raw["real"] = agents_real.measure(quick=args.quick)

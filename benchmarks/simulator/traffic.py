@@ -26,7 +26,7 @@ _LONGEST = 120_000
 
 # Of agents' sessions, at 16 replicas: sessions a second; kinds of agents, the most popular first, and the most and
 # least tokens of their instructions; mean tokens of a task and of a tool's result; mean turns.
-_SESSIONS_PER_S, _KINDS, _INSTRUCTIONS = 1.3, 8, (6144, 2048)
+SESSIONS_PER_S, _KINDS, _INSTRUCTIONS = 1.3, 8, (6144, 2048)
 _TASK, _RETURNED, _TURNS = 8000.0, 5000.0, 8.0
 # Tokens of an answer: the mean of Mooncake's tool and agent requests (arXiv 2407.00079, section 4.2).
 _CALL = 182.0
@@ -126,7 +126,7 @@ def agents(count: int, factor: float, seed: int) -> list[Arrival]:
     drawn: list[tuple[float, int, int, list[int], int, float]] = []  # the last two: session, pause
     begins_at, session = 0.0, 0
     while len(drawn) < count:
-        begins_at += rng.expovariate(_SESSIONS_PER_S * factor)
+        begins_at += rng.expovariate(SESSIONS_PER_S * factor)
         at, pause_s, session = begins_at, 0.0, session + 1
         blocks = rng.choices(kinds, [1 / rank for rank in range(1, _KINDS + 1)])[0]
         num_tokens = len(blocks) * MOONCAKE_UNIT + lognormal(rng, _TASK, 1.0)

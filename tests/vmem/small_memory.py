@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,6 +206,8 @@ def make_memory(
     prefix_cache: bool = True,
     swap_pages: int = 0,
     hash: Hash = stable_hash,
+    retain_quota: float = 0.25,
+    clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> tuple[KVMemory, FlakyBackend]:
     """A memory that gives nothing back by itself unless `idle_release_s` says so."""
@@ -225,6 +227,8 @@ def make_memory(
         prefix_cache=prefix_cache,
         swap_bytes=swap_pages * PAGE_BYTES,
         hash=hash,
+        retain_quota=retain_quota,
+        clock=clock,
         contents=contents,
         options=MappingOptions(
             **({"idle_release_s": 1e9, "cache_release_s": 1e9, "eager_allocation": False} | options)

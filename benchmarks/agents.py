@@ -21,8 +21,7 @@ The order's constants were chosen on other seeds, and on Mooncake's first 5,000 
 its data sheet, at several rates. A turn begins when the turn before has ended and the tool has returned. The optimal
 order knows when each session in progress goes on. TTFT of the turns after the first, and the time of whole sessions.
 
---real adds `agents_real`: sessions with pauses against a real server with a small cache, with and without
-`cache_ttl_s`. --quick replays fewer requests of one seed, at one size each.
+`benchmarks.agents_real` has sessions on a real server. --quick replays fewer requests of one seed, at one size each.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import agents_real, harness
+from benchmarks import harness
 from benchmarks.picture import LIMIT, OURS, RIVALS, picture
 from benchmarks.simulator import traffic
 from benchmarks.simulator.cache_replay import ORDERS, Replayed, replay
@@ -226,9 +225,6 @@ def main() -> None:
         seeds, count if args.quick else SESSION_REQUESTS, FACTORS[1:2] if args.quick else FACTORS
     )
     figures |= more
-    if args.real:
-        real, raw["real"] = agents_real.measure(quick=args.quick)
-        figures |= real
     harness.finish("agents", args, figures, raw, draw)
 
 
@@ -255,7 +251,6 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 def parse() -> argparse.Namespace:
     parser = harness.arguments(__doc__)
     parser.add_argument("--trace", type=Path, default=traffic.MOONCAKE_TRACE, help="of conversations, JSON lines")
-    parser.add_argument("--real", action="store_true", help="run against a real server as well")
     return parser.parse_args()
 
 

@@ -426,3 +426,27 @@ def test_unsupported_values_are_refused(field: str, value: object, message: str)
     with pytest.raises(ValidationError, match=message) as caught:
         chat(**{field: value})
     assert caught.value.errors()[0]["loc"][0] == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "ttl_s"),
+    [
+        ({}, None),
+        ({"prompt_cache_retention": "in_memory"}, None),
+        ({"prompt_cache_retention": "24h"}, 86_400),
+        ({"cache_ttl_s": 300}, 300),
+        ({"cache_ttl_s": 300, "prompt_cache_retention": "24h"}, 300),
+        ({"cache_ttl_s": 0, "prompt_cache_retention": "24h"}, 0),
+    ],
+)
+def test_how_long_a_prefix_is_kept(fields: dict[str, Any], ttl_s: float | None) -> None:
+    assert completion(**fields).wanted_ttl_s == ttl_s
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"cache_ttl_s": -1}, {"cache_ttl_s": 86_401}, {"cache_ttl_s": "5m"}, {"prompt_cache_retention": "1h"}],
+)
+def test_times_that_no_prefix_is_kept(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        completion(**fields)

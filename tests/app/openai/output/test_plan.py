@@ -292,3 +292,11 @@ def test_forced_arguments_are_the_declared_ones() -> None:
     }
     for unchanged in ({"type": "object"}, {"type": "object", "properties": {}, "required": ["undeclared"]}):
         assert closed(unchanged) == unchanged
+
+
+def test_the_kind_of_turn_tells_the_prefix_cache_whether_a_call_may_follow() -> None:
+    hermes = OutputFormat(tools=TOOL_SYNTAXES["hermes"][1])
+    assert plan_output(hermes, ChosenTools(), str, None).turn.kind == "chat"
+    assert plan_output(hermes, ChosenTools(FUNCTIONS, required=True), str, None).turn.kind == "calls"
+    turn = plan_output(hermes, ChosenTools(FUNCTIONS), str, None).turn
+    assert (turn.kind_of("No."), turn.kind_of('<tool_call>\n{"name": "f"}')) == ("tools", "calls")

@@ -146,8 +146,8 @@ class Sessions:
 def serve_one(order: str, seed: int, count: int, factor: float) -> Sessions:
     arrivals = traffic.agents(count, factor, seed)
     schedule = Schedule(arrivals)
-    orders = {"lru": LeastRecentlyUsed, "optimal": partial(Optimal, schedule.next_use)}
-    served = run(schedule, DEVICE, orders[order]() if order in orders else None)
+    orders = {"lru": LeastRecentlyUsed(), "optimal": Optimal(schedule.next_use)}
+    served = run(schedule, DEVICE, orders.get(order))
     next_turns = sorted(s.ttft_s for s in served if s.arrival.follows is not None)
     begun: dict[str, float] = {}
     ended: dict[str, float] = {}

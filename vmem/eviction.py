@@ -215,7 +215,7 @@ class SegmentQueue:
     def __init__(self, order: ReturnOrder) -> None:
         self._order = order
         self._segment_of: dict[int, Segment] = {}
-        self._blocks: dict[Segment, dict[int, None]] = {}  # those freed first first
+        self._blocks: dict[Segment, OrderedDict[int, None]] = {}  # those freed first first
         self._places: Places = {}
         self._worst: Segment | None = None  # `None`: not known
         self._retained: OrderedDict[Segment, None] = OrderedDict()
@@ -224,7 +224,7 @@ class SegmentQueue:
         segment = node.segment
         blocks = self._blocks.get(segment)
         if blocks is None:
-            blocks = self._blocks[segment] = {}
+            blocks = self._blocks[segment] = OrderedDict()
             self.put(segment)
         blocks[block_id] = None
         self._segment_of[block_id] = segment

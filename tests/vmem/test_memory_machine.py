@@ -41,6 +41,7 @@ from vmem import (
     OutOfPages,
     OutOfSwap,
     PinError,
+    PrefixUse,
     SequenceMemory,
     StepDemand,
     SwappedGroup,
@@ -148,10 +149,26 @@ class MemoryMachine(RuleBasedStateMachine):
         own=st.sampled_from([0, 0, 0, 1, 5, 16, 20]),
         salt=st.sampled_from(["", "", "", "x"]),
         view=st.sampled_from(["home", "region"]),
+        use=st.builds(
+            PrefixUse,
+            kind=st.sampled_from(["", "chat"]),
+            num_prompt_tokens=st.sampled_from([None, 1, 40]),
+            resumes=st.booleans(),
+            retain_s=st.sampled_from([0.0, 0.0, 0.002, 1e9]),
+            retains_output=st.booleans(),
+        ),
         fails=st.sampled_from([False] * 7 + [True]),
     )
     def submit(
-        self, policy: str, documents: list[int], common: int, own: int, salt: str, view: str, fails: bool
+        self,
+        policy: str,
+        documents: list[int],
+        common: int,
+        own: int,
+        salt: str,
+        view: str,
+        use: PrefixUse,
+        fails: bool,
     ) -> None:
         """Prompts in one step; those of one document share the units that the step computes."""
         demands = []
@@ -161,7 +178,7 @@ class MemoryMachine(RuleBasedStateMachine):
             tokens = Tokens(self.memory.prefixes.chain((salt,) if salt else ()), ids)
             sequence = self.memory.create_sequence(policy, expected_tokens=len(ids))  # type: ignore[arg-type]
             try:
-                found = self.memory.share_prefix(sequence, tokens.chain, ids)
+                found = self.memory.share_prefix(sequence, tokens.chain, ids, use)
                 assert found < len(ids)
                 self.memory.append(sequence, len(ids), start=found)
             except VmemError:

@@ -61,11 +61,11 @@ SEEDS = (11, 12, 13)
 AGENTS_FACTOR, MIXED_PER_S = 1 / 4, 0.5
 # Of `traffic.agents` on one replica: from few sessions to more than it can serve. Figures without a suffix are of the
 # second one.
-FACTORS = (0.05, 0.06, 0.07, 0.08)
-REQUESTS, SESSION_REQUESTS, QUICK_REQUESTS = 6000, 2000, 500
+FACTORS = (0.05, 0.06, 0.07)
+REQUESTS, SESSION_REQUESTS, QUICK_REQUESTS = 3000, 1500, 500
 # Mooncake's requests on which constants were chosen.
 CHAT_FROM = 5000
-SIZES = {"agents": (0.25, 0.5, 0.75, 1.0), "mixed": (0.25, 0.5, 1.0), "chat": (1.0, 2.0, 4.0, 8.0)}  # million tokens
+SIZES = {"agents": (0.25, 0.5, 1.0), "mixed": (0.25, 0.5, 1.0), "chat": (1.0, 2.0, 4.0)}  # million tokens
 # The size that is the device's, where figures without a suffix are taken.
 USUAL = {"agents": 0.5, "mixed": 0.5, "chat": 2.0}
 

@@ -1,7 +1,7 @@
 """Sessions with pauses against a real Ray Serve: the built-in model, and a cache that holds a part of them.
 
 A session is a conversation of growing prompts (`/v1/completions`), with a pause after each turn; beside the sessions
-come completions that never return. Two runs: the server decides by itself, and sessions send `cache_ttl_s`. The mean
+come completions that never return. In turn, the server decides by itself, and sessions send `cache_ttl_s`. The mean
 TTFT of the turns after a session's first, and the cached share of their prompts by the usage.
 """
 
@@ -19,31 +19,32 @@ from benchmarks.served import Served, served
 
 # Tokens of the cache: half of what the sessions and the completions of a pause need.
 _KV_BYTES = 24 << 20
-_SESSIONS, _TURNS, _PAUSE_S = 6, 6, 3.0
+_REPEATS, _SESSIONS, _TURNS, _PAUSE_S = 3, 6, 6, 3.0
 _FIRST_WORDS, _TURN_WORDS, _COMPLETION_WORDS = 500, 60, 500
 _WORDS = ["the", "key", "room", "hotel", "night", "porter", "is", "open", "and", "letter", "sea", "north", "tower"]
 
 
 def measure(*, quick: bool) -> tuple[dict[str, float], Any]:
-    turns = 3 if quick else _TURNS
-    args = {
-        "engine": {"model": "builtin", "kv_memory_bytes": _KV_BYTES, "retain_quota": 0.75, "max_model_len": 2048},
-    }
-    raw: dict[str, Any] = {}
-    with served("agents", args) as server:
+    repeats, turns = (1, 3) if quick else (_REPEATS, _TURNS)
+    engine = {"model": "builtin", "kv_memory_bytes": _KV_BYTES, "retain_quota": 0.75, "max_model_len": 2048}
+    runs: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+    with served("agents", {"engine": engine}) as server:
         server.deploy()
-        for name, ttl_s in (("warm-up", None), ("without", None), ("with", 60.0)):
-            raw[name] = _run(server, name, turns, ttl_s)
-            print(
-                f"{name:8s} cache_ttl_s: {raw[name]['hit_share']:.1%} of later turns' prompts cached, "
-                f"TTFT {1e3 * raw[name]['ttft_s']:.0f} ms"
-            )
-    without, retained = raw["without"], raw["with"]
+        _run(server, "warm-up", turns, None)
+        for number in range(repeats):
+            for name, ttl_s in (("without", None), ("with", 60.0)):
+                runs[name].append(_run(server, f"{number} {name}", turns, ttl_s))
+                print(
+                    f"{name:8s} cache_ttl_s: {runs[name][-1]['hit_share']:.1%} of later turns' prompts cached, "
+                    f"TTFT {1e3 * runs[name][-1]['ttft_s']:.0f} ms",
+                    flush=True,
+                )
+    ttfts_s = {name: [run["ttft_s"] for run in of] for name, of in runs.items()}
     return {
-        "hit_share": without["hit_share"],
-        "hit_share_retained": retained["hit_share"],
-        "next_turn_ttft_retained_vs_not": retained["ttft_s"] / without["ttft_s"],
-    }, raw
+        "hit_share": statistics.fmean(run["hit_share"] for run in runs["without"]),
+        "hit_share_retained": statistics.fmean(run["hit_share"] for run in runs["with"]),
+        "next_turn_ttft_retained_vs_not": harness.median_ratio(ttfts_s["with"], ttfts_s["without"]),
+    }, runs
 
 
 def _run(server: Served, name: str, turns: int, ttl_s: float | None) -> dict[str, float]:

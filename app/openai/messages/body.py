@@ -221,6 +221,8 @@ class MessagesRequest(GenerationBody, ConversationBody):
         shared: dict[str, Any] = {name: getattr(self, name) for name in GenerationBody.model_fields.keys() - _OWN}
         if self.metadata is not None and self.metadata.user_id:
             shared["user"] = self.metadata.user_id
+        if self.cache_ttl_s is None:
+            shared["cache_ttl_s"] = self.retention_s()
         return ChatCompletionRequest(
             **shared | self.chat_fields(), stop=self.stop_sequences, max_completion_tokens=self.max_tokens
         )

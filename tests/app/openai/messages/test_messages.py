@@ -389,6 +389,7 @@ def test_cache_control_is_accepted_everywhere() -> None:
     ):
         request = MessagesRequest.model_validate(given)
         assert request.retention_s() == ttl_s
+        assert request.as_chat().wanted_ttl_s == ttl_s
         if "messages" not in given or given["messages"] == body["messages"]:
             assert request.as_chat().messages == plain.messages
             assert request.as_chat().tools == plain.tools

@@ -105,6 +105,8 @@ REQUEST = GenerateRequest(
     tenant="t",
     user="u",
     timeout_s=2.0,
+    turn=Turn("tools", ("<call>",)),
+    cache_ttl_s=60.0,
     owner="key:k",
     expected=ExpectedPrefix("here", 4),
     pooling=PoolingParams(dimensions=3),
@@ -138,6 +140,8 @@ async def test_the_engine_gets_every_option() -> None:
         "tenant": "t",
         "user": "u",
         "timeout_s": 2.0,
+        "turn": Turn("tools", ("<call>",)),
+        "cache_ttl_s": 60.0,
         "owner": "key:k",
     }
     options |= {"expected_cached_tokens": 4, "pooling": PoolingParams(dimensions=3)}

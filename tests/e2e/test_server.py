@@ -642,12 +642,15 @@ def test_messages(server: Server) -> None:
         more: dict[str, Any] = {"model": "builtin", "max_tokens": 30_000, "extra_body": {"temperature": 0}}
         return more | {"system": system, "messages": [question]}
 
+    def texts_of(message: Any) -> list[str]:
+        return [block.text for block in message.content]
+
     first = client.messages.create(**asked("fa690"))
-    assert [block.text for block in first.content if block.type == "text"] == ["The key of room 417 is 93."]
+    assert texts_of(first) == ["The key of room 417 is 93."]
     assert first.stop_reason == "end_turn"
     with client.messages.stream(**asked("0aaa9")) as stream:
         second = stream.get_final_message()
-    assert second.content == first.content
+    assert texts_of(second) == texts_of(first)
     assert (second.usage.cache_read_input_tokens or 0) > second.usage.input_tokens
     count = client.messages.count_tokens(model="builtin", messages=[question]).input_tokens
     assert count == second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0)

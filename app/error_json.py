@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from app.errors import ContextLengthError
+from app.errors import ContextLengthError, UnknownThreadError
 from app.http_errors import ErrorBody
 from app.request_context import current_context
 
@@ -27,9 +27,16 @@ _TYPES = {
 TOO_LONG = "prompt is too long"
 
 
+class ErrorDetails(BaseModel):
+    """What a program should know of an error."""
+
+    error_code: str
+
+
 class AnthropicErrorDetail(BaseModel):
     type: str
     message: str
+    details: ErrorDetails | None = None
 
 
 class AnthropicErrorBody(BaseModel):
@@ -60,7 +67,9 @@ def anthropic_error(status: int, answer: ErrorBody) -> AnthropicErrorBody:
     message = detail.message
     if detail.code == ContextLengthError.code and not message.startswith(TOO_LONG):
         message = f"{TOO_LONG}: {message}"
+    # By this code Anthropic's client knows that it has to send the whole conversation again.
+    details = ErrorDetails(error_code=detail.code) if detail.code == UnknownThreadError.code else None
     return AnthropicErrorBody(
-        error=AnthropicErrorDetail(type=kind, message=message),
+        error=AnthropicErrorDetail(type=kind, message=message, details=details),
         request_id=None if context is None else context.request_id,
     )

@@ -88,6 +88,12 @@ class UnknownBatchError(RequestError):
     code = "batch_not_found"
 
 
+class UnknownThreadError(RequestError):
+    """A conversation of Anthropic's API is to be continued, but none are stored here."""
+
+    code = "thread_not_found"
+
+
 class ForbiddenError(_FieldError):
     """The caller's API key does not allow the request. `param` is the field that it does not allow."""
 

@@ -26,6 +26,7 @@ from app.errors import (
     UnknownModelError,
     UnknownPinError,
     UnknownRequestError,
+    UnknownThreadError,
 )
 from app.request_context import current_context
 
@@ -41,7 +42,14 @@ _ANSWERS: tuple[tuple[type[FolioError], int, str, str], ...] = (
     (EngineError, 500, "server_error", "engine_error"),
     (ModelError, 500, "server_error", "model_error"),  # files of an adapter
 )
-_NOT_FOUND = (UnknownModelError, UnknownRequestError, UnknownPinError, UnknownFileError, UnknownBatchError)
+_NOT_FOUND = (
+    UnknownModelError,
+    UnknownRequestError,
+    UnknownPinError,
+    UnknownFileError,
+    UnknownBatchError,
+    UnknownThreadError,
+)
 _BY_CODE: dict[str, type[FolioError]] = {
     **{error.code: error for error in (ContextLengthError, *_NOT_FOUND)},
     **{code: error for error, _, _, code in _ANSWERS},

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from app.engine.sampling.params import MAX_STOP_STRINGS
+from app.errors import UnknownThreadError
 from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, in_terms_of, unsupported_field
 from app.openai.bodies import (
     MAX_MESSAGES,
@@ -110,6 +111,15 @@ class UserMetadata(StrictBody):
     """The end user, as `user` of chat completions."""
 
 
+class ThreadParam(StrictBody):
+    """Conversations that the server stores. None are stored here: "continue" is answered 404, whereupon Anthropic's
+    client sends the whole conversation again."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: Text | None = None
+    """Of the message to continue from."""
+
+
 class ConversationBody(StrictBody):
     """Fields from which the prompt is made, and fields of Anthropic's API without effect here."""
 
@@ -146,6 +156,8 @@ class ConversationBody(StrictBody):
     """No effect."""
     workspace_id: Text | None = None
     """No effect."""
+    thread: ThreadParam | None = None
+    """"create" has no effect."""
     container: Annotated[None, unsupported_field("no tools run on this server; leave it out")] = None
     """Refused: no tools run on the server."""
     mcp_servers: Annotated[
@@ -155,6 +167,10 @@ class ConversationBody(StrictBody):
 
     def chat_fields(self) -> dict[str, Any]:
         """Fields of the chat completion with the same prompt and form of output. Raises `RequestError`."""
+        if self.thread is not None and self.thread.type == "continue":
+            raise UnknownThreadError(
+                f"no message {self.thread.previous_message_id!r} is stored here; send the whole conversation", "thread"
+            )
         given, config, choice = self.thinking, self.output_config or OutputConfig(), self.tool_choice
         thinking = None
         if given is not None:

@@ -589,3 +589,40 @@ async def test_methods_of_the_handle() -> None:
     assert whole.content[0].text == "Hello"
     assert events[2].content_block.text == ""  # events do not change after they are sent
     assert events[-1].type == "message_stop"
+
+
+def test_a_thread_is_sent_again_whole() -> None:
+    """Anthropic's tool runner sends results alone, as the continuation of a stored thread. The field was dropped, and
+    the results were refused for want of their calls."""
+
+    class CallsOnce(Long):
+        """Replicas that call the function once, and answer then."""
+
+        def _items(self, call: Any) -> list[Any]:
+            self._texts = (CALL,) if len(self.calls) == 1 else ("It is.",)
+            return super()._items(call)
+
+    engines = CallsOnce()
+
+    @anthropic.beta_tool
+    def f(x: int) -> str:
+        """A function."""
+        return "found" * x
+
+    tools: Any = [f]
+    runner = client_of(engines).beta.messages.tool_runner(model="m", max_tokens=9, messages=[USER], tools=tools)
+    [block] = runner.until_done().content
+    assert block.type == "text"
+    assert block.text == "It is."
+    assert "found" in prompt_of(engines)
+
+
+def test_a_thread_that_is_continued_is_not_found() -> None:
+    thread = {"type": "continue", "previous_message_id": "msg-1"}
+    answer = transport_of(Engines()).post(
+        "/v1/messages", json={"model": "m", "max_tokens": 9, "messages": [USER], "thread": thread}
+    )
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert (error["type"], error["details"]) == ("not_found_error", {"error_code": "thread_not_found"})
+    assert "send the whole conversation" in error["message"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from app.errors import ContextLengthError, UnknownThreadError
 from app.http_errors import ErrorBody
@@ -36,7 +36,7 @@ class ErrorDetails(BaseModel):
 class AnthropicErrorDetail(BaseModel):
     type: str
     message: str
-    details: ErrorDetails | None = None
+    details: Annotated[ErrorDetails | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 class AnthropicErrorBody(BaseModel):

@@ -17,6 +17,7 @@ from app.engine import AsyncEngine, Delta, SamplingParams
 from app.engine.async_engine import Pace
 from app.engine.pooled import PoolingParams
 from app.engine.report import StartTimes
+from app.engine.turn import Turn
 from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
 from app.fleet.messages import (
     ExpectedPrefix,

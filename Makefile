@@ -10,7 +10,12 @@ OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 PYTEST := RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 WITHOUT_RAY := -n auto --ignore tests/e2e --ignore tests/hostile
 
-.PHONY: serve test test-fast mutants check docs bench bench-full proto clean compiler
+# Other people's clients have an environment of their own, and start the server with ours.
+CLIENTS := .venv-clients
+CLIENT_TESTS := $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients --server-python $(BIN)/python \
+  --record tests/clients/results.json
+
+.PHONY: serve test test-fast clients mutants check docs bench bench-full proto clean compiler
 
 serve: $(VENV)/.base compiler
 	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001 MODEL=Qwen/Qwen2.5-0.5B-Instruct ARGS='--kv-memory 2GiB': with options of folio serve; Ctrl-C stops it when requests under way have ended, a second one at once)"
@@ -29,6 +34,12 @@ test: $(VENV)/.dev $(VENV)/.oldest compiler
 test-fast: $(VENV)/.dev compiler
 	@echo "==> Running the tests that are fast and start no processes"
 	$(PYTEST) $(WITHOUT_RAY) -m "not slow and not processes"
+
+clients: $(VENV)/.dev $(CLIENTS)/.installed compiler
+	@echo "==> Running other people's clients against a server (five minutes); then docs/clients.md has what worked"
+	$(CLIENT_TESTS) tests/clients
+	$(subst $(CLIENTS),$(VENV),$(CLIENT_TESTS)) tests/clients/test_openai.py
+	$(BIN)/python -m tools.clients
 
 mutants: $(VENV)/.dev compiler
 	@echo "==> Changing the code at 300 places, one at a time, to see whether the tests notice (an hour on 2 cores)"
@@ -61,7 +72,7 @@ proto: $(VENV)/.dev
 
 clean:
 	@echo "==> Removing the virtual environment and caches"
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(CLIENTS) tests/clients/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 
 compiler:
 	@command -v g++ >/dev/null || { \
@@ -97,4 +108,15 @@ $(VENV)/.docs: $(VENV)/.base
 $(VENV)/.bench: $(VENV)/.base
 	@echo "==> Installing what the benchmarks compare with"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,dev]'
+	@touch $@
+
+$(CLIENTS)/.installed: pyproject.toml tests/clients/constraints.txt tests/clients/node/package-lock.json
+	@echo "==> Installing other people's clients into $(CLIENTS) (five minutes)"
+	$(PYTHON) -m venv $(CLIENTS)
+	$(PYTHON) -c "import tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+	  print(*extras['clients'], sep='\n')" > $(CLIENTS)/requirements.txt
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c tests/clients/constraints.txt -r $(CLIENTS)/requirements.txt
+	@if command -v npm >/dev/null; then npm ci --silent --prefix tests/clients/node; else \
+	  echo "==> No npm found: the clients for Node are skipped"; fi
 	@touch $@

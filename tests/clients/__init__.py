@@ -1,0 +1,1 @@
+"""Other people's clients, unchanged, against a server: `make clients`."""

@@ -1,0 +1,33 @@
+"""The official client for Node."""
+
+from __future__ import annotations
+
+from tests.clients.client import Client
+from tests.clients.node_client import check
+
+CLIENT = Client("openai (Node)", ("npm:openai",))
+SCRIPT = "openai.mjs"
+
+
+def test_chat(url: str) -> None:
+    check(SCRIPT, url, "chat")
+
+
+def test_stream(url: str) -> None:
+    check(SCRIPT, url, "stream")
+
+
+def test_tools(url: str) -> None:
+    check(SCRIPT, url, "tools")
+
+
+def test_structured(url: str) -> None:
+    check(SCRIPT, url, "structured")
+
+
+def test_reasoning(url: str) -> None:
+    check(SCRIPT, url, "reasoning")
+
+
+def test_embeddings(url: str) -> None:
+    check(SCRIPT, url, "embeddings")

@@ -14,6 +14,7 @@ from app.openai.logprobs import Offsets, TokenTexts, chat_logprobs, completion_l
 from app.openai.output.parser import Part
 from app.openai.output.plan import OutputPlan
 from app.openai.output.reader import Kind
+from app.openai.output.reasoning import ReasoningTokens
 from app.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -319,7 +320,7 @@ class ChatAnswer(Answer):
 
     def _output(self, piece: Piece) -> _Output:
         if piece.index not in self._outputs:
-            self._outputs[piece.index] = _Output(self._plan)
+            self._outputs[piece.index] = _Output(self._plan, self._tokens)
         return self._outputs[piece.index]
 
     def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatCompletionChunk:
@@ -329,23 +330,29 @@ class ChatAnswer(Answer):
 class _Output:
     """One output of a chat completion, as it grows."""
 
-    def __init__(self, plan: OutputPlan) -> None:
+    def __init__(self, plan: OutputPlan, tokens: TokenTexts) -> None:
         self.has_begun = False
         self.held_entries: tuple[TokenLogprobs, ...] = ()
         self.held_token_ids: tuple[int, ...] = ()
         self.num_calls = 0
-        self.num_reasoning_tokens = 0
+        marks = plan.reasoning_marks
+        self._reasoning = None if marks is None else ReasoningTokens(*marks, tokens.bytes_of)
         self._parser = plan.parser()
         self._new_call_id = plan.format.new_call_id
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._reasoning is None else self._reasoning.count
+
     def push(self, piece: Piece) -> list[Part]:
+        if self._reasoning is not None:
+            self._reasoning.push(piece.token_ids)
         if self._parser is None:
             return [Part("content", piece.text)] if piece.text else []
         parts = self._parser.push(piece.text)
         if piece.finish_reason is not None:
             parts += self._parser.finish()
         self.num_calls += sum(part.kind == "call" for part in parts)
-        self.num_reasoning_tokens += self._count_reasoning(piece, parts)
         return parts
 
     def call_deltas(self, parts: Sequence[Part]) -> list[ToolCallDelta]:
@@ -362,13 +369,6 @@ class _Output:
             elif part.kind == "arguments":
                 deltas.append(ToolCallDelta(index=index, function=FunctionCallDelta(arguments=part.text)))
         return deltas
-
-    def _count_reasoning(self, piece: Piece, parts: Sequence[Part]) -> int:
-        """Tokens of a piece that are reasoning: in proportion to characters where the reasoning ends inside."""
-        length = sum(len(part.text) for part in parts)
-        if not length:
-            return len(piece.token_ids) if self._parser is not None and self._parser.is_reasoning else 0
-        return round(len(piece.token_ids) * len(_joined(parts, "reasoning")) / length)
 
 
 def _joined(parts: Sequence[Part], kind: Kind) -> str:

@@ -119,15 +119,19 @@ class OutputPlan:
         reasoning = "reasoning" if self.reasoning == "begun" else f"({self.format.terminal(syntax.begin)} reasoning)?"
         return [f"lead: {reasoning} {_GAP}", up_to("reasoning", syntax.end, self.format.terminal)]
 
-    def _budget(self) -> ReasoningBudget | None:
-        if self.budget_tokens is None or not self._lead:
+    @property
+    def reasoning_marks(self) -> tuple[str, str] | None:
+        """The texts between which the output reasons, the first one empty if the prompt has it; `None`: it does not."""
+        if not self._lead:
             return None
         if self.format.is_harmony:
-            begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
-        else:
-            assert self.format.reasoning is not None
-            begin, end = self.format.reasoning.begin, self.format.reasoning.end
-        return ReasoningBudget(self.budget_tokens, "" if self.reasoning == "begun" else begin, end)
+            return "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+        assert self.format.reasoning is not None
+        return "" if self.reasoning == "begun" else self.format.reasoning.begin, self.format.reasoning.end
+
+    def _budget(self) -> ReasoningBudget | None:
+        marks = self.reasoning_marks
+        return None if self.budget_tokens is None or marks is None else ReasoningBudget(self.budget_tokens, *marks)
 
 
 def _harmony_lead(known: OutputFormat) -> list[str]:

@@ -46,6 +46,10 @@ def chat(plan: OutputPlan = PLAIN, **fields: Any) -> ChatAnswer:
     return ChatAnswer("chatcmpl-1", request, TOKENS, [1, 2, 3], plan)
 
 
+def num_tokens(text: str) -> int:
+    return len(TOKENIZER.encode(text))
+
+
 def call(name: str) -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
 
@@ -269,7 +273,7 @@ def test_tool_calls_of_streamed_outputs() -> None:
 
 def test_reasoning_of_a_full_answer() -> None:
     text = f"<think>\nhm\n</think>\n\nWell.{call('f')}"
-    tokens = [piece(text, *range(A, A + 20), finish_reason="stop")]
+    tokens = [piece(text, *TOKENIZER.encode(text), finish_reason="stop")]
     whole = chat(plan=TOOLS).full_answer([tokens])
     [choice] = whole.choices
     message = choice.model_dump(mode="json")["message"]
@@ -278,13 +282,14 @@ def test_reasoning_of_a_full_answer() -> None:
     assert message == {"role": "assistant", "content": "Well.", "reasoning_content": "hm", "reasoning": "hm"}
     assert choice.finish_reason == "tool_calls"
     assert whole.usage.completion_tokens_details is not None
-    assert 0 < whole.usage.completion_tokens_details.reasoning_tokens < 20
+    assert whole.usage.completion_tokens_details.reasoning_tokens == num_tokens(text[: text.index("</think>") + 8])
     assert "completion_tokens_details" not in chat().full_answer([tokens]).usage.model_dump()
 
 
 def test_reasoning_of_a_streamed_answer() -> None:
     answer = chat(plan=TOOLS)
-    pieces = [piece(text, A) for text in ("<th", "ink>", "a", "b", "</think>", "\n\nWell", ".")]
+    texts = ("<th", "ink>", "a", "b", "</think>", "\n\nWell", ".")
+    pieces = [piece(text, *TOKENIZER.encode(text)) for text in texts]
     pieces.append(piece("", B, finish_reason="stop"))
     chunks = [chunk for p in pieces if (chunk := answer.chunk(p)) is not None]
     assert [chunk.model_dump(mode="json")["choices"][0]["delta"] for chunk in chunks] == [
@@ -295,8 +300,7 @@ def test_reasoning_of_a_streamed_answer() -> None:
         {"content": ""},
     ]
     assert answer.usage.completion_tokens_details is not None
-    # The tokens of the marks are counted where they hold text back.
-    assert answer.usage.completion_tokens_details.reasoning_tokens == 3
+    assert answer.usage.completion_tokens_details.reasoning_tokens == sum(map(num_tokens, texts[:5]))
 
 
 @pytest.mark.parametrize("streamed", [True, False])

@@ -239,7 +239,7 @@ def test_results_that_are_errors() -> None:
 
 
 def test_thinking_is_a_block_and_goes_back() -> None:
-    engines = Long("<think>", "so", "</think>", f"Well.{CALL}", "More.")
+    engines = Long("<think>", "so", "</think>", f"Well.{CALL}", "More.", encodes=True)
     create = create_of(engines, parsers=("auto", "qwen3"))
     events = list(create(tools=[TOOL], thinking={"type": "enabled", "budget_tokens": 1024}, stream=True))
     starts = [event.content_block.type for event in events if event.type == "content_block_start"]
@@ -247,7 +247,8 @@ def test_thinking_is_a_block_and_goes_back() -> None:
     deltas = [event.delta for event in events if event.type == "content_block_delta" and event.index == 0]
     assert [delta.type for delta in deltas] == ["thinking_delta", "signature_delta"]
     assert deltas[0].thinking == "so"
-    assert events[-2].usage.output_tokens_details.thinking_tokens == 2
+    num_tokens = sum(len(TOKENIZER.encode(text)) for text in ("<think>", "so", "</think>"))
+    assert events[-2].usage.output_tokens_details.thinking_tokens == num_tokens
     structure = engines.calls[0].params.structure
     assert structure.budget.max_tokens == 1024
 

@@ -27,8 +27,11 @@ USER = {"role": "user", "content": "x"}
 class Pieces(Engines):
     """Fake replicas that send these pieces, and then fail if there is an error."""
 
-    def __init__(self, *texts: str, finish_reason: Any = "stop", error: Exception | None = None) -> None:
+    def __init__(
+        self, *texts: str, finish_reason: Any = "stop", error: Exception | None = None, encodes: bool = False
+    ) -> None:
         super().__init__()
+        self._encodes = encodes
         self._texts, self._finish_reason, self._late_error = texts, finish_reason, error
 
     def _items(self, call: Any) -> list[Any]:
@@ -37,7 +40,8 @@ class Pieces(Engines):
         for i, text in enumerate(self._texts):
             reason = self._finish_reason if i == last and self._late_error is None else None
             logprobs = (TokenLogprobs(300 + i, -0.5, 1, ()),)
-            items.append(Piece(text, (300 + i,), 0, reason, num_cached_tokens=2, logprobs=logprobs, replica="r7"))
+            token_ids = tuple(TOKENIZER.encode(text)) if self._encodes else (300 + i,)
+            items.append(Piece(text, token_ids, 0, reason, num_cached_tokens=2, logprobs=logprobs, replica="r7"))
         return items if self._late_error is None else [*items, RayTaskError("generate", "traceback", self._late_error)]
 
 
@@ -151,7 +155,7 @@ def test_calls_of_functions_and_their_outputs() -> None:
 
 
 def test_reasoning_is_an_item_and_goes_back() -> None:
-    engines = Pieces("<think>", "so", "</think>", f"Well.{CALL}", "More.")
+    engines = Pieces("<think>", "so", "</think>", f"Well.{CALL}", "More.", encodes=True)
     create: Any = client_of(engines, parsers=("auto", "qwen3")).responses.create
     events = list(create(model="m", input=[USER], tools=[FUNCTION], stream=True))
     deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
@@ -163,7 +167,8 @@ def test_reasoning_is_an_item_and_goes_back() -> None:
         item.type for item in final.output
     ]
     assert final.output[0].content[0].text == "so"
-    assert final.usage.output_tokens_details.reasoning_tokens == 2
+    num_tokens = sum(len(TOKENIZER.encode(text)) for text in ("<think>", "so", "</think>"))
+    assert final.usage.output_tokens_details.reasoning_tokens == num_tokens
     result = {"type": "function_call_output", "call_id": final.output[2].call_id, "output": "five"}
     create(model="m", input=[USER, *final.output[:3], result], tools=[FUNCTION])
     Response.model_validate(final.model_dump())

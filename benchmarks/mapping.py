@@ -233,6 +233,7 @@ def replay(
         num_steps += 1
         sampling = [s for s in scheduled if s.samples]
         scheduler.commit_step()
+        scheduler.settle(scheduled)
         for s in sampling:
             s.request.append([0], frozenset())
             if s.request.num_output_tokens == s.request.max_tokens:

@@ -76,6 +76,7 @@ def make_plan(num_seqs: int, num_tokens: int) -> StepPlan:
         num_logits=np.ones(num_seqs, dtype=np.int32),
         in_region=np.ones(num_seqs, dtype=np.bool_),
         token_ids=np.arange(num_seqs * num_tokens, dtype=np.int32),
+        pending=np.empty((2, 0), dtype=np.int64),
         states=np.array([], dtype=np.int32),
         adapters=np.array([], dtype=np.int32),
         tables=(np.arange(num_seqs, dtype=np.int32)[:, None],),

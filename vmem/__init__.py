@@ -15,7 +15,7 @@ from vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_group
 from vmem.mapper_policy import MappingOptions
 from vmem.pins import PinReport
 from vmem.prefix_summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, CachedPrefix, key_of, split_keys
-from vmem.prefix_tree import PrefixMatch, TokenChain
+from vmem.prefix_tree import PrefixMatch, PrefixNode, TokenChain
 from vmem.report import GroupReport, MemoryReport
 from vmem.segments import PrefixUse
 from vmem.sequence import SequenceMemory, StepDemand, View, ViewPolicy
@@ -39,9 +39,9 @@ __all__ = [
     "EvictionQueue", "GroupReport", "HostBackend", "IntegrityError", "KVLayout", "KVMemory", "LayerGroup", "LayerSpec",
     "LayoutError", "LayoutKind", "LocalContents", "MapError", "MappingOptions", "MemoryInfo", "MemoryReport",
     "MemorySnapshot", "MirroredBackend", "OutOfPages", "OutOfSwap", "PeerMemory", "PeerRanks", "PinError", "PinReport",
-    "PrefixMatch", "PrefixUse", "ReturnOrder", "SequenceMemory", "SequenceSnapshot", "StateLayout", "StepDemand",
-    "SwappedGroup", "TableSnapshot", "TokenChain", "View", "ViewPolicy", "VmemError", "key_of", "longest_sequence",
-    "mirror", "plan_groups", "plan_layout", "select_backend", "split_keys", "take_snapshot",
+    "PrefixMatch", "PrefixNode", "PrefixUse", "ReturnOrder", "SequenceMemory", "SequenceSnapshot", "StateLayout",
+    "StepDemand", "SwappedGroup", "TableSnapshot", "TokenChain", "View", "ViewPolicy", "VmemError", "key_of",
+    "longest_sequence", "mirror", "plan_groups", "plan_layout", "select_backend", "split_keys", "take_snapshot",
 ]
 # fmt: on
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vmem.budget import MemoryCounts
@@ -189,8 +189,9 @@ class PrefixCache:
                         node.pending = True
             self._pending.append(pending)
 
-    def commit_prefixes(self) -> None:
-        """End the step: its pending units are cached."""
+    def commit_prefixes(self) -> list[tuple[PrefixNode, int]]:
+        """Launch the step: its pending units are cached. Returns them, each with a layer group, for
+        `discard_prefixes`."""
         with self._lock.turn():
             if self._is_cut_short:
                 raise IntegrityError("a sequence was freed between stage and commit while others share its units")
@@ -203,6 +204,14 @@ class PrefixCache:
                 self._clear_writer(path, pending.first_unit, path.computed)
                 if pending.end == path.computed * self.unit_tokens:
                     self._keep_state(pending.sequence, generated=pending.num_tokens == 1)
+            return [unit for pending in done for unit in pending.indexed]
+
+    def discard_prefixes(self, units: Iterable[tuple[PrefixNode, int]]) -> None:
+        """Forget units of a launched step that has failed. Sequences that read them must be freed."""
+        with self._lock.turn():
+            for node, g in units:
+                if node.blocks[g] is not None:
+                    self._tree.unindex_blocks(node, g)
 
     def abort_prefixes(self) -> None:
         """Roll back the step: its pending units are not computed. Sequences that share them must be freed."""

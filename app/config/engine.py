@@ -16,6 +16,7 @@ PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "consistent_
 PreemptionPolicy = Literal["auto", "swap", "recompute"]
 Speculation = Literal["off", "ngram", "draft"]
 Quantization = Literal["none", "int8"]
+AsyncScheduling = Literal["auto", "on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 Pooling = Literal["auto", "none", "last", "mean"]
 
@@ -91,6 +92,8 @@ class EngineConfig:
         tensor_parallel_size: ranks that compute each step together, with a device or a share of the cores each. All
             sizes in bytes are those of one rank.
         step_timeout_s: a rank that has not finished a step after this long counts as dead, and the engine stops.
+        async_scheduling: schedule and launch each step before the tokens of the last one are known, so that the device
+            does not wait for the host. Outputs are the same. "auto": on CUDA.
         speculation: source of draft tokens: "ngram": the continuation of the last few tokens earlier in the text;
             "draft": `draft_model`. Outputs are the same.
         draft_model: a smaller model with the same vocabulary.
@@ -151,6 +154,7 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     step_timeout_s: float = 60.0
+    async_scheduling: AsyncScheduling = "auto"
     speculation: Speculation = "off"
     draft_model: str | None = None
     max_draft_tokens: int = 8

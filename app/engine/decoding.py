@@ -57,19 +57,33 @@ class _Beams:
 
 @dataclass(slots=True)
 class TokenSelection:
-    """Tokens chosen from a step's logits, before they are applied.
+    """The rows of a step's logits to choose tokens from, then the chosen tokens, before they are applied.
 
     Attributes:
-        plain: sequences with one row and no structure, and their row.
-        failed: request id → error, where choosing has failed.
+        plain: sequences with one row to sample and no structure, and their row among those to sample.
+        rows: the other sequences that sample.
+        where, states, positions: of each row to sample: its row of the logits, its state, the drafts before it.
+        beam_rows: rows of the logits of each beam.
+        prompt_rows: rows of the logits for prompt log probabilities.
+        failed: sequences for which choosing has failed.
     """
 
     plain: list[tuple[Request, int]] = field(default_factory=list)
     rows: list[_Rows] = field(default_factory=list)
+    where: list[int] = field(default_factory=list)
+    states: list[SamplingState] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    beam_rows: dict[SequenceGroup, dict[Request, int]] = field(default_factory=dict)
+    prompt_rows: list[tuple[Scheduled, slice]] = field(default_factory=list)
     sampled: Sampled | None = None
     beams: list[_Beams] = field(default_factory=list)
     prompts: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
-    failed: dict[str, FolioError] = field(default_factory=dict)
+    failed: dict[Request, FolioError] = field(default_factory=dict)
+
+    def fail(self, request: Request, error: BaseException) -> None:
+        """Note a failure for a sequence; the first one of a request counts. Raises it if it is no request's."""
+        if all(other.request_id != request.request_id for other in self.failed):
+            self.failed[request] = failure_of(request.request_id, error)
 
 
 class Decoder:
@@ -101,34 +115,28 @@ class Decoder:
         self._speculation = speculation
         self.ended = EndedOutputs()
 
-    def choose(self, scheduled: Sequence[Scheduled], logits: torch.Tensor) -> TokenSelection:
-        """Choose tokens from `logits [sum(num_logits), vocab_size]`. Changes nothing.
-
-        A call that fails for one request fails that request, in `apply`. A call for all rows that fails for each row
-        alone too is raised.
-        """
+    def select(self, scheduled: Sequence[Scheduled]) -> TokenSelection:
+        """Select the rows of a step's logits to choose tokens from. A call that fails for one request fails that
+        request, in `apply`. Sequences that have ended since the step was scheduled are left out."""
         selection = TokenSelection()
-        where: list[int] = []  # the row of `logits` of each row to sample
-        states: list[SamplingState] = []
-        positions: list[int] = []
-        beams: dict[SequenceGroup, dict[Request, int]] = {}
+        plain, where, states, positions = selection.plain, selection.where, selection.states, selection.positions
         end = 0
         for s in scheduled:
             start, end = end, end + s.num_logits
-            if start == end:
-                continue
             request = s.request
+            if start == end or request.is_ended:
+                continue
             try:
-                if request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids):
-                    selection.prompts.append((request, _prompt_logprobs(s, logits[start:end])))
+                if request.params.prompt_logprobs is not None and s.start < len(request.prompt_token_ids):
+                    selection.prompt_rows.append((s, slice(start, end)))
                 if not s.samples:
                     continue
                 if request.params.use_beam_search:
-                    beams.setdefault(request.group, {})[request] = end - 1
-                elif s.num_logits == 1 and not request.num_forks and request.sampling.matcher is None:  # most sequences
-                    selection.plain.append((request, len(states)))
+                    selection.beam_rows.setdefault(request.group, {})[request] = end - 1
+                elif not request.num_forks and not s.drafts and request.sampling.matcher is None:  # most sequences
+                    plain.append((request, len(states)))
                     states.append(request.sampling)
-                    where.append(start)
+                    where.append(end - 1)
                     positions.append(0)
                 else:
                     own, ahead = _rows_to_sample(s)
@@ -137,27 +145,33 @@ class Decoder:
                     positions += ahead
                     where += [end - 1 - ahead[-1] + position for position in ahead]
             except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
-                selection.failed[request.request_id] = failure_of(request.request_id, error)
-        if states:
-            rows = logits if where == list(range(len(logits))) else logits[where]
-            offsets = positions if any(positions) else None
-            try:
-                selection.sampled = sample(rows, states, offsets)
-            except BaseException as error:  # noqa: BLE001 - as above
-                selection.sampled = self._sample_apart(selection, rows, states, offsets, error)
-        self._choose_candidates(selection, beams, logits)
+                selection.fail(request, error)
         return selection
 
-    def _choose_candidates(
-        self, selection: TokenSelection, beams: dict[SequenceGroup, dict[Request, int]], logits: torch.Tensor
-    ) -> None:
-        for group, rows in beams.items():
-            request_id = group.members[0].request_id
-            if request_id not in selection.failed:
-                try:
-                    selection.beams.append(self._beams(group, rows, logits))
-                except BaseException as error:  # noqa: BLE001 - as in `choose`
-                    selection.failed[request_id] = failure_of(request_id, error)
+    def choose(self, selection: TokenSelection, logits: torch.Tensor) -> None:
+        """Choose tokens from `logits [sum(num_logits), vocab_size]`.
+
+        A call that fails for one request fails that request, in `apply`. A call for all rows that fails for each row
+        alone too is raised.
+        """
+        for s, part in selection.prompt_rows:
+            try:
+                selection.prompts.append((s.request, _prompt_logprobs(s, logits[part])))
+            except BaseException as error:  # noqa: BLE001 - as in `select`
+                selection.fail(s.request, error)
+        if states := selection.states:
+            where = selection.where
+            rows = logits if where == list(range(len(logits))) else logits[where]
+            offsets = selection.positions if any(selection.positions) else None
+            try:
+                selection.sampled = sample(rows, states, offsets)
+            except BaseException as error:  # noqa: BLE001 - as in `select`
+                selection.sampled = self._sample_apart(selection, rows, states, offsets, error)
+        for group, beam_rows in selection.beam_rows.items():
+            try:
+                selection.beams.append(self._beams(group, beam_rows, logits))
+            except BaseException as error:  # noqa: BLE001 - as in `select`
+                selection.fail(next(iter(beam_rows)), error)
 
     def _sample_apart(
         self,
@@ -174,34 +188,34 @@ class Decoder:
         if len(errors) == len(parts) > 1 and not any(isinstance(error, RequestError) for error in errors.values()):
             raise cause  # no request's failure
         for i, error in errors.items():
-            request_id = parts[i][0].request_id
-            if request_id not in selection.failed:
-                selection.failed[request_id] = failure_of(request_id, error)
+            selection.fail(parts[i][0], error)
         return sampled
 
     def apply(self, selection: TokenSelection) -> list[Delta]:
         """Append the chosen tokens to the sequences of a committed step."""
         deltas: list[Delta] = []
-        for request_id, error in selection.failed.items():
-            deltas.append(self.fail(self._generations[request_id], error))
+        for request, error in selection.failed.items():
+            if not request.is_ended:
+                deltas.append(self.fail(self._generations[request.request_id], error))
         for request, logprobs in selection.prompts:
             request.prompt_logprobs += logprobs
         if selection.sampled is not None:
             self._append_plain(selection.plain, selection.sampled, deltas)
             for rows in selection.rows:
-                self._add(self._generations.get(rows.request.request_id), self._append(rows, selection.sampled), deltas)
+                self._add(rows.request, self._append(rows, selection.sampled), deltas)
         for beams in selection.beams:
-            self._add(beams.generation, self._advance(beams), deltas)
+            self._add(beams.requests[0], self._advance(beams), deltas)
         return deltas
 
-    def _add(self, generation: Generation | None, made: Iterator[Delta], deltas: list[Delta]) -> None:
-        """Add the deltas made for a request; if that fails, also its error. None for a request that has failed."""
-        if generation is None:
+    def _add(self, request: Request, made: Iterator[Delta], deltas: list[Delta]) -> None:
+        """Add the deltas made for a request; if that fails, also its error. None for one that has ended."""
+        if request.is_ended:
             return
+        generation = self._generations[request.request_id]
         try:
             for delta in made:
                 deltas.append(delta)  # deltas from before a failure remain
-        except BaseException as error:  # noqa: BLE001 - as in `choose`
+        except BaseException as error:  # noqa: BLE001 - as in `select`
             deltas.append(self.fail(generation, failure_of(generation.request_id, error)))
 
     def end_sequence(self, request: Request) -> None:
@@ -222,11 +236,11 @@ class Decoder:
         eos = self._vocabulary.eos_token_ids
         token_ids, sound, logprobs = sampled.token_ids, sampled.sound, sampled.logprobs
         for request, row in plain:
-            generation = self._generations.get(request.request_id)
-            if generation is None:  # another of its outputs has failed
+            if request.is_ended:  # cancelled, or another of its outputs has failed
                 continue
+            generation = self._generations[request.request_id]
             if not sound[row] or generation.selection is not None or request.prompt_logprobs:
-                self._add(generation, self._append(_Rows(request, row, (request.sampling,), ()), sampled), deltas)
+                self._add(request, self._append(_Rows(request, row, (request.sampling,), ()), sampled), deltas)
                 continue
             logprob = logprobs[row]
             try:
@@ -235,7 +249,7 @@ class Decoder:
                     deltas.append(delta)
                 else:
                     deltas += self._ended(request, generation, delta)
-            except BaseException as error:  # noqa: BLE001 - as in `choose`
+            except BaseException as error:  # noqa: BLE001 - as in `select`
                 deltas.append(self.fail(generation, failure_of(request.request_id, error)))
 
     def _append(self, rows: _Rows, sampled: Sampled) -> Iterator[Delta]:
@@ -455,12 +469,12 @@ def _prompt_logprobs(s: Scheduled, logits: torch.Tensor) -> tuple[TokenLogprobs,
     assert top is not None
     known = 1 + len(request.prompt_logprobs)
     following = range(
-        max(s.request.num_computed + 1, known),
-        min(s.request.num_computed + s.num_tokens + 1, len(request.prompt_token_ids)),
+        max(s.start + 1, known),
+        min(s.start + s.num_tokens + 1, len(request.prompt_token_ids)),
     )
     if not following:
         return ()
-    skipped = following.start - request.num_computed - 1
+    skipped = following.start - s.start - 1
     return prompt_logprobs(
         logits[skipped : skipped + len(following)], request.prompt_token_ids[following.start : following.stop], top
     )

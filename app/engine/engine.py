@@ -13,15 +13,13 @@ from contextlib import ExitStack
 from operator import attrgetter
 from typing import Unpack
 
-import torch
-
 from app.config.engine import EngineConfig
 from app.engine.decoding import Decoder
 from app.engine.delta import Delta, RequestOptions
-from app.engine.execution.batch import demands, memory_of, next_demands, plan_step
 from app.engine.execution.executor import Executor
 from app.engine.execution.self_test import self_test
-from app.engine.faults import SequenceFailure, attribute_failures, failure_of, kernel_errors_as_config_errors
+from app.engine.execution.work_queue import ThreadQueue
+from app.engine.faults import kernel_errors_as_config_errors
 from app.engine.generation import Generation
 from app.engine.intake import RequestValidator, check_fork, fit_context
 from app.engine.load_report import LoadMeter, LoadReporter
@@ -29,14 +27,15 @@ from app.engine.lora.source import AdapterSource
 from app.engine.lora.store import AdapterStore
 from app.engine.lora.weights import check_sources
 from app.engine.model.kv_plan import build_memory
-from app.engine.pooler import PooledRows, Pooler
+from app.engine.pooler import Pooler
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StartTimes, process_age_s
-from app.engine.request import Request, check_timeout
+from app.engine.request import check_timeout
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
-from app.engine.scheduler import Scheduled, Scheduler
+from app.engine.scheduler import Scheduler
 from app.engine.speculation import Speculation
+from app.engine.step_loop import StepLoop
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.engine.text_prefix import encode_pinned
 from app.engine.vocabulary import Vocabulary
@@ -44,7 +43,6 @@ from app.engine.watch import EngineWatch
 from app.errors import (
     ConfigError,
     DeadlineError,
-    EngineError,
     FolioError,
     RequestError,
     UnknownPinError,
@@ -53,11 +51,6 @@ from app.errors import (
 from vmem import BudgetAnswer, BudgetError, KVMemory, MemoryReport, PinError, VmemError
 
 logger = logging.getLogger(__name__)
-
-# Poll interval of a step that finds no memory.
-_WAIT_FOR_PAGES_S = 0.01
-# A request that cannot begin although nothing else runs fails after this time.
-_GIVE_UP_S = 5.0
 
 
 class Engine:
@@ -74,7 +67,6 @@ class Engine:
         watch: views for the dashboard. From any thread.
         intake: validates requests. From any thread.
         generations: request id → requests that have not ended.
-        step_s: seconds of the latest step; `None` if it computed nothing.
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work; nothing is left behind.
@@ -102,10 +94,19 @@ class Engine:
                 undo.callback(self.speculation.close)
                 share = self.speculation.memory_share
             try:
-                self.memory = build_memory(config, self.model, self.executor.layers, ranks, share=share)
+                queue = self.executor.queue
+                self.memory = build_memory(
+                    config,
+                    self.model,
+                    self.executor.layers,
+                    ranks,
+                    share=share,
+                    queue=queue if isinstance(queue, ThreadQueue) else None,
+                )
             except VmemError as error:
                 raise ConfigError(f"these settings do not work here: {error}") from error
             undo.callback(self.memory.close)
+            undo.callback(queue.wait_until_idle)
             self.start_times.lap("memory_s")
             if admit is not None:
                 admit(self.memory)
@@ -159,9 +160,20 @@ class Engine:
             self.pooler = None
             if self.model.pooling is not None:
                 self.pooler = Pooler(self.model.pooling, self.generations, self.decoder)
-            self.step_s: float | None = None
-            self._prefilling: list[tuple[Request, float]] = []  # without their first token, and their starts
-            self._stalled_since: float | None = None
+            self._steps = StepLoop(
+                self.executor,
+                self.memory,
+                self.scheduler,
+                self.decoder,
+                self.adapters,
+                self.pooler,
+                self.speculation,
+                self.recovery,
+                self.generations,
+                meter,
+                self.watch,
+                config.max_num_batched_tokens,
+            )
             undo.callback(self.cancel_all)
             self.recovery.try_swaps(self.memory, config.kv_view, self.model.module.device)
             self._pin_configured()
@@ -170,7 +182,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.generations)
+        return bool(self.generations) or self._steps.has_deltas
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams, options: RequestOptions) -> int:
         """Validate a request, before `add_request`; returns its `max_tokens`. From any thread.
@@ -251,6 +263,7 @@ class Engine:
             RequestError: the id is in use, or the group could not run together.
         """
         self._check_id(fork_id)
+        self._steps.settle()
         generation = self.generations.get(request_id)
         running = [request for request in generation or () if request.index == index and request.pin_name is None]
         if generation is not None and isinstance(generation.selection, BeamSearch):
@@ -306,6 +319,7 @@ class Engine:
         """Stop a request and free its memory. Idempotent."""
         for request in list(self.generations.get(request_id, ())):
             self.decoder.end_sequence(request)
+        self._steps.forget(request_id)
         self.adapters.release_retired()
 
     def cancel_all(self) -> None:
@@ -313,56 +327,23 @@ class Engine:
             self.cancel(request_id)
 
     def step(self) -> list[Delta]:
-        """Compute one step; returns its deltas.
+        """Compute one step; returns its deltas. With asynchronous scheduling, those of the step before.
 
         Raises:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
-        self.step_s = None
         self.executor.check_ranks()
         if time.monotonic() >= self._next_deadline and (late := self._expired()):
             text = "request {!r} has not finished within its timeout_s; raise it, or send the request later"
             return [self._fail(request_id, DeadlineError(text.format(request_id))) for request_id in late]
         if not_loaded := self.adapters.advance():
             return [self._fail(request_id, error) for request_id, error in not_loaded.items()]
-        drafts = self._propose()
-        start = time.perf_counter()  # after the proposals: step times are to say what verification costs
-        try:
-            scheduled = self.scheduler.schedule(drafts)
-            if unschedulable := self.scheduler.take_unschedulable():
-                self.scheduler.abort_step()
-                error = EngineError("the KV cache has become too small for the beams of this request")
-                return [self._fail(group.members[0].request_id, error) for group in unschedulable if group.members]
-            if not scheduled:
-                return self._wait_for_pages()
-            logits, sums, pooled = self._compute(scheduled)
-            selection = self.decoder.choose(scheduled, logits)
-            num_attended = sum(s.num_attended for s in scheduled)
-            self._note_begun(scheduled, start)
-        except SequenceFailure as failure:  # the other requests go on in the next step
-            self.scheduler.abort_step()
-            request_id = failure.request.request_id
-            return [self._fail(request_id, failure_of(request_id, failure))]
-        except BaseException:
-            self.scheduler.abort_step()
-            raise
-        if self.scheduler.commit_step():
-            self._stalled_since = None
-        deltas = self.decoder.apply(selection)
-        if self.pooler is not None and sums is not None:
-            deltas += self.pooler.apply(pooled, sums)
-        for s in scheduled:
-            if s.request.pin_name is not None and not s.request.num_uncomputed:
-                deltas.append(self._pin(s.request))
-        self.adapters.release_retired()
-        now = time.perf_counter()
-        self._note_step(scheduled, num_attended, now - start)
-        if self._prefilling:
-            self._note_prefilled(now)
-        if self.watch.is_on:
-            num_tokens, num_outputs = sum(s.num_tokens for s in scheduled), sum(len(d.token_ids) for d in deltas)
-            self.watch.note_step(self.step_s or 0.0, num_tokens, num_outputs, len(scheduled))
-        return deltas
+        return self._steps.step()
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of the step whose tokens the latest call of `step` returned; `None` if there was none."""
+        return self._steps.step_s
 
     def _expired(self) -> list[str]:
         """The requests whose deadline has passed, the earliest first. Rare: once for each deadline that passes, or was
@@ -371,73 +352,6 @@ class Engine:
         late = sorted((g for g in self.generations.values() if g.deadline <= now), key=attrgetter("deadline"))
         self._next_deadline = min((g.deadline for g in self.generations.values() if g.deadline > now), default=math.inf)
         return [g.request_id for g in late]
-
-    def _propose(self) -> dict[Request, list[int]]:
-        """Propose draft tokens for sequences that decode."""
-        if self.speculation is None:
-            return {}
-        decoding = self.scheduler.decoding()
-        proposals = self.speculation.propose(decoding, self.config.max_num_batched_tokens - len(decoding))
-        return {request: tokens for request, tokens in zip(decoding, proposals, strict=True) if tokens}
-
-    def _compute(self, scheduled: list[Scheduled]) -> tuple[torch.Tensor, torch.Tensor | None, list[PooledRows]]:
-        """Map, plan and run the step; returns the logits of the rows that sample, sums of hidden states, and the rows
-        that are in each sum."""
-        self.memory.ensure(demands(scheduled))
-        slots = self.adapters.slots
-        if slots:
-            scheduled.sort(key=lambda s: (memory_of(s).view, slots.get(s.request.group.adapter or "", -1)))
-        else:
-            scheduled.sort(key=lambda s: memory_of(s).view)
-        plan = plan_step(scheduled, self.memory, adapter_slots=slots)
-        self.memory.plan(next_demands(scheduled))
-        pooled = [] if self.pooler is None else self.pooler.select(scheduled)
-        if not pooled:
-            return self.executor.run(plan, self.memory), None, []
-        return *self.executor.run_pooled(plan, self.memory, [part.rows for part in pooled]), pooled
-
-    def _note_begun(self, scheduled: list[Scheduled], start: float) -> None:
-        """Count the requests whose first chunk the step computes."""
-        for s in scheduled:
-            request = s.request
-            if request.num_computed == request.num_cached_tokens and not request.max_computed:
-                with attribute_failures(request):
-                    self._meter.note_begun(request)
-                request.queue_s = start - request.submitted_at
-                self._meter.queue_s.append(request.queue_s)
-                self._prefilling.append((request, start))
-
-    def _note_prefilled(self, now: float) -> None:
-        """Count the requests that have got their first token. Those that have ended without one are forgotten."""
-        left = []
-        for request, start in self._prefilling:
-            if request.num_output_tokens:
-                self._meter.prefill_s.append(now - start)
-            elif request.request_id in self.generations:
-                left.append((request, start))
-        self._prefilling = left
-
-    def _note_step(self, scheduled: list[Scheduled], num_attended: int, seconds: float) -> None:
-        num_tokens = sum(s.num_tokens for s in scheduled)
-        self.step_s = seconds
-        self.recovery.observe_step(num_tokens, num_attended, seconds)
-        self._meter.step_s.append(seconds)
-        self._meter.step_tokens.append(num_tokens)
-        if num_tokens > sum(s.samples for s in scheduled):  # not only decodes
-            self._meter.note_step(seconds, time.monotonic())
-
-    def _pin(self, request: Request) -> Delta:
-        """Pin the prefix that a request has computed, and end the request."""
-        assert request.memory is not None
-        assert request.pin_name is not None
-        try:
-            self.memory.pin(request.pin_name, request.memory, request.num_computed)
-        except PinError as error:
-            return self._fail(request.request_id, RequestError(str(error), "name"))
-        except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
-            return self._fail(request.request_id, failure_of(request.request_id, error))
-        self.cancel(request.request_id)
-        return Delta(request.request_id, (), "", "stop", num_cached_tokens=request.num_cached_tokens or 0)
 
     def _pin_configured(self) -> None:
         for name, token_ids in encode_pinned(self.config, self.model.tokenizer).items():
@@ -468,23 +382,6 @@ class Engine:
 
     def _fail(self, request_id: str, error: FolioError) -> Delta:
         return self.decoder.fail(self.generations[request_id], error)
-
-    def _wait_for_pages(self) -> list[Delta]:
-        """Wait briefly while nothing can be scheduled: for adapters, or because the device has less memory than the
-        budget. Fail the first request when that takes too long."""
-        if not self.has_work:
-            return []
-        if self.adapters.wait(_WAIT_FOR_PAGES_S):
-            self._stalled_since = None
-            return []
-        now = time.monotonic()
-        self._stalled_since = self._stalled_since or now
-        if now - self._stalled_since < _GIVE_UP_S:
-            self.memory.wait_for_progress(_WAIT_FOR_PAGES_S)
-            return []
-        self._stalled_since = None
-        error = EngineError("the device has too little memory for this request, although the budget allows it")
-        return [self._fail(self.scheduler.first_blocked.request_id, error)]
 
     def report(self) -> MemoryReport:
         """Report the state of the KV memory. From any thread."""

@@ -25,11 +25,13 @@ class PooledRows:
 
     Attributes:
         end: the prompt position after the last row.
+        is_last: whether the prompt is complete with these rows.
     """
 
     request: Request
     rows: slice
     end: int
+    is_last: bool
 
 
 class Pooler:
@@ -51,12 +53,10 @@ class Pooler:
         first = 0
         for s in scheduled:
             if (pooled := s.request.pooled) is not None:
-                computed = s.request.num_computed
-                length = len(s.request.token_ids)
-                start, end = pooled.span(computed, computed + s.num_tokens, length)
+                start, end = pooled.span(s.start, s.start + s.num_tokens, len(s.request.token_ids))
                 if start < end:
-                    rows = slice(first + start - computed, first + end - computed)
-                    selected.append(PooledRows(s.request, rows, end))
+                    rows = slice(first + start - s.start, first + end - s.start)
+                    selected.append(PooledRows(s.request, rows, end, s.ends_prompt))
             first += s.num_tokens
         return selected
 
@@ -65,9 +65,11 @@ class Pooler:
         deltas = []
         for part, total in zip(selected, sums.numpy(), strict=True):
             request = part.request
+            if request.is_ended:
+                continue
             assert request.pooled is not None
             request.pooled.add(total, part.end)
-            if request.num_uncomputed:
+            if not part.is_last:
                 continue
             try:
                 deltas.append(self._end(request, request.pooled))

@@ -71,6 +71,9 @@ class Request:
         token_ids: prompt and output.
         num_computed: tokens whose keys and values are in the cache.
         max_computed: the largest `num_computed` so far.
+        num_awaited: launched steps whose token for this sequence is not known yet.
+        pending_row: the last such token's row in its step's sampled tokens, if the next step can read it there.
+        is_ended: the sequence is finished or cancelled.
         max_tokens: most output tokens, limited by the context.
         text: incremental detokenizer; `None` without a tokenizer.
         chain: hashes of the tokens, for the prefix cache.
@@ -99,6 +102,9 @@ class Request:
     token_ids: list[int]
     num_computed: int = 0
     max_computed: int = 0
+    num_awaited: int = 0
+    pending_row: int | None = None
+    is_ended: bool = False
     memory: SequenceMemory | None = None
     index: int = 0
     num_forks: int = 0
@@ -125,7 +131,8 @@ class Request:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        """Tokens, awaited ones included, whose keys and values are not in the cache."""
+        return len(self.token_ids) + self.num_awaited - self.num_computed
 
     @property
     def reads_whole_prompt(self) -> bool:

@@ -6,7 +6,7 @@ import bisect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ from app.engine.preemption import PreemptionCostModel, PreemptionMode, swap_out
 from app.engine.report import attended_tokens
 from app.engine.request import Request, SequenceGroup
 from app.engine.waiting_queue import WaitingQueue
-from vmem import KVMemory, OutOfPages, PrefixMatch, ViewPolicy
+from vmem import KVMemory, OutOfPages, PrefixMatch, PrefixNode, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -34,32 +34,58 @@ class Scheduled:
     """The tokens of one sequence in a step; immutable.
 
     Attributes:
+        start: number of the sequence's tokens before them.
         num_tokens: number of tokens, drafts included.
         drafts: draft tokens after the sequence's last token.
         samples: whether the sequence's last token is computed, so that the next one is chosen.
         num_logits: number of tokens, the last ones, whose logits are needed.
+        pending_row: the row of the only token, which is not known yet, in the previous step's sampled tokens.
     """
 
-    __slots__ = ("drafts", "num_logits", "num_tokens", "request", "samples")
+    __slots__ = ("drafts", "num_logits", "num_tokens", "pending_row", "request", "samples", "start")
 
     def __init__(self, request: Request, num_tokens: int, drafts: tuple[int, ...] = ()) -> None:
         self.request = request
         self.num_tokens = num_tokens
         self.drafts = drafts
+        self.start = start = request.num_computed
+        self.pending_row = request.pending_row
         num_certain = num_tokens - len(drafts)
         self.samples = (
-            request.num_computed + num_certain == len(request.token_ids)
+            start + num_certain == len(request.token_ids) + request.num_awaited
             and request.pin_name is None
             and request.pooled is None
         )
         self.num_logits = 1 + len(drafts) if self.samples else 0
-        if request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids):
+        if request.params.prompt_logprobs is not None and start < len(request.prompt_token_ids):
             self.num_logits = num_tokens
 
     @property
     def num_attended(self) -> int:
         """Sum of the cached tokens that each query attends to, sliding windows ignored."""
-        return attended_tokens(self.num_tokens, self.request.num_computed)
+        return attended_tokens(self.num_tokens, self.start)
+
+    @property
+    def ends_prompt(self) -> bool:
+        """Whether the last of the sequence's known tokens is computed."""
+        return self.start + self.num_tokens == len(self.request.token_ids)
+
+
+class TokensAwaited(Exception):
+    """A step cannot be scheduled before the tokens of the launched one are known."""
+
+
+@dataclass(slots=True)
+class Committed:
+    """A committed step.
+
+    Attributes:
+        units: of the prefix cache, which it computes (`PrefixCache.commit_prefixes`).
+        progress: whether a token had not been computed before a preemption.
+    """
+
+    units: list[tuple[PrefixNode, int]]
+    progress: bool = False
 
 
 class Scheduler:
@@ -125,6 +151,7 @@ class Scheduler:
         self._opened: list[SequenceGroup] = []  # groups that may share a prefix which this step computes
         self._staged: set[SequenceGroup] = set()  # groups with a part of a prompt in this step
         self._unschedulable: list[SequenceGroup] = []
+        self._is_ahead = False  # the tokens of a launched step are not known
         self._serving: Request | None = None  # the request of the latest call of the memory, within `schedule`
         self._prompt_logits_left = 0  # of `_PROMPT_LOGITS`, in the step that is being scheduled
 
@@ -164,6 +191,7 @@ class Scheduler:
     def remove_sequence(self, request: Request) -> None:
         """Remove a sequence that is finished or cancelled, and free its memory."""
         group = request.group
+        request.is_ended = True
         group.members.remove(request)
         if request.memory is not None:
             self._free(request)
@@ -194,20 +222,27 @@ class Scheduler:
             and request.pooled is None
         ]
 
-    def schedule(self, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> list[Scheduled]:
+    def schedule(
+        self, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({}), *, ahead: bool = False
+    ) -> list[Scheduled]:
         """Schedule the next step and allocate its blocks. Empty when there is nothing to do, or no memory.
 
         `commit_step` or `abort_step` must follow.
 
         Args:
             drafts: draft tokens of `decoding` sequences. They are computed as far as all other decodes leave room.
+            ahead: a launched step's tokens are not known yet. Sequences that need theirs are left out.
 
         Raises:
             SequenceFailure: a call for one sequence has failed; the others can go on without its request.
+            TokensAwaited: `ahead`, and a group must be preempted, or more sequences would be left out than go on.
         """
         self._serving = None
+        self._is_ahead = ahead
         try:
             return self._schedule(drafts)
+        except TokensAwaited:
+            raise
         except BaseException as error:
             if self._serving is None or not is_request_failure(error):
                 raise
@@ -218,6 +253,8 @@ class Scheduler:
         self._opened.clear()
         self._staged.clear()
         self._prompt_logits_left = _PROMPT_LOGITS
+        if self._is_ahead and self.preempted:
+            raise TokensAwaited
         while self._memory.num_free_pages < 0 and self.running:
             self.preempt(self.running[-1])
         while self.preempted and self._resume(self.preempted[0]):
@@ -235,7 +272,8 @@ class Scheduler:
         decodes = [s for s in decodes if s.request.memory is not None]
         prompts = [s for s in prompts if s.request.memory is not None]
         for s in decodes:
-            self._stage(s)
+            if s.pending_row is None:  # else `settle` does, because the hash needs the token
+                self._stage(s)
         if prompts:  # which may complete the prefix that the queue's head waits for
             self._forget_pending_refusal()
         self._admit_waiting(budget, prompts)
@@ -244,23 +282,46 @@ class Scheduler:
         self._scheduled = decodes + [s for s in prompts if s.request.memory is not None]
         return self._scheduled
 
-    def commit_step(self) -> bool:
-        """Note that the scheduled step is computed. False if all of it had been computed before a preemption."""
-        self._prefixes.commit_prefixes()
-        progress = False
+    def commit_step(self) -> Committed:
+        """Note that the scheduled step is launched: later steps may read what it writes."""
+        committed = Committed(self._prefixes.commit_prefixes())
         for s in self._scheduled:
             request = s.request
             if self.waiting.is_fair:
-                before = max(request.num_computed, request.max_computed, len(request.prompt_token_ids))
-                end = request.num_computed + s.num_tokens - len(s.drafts)
-                self.waiting.charge(request.group, max(end - before, 0))
-            request.num_computed += s.num_tokens
-            if request.num_computed > request.max_computed:
-                request.max_computed, progress = request.num_computed, True
-        return progress
+                before = max(s.start, request.max_computed, len(request.prompt_token_ids))
+                self.waiting.charge(request.group, max(s.start + s.num_tokens - len(s.drafts) - before, 0))
+            request.num_awaited += s.samples
+            request.num_computed = end = s.start + s.num_tokens
+            if end > request.max_computed:
+                request.max_computed, committed.progress = end, True
+        return committed
+
+    def settle(self, scheduled: Sequence[Scheduled]) -> None:
+        """Note that a committed step's tokens are known, and with them the hashes of the tokens it computed."""
+        unit_tokens, are_staged = self._prefixes.unit_tokens, False
+        for s in scheduled:
+            request = s.request
+            request.num_awaited -= s.samples
+            request.pending_row = None
+            if s.pending_row is not None and not (s.start + 1) % unit_tokens and request.memory is not None:
+                self._prefixes.stage_prefix(request.memory, request.token_ids, s.start, s.start + 1)
+                are_staged = True
+        if are_staged:
+            self._prefixes.commit_prefixes()
+
+    def discard_steps(self, steps: Sequence[Sequence[Scheduled]], committed: Sequence[Committed]) -> None:
+        """Undo committed steps that have failed: all running groups are computed again, and what these steps computed
+        is not cached."""
+        self._is_ahead = False
+        for s in (s for step in steps for s in step):
+            s.request.num_awaited, s.request.pending_row = 0, None
+        for group in list(self.running):
+            self.preempt(group, "recompute")
+        self._prefixes.discard_prefixes([unit for step in committed for unit in step.units])
 
     def abort_step(self) -> None:
         """Roll back the step. Sharers of its pending prefixes recompute, and so do scheduled recurrent sequences."""
+        self._is_ahead = False
         self._prefixes.abort_prefixes()
         self._refused = None
         lost = [*self._opened]
@@ -276,12 +337,25 @@ class Scheduler:
         """Schedule one token of each sequence that decodes; also returns whether other sequences have a prompt."""
         decodes: list[Scheduled] = []
         has_prompts = False
+        num_left_out = 0
         for request in self._requests():
-            if request.memory is None or len(request.token_ids) - request.num_computed != 1:
+            if request.num_awaited and not self._can_go_ahead(request):
+                num_left_out += 1
+            elif request.memory is None or request.num_uncomputed != 1:
                 has_prompts = True
             elif request.group.can_decode and self._grow(request, 1):
                 decodes.append(Scheduled(request, 1))
+        if num_left_out > len(decodes):
+            raise TokensAwaited
         return decodes, has_prompts
+
+    def _can_go_ahead(self, request: Request) -> bool:
+        """Whether the next step can compute a token that is not known yet, and another one will follow."""
+        if request.pending_row is None or request.num_output_tokens + request.num_awaited >= request.max_tokens:
+            return False
+        # A recurrent state is kept at the end of a unit, under the hash of its tokens, before the next step changes it.
+        ends_unit = (request.num_computed + 1) % self._prefixes.unit_tokens == 0
+        return not (ends_unit and self._prefixes.has_states and self._prefixes.enabled)
 
     def _add_drafts(self, decodes: list[Scheduled], drafts: Mapping[Request, Sequence[int]], budget: int) -> int:
         """Add draft tokens to decodes where no running sequence needs the memory; returns their number."""
@@ -305,7 +379,11 @@ class Scheduler:
     def _schedule_prompts(self, budget: int, prompts: list[Scheduled]) -> int:
         """Append the next chunks of running groups' prompts, and of waiting groups that are due before one of them.
         Returns the budget that is left."""
-        having = [request for request in self._requests() if request.memory is None or request.num_uncomputed > 1]
+        having = [
+            request
+            for request in self._requests()
+            if request.memory is None or (request.num_uncomputed > 1 and not request.num_awaited)
+        ]
         is_refused = False
         for request in sorted(having, key=_turn):
             if not is_refused:
@@ -464,6 +542,8 @@ class Scheduler:
 
     def preempt(self, victim: SequenceGroup, mode: PreemptionMode | None = None) -> None:
         """Take all blocks of a running group, by default in the mode of the policy."""
+        if self._is_ahead:
+            raise TokensAwaited
         self._forget_pending_refusal()
         members = [request for request in victim.members if request.memory is not None]
         if mode is None and self.running == [victim] and len(members) > 1:

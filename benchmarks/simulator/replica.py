@@ -228,6 +228,7 @@ class SimulatedReplica:
             self.meter.note_step(seconds, self.now)
         sampling = [s.request for s in leap.scheduled if s.samples]
         self._scheduler.commit_step()
+        self._scheduler.settle(leap.scheduled)
         for request in sampling:
             served = self._served[request.request_id]
             if served.first_token_at is None:

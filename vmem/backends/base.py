@@ -43,6 +43,16 @@ class MemoryInfo:
     available_bytes: int
 
 
+class FenceQueue(Protocol):
+    """Where another thread does the work of a CPU. The calls have the meaning of those of `Backend`."""
+
+    def fence(self) -> int: ...
+
+    def completed(self, fence: int) -> bool: ...
+
+    def wait(self, fence: int) -> None: ...
+
+
 class Backend(Protocol):
     """Physical pages and virtual ranges of one device.
 

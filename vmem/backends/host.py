@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vmem.backends.base import AccountedBackend, AddressRange, MemoryInfo, adjacent_runs
+from vmem.backends.base import AccountedBackend, AddressRange, FenceQueue, MemoryInfo, adjacent_runs
 from vmem.errors import MapError, OutOfPages
 
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
@@ -45,13 +45,15 @@ class HostBackend(AccountedBackend):
 
     Args:
         capacity_bytes: the most that may be created.
+        queue: where another thread computes; by default a call returns when its work is done.
     """
 
     # Fresh pages take about a millisecond for each of these, zeroing included.
     max_call_bytes = 2 << 20
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, queue: FenceQueue | None = None) -> None:
         super().__init__(mmap.PAGESIZE)
+        self._queue = queue
         self._capacity_bytes = capacity_bytes
         self._memfd = os.memfd_create("folio-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._memfd, capacity_bytes)
@@ -100,13 +102,14 @@ class HostBackend(AccountedBackend):
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def fence(self) -> int:
-        return 0  # a call on the host returns when its work is done
+        return 0 if self._queue is None else self._queue.fence()
 
     def completed(self, fence: int) -> bool:
-        return True
+        return self._queue is None or self._queue.completed(fence)
 
     def wait(self, fence: int) -> None:
-        pass
+        if self._queue is not None:
+            self._queue.wait(fence)
 
     def memory_info(self) -> MemoryInfo:
         physical = os.fstat(self._memfd).st_blocks * 512

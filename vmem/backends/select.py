@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from vmem.backends.base import AccountedBackend
+from vmem.backends.base import AccountedBackend, FenceQueue
 from vmem.backends.cuda import CudaBackend
 from vmem.backends.host import HostBackend
 from vmem.errors import MapError
 
 
-def select_backend(device: torch.device, *, capacity_bytes: int, headroom_bytes: int = 0) -> AccountedBackend:
+def select_backend(
+    device: torch.device, *, capacity_bytes: int, headroom_bytes: int = 0, queue: FenceQueue | None = None
+) -> AccountedBackend:
     """Create the backend of a CPU or a CUDA device.
 
     Args:
         capacity_bytes: the most that may be created on a CPU.
         headroom_bytes: memory left free on a CUDA device for torch.
+        queue: of a CPU whose work another thread does.
 
     Raises:
         MapError: there is no such device here, or its driver cannot be used.
     """
     if device.type == "cpu":
-        return HostBackend(capacity_bytes)
+        return HostBackend(capacity_bytes, queue)
     if device.type != "cuda":
         raise MapError(f"there is no memory backend for {device.type}; choose cpu or cuda")
     if not torch.cuda.is_available():

@@ -29,6 +29,8 @@ class StepPlan:
         num_logits: `[num_seqs]` int32, number of last tokens with logits.
         in_region: `[num_seqs]` bool, whether the sequence is read in the region view.
         token_ids: `[sum(num_tokens)]` int32.
+        pending: `[2, num_pending]` int64, tokens that the host does not know yet: their place in the step, and their
+            row in the previous step's sampled tokens.
         states: `[num_seqs]` int32, the block of each sequence's recurrent state; empty for models without.
         adapters: `[num_seqs]` int32, the slot of each sequence's adapter, -1 without; empty if none has one.
         tables: for each layer group without states and each run of adjacent sequences with one view: `[run, width]`
@@ -40,6 +42,7 @@ class StepPlan:
     num_logits: Array
     in_region: Array
     token_ids: Array
+    pending: Array
     states: Array
     adapters: Array
     tables: tuple[Array, ...]
@@ -108,9 +111,13 @@ def plan_step(
     """
     sequences = [memory_of(s) for s in scheduled]
     token_ids: list[int] = []
+    pending: list[tuple[int, int]] = []
     for s in scheduled:
-        start = s.request.num_computed
-        token_ids += s.request.token_ids[start : start + s.num_tokens]
+        if s.pending_row is not None:
+            pending.append((len(token_ids), s.pending_row))
+            token_ids.append(0)
+            continue
+        token_ids += s.request.token_ids[s.start : s.start + s.num_tokens]
         token_ids += s.drafts
     views = [sequence.view for sequence in sequences]
     tables = []
@@ -122,18 +129,25 @@ def plan_step(
     adapters = [_slot(s, adapter_slots) for s in scheduled] if adapter_slots else []
     return StepPlan(
         num_tokens=np.array([s.num_tokens for s in scheduled], dtype=np.int32),
-        num_computed=np.array([s.request.num_computed for s in scheduled], dtype=np.int32),
+        num_computed=np.array([s.start for s in scheduled], dtype=np.int32),
         num_logits=np.array([s.num_tokens if all_logits else s.num_logits for s in scheduled], dtype=np.int32),
         in_region=np.array([view == "region" for view in views], dtype=np.bool_),
         token_ids=np.array(token_ids, dtype=np.int32),
+        pending=np.array(pending, dtype=np.int64).reshape(-1, 2).T.copy(),
         states=np.array([] if at is None else [s.groups[at].block_ids[0] for s in sequences], dtype=np.int32),
         adapters=np.array(adapters, dtype=np.int32),
         tables=tuple(tables),
     )
 
 
-def build_batch(plan: StepPlan, tensors: CacheTensors, device: torch.device) -> StepBatch:
-    """Build the tensors of a plan; those for attention on `device`."""
+def build_batch(
+    plan: StepPlan, tensors: CacheTensors, device: torch.device, sampled: torch.Tensor | None = None
+) -> StepBatch:
+    """Build the tensors of a plan; those for attention on `device`.
+
+    Args:
+        sampled: the previous step's sampled tokens, `[rows]` int64 on `device`, for `plan.pending`.
+    """
     num_tokens, first = plan.num_tokens.astype(np.int64), plan.num_computed.astype(np.int64)
     starts = np.zeros(len(num_tokens) + 1, dtype=np.int64)
     np.cumsum(num_tokens, out=starts[1:])
@@ -164,8 +178,13 @@ def build_batch(plan: StepPlan, tensors: CacheTensors, device: torch.device) -> 
     states = None
     if tensors.state_group is not None:
         states = StateBatch(starts.tolist(), plan.states.tolist(), (first == 0).tolist())
+    token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
+    if plan.pending.size:
+        assert sampled is not None
+        places, rows = torch.from_numpy(plan.pending).to(device)
+        token_ids = token_ids.to(device).index_copy_(0, places, sampled[rows])
     return StepBatch(
-        token_ids=torch.from_numpy(plan.token_ids.astype(np.int64)),
+        token_ids=token_ids,
         positions=torch.from_numpy(positions),
         logit_rows=torch.from_numpy(logit_rows),
         parts=tuple(map(tuple, parts)),
@@ -176,14 +195,14 @@ def build_batch(plan: StepPlan, tensors: CacheTensors, device: torch.device) -> 
 
 def demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
     """The memory demands of scheduled tokens."""
-    return [StepDemand(memory_of(s), s.request.num_computed, s.request.num_computed + s.num_tokens) for s in scheduled]
+    return [StepDemand(memory_of(s), s.start, s.start + s.num_tokens) for s in scheduled]
 
 
 def next_demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
     """Expected demands of the next step: one more token of each sequence, or as many prompt tokens again."""
     following = []
     for s in scheduled:
-        start = s.request.num_computed + s.num_tokens
+        start = s.start + s.num_tokens
         end = start + 1 if s.samples else min(start + s.num_tokens, len(s.request.token_ids))
         if s.drafts:
             end = min(end + len(s.drafts), s.request.most_tokens)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from app.config.engine import EngineConfig
 from app.config.machine import num_threads
-from app.engine.execution.batch import StepBatch, StepPlan, build_batch
+from app.engine.execution.batch import StepPlan, build_batch
 from app.engine.execution.model_runner import ModelRunner, ObservedLayers
+from app.engine.execution.work_queue import InlineQueue, ThreadQueue, WorkQueue
 from app.engine.model.loader import load_model, resolve_device
 from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrder, pack_arrays, pack_step
 from app.engine.tensor_parallel.ranks import RankGroup
@@ -20,7 +21,18 @@ from app.errors import FolioError, ModelError, UnavailableError
 from kernels import KernelError, select_provider
 from vmem import KVMemory, MirroredBackend
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Results of a forward, on the device, which may still compute them.
+
+    Attributes:
+        logits: `[num_logits, vocab_size]`.
+        sums: `[len(pooled), hidden_size]` float32, sums of hidden states; `None` if none were asked for.
+    """
+
+    logits: torch.Tensor
+    sums: torch.Tensor | None
 
 
 class Executor:
@@ -39,11 +51,16 @@ class Executor:
 
     Attributes:
         ranks: the peers, `None` on one rank.
+        is_async: whether `launch` returns before the forward is computed.
+        queue: where the device's work is submitted.
     """
 
     def __init__(self, config: EngineConfig, launch: Launch) -> None:
         torch.set_num_threads(num_threads(config))
         self._limit_s: float | None = LOAD_TIMEOUT_S  # the first forwards may compile kernels
+        on_cpu = resolve_device(config.device).type == "cpu"
+        self.is_async = config.async_scheduling == "on" or (config.async_scheduling == "auto" and not on_cpu)
+        self.queue: WorkQueue = ThreadQueue(num_threads(config)) if on_cpu and self.is_async else InlineQueue()
         self.ranks = RankGroup(config, launch) if config.tensor_parallel_size > 1 else None
         try:
             comm = None if self.ranks is None else self.ranks.connect(resolve_device(config.device))
@@ -84,21 +101,35 @@ class Executor:
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step, on the CPU."""
-        with self._on_peers(RankOrder.STEP, b"" if self.ranks is None else pack_step(plan)):
-            return self._launch(plan, memory, self._runner.run).cpu()  # synchronises
+        return self.launch(plan, memory)().logits.cpu()  # synchronises
 
-    def run_pooled(
-        self, plan: StepPlan, memory: KVMemory, pooled: Sequence[slice]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`run`, and the sums `[len(pooled), hidden_size]` float32 of these rows' hidden states, on the CPU."""
-        with self._on_peers(RankOrder.STEP, b"" if self.ranks is None else pack_step(plan)):
-            logits, sums = self._launch(plan, memory, lambda batch: self._runner.run_pooled(batch, pooled))
-            return logits.cpu(), sums.cpu()
+    def launch(
+        self,
+        plan: StepPlan,
+        memory: KVMemory,
+        pooled: Sequence[slice] = (),
+        sampled: Callable[[], torch.Tensor] | None = None,
+    ) -> Callable[[], Forward]:
+        """Submit a step; returns a function that waits until it is launched on the device, with all its ranks.
 
-    def _launch(self, plan: StepPlan, memory: KVMemory, forward: Callable[[StepBatch], T]) -> T:
-        batch = build_batch(plan, memory.tensors, self.model.module.device)
+        Args:
+            pooled: rows whose hidden states are added up.
+            sampled: the previous step's sampled tokens, `[rows]` int64 on the device, called within the queue.
+        """
+        with ExitStack() as entered:
+            entered.enter_context(self._on_peers(RankOrder.STEP, b"" if self.ranks is None else pack_step(plan)))
+            on_peers = entered.pop_all()
+
+        def forward() -> Forward:
+            with on_peers:
+                tokens = None if sampled is None else sampled()
+                batch = build_batch(plan, memory.tensors, self.model.module.device, tokens)
+                if pooled:
+                    return Forward(*self._runner.run_pooled(batch, pooled))
+                return Forward(self._runner.run(batch), None)
+
         try:
-            return forward(batch)
+            return self.queue.submit(forward)
         finally:
             memory.launched()  # a part of a failed step may be running
 
@@ -122,7 +153,8 @@ class Executor:
             self.ranks.check_alive()
 
     def close(self) -> None:
-        """End the peers."""
+        """End the queue and the peers."""
+        self.queue.close()
         if self.ranks is not None:
             self.ranks.close()
 

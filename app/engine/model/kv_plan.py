@@ -9,6 +9,7 @@ from app.config.engine import EngineConfig
 from app.config.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.recurrent import state_bytes
+from app.engine.execution.work_queue import QueuedContents, ThreadQueue
 from app.engine.model.loader import LoadedModel
 from app.engine.sampling.sampler import CHUNK_ELEMENTS
 from app.errors import ConfigError
@@ -49,12 +50,14 @@ def build_memory(
     ranks: PeerRanks | None = None,
     *,
     share: float = 1.0,
+    queue: ThreadQueue | None = None,
 ) -> KVMemory:
     """The KV memory of a model.
 
     Args:
         ranks: peers with the same memory; the settings are for each rank.
         share: part of the configured budget; another model's memory has the rest.
+        queue: where another thread computes, on a CPU with asynchronous scheduling.
 
     Raises:
         ConfigError: the settings do not fit the machine, or are too small for two blocks of each group.
@@ -69,7 +72,12 @@ def build_memory(
     # yet.
     capacity = 2 * budget
     backend, contents = mirror(
-        select_backend(device, capacity_bytes=capacity, headroom_bytes=HEADROOM_BYTES),
+        select_backend(
+            device,
+            capacity_bytes=capacity,
+            headroom_bytes=HEADROOM_BYTES,
+            queue=queue,
+        ),
         ranks,
         capacity_bytes=capacity,
         headroom_bytes=HEADROOM_BYTES,
@@ -104,7 +112,7 @@ def build_memory(
             pin_quota=config.pin_quota,
             retain_quota=config.retain_quota,
             swap_bytes=swap_bytes,
-            contents=contents,
+            contents=contents if queue is None else lambda tensors: QueuedContents(contents(tensors), queue),
         )
     except (ConfigError, VmemError):
         backend.close()

@@ -122,6 +122,7 @@ class DraftProposer:
             speculation="off",
             draft_model=None,
             tensor_parallel_size=1,
+            async_scheduling="off",  # proposals are needed at once
             num_threads=num_threads(config),
             max_model_len=None,
             max_num_batched_tokens=config.max_num_batched_tokens + config.max_draft_tokens,

@@ -452,7 +452,7 @@ def test_drafts_change_nothing(model: str, params: SamplingParams, make_checkpoi
     random = torch.Generator().manual_seed(1)
     accepted = 0
 
-    def guessing(_: Any) -> Any:
+    def guessing(_: Any, **ahead: bool) -> Any:
         drafts = {}
         for request in engine.scheduler.decoding():
             done = request.num_output_tokens
@@ -460,7 +460,7 @@ def test_drafts_change_nothing(model: str, params: SamplingParams, make_checkpoi
             if right and torch.rand(1, generator=random) < 0.5:
                 right[-1] = (right[-1] + 1) % VOCAB_SIZE
             drafts[request] = right[: request.max_tokens - done - 1]
-        return schedule(drafts)
+        return schedule(drafts, **ahead)
 
     engine.scheduler.schedule = guessing  # type: ignore[method-assign]
     for request_id, tokens in prompts.items():

@@ -11,7 +11,7 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.config.machine import Machine
-from app.engine import engine as engine_module
+from app.engine import step_loop
 from app.engine.delta import Delta
 from app.engine.engine import Engine
 from app.engine.execution.batch import StepBatch
@@ -112,7 +112,7 @@ def test_a_device_smaller_than_the_budget_fails_the_request(
 ) -> None:
     """It waited for ever, and everybody behind it."""
     engine = make_engine(make_checkpoint, kv_idle_release_s=0.0)
-    monkeypatch.setattr(engine_module, "_GIVE_UP_S", 0.05)
+    monkeypatch.setattr(step_loop, "_GIVE_UP_S", 0.05)
     while engine.report().physical_bytes:  # of the swaps that are tried at the start
         engine.memory.wait_for_progress(0.1)
 

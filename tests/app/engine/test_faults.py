@@ -437,7 +437,7 @@ EXEMPT = {
     "app.engine.decoding.Decoder.end_sequence": "frees what the request has: it has to be done whatever happened",
     "app.engine.speculation.*.forget_request": "the same",
     "app.engine.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
-    "app.engine.engine.Engine._pin": "is nothing but KVMemory.pin",
+    "app.engine.step_loop.StepLoop._pin": "is nothing but KVMemory.pin",
     "app.engine.engine.Engine.submit": "is nothing but Engine.validate and Engine.add_request",
     "app.engine.*.check_integrity": "for tests",
     "app.engine.speculation.ngram.NgramIndex._sealed": "part of NgramIndex.extend",

@@ -17,11 +17,10 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine import SamplingParams
 from app.engine.engine import Engine
-from app.engine.execution.batch import StepPlan
 from app.engine.model import kv_plan
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.vmem.backends.fake_driver import FakeDriver
-from vmem import CudaBackend, KVMemory
+from vmem import CudaBackend
 from vmem.backends.cuda import CPU
 
 Outputs = dict[tuple[str, int], list[int]]
@@ -97,14 +96,14 @@ class Poisoned:
         self.engine = engine
         self.on = False
         self.num_places = 0
-        run = engine.executor.run
+        launch = engine.executor.launch
 
-        def poison_and_run(plan: StepPlan, memory: KVMemory) -> torch.Tensor:
+        def poison_and_launch(*args: Any) -> Any:
             if self.on:
                 self.num_places += poison(engine)
-            return run(plan, memory)
+            return launch(*args)
 
-        engine.executor.run = poison_and_run  # type: ignore[method-assign]
+        engine.executor.launch = poison_and_launch  # type: ignore[method-assign]
 
 
 def work(engine: Engine, way: str) -> Outputs:

@@ -53,7 +53,7 @@ def test_a_request_past_its_deadline_ends(engine: Engine, pass_time: Callable[[f
     engine.submit("waits", [1, 2, 3], LONG, timeout_s=1e3)
     engine.submit("in time", [1, 2, 3], GREEDY, timeout_s=1e6)
     pass_time(3e3)
-    engine.scheduler.schedule = lambda: pytest.fail("a step is computed for nobody")  # type: ignore[method-assign, assignment]
+    engine.scheduler.schedule = lambda *_, **__: pytest.fail("a step is computed for nobody")  # type: ignore[method-assign, assignment]
     deltas = engine.step()
     assert [(d.request_id, type(d.error), d.ends_request) for d in deltas] == [
         ("waits", DeadlineError, True),

@@ -40,8 +40,8 @@ class Counted:
         self.most_tokens = self.most_rows = self.most_drafts = 0
         scheduler, schedule = self.engine.scheduler, self.engine.scheduler.schedule
 
-        def checked(*args: Any) -> list[Scheduled]:
-            scheduled = schedule(*args)
+        def checked(*args: Any, **ahead: bool) -> list[Scheduled]:
+            scheduled = schedule(*args, **ahead)
             for s in scheduled:
                 assert s.request.memory.num_tokens >= s.request.num_computed + s.num_tokens, "each token has a block"
                 beams = [beam for beam in scheduled if beam.request.group is s.request.group]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.config.engine import EngineConfig
-from app.engine import engine as engine_module
+from app.engine import step_loop
 from app.engine.engine import Engine
 from app.engine.sampling.noise import gumbel
 from app.engine.sampling.params import SamplingParams
@@ -200,7 +200,7 @@ def engines(make_checkpoint: MakeCheckpoint) -> Any:
 
     made = []
     patch = pytest.MonkeyPatch()
-    patch.setattr(engine_module, "_GIVE_UP_S", 0.1)
+    patch.setattr(step_loop, "_GIVE_UP_S", 0.1)
 
     @functools.cache
     def make(model: str, more_blocks: int, **settings: Any) -> tuple[Engine, Reference]:

@@ -350,15 +350,15 @@ def test_a_step_that_fails_while_restoring_is_no_reason_not_to_start(
 ) -> None:
     """Regression: one prefix of another replica could keep all new ones from starting."""
     engine = Engine(config(make_checkpoint))
-    compute, calls = engine._compute, []
+    launch, calls = engine.executor.launch, []
 
-    def fail_at_second(scheduled: list[Any]) -> Any:
-        calls.append(scheduled)
+    def fail_at_second(*args: Any) -> Any:
+        calls.append(args)
         if len(calls) == 2:
             raise RuntimeError("injected")
-        return compute(scheduled)
+        return launch(*args)
 
-    monkeypatch.setattr(engine, "_compute", fail_at_second)
+    monkeypatch.setattr(engine.executor, "launch", fail_at_second)
     restored = warm_prefixes(engine, [[prefix(64, 2, 1), prefix(160, 1)]], 60)
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 1, 0)
     assert "injected" in caplog.text

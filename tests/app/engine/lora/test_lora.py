@@ -21,6 +21,7 @@ from torch import nn
 
 from app.config.engine import EngineConfig
 from app.engine.async_engine import AsyncEngine
+from app.engine.decoding import TokenSelection
 from app.engine.engine import Engine
 from app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
 from app.engine.lora.store import RankAdapters
@@ -70,16 +71,14 @@ def prompts(*lengths: int) -> list[list[int]]:
 def record_logits(engine: Engine) -> dict[str, list[torch.Tensor]]:
     """The logits of each request's sampled tokens, filled while the engine runs."""
     rows: dict[str, list[torch.Tensor]] = {}
-    compute = engine._compute
+    choose = engine.decoder.choose
 
-    def note(scheduled: Any) -> Any:
-        computed = logits, _, _ = compute(scheduled)
-        request_ids = [s.request.request_id for s in scheduled for _ in range(s.num_logits)]
-        for request_id, row in zip(request_ids, logits, strict=True):
-            rows.setdefault(request_id, []).append(row.float())
-        return computed
+    def note(selection: TokenSelection, logits: torch.Tensor) -> None:
+        for request, row in selection.plain:
+            rows.setdefault(request.request_id, []).append(logits[selection.where[row]].float())
+        choose(selection, logits)
 
-    engine._compute = note  # type: ignore[method-assign]
+    engine.decoder.choose = note  # type: ignore[method-assign]
     return rows
 
 

@@ -1,0 +1,344 @@
+"""Step loop: schedule, map, launch, sample, apply.
+
+Without asynchronous scheduling one call does all of it for one step. With it the forward of the next step is launched
+before the tokens of the last one are known to the host, which reads and applies them while the device computes:
+
+    device   | forward 1 | sample 1 | forward 2       | sample 2 | forward 3 …
+    host       launch 2  |  read and apply 1 · sample 2 · launch 3 | read and apply 2 …
+
+The forward takes tokens that are not known yet from the sampler's output on the device. Sampling is launched when the
+tokens before it are applied, so that grammars, penalties and bad words see a complete history. A sequence that ends
+costs one row of the next forward, whose result is dropped. Sequences that need a token before they can be scheduled
+(draft tokens to verify, forks, beams) wait for it, and so does a step that must preempt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from app.engine.decoding import Decoder, TokenSelection
+from app.engine.delta import Delta
+from app.engine.execution.batch import demands, memory_of, next_demands, plan_step
+from app.engine.execution.executor import Executor, Forward
+from app.engine.faults import SequenceFailure, attribute_failures, failure_of
+from app.engine.generation import Generation
+from app.engine.load_report import LoadMeter
+from app.engine.lora.store import AdapterStore
+from app.engine.pooler import PooledRows, Pooler
+from app.engine.preemption import PreemptionCostModel
+from app.engine.request import Request
+from app.engine.scheduler import Committed, Scheduled, Scheduler, TokensAwaited
+from app.engine.speculation import Speculation
+from app.engine.watch import EngineWatch
+from app.errors import EngineError, FolioError, RequestError
+from vmem import KVMemory, PinError
+
+# Poll interval of a step that finds no memory.
+_WAIT_FOR_PAGES_S = 0.01
+# A request that cannot begin although nothing else runs fails after this time.
+_GIVE_UP_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A launched step.
+
+    Attributes:
+        forward: waits until the forward is launched on the device.
+        committed: `None` before `Scheduler.commit_step`.
+        selection: waits for the chosen tokens; `None` before they are sampled.
+        start: when it was scheduled, by `time.perf_counter`.
+    """
+
+    scheduled: list[Scheduled]
+    forward: Callable[[], Forward]
+    pooled: list[PooledRows]
+    start: float
+    committed: Committed | None = None
+    selection: Callable[[], TokenSelection] | None = None
+
+    def sampled(self) -> torch.Tensor:
+        """The sampled tokens `[rows]` int64, on the device. Within the queue of the device's work."""
+        assert self.selection is not None
+        sampled = self.selection().sampled
+        assert sampled is not None
+        return torch.tensor(sampled.token_ids)
+
+
+class StepLoop:
+    """Compute one step after the other.
+
+    Args:
+        generations: of the engine's requests.
+        num_tokens: most tokens of a step.
+
+    Attributes:
+        step_s: seconds of the step whose tokens the latest call returned; `None` if there was none.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        memory: KVMemory,
+        scheduler: Scheduler,
+        decoder: Decoder,
+        adapters: AdapterStore,
+        pooler: Pooler | None,
+        speculation: Speculation | None,
+        recovery: PreemptionCostModel,
+        generations: dict[str, Generation],
+        meter: LoadMeter,
+        watch: EngineWatch,
+        num_tokens: int,
+    ) -> None:
+        self._executor = executor
+        self._memory = memory
+        self._scheduler = scheduler
+        self._decoder = decoder
+        self._adapters = adapters
+        self._pooler = pooler
+        self._speculation = speculation
+        self._recovery = recovery
+        self._generations = generations
+        self._meter = meter
+        self._watch = watch
+        self._num_tokens = num_tokens
+        self.step_s: float | None = None
+        self._launched: _Step | None = None  # its tokens are not applied
+        self._applied: list[Delta] = []  # of a step that a caller could not wait for
+        self._applied_at = 0.0
+        self._prefilling: list[tuple[Request, float]] = []  # without their first token, and their starts
+        self._stalled_since: float | None = None
+
+    @property
+    def has_deltas(self) -> bool:
+        """Whether `step` has deltas to return although all requests may have ended."""
+        return bool(self._applied)
+
+    def step(self) -> list[Delta]:
+        """Compute a step, or launch it and return the deltas of the one before.
+
+        Raises:
+            UnavailableError: a rank is lost; no step will succeed any more.
+        """
+        self.step_s = None
+        if self._speculation is not None and self._launched is not None and self._scheduler.decoding():
+            self.settle()  # draft tokens follow known ones
+        if self._launched is not None and all(s.request.is_ended for s in self._launched.scheduled):
+            self._launched = None
+        deltas = self._applied
+        before, step = self._launched, None
+        try:
+            step = self._launch()
+            if step is None and before is None and not deltas:
+                return self._wait_for_pages()
+        except TokensAwaited:
+            self._scheduler.abort_step()
+        except SequenceFailure as failure:  # the other requests go on
+            self._scheduler.abort_step()
+            request_id = failure.request.request_id
+            deltas.append(self._fail(request_id, failure_of(request_id, failure)))
+        except _Unschedulable as unschedulable:
+            self._scheduler.abort_step()
+            deltas += [self._fail(request_id, unschedulable.error) for request_id in unschedulable.request_ids]
+        except BaseException:
+            self._scheduler.abort_step()
+            raise
+        self._launched, self._applied = None, []
+        try:
+            if before is not None:
+                deltas += self._apply(before)
+            if step is not None:
+                self._sample(step)
+                if self._executor.is_async:
+                    self._launched = step
+                else:
+                    deltas += self._apply(step)
+        except BaseException:
+            self._discard([launched for launched in (before, step) if launched is not None])
+            raise
+        return deltas
+
+    def settle(self) -> None:
+        """Apply the tokens of the launched step; the next call of `step` returns its deltas."""
+        if (step := self._launched) is None:
+            return
+        self._launched = None
+        try:
+            self._applied += self._apply(step)
+        except BaseException:
+            self._discard([step])
+            raise
+
+    def forget(self, request_id: str) -> None:
+        """Drop the deltas of a cancelled request."""
+        self._applied = [delta for delta in self._applied if delta.request_id != request_id]
+
+    # ---- the parts of a step ----
+
+    def _launch(self) -> _Step | None:
+        """Schedule a step, map its memory and launch its forward. `None` if there is nothing to compute, or no memory.
+
+        Nothing is committed if this raises.
+        """
+        before = self._launched
+        drafts = self._propose()
+        start = time.perf_counter()  # after the proposals: step times are to say what verification costs
+        scheduled = self._scheduler.schedule(drafts, ahead=before is not None)
+        if unschedulable := self._scheduler.take_unschedulable():
+            raise _Unschedulable([group.members[0].request_id for group in unschedulable if group.members])
+        if not scheduled:
+            return None
+        memory, slots = self._memory, self._adapters.slots
+        memory.ensure(demands(scheduled))
+        if slots:
+            scheduled.sort(key=lambda s: (memory_of(s).view, slots.get(s.request.group.adapter or "", -1)))
+        else:
+            scheduled.sort(key=lambda s: memory_of(s).view)
+        plan = plan_step(scheduled, memory, adapter_slots=slots)
+        memory.plan(next_demands(scheduled))
+        pooled = [] if self._pooler is None else self._pooler.select(scheduled)
+        self._note_begun(scheduled, start)
+        forward = self._executor.launch(
+            plan, memory, [part.rows for part in pooled], None if before is None else before.sampled
+        )
+        step = _Step(scheduled, forward, pooled, start)
+        if self._executor.is_async:
+            self._commit(step)
+        return step
+
+    def _sample(self, step: _Step) -> None:
+        """Launch the choice of the step's tokens."""
+        selection = self._decoder.select(step.scheduled)
+
+        def choose() -> TokenSelection:
+            self._decoder.choose(selection, step.forward().logits)
+            return selection
+
+        step.selection = self._executor.queue.submit(choose)
+        if step.committed is None:
+            self._commit(step)
+        else:
+            for request, row in selection.plain:
+                request.pending_row = row
+
+    def _commit(self, step: _Step) -> None:
+        step.committed = self._scheduler.commit_step()
+        if step.committed.progress:
+            self._stalled_since = None
+
+    def _apply(self, step: _Step) -> list[Delta]:
+        """Wait for the step's tokens and apply them."""
+        assert step.selection is not None
+        selection = step.selection()
+        self._scheduler.settle(step.scheduled)
+        deltas = self._decoder.apply(selection)
+        sums = step.forward().sums
+        if self._pooler is not None and sums is not None:
+            deltas += self._pooler.apply(step.pooled, sums.cpu())
+        for s in step.scheduled:
+            if s.request.pin_name is not None and s.ends_prompt and not s.request.is_ended:
+                deltas.append(self._pin(s.request))
+        self._adapters.release_retired()
+        now = time.perf_counter()
+        self.step_s = seconds = now - max(step.start, self._applied_at)
+        self._applied_at = now
+        self._note_step(step.scheduled, seconds)
+        if self._prefilling:
+            self._note_prefilled(now)
+        if self._watch.is_on:
+            num_tokens, num_outputs = sum(s.num_tokens for s in step.scheduled), sum(len(d.token_ids) for d in deltas)
+            self._watch.note_step(seconds, num_tokens, num_outputs, len(step.scheduled))
+        return deltas
+
+    def _discard(self, steps: list[_Step]) -> None:
+        """Undo launched steps of which one has failed."""
+        committed = [step.committed for step in steps if step.committed is not None]
+        if len(committed) < len(steps):
+            self._scheduler.abort_step()
+        self._scheduler.discard_steps([step.scheduled for step in steps if step.committed is not None], committed)
+
+    # ---- details ----
+
+    def _propose(self) -> dict[Request, list[int]]:
+        """Propose draft tokens for sequences that decode."""
+        if self._speculation is None:
+            return {}
+        decoding = self._scheduler.decoding()
+        proposals = self._speculation.propose(decoding, self._num_tokens - len(decoding))
+        return {request: tokens for request, tokens in zip(decoding, proposals, strict=True) if tokens}
+
+    def _note_begun(self, scheduled: list[Scheduled], start: float) -> None:
+        """Count the requests whose first chunk the step computes."""
+        for s in scheduled:
+            request = s.request
+            if s.start == request.num_cached_tokens and not request.max_computed:
+                with attribute_failures(request):
+                    self._meter.note_begun(request)
+                request.queue_s = start - request.submitted_at
+                self._meter.queue_s.append(request.queue_s)
+                self._prefilling.append((request, start))
+
+    def _note_prefilled(self, now: float) -> None:
+        """Count the requests that have got their first token. Those that have ended without one are forgotten."""
+        left = []
+        for request, start in self._prefilling:
+            if request.num_output_tokens:
+                self._meter.prefill_s.append(now - start)
+            elif not request.is_ended:
+                left.append((request, start))
+        self._prefilling = left
+
+    def _note_step(self, scheduled: list[Scheduled], seconds: float) -> None:
+        num_tokens = sum(s.num_tokens for s in scheduled)
+        self._recovery.observe_step(num_tokens, sum(s.num_attended for s in scheduled), seconds)
+        self._meter.step_s.append(seconds)
+        self._meter.step_tokens.append(num_tokens)
+        if num_tokens > sum(s.samples for s in scheduled):  # not only decodes
+            self._meter.note_step(seconds, time.monotonic())
+
+    def _pin(self, request: Request) -> Delta:
+        """Pin the prefix that a request has computed, and end the request."""
+        assert request.memory is not None
+        assert request.pin_name is not None
+        try:
+            self._memory.pin(request.pin_name, request.memory, request.num_computed)
+        except PinError as error:
+            return self._fail(request.request_id, RequestError(str(error), "name"))
+        except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
+            return self._fail(request.request_id, failure_of(request.request_id, error))
+        self._decoder.end_sequence(request)
+        return Delta(request.request_id, (), "", "stop", num_cached_tokens=request.num_cached_tokens or 0)
+
+    def _fail(self, request_id: str, error: FolioError) -> Delta:
+        return self._decoder.fail(self._generations[request_id], error)
+
+    def _wait_for_pages(self) -> list[Delta]:
+        """Wait briefly while nothing can be scheduled: for adapters, or because the device has less memory than the
+        budget. Fail the first request when that takes too long."""
+        if not self._generations:
+            return []
+        if self._adapters.wait(_WAIT_FOR_PAGES_S):
+            self._stalled_since = None
+            return []
+        now = time.monotonic()
+        self._stalled_since = self._stalled_since or now
+        if now - self._stalled_since < _GIVE_UP_S:
+            self._memory.wait_for_progress(_WAIT_FOR_PAGES_S)
+            return []
+        self._stalled_since = None
+        error = EngineError("the device has too little memory for this request, although the budget allows it")
+        return [self._fail(self._scheduler.first_blocked.request_id, error)]
+
+
+class _Unschedulable(Exception):
+    """Requests whose beams no longer fit into the KV cache."""
+
+    def __init__(self, request_ids: list[str]) -> None:
+        super().__init__(request_ids)
+        self.request_ids = request_ids
+        self.error = EngineError("the KV cache has become too small for the beams of this request")

@@ -63,7 +63,7 @@ class TokenSelection:
         plain: sequences with one row to sample and no structure, and their row among those to sample.
         rows: the other sequences that sample.
         where, states, positions: of each row to sample: its row of the logits, its state, the drafts before it.
-        beam_rows: rows of the logits of each beam.
+        beam_rows: of each beam search, its beams and their rows of the logits.
         prompt_rows: rows of the logits for prompt log probabilities.
         failed: sequences for which choosing has failed.
     """
@@ -73,7 +73,7 @@ class TokenSelection:
     where: list[int] = field(default_factory=list)
     states: list[SamplingState] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    beam_rows: dict[SequenceGroup, dict[Request, int]] = field(default_factory=dict)
+    beam_rows: list[tuple[Generation, dict[Request, int]]] = field(default_factory=list)
     prompt_rows: list[tuple[Scheduled, slice]] = field(default_factory=list)
     sampled: Sampled | None = None
     beams: list[_Beams] = field(default_factory=list)
@@ -120,6 +120,7 @@ class Decoder:
         request, in `apply`. Sequences that have ended since the step was scheduled are left out."""
         selection = TokenSelection()
         plain, where, states, positions = selection.plain, selection.where, selection.states, selection.positions
+        beams: dict[SequenceGroup, dict[Request, int]] = {}
         end = 0
         for s in scheduled:
             start, end = end, end + s.num_logits
@@ -132,7 +133,7 @@ class Decoder:
                 if not s.samples:
                     continue
                 if request.params.use_beam_search:
-                    selection.beam_rows.setdefault(request.group, {})[request] = end - 1
+                    beams.setdefault(request.group, {})[request] = end - 1
                 elif not request.num_forks and not s.drafts and request.sampling.matcher is None:  # most sequences
                     plain.append((request, len(states)))
                     states.append(request.sampling)
@@ -146,6 +147,9 @@ class Decoder:
                     where += [end - 1 - ahead[-1] + position for position in ahead]
             except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
                 selection.fail(request, error)
+        for group, rows in beams.items():
+            generation = self._generations[group.members[0].request_id]
+            selection.beam_rows.append((generation, {request: rows[request] for request in group.members}))
         return selection
 
     def choose(self, selection: TokenSelection, logits: torch.Tensor) -> None:
@@ -167,9 +171,9 @@ class Decoder:
                 selection.sampled = sample(rows, states, offsets)
             except BaseException as error:  # noqa: BLE001 - as in `select`
                 selection.sampled = self._sample_apart(selection, rows, states, offsets, error)
-        for group, beam_rows in selection.beam_rows.items():
+        for generation, beam_rows in selection.beam_rows:
             try:
-                selection.beams.append(self._beams(group, beam_rows, logits))
+                selection.beams.append(_beams(generation, beam_rows, logits))
             except BaseException as error:  # noqa: BLE001 - as in `select`
                 selection.fail(next(iter(beam_rows)), error)
 
@@ -392,16 +396,6 @@ class Decoder:
 
     # ---- beams ----
 
-    def _beams(self, group: SequenceGroup, rows: dict[Request, int], logits: torch.Tensor) -> _Beams:
-        requests = tuple(group.members)
-        generation = self._generations[requests[0].request_id]
-        assert isinstance(generation.selection, BeamSearch)
-        assert len(rows) == len(requests)
-        logprobs, token_ids = likeliest(
-            logits[[rows[request] for request in requests]], generation.selection.num_candidates
-        )
-        return _Beams(generation, requests, logprobs, token_ids, bool(np.isfinite(logprobs).all()))
-
     def _advance(self, beams: _Beams) -> Iterator[Delta]:
         generation, search = beams.generation, beams.generation.selection
         assert isinstance(search, BeamSearch)
@@ -453,6 +447,12 @@ class Decoder:
                 score=hypothesis.score,
                 queue_s=first.queue_s,
             )
+
+
+def _beams(generation: Generation, rows: dict[Request, int], logits: torch.Tensor) -> _Beams:
+    assert isinstance(generation.selection, BeamSearch)
+    logprobs, token_ids = likeliest(logits[list(rows.values())], generation.selection.num_candidates)
+    return _Beams(generation, tuple(rows), logprobs, token_ids, bool(np.isfinite(logprobs).all()))
 
 
 def _rows_to_sample(s: Scheduled) -> tuple[tuple[SamplingState, ...], Sequence[int]]:

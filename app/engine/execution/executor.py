@@ -122,7 +122,7 @@ class Executor:
 
         def forward() -> Forward:
             with on_peers:
-                tokens = None if sampled is None else sampled()
+                tokens = sampled() if sampled is not None and plan.pending.size else None
                 batch = build_batch(plan, memory.tensors, self.model.module.device, tokens)
                 if pooled:
                     return Forward(*self._runner.run_pooled(batch, pooled))

@@ -408,7 +408,7 @@ CASES = [
     *cases("sampling.logits", "penalise", "rich", with_params),
     *cases("sampling.logits.TokenCounts", "fork token_ids in_output", "rich"),
     *cases("sampling.structure.StructureMatcher", "fill fork _note_error", "structured"),
-    *cases("decoding.Decoder", "_beams", "beams"),
+    *cases("decoding", "_beams", "beams"),
     *cases("decoding", "likeliest", "beams", with_number(10)),
     *cases("sampling.beam.BeamSearch", "num_candidates", "beams"),
     # It is added.

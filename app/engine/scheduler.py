@@ -362,7 +362,7 @@ class Scheduler:
         num_added, reserve = 0, self._reserve
         for i, s in enumerate(decodes):
             tokens = tuple(drafts.get(s.request, ()))[: budget - num_added]
-            if not tokens or s.request.memory is None:
+            if not tokens or s.request.memory is None or s.pending_row is not None:
                 continue
             end = s.request.num_computed + 1 + len(tokens)
             if self._memory.pages_still_needed(s.request.memory, end) + reserve > self._memory.num_free_pages:

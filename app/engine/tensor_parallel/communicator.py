@@ -80,6 +80,15 @@ class Communicator:
         self._group.gather([parts] if parts else [], [_padded(tensor, max(sizes))], options).wait()
         return _concatenated(parts, sizes) if parts else tensor
 
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """`tensor` of rank `source`, on all ranks; others give one of the same shape and dtype, which is overwritten if
+        it is contiguous."""
+        tensor = tensor.contiguous()
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self._group.broadcast([tensor], options).wait()
+        return tensor
+
     def close(self) -> None:
         """Leave the group; no collective may follow."""
         self._group = None

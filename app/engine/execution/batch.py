@@ -146,7 +146,8 @@ def build_batch(
     """Build the tensors of a plan; those for attention on `device`.
 
     Args:
-        sampled: the previous step's sampled tokens, `[rows]` int64 on `device`, for `plan.pending`.
+        sampled: the previous step's sampled tokens, `[rows]` int64 on `device`, for `plan.pending`; `None` on a peer,
+            which gets `token_ids` from rank 0.
     """
     num_tokens, first = plan.num_tokens.astype(np.int64), plan.num_computed.astype(np.int64)
     starts = np.zeros(len(num_tokens) + 1, dtype=np.int64)
@@ -180,9 +181,10 @@ def build_batch(
         states = StateBatch(starts.tolist(), plan.states.tolist(), (first == 0).tolist())
     token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
     if plan.pending.size:
-        assert sampled is not None
-        places, rows = torch.from_numpy(plan.pending).to(device)
-        token_ids = token_ids.to(device).index_copy_(0, places, sampled[rows])
+        token_ids = token_ids.to(device)
+        if sampled is not None:
+            places, rows = torch.from_numpy(plan.pending).to(device)
+            token_ids.index_copy_(0, places, sampled[rows])
     return StepBatch(
         token_ids=token_ids,
         positions=torch.from_numpy(positions),

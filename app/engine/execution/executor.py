@@ -63,7 +63,7 @@ class Executor:
         self.queue: WorkQueue = ThreadQueue(num_threads(config)) if on_cpu and self.is_async else InlineQueue()
         self.ranks = RankGroup(config, launch) if config.tensor_parallel_size > 1 else None
         try:
-            comm = None if self.ranks is None else self.ranks.connect(resolve_device(config.device))
+            self._comm = comm = None if self.ranks is None else self.ranks.connect(resolve_device(config.device))
             if self.ranks is None:
                 self.model = load_model(config)
             else:
@@ -124,6 +124,8 @@ class Executor:
             with on_peers:
                 tokens = sampled() if sampled is not None and plan.pending.size else None
                 batch = build_batch(plan, memory.tensors, self.model.module.device, tokens)
+                if self._comm is not None and plan.pending.size:  # only this rank samples
+                    self._comm.broadcast(batch.token_ids)
                 if pooled:
                     return Forward(*self._runner.run_pooled(batch, pooled))
                 return Forward(self._runner.run(batch), None)

@@ -121,7 +121,10 @@ class RankWorker:
                 self._tensors = self._memory.tensors(message[0])
                 self._runner.attach_caches(self._tensors)
             case RankOrder.STEP:
-                batch = build_batch(unpack_step(message), self._tensors, self._device)
+                plan = unpack_step(message)
+                batch = build_batch(plan, self._tensors, self._device)
+                if plan.pending.size:
+                    self._comm.broadcast(batch.token_ids)
                 self._runner.run(batch)
             case RankOrder.OWN_LOGITS:
                 [token_ids] = unpack_arrays(message)

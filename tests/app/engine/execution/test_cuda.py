@@ -15,6 +15,7 @@ from app.engine.engine import Engine
 from app.engine.execution import executor, self_test
 from app.engine.execution.batch import StepBatch
 from app.engine.execution.model_runner import ModelRunner
+from app.engine.execution.work_queue import InlineQueue
 from app.engine.model import kv_plan
 from app.engine.tensor_parallel import communicator
 from app.engine.tensor_parallel.processes import spawn_ranks
@@ -92,8 +93,14 @@ def _install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("view", ["region", "block_table"])
+@pytest.mark.parametrize("async_scheduling", ["off", "on"])
 def test_the_fake_device_gives_the_same_tokens(
-    name: str, view: Any, make_checkpoint: MakeCheckpoint, use_device: Callable[[], Driver]
+    name: str,
+    view: Any,
+    async_scheduling: str,
+    make_checkpoint: MakeCheckpoint,
+    use_device: Callable[[], Driver],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model_type, settings = ARCHITECTURES[name]
     folder = make_checkpoint(model_type, **settings)
@@ -101,7 +108,8 @@ def test_the_fake_device_gives_the_same_tokens(
     with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
         expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
     use_device()
-    with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
+    monkeypatch.setattr(executor, "ThreadQueue", lambda _: InlineQueue())  # the device has a queue of its own
+    with LLM(folder, kv_memory_bytes=4 << 20, async_scheduling=async_scheduling, **shared) as llm:
         assert generate(llm, prompts()) == expected
 
 

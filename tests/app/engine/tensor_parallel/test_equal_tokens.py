@@ -81,11 +81,12 @@ def generate(folder: Path, launch: Launch = thread_ranks, **settings: Any) -> tu
                     fork = f"fork of {i}"
                     if len(outputs.get(i, ())) == 6 and fork not in outputs:
                         engine.fork(i, fork, SamplingParams(max_tokens=NEW_TOKENS - 6, temperature=0))
-                        outputs[fork] = outputs[i][:6]
+                        [child] = engine.generations[fork]
+                        outputs[fork] = child.token_ids[len(child.prompt_token_ids) :]
             if "fork of 3" in outputs:
                 engine.set_budget(engine.memory.least_budget_bytes, revision=1)
             engine.check_integrity()
-        return outputs, engine
+        return {name: tokens[:NEW_TOKENS] for name, tokens in outputs.items()}, engine
     finally:
         engine.close()
 
@@ -102,6 +103,15 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, size: int, make_checkpoi
     assert report.hit_tokens > 100
     assert report.copied_blocks > 0
     assert sum(engine.load.take_activity().num_preempted.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_tokens_of_a_step_in_flight_reach_all_ranks(name: str, make_checkpoint: MakeCheckpoint) -> None:
+    model_type, settings = ALL[name]
+    folder = make_checkpoint(model_type, **settings)
+    expected, _ = generate(folder)
+    actual, _ = generate(folder, tensor_parallel_size=2, preemption="swap", async_scheduling="on")
+    assert actual == expected
 
 
 @pytest.mark.parametrize("launch", [socket_ranks, pytest.param(spawn_ranks, marks=pytest.mark.processes)])

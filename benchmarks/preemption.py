@@ -238,7 +238,7 @@ def rewind(engine: Engine, request: Request, num_tokens: int) -> list[int]:
 def swap(engine: Engine, request: Request) -> float:
     """Seconds to swap a running request's blocks out and in, and to map them for its next step."""
     start = now(engine)
-    engine.scheduler.preempt(request.group, "swap")
+    engine.scheduler.groups.preempt(request.group, "swap")
     out_s = now(engine) - start
     assert request.group.swapped is not None, "it was not swapped"
     hand_over(engine, request.num_computed)
@@ -253,7 +253,7 @@ def recompute(engine: Engine, request: Request) -> float:
     """Seconds to free a running request's blocks, and to compute its tokens again and the next one."""
     num_tokens = request.num_computed
     start = now(engine)
-    engine.scheduler.preempt(request.group, "recompute")
+    engine.scheduler.groups.preempt(request.group, "recompute")
     out_s = now(engine) - start
     hand_over(engine, num_tokens)
     return out_s + until_next_token(engine, request)
@@ -320,7 +320,7 @@ def measure_pressure(
     rates = harness.alternate({name: partial(run, name) for name in engines}, repeats)
     preempted = {}
     for name, llm in engines.items():
-        preempted[name] = {way: n / (repeats + 1) for way, n in llm.engine.scheduler.num_preempted.items()}
+        preempted[name] = {way: n / (repeats + 1) for way, n in llm.engine.scheduler.groups.num_preempted.items()}
         llm.engine.check_integrity()
         llm.close()
     return rates, preempted, all(tokens == outputs["unpressured"] for tokens in outputs.values())

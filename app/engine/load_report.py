@@ -251,7 +251,7 @@ class LoadReporter:
         """The engine's work since the last call. From any one thread."""
         meter = self._meter
         return Activity(
-            dict(self._scheduler.num_preempted),
+            dict(self._scheduler.groups.num_preempted),
             step_s=_drained(meter.step_s),
             queue_s=_drained(meter.queue_s),
             prefill_s=_drained(meter.prefill_s),

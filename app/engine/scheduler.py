@@ -1,4 +1,4 @@
-"""Scheduler: the tokens of the next step, admission of new requests, preemption."""
+"""Scheduler: the tokens of the next step, admission of new requests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from types import MappingProxyType
 
 from app.config.engine import PreemptionPolicy
 from app.engine.faults import SequenceFailure, is_request_failure
-from app.engine.preemption import PreemptionCostModel, PreemptionMode, swap_out
+from app.engine.preemption import PreemptionCostModel
 from app.engine.report import attended_tokens
 from app.engine.request import Request, SequenceGroup
+from app.engine.running import RunningGroups, TokensAwaited, rank
 from app.engine.waiting_queue import WaitingQueue
 from vmem import KVMemory, OutOfPages, PrefixMatch, PrefixNode, ViewPolicy
 
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 # For how many times its own computing time a prompt may be passed by shorter ones that arrive later.
 PATIENCE = 16
 
-_rank = attrgetter("sort_key")
 _turn = attrgetter("group.prefill_key")
 
 # Most prompt tokens of a step for `prompt_logprobs`: a row of logits takes up to a megabyte.
@@ -71,10 +71,6 @@ class Scheduled:
         return self.start + self.num_tokens == len(self.request.token_ids)
 
 
-class TokensAwaited(Exception):
-    """A step cannot be scheduled before the tokens of the launched one are known."""
-
-
 @dataclass(slots=True)
 class Committed:
     """A committed step.
@@ -100,10 +96,7 @@ class Scheduler:
     and a long one is passed only by those that arrive before it is due. First come, first served would let sixteen long
     prompts delay every short one by all of theirs.
 
-    When blocks run out, or the budget is lowered, the latest group of the lowest priority whose prompt is not part of
-    the step is preempted as a whole: by
-    swap or recompute, whichever is expected to cost less (PagedAttention §4.5). While a preempted group waits, no new
-    request is admitted, whatever its priority.
+    While a preempted group (`RunningGroups`) waits, no new request is admitted, whatever its priority.
 
     At most `max_num_seqs` sequences run, coming forks included, so that every sequence can decode in each step.
 
@@ -115,8 +108,7 @@ class Scheduler:
 
     Attributes:
         waiting: groups that have not begun.
-        preempted, running: groups by priority and arrival.
-        num_preempted: preemptions since the start, by mode.
+        groups: those that have.
     """
 
     def __init__(
@@ -138,21 +130,11 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._view = view
         self._recovery = recovery
-        self._policy = policy
         self.waiting = WaitingQueue(max_num_batched_tokens if fair_tenants else None)
-        self.preempted: list[SequenceGroup] = []
-        self.running: list[SequenceGroup] = []
-        self.num_preempted: dict[PreemptionMode, int] = {"swap": 0, "recompute": 0}
+        self.groups = RunningGroups(memory, recovery, policy, self._forget_pending_refusal)
         self._scheduled: list[Scheduled] = []
         # The group last refused, its sequences, and the free pages that it needs; `None`: it waits for a prefix.
         self._refused: tuple[SequenceGroup, int, int | None] | None = None
-        # Most pages that a sequence takes in a step that computes one token.
-        self._pages_per_token = sum(group.layout.num_slices for group in memory.groups)
-        self._opened: list[SequenceGroup] = []  # groups that may share a prefix which this step computes
-        self._staged: set[SequenceGroup] = set()  # groups with a part of a prompt in this step
-        self._unschedulable: list[SequenceGroup] = []
-        self._is_ahead = False  # the tokens of a launched step are not known
-        self._serving: Request | None = None  # the request of the latest call of the memory, within `schedule`
         self._prompt_logits_left = 0  # of `_PROMPT_LOGITS`, in the step that is being scheduled
 
     @property
@@ -161,9 +143,19 @@ class Scheduler:
         return sum(group.max_sequences for group in (*self.waiting, *self.preempted))
 
     @property
+    def running(self) -> list[SequenceGroup]:
+        """Groups that run, by priority and arrival. From any thread."""
+        return self.groups.running
+
+    @property
+    def preempted(self) -> list[SequenceGroup]:
+        """Groups that are preempted, by priority and arrival. From any thread."""
+        return self.groups.preempted
+
+    @property
     def num_running(self) -> int:
         """Sequences of running groups, coming forks included; at most `max_num_seqs`. From any thread."""
-        return sum(group.max_sequences for group in self.running)
+        return self.groups.num_running
 
     @property
     def first_blocked(self) -> Request:
@@ -194,7 +186,7 @@ class Scheduler:
         request.is_ended = True
         group.members.remove(request)
         if request.memory is not None:
-            self._free(request)
+            self.groups.free(request)
             self._forget_pending_refusal()  # the sequence may have announced the prefix that the queue's head waits for
         if not group.members:
             if group in self.waiting:
@@ -208,14 +200,14 @@ class Scheduler:
 
     def take_unschedulable(self) -> list[SequenceGroup]:
         """Groups that no longer fit and cannot be split; the caller must end them."""
-        unschedulable, self._unschedulable = self._unschedulable, []
+        unschedulable, self.groups.unschedulable = self.groups.unschedulable, []
         return unschedulable
 
     def decoding(self) -> list[Request]:
         """Sequences that generate, with one token to compute, as far as is known before `schedule`."""
         return [
             request
-            for request in self._requests()
+            for request in self.groups.requests()
             if request.memory is not None
             and request.num_uncomputed == 1
             and request.pin_name is None
@@ -237,28 +229,28 @@ class Scheduler:
             SequenceFailure: a call for one sequence has failed; the others can go on without its request.
             TokensAwaited: `ahead`, and a group must be preempted, or more sequences would be left out than go on.
         """
-        self._serving = None
-        self._is_ahead = ahead
+        self.groups.serving = None
+        self.groups.is_ahead = ahead
         try:
             return self._schedule(drafts)
         except TokensAwaited:
             raise
         except BaseException as error:
-            if self._serving is None or not is_request_failure(error):
+            if self.groups.serving is None or not is_request_failure(error):
                 raise
-            raise SequenceFailure(self._serving) from error
+            raise SequenceFailure(self.groups.serving) from error
 
     def _schedule(self, drafts: Mapping[Request, Sequence[int]]) -> list[Scheduled]:
         self._scheduled = []
-        self._opened.clear()
-        self._staged.clear()
+        self.groups.opened.clear()
+        self.groups.staged.clear()
         self._prompt_logits_left = _PROMPT_LOGITS
-        if self._is_ahead and self.preempted:
+        if self.groups.is_ahead and self.preempted:
             raise TokensAwaited
         while self._memory.num_free_pages < 0 and self.running:
-            self.preempt(self.running[-1])
+            self.groups.preempt(self.running[-1])
         while self.preempted and self._resume(self.preempted[0]):
-            bisect.insort(self.running, self.preempted.pop(0), key=_rank)
+            bisect.insort(self.running, self.preempted.pop(0), key=rank)
             self._refused = None  # as in `_open`
 
         decodes, has_prompts = self._schedule_decodes()
@@ -312,24 +304,24 @@ class Scheduler:
     def discard_steps(self, steps: Sequence[Sequence[Scheduled]], committed: Sequence[Committed]) -> None:
         """Undo committed steps that have failed: all running groups are computed again, and what these steps computed
         is not cached."""
-        self._is_ahead = False
+        self.groups.is_ahead = False
         for s in (s for step in steps for s in step):
             s.request.num_awaited, s.request.pending_row = 0, None
         for group in list(self.running):
-            self.preempt(group, "recompute")
+            self.groups.preempt(group, "recompute")
         self._prefixes.discard_prefixes([unit for step in committed for unit in step.units])
 
     def abort_step(self) -> None:
         """Roll back the step. Sharers of its pending prefixes recompute, and so do scheduled recurrent sequences."""
-        self._is_ahead = False
+        self.groups.is_ahead = False
         self._prefixes.abort_prefixes()
         self._refused = None
-        lost = [*self._opened]
+        lost = [*self.groups.opened]
         if self._prefixes.has_states:
             lost += [s.request.group for s in self._scheduled]
         for group in lost:
             if group in self.running:
-                self.preempt(group, "recompute")
+                self.groups.preempt(group, "recompute")
 
     # ---- decodes and prompts of running groups ----
 
@@ -338,12 +330,12 @@ class Scheduler:
         decodes: list[Scheduled] = []
         has_prompts = False
         num_left_out = 0
-        for request in self._requests():
+        for request in self.groups.requests():
             if request.num_awaited and not self._can_go_ahead(request):
                 num_left_out += 1
             elif request.memory is None or request.num_uncomputed != 1:
                 has_prompts = True
-            elif request.group.can_decode and self._grow(request, 1):
+            elif request.group.can_decode and self.groups.grow(request, 1):
                 decodes.append(Scheduled(request, 1))
         if num_left_out > len(decodes):
             raise TokensAwaited
@@ -359,7 +351,7 @@ class Scheduler:
 
     def _add_drafts(self, decodes: list[Scheduled], drafts: Mapping[Request, Sequence[int]], budget: int) -> int:
         """Add draft tokens to decodes where no running sequence needs the memory; returns their number."""
-        num_added, reserve = 0, self._reserve
+        num_added, reserve = 0, self.groups.reserve
         for i, s in enumerate(decodes):
             tokens = tuple(drafts.get(s.request, ()))[: budget - num_added]
             if not tokens or s.request.memory is None or s.pending_row is not None:
@@ -367,7 +359,7 @@ class Scheduler:
             end = s.request.num_computed + 1 + len(tokens)
             if self._memory.pages_still_needed(s.request.memory, end) + reserve > self._memory.num_free_pages:
                 continue
-            self._serving = s.request
+            self.groups.serving = s.request
             try:
                 self._memory.append(s.request.memory, end, start=s.request.num_computed)
             except OutOfPages:
@@ -381,7 +373,7 @@ class Scheduler:
         Returns the budget that is left."""
         having = [
             request
-            for request in self._requests()
+            for request in self.groups.requests()
             if request.memory is None or (request.num_uncomputed > 1 and not request.num_awaited)
         ]
         is_refused = False
@@ -412,19 +404,19 @@ class Scheduler:
             whole = end // self._prefixes.unit_tokens * self._prefixes.unit_tokens
             end = whole if whole > request.num_computed else end
         num_tokens = end - request.num_computed
-        if not self._grow(request, num_tokens, request.group if new else None):
+        if not self.groups.grow(request, num_tokens, request.group if new else None):
             return budget  # the group has been preempted, or waits for memory, and the step takes no further prompt
         scheduled.append(Scheduled(request, num_tokens))
         self._stage(scheduled[-1])
-        self._staged.add(request.group)
+        self.groups.staged.add(request.group)
         return num_tokens
 
     def _open(self, request: Request) -> bool:
         """Create the request's memory with its cached prefix; false while a running sequence computes more of it."""
-        self._serving = request
+        self.groups.serving = request
         tokens = _tokens_to_match(request)
         match = self._prefixes.match(request.chain, tokens)
-        if match.is_being_computed and any(r.memory is not None for r in self._requests() if r is not request):
+        if match.is_being_computed and any(r.memory is not None for r in self.groups.requests() if r is not request):
             return False
         request.chain.extend(request.token_ids)
         memory = self._memory.create_sequence(self._view, expected_tokens=len(request.token_ids))
@@ -441,11 +433,11 @@ class Scheduler:
             self.waiting.charge(request.group, request.num_uncomputed)
         request.snapshot_positions = _snapshot_positions(request, match, self._memory)
         self._prefixes.announce_prefill(memory, len(request.token_ids), request.snapshot_positions)
-        self._opened.append(request.group)
+        self.groups.opened.append(request.group)
         return True
 
     def _stage(self, scheduled: Scheduled) -> None:
-        self._serving = request = scheduled.request
+        self.groups.serving = request = scheduled.request
         assert request.memory is not None
         end = request.num_computed + scheduled.num_tokens - len(scheduled.drafts)  # drafts are not shared
         self._prefixes.stage_prefix(request.memory, request.token_ids, request.num_computed, end)
@@ -463,15 +455,15 @@ class Scheduler:
             group = self.waiting.peek()
             if group is None or (before is not None and group.prefill_key > before.prefill_key):
                 break
-            reserve = self._reserve if reserve is None else reserve
+            reserve = self.groups.reserve if reserve is None else reserve
             if not self._can_admit(group, reserve):
                 break
             self.waiting.remove(group)
-            bisect.insort(self.running, group, key=_rank)
+            bisect.insort(self.running, group, key=rank)
             for request in list(group.members):
                 if budget > 0 and request.group in self.running:
                     budget -= self._schedule_chunk(request, budget, prompts, new=True)
-            reserve += self._pages_to_come(group)
+            reserve += self.groups.pages_to_come(group)
         return budget
 
     def _can_admit(self, group: SequenceGroup, reserve: int) -> bool:
@@ -498,7 +490,7 @@ class Scheduler:
         if not self.running:
             return True
         first, *others = group.members
-        self._serving = first
+        self.groups.serving = first
         match = self._prefixes.match(first.chain, _tokens_to_match(first))
         if match.is_being_computed:
             # With recurrent states the prefix may be an output, which no step of a prompt completes: match every time.
@@ -507,134 +499,26 @@ class Scheduler:
             return False
         needed = self._prefixes.pages_needed(match, len(first.token_ids))
         needed += sum(self._memory.pages_for(len(request.token_ids)) for request in others)
-        needed += self._pages_per_token * (group.num_sequences - len(group.members))  # the forks' first own blocks
+        needed += self.groups.pages_per_token * (
+            group.num_sequences - len(group.members)
+        )
         if needed + reserve <= self._memory.num_free_pages:
             return True
         self._refused = group, group.num_sequences, needed
         return False
 
-    # ---- preemption ----
-
-    def _grow(self, request: Request, num_tokens: int, victim: SequenceGroup | None = None) -> bool:
-        """Allocate the blocks of the next tokens, preempting the `victim` while blocks run out, by default the last
-        running group whose prompt is not part of this step: others may share what that prompt's chunk computes. False
-        if the request itself was preempted, or must wait for such later groups."""
-        self._serving = request
-        while request.memory is not None:
-            try:
-                self._memory.append(request.memory, request.num_computed + num_tokens, start=request.num_computed)
-                return True
-            except OutOfPages:
-                last = victim or self._last_preemptible(request.group)
-                if last is None:
-                    return False
-                self.preempt(last)
-        return False
-
-    def _last_preemptible(self, group: SequenceGroup) -> SequenceGroup | None:
-        """The last running group that a group may preempt: itself, if it is the last of all."""
-        for last in reversed(self.running):
-            if last is group:
-                return group if group is self.running[-1] and group not in self._staged else None
-            if last not in self._staged:
-                return last
-        return None
-
-    def preempt(self, victim: SequenceGroup, mode: PreemptionMode | None = None) -> None:
-        """Take all blocks of a running group, by default in the mode of the policy."""
-        if self._is_ahead:
-            raise TokensAwaited
-        self._forget_pending_refusal()
-        members = [request for request in victim.members if request.memory is not None]
-        if mode is None and self.running == [victim] and len(members) > 1:
-            self.running.remove(victim)
-            self._split(victim)
-            return
-        if victim in self._opened or not members:  # its blocks may hold a shared prefix that is not computed yet
-            mode = "recompute"
-        if mode is None:
-            mode = self._recovery.choose_mode(self._memory, members) if self._policy == "auto" else self._policy
-        if mode == "swap" and not swap_out(self._memory, victim, members):
-            mode = "recompute"
-        self.running.remove(victim)
-        for request in members:
-            if mode == "recompute":
-                self._free(request)
-                request.num_computed = 0
-            request.memory = None
-        self.num_preempted[mode] += 1
-        logger.info("preempted %s by %s", ", ".join(r.request_id for r in victim.members), mode)
-        bisect.insort(self.preempted, victim, key=_rank)
-
-    def _split(self, group: SequenceGroup) -> None:
-        """Recompute the sequences of a group one by one: it runs alone, and no longer fits into a lowered budget."""
-        logger.warning("%d sequences of one request no longer fit into the KV cache together", len(group.members))
-        if group.swapped is not None:
-            self._memory.swapping.discard_swapped(group.swapped)
-            group.swapped, group.swapped_members = None, []
-        for request in group.members:
-            if request.memory is not None:
-                self._free(request)
-            request.num_computed = 0
-        if group.lockstep:  # beams cannot run one by one
-            self._unschedulable.append(group)
-            return
-        for request in group.members:
-            request.group = SequenceGroup(
-                group.priority, group.arrival, [request], adapter=group.adapter, tenant=group.tenant, due=group.due
-            )
-            bisect.insort(self.preempted, request.group, key=_rank)
-        group.members.clear()
-        self.num_preempted["recompute"] += 1
-
     def _resume(self, group: SequenceGroup) -> bool:
         """Swap in, or admit again, a preempted group, unless it would be preempted at once."""
         if group.swapped is None:
-            return self._can_admit(group, self._reserve)
+            return self._can_admit(group, self.groups.reserve)
         if self.num_running + group.max_sequences > self.max_num_seqs:
             return False
         if (
             self.running
-            and self._memory.swapping.pages_needed(group.swapped) + self._reserve > self._memory.num_free_pages
+            and self._memory.swapping.pages_needed(group.swapped) + self.groups.reserve > self._memory.num_free_pages
         ):
             return False
-        self._serving = group.members[0]
-        try:
-            memories = self._memory.swap_in(group.swapped)
-        except OutOfPages:
-            if not self.running:
-                self.preempted.remove(group)
-                self._split(group)
-            return False
-        for request, memory in zip(group.swapped_members, memories, strict=True):
-            if request in group.members:
-                request.memory = memory
-            else:  # cancelled meanwhile
-                self._memory.free(memory)
-        group.swapped, group.swapped_members = None, []
-        return True
-
-    def _requests(self) -> list[Request]:
-        return [request for group in self.running for request in group.members]
-
-    @property
-    def _reserve(self) -> int:
-        """Pages that running groups may take in the next step, and for the rest of their prompts."""
-        return sum(map(self._pages_to_come, self.running))
-
-    def _pages_to_come(self, group: SequenceGroup) -> int:
-        pages = 0
-        for request in group.members:
-            coming = 0
-            if request.memory is None or request.num_uncomputed > 1:
-                coming = self._memory.pages_still_needed(request.memory, len(request.token_ids))
-            pages += max(coming, self._pages_per_token) + self._pages_per_token * request.num_forks
-        return pages
-
-    def _free(self, request: Request) -> None:
-        assert request.memory is not None
-        self._memory.free(request.memory, request.use)
-        request.memory = None
+        return self.groups.swap_in(group)
 
 
 def _tokens_to_match(request: Request) -> Sequence[int]:

@@ -31,7 +31,8 @@ from app.engine.lora.store import AdapterStore
 from app.engine.pooler import PooledRows, Pooler
 from app.engine.preemption import PreemptionCostModel
 from app.engine.request import Request
-from app.engine.scheduler import Committed, Scheduled, Scheduler, TokensAwaited
+from app.engine.running import TokensAwaited
+from app.engine.scheduler import Committed, Scheduled, Scheduler
 from app.engine.speculation import Speculation
 from app.engine.watch import EngineWatch
 from app.errors import EngineError, FolioError, RequestError

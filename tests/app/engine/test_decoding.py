@@ -203,7 +203,7 @@ def test_preempted_beams_go_on_together(folder: Path, way: str) -> None:
         if not engine.has_work:
             break
         if i % 3 == 2 and engine.scheduler.running:
-            engine.scheduler.preempt(engine.scheduler.running[-1], way)  # type: ignore[arg-type]
+            engine.scheduler.groups.preempt(engine.scheduler.running[-1], way)  # type: ignore[arg-type]
         found += engine.step()
         engine.check_integrity()
     assert {(d.request_id, d.index): list(d.token_ids) for d in found} == expected

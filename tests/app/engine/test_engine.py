@@ -66,14 +66,14 @@ def test_pressure_changes_nothing(make_checkpoint: MakeCheckpoint, view: View) -
             kv_view=view,
         )
         preempted = 0
-        preempt = engine.scheduler.preempt
+        preempt = engine.scheduler.groups.preempt
 
         def count(victim: object, preempt: object = preempt) -> None:
             nonlocal preempted
             preempted += 1
             preempt(victim)  # type: ignore[operator]
 
-        engine.scheduler.preempt = count  # type: ignore[method-assign, assignment]
+        engine.scheduler.groups.preempt = count  # type: ignore[method-assign, assignment]
         for i, prompt in enumerate(prompts(60, 31, 47, 16, 90, 5)):
             engine.submit(str(i), prompt, GREEDY)
         outputs.append(run(engine))

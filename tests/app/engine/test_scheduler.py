@@ -16,7 +16,8 @@ from app.engine.faults import SequenceFailure
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StepTimes
 from app.engine.request import Request, SequenceGroup
-from app.engine.scheduler import PATIENCE, Scheduled, Scheduler
+from app.engine.running import RunningGroups
+from app.engine.scheduler import PATIENCE, Scheduled
 from app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 from vmem import IntegrityError, KVMemory, OutOfPages
@@ -198,7 +199,7 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
         elif kind < 0.85 and names:
             engine.cancel(rng.choice(names))
         elif kind < 0.9 and scheduler.running:
-            scheduler.preempt(rng.choice(scheduler.running), rng.choice(["swap", "recompute"]))
+            scheduler.groups.preempt(rng.choice(scheduler.running), rng.choice(["swap", "recompute"]))
         elif kind < 0.95:
             least, most = engine.memory.least_budget_bytes, engine.memory.most_budget_bytes
             engine.set_budget(rng.randint(least, most), number)
@@ -218,14 +219,14 @@ def test_what_runs_is_counted_once_and_not_for_each_draft(make: Any, monkeypatch
         engine.submit(str(i), [i, 1, 2], greedy(20))
     while len(engine.scheduler.decoding()) < 64:
         engine.step()
-    reserve, calls = Scheduler._reserve.fget, []  # type: ignore[attr-defined]
+    reserve, calls = RunningGroups.reserve.fget, []  # type: ignore[attr-defined]
 
-    def counted(scheduler: Scheduler) -> int:
-        calls.append(scheduler)
-        pages: int = reserve(scheduler)
+    def counted(groups: RunningGroups) -> int:
+        calls.append(groups)
+        pages: int = reserve(groups)
         return pages
 
-    monkeypatch.setattr(Scheduler, "_reserve", property(counted))
+    monkeypatch.setattr(RunningGroups, "reserve", property(counted))
     scheduled = engine.scheduler.schedule(dict.fromkeys(engine.scheduler.decoding(), (1, 2)))
     assert [len(s.drafts) for s in scheduled] == [2] * 64
     assert len(calls) == 1
@@ -361,7 +362,7 @@ def test_a_prompt_preempts_nobody_who_comes_first(make: Any, monkeypatch: pytest
         engine.step()
     first, two = engine.scheduler.running
     assert len(two.members) == 2
-    engine.scheduler.preempt(two, "recompute")
+    engine.scheduler.groups.preempt(two, "recompute")
     refused = refuse_pages(monkeypatch, two.members[1], 1)
     while not refused:
         engine.step()
@@ -413,7 +414,7 @@ def test_of_resumed_groups_one_computes_the_prefix_again(make: Any) -> None:
         engine.step()
     first, second = scheduler.decoding()
     for request in (second, first):
-        scheduler.preempt(request.group, "recompute")
+        scheduler.groups.preempt(request.group, "recompute")
     engine.memory.tree.clear()
     engine.step()
     assert (first.num_computed, second.num_computed, second.memory) == (128, 0, None)

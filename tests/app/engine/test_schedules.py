@@ -428,7 +428,7 @@ def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str
             fair_tenants=fair,
             async_scheduling="on" if is_async else "off",
         )
-        before, preempted_before = engine.report(), sum(engine.scheduler.num_preempted.values())
+        before, preempted_before = engine.report(), sum(engine.scheduler.groups.num_preempted.values())
         try:
             Run(engine, reference, counts).play(burst + events)
         finally:
@@ -439,7 +439,7 @@ def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str
         report = engine.report()
         for name in ("hit_tokens", "evicted_blocks", "copied_blocks"):
             counts[name] += getattr(report, name) - getattr(before, name)
-        counts["preemptions"] += sum(engine.scheduler.num_preempted.values()) - preempted_before
+        counts["preemptions"] += sum(engine.scheduler.groups.num_preempted.values()) - preempted_before
 
     if settings.default is not None and settings.default.derandomize:  # else all nine tests play the same schedules
         seed(zlib.crc32(f"{model} {policy}".encode()))(play)

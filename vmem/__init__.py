@@ -18,7 +18,7 @@ from vmem.prefix_summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, Ca
 from vmem.prefix_tree import PrefixMatch, PrefixNode, TokenChain
 from vmem.report import GroupReport, MemoryReport
 from vmem.segments import PrefixUse
-from vmem.sequence import SequenceMemory, StepDemand, View, ViewPolicy
+from vmem.sequence import GroupTable, SequenceMemory, StepDemand, View, ViewPolicy
 from vmem.snapshot import BlockState, MemorySnapshot, SequenceSnapshot, TableSnapshot, take_snapshot
 from vmem.swapping import SwappedGroup
 from vmem.tensor_parallel.orders import PeerRanks
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 __all__ = [
     "CHANGE_BYTES", "KEY_BYTES", "NO_KEYS", "AddressRange", "Backend", "BlockContents", "BlockState", "BudgetAnswer",
     "BudgetError", "CacheTensors", "CachedKeys", "CachedPrefix", "CopyBlocks", "CudaBackend", "EvictionOrder",
-    "EvictionQueue", "GroupReport", "HostBackend", "IntegrityError", "KVLayout", "KVMemory", "LayerGroup", "LayerSpec",
-    "LayoutError", "LayoutKind", "LocalContents", "MapError", "MappingOptions", "MemoryInfo", "MemoryReport",
-    "MemorySnapshot", "MirroredBackend", "OutOfPages", "OutOfSwap", "PeerMemory", "PeerRanks", "PinError", "PinReport",
-    "PrefixMatch", "PrefixNode", "PrefixUse", "ReturnOrder", "SequenceMemory", "SequenceSnapshot", "StateLayout",
-    "StepDemand", "SwappedGroup", "TableSnapshot", "TokenChain", "View", "ViewPolicy", "VmemError", "key_of",
-    "longest_sequence", "mirror", "plan_groups", "plan_layout", "select_backend", "split_keys", "take_snapshot",
+    "EvictionQueue", "GroupReport", "GroupTable", "HostBackend", "IntegrityError", "KVLayout", "KVMemory", "LayerGroup",
+    "LayerSpec", "LayoutError", "LayoutKind", "LocalContents", "MapError", "MappingOptions", "MemoryInfo",
+    "MemoryReport", "MemorySnapshot", "MirroredBackend", "OutOfPages", "OutOfSwap", "PeerMemory", "PeerRanks",
+    "PinError", "PinReport", "PrefixMatch", "PrefixNode", "PrefixUse", "ReturnOrder", "SequenceMemory",
+    "SequenceSnapshot", "StateLayout", "StepDemand", "SwappedGroup", "TableSnapshot", "TokenChain", "View",
+    "ViewPolicy", "VmemError", "key_of", "longest_sequence", "mirror", "plan_groups", "plan_layout", "select_backend",
+    "split_keys", "take_snapshot",
 ]
 # fmt: on
 

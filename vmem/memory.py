@@ -25,7 +25,7 @@ from vmem.prefix_cache import PrefixCache
 from vmem.prefix_tree import Hash, PrefixTree, TokenChain, stable_hash
 from vmem.report import MemoryAudit, MemoryReport
 from vmem.segments import PrefixUse
-from vmem.sequence import GroupTable, SequenceMemory, StepDemand, ViewPolicy
+from vmem.sequence import GroupTable, SequenceMemory, StepDemand, TableChanges, ViewPolicy
 from vmem.swapping import SwappedGroup, Swapping
 from vmem.tables import BlockAllocator, BlockTables, CopyOnWrite
 from vmem.tensors import BlockContents, CacheTensors, LocalContents
@@ -123,12 +123,13 @@ class KVMemory:
         self.tree = tree = PrefixTree(memories, unit_tokens, hash, counts)
         self.policy = MappingPolicy(backend, pages, memories, tree, order, options, floor)
         self.lock = lock = MemoryLock()
+        self.changes = changes = TableChanges()
         self.mapper = mapper = Mapper(backend, lock, self.policy, counts, clock)
-        self.regions = regions = RegionManager(backend, memories, mapper, self.policy, counts)
+        self.regions = regions = RegionManager(backend, memories, mapper, self.policy, counts, changes)
         self.allocator = allocator = BlockAllocator(backend, pages, memories, tree, mapper, regions)
         self.contents = contents(self.tensors)
-        self.copies = CopyOnWrite(memories, allocator, mapper, self.contents, lock, counts)
-        self.tables = BlockTables(memories, allocator, self.copies, mapper, max_tokens, counts)
+        self.copies = CopyOnWrite(memories, allocator, mapper, self.contents, lock, counts, changes)
+        self.tables = BlockTables(memories, allocator, self.copies, mapper, max_tokens, counts, changes)
         self.prefixes = PrefixCache(
             memories, lock, tree, allocator, self.tables, counts, order, self.step_tokens, prefix_cache
         )
@@ -289,6 +290,8 @@ class KVMemory:
                 return 0
             match = self.prefixes.match_held(chain, token_ids)
             self.prefixes.share_match(sequence, match)
+            for table in sequence.groups:
+                self.changes.note(table, 0)
             expected = max(match.num_tokens, sequence.expected_tokens)
             try:
                 if match.num_tokens:
@@ -398,6 +401,17 @@ class KVMemory:
                     if demand.end > demand.sequence.readable_tokens or demand.end > demand.sequence.writable_tokens:
                         self.regions.request_mapping(demand)
             self.lock.notify_all()
+
+    def take_changes(self) -> dict[GroupTable, int]:
+        """Block tables of open sequences that have changed since the last call → the first index from which entries
+        have, 0 if the region has. So a step's plan need not read every table."""
+        with self.lock:
+            return self.changes.take()
+
+    def closed(self, sequences: Iterable[SequenceMemory]) -> list[SequenceMemory]:
+        """Those of the sequences that are freed or swapped out."""
+        with self.lock:
+            return [sequence for sequence in sequences if sequence not in self.tables.sequences]
 
     def launched(self) -> None:
         """Note that a step which reads the mappings has been submitted: they may change only once it is done."""
@@ -514,3 +528,4 @@ class KVMemory:
         self.regions.park_regions(sequence)
         for group, table in self.tables.tables_of(sequence):
             self.tables.drop(group, table, 0)
+            self.changes.forget(table)

@@ -62,6 +62,27 @@ class SequenceMemory:
         return "block_table" if all(table.region is None for table in self.groups) else "region"
 
 
+class TableChanges:
+    """Block tables of open sequences that have changed since the last `take`, so that a step reads no other one. With
+    the lock held."""
+
+    def __init__(self) -> None:
+        self._first: dict[GroupTable, int] = {}
+
+    def note(self, table: GroupTable, first: int) -> None:
+        """Note that entries from index `first` on have changed; 0 if the table's region has."""
+        self._first[table] = min(first, self._first.get(table, first))
+
+    def forget(self, table: GroupTable) -> None:
+        """Drop the changes of a sequence that is freed."""
+        self._first.pop(table, None)
+
+    def take(self) -> dict[GroupTable, int]:
+        """Changed table → the first index that has changed."""
+        taken, self._first = self._first, {}
+        return taken
+
+
 class StepDemand(NamedTuple):
     """A step computes the tokens `start … end - 1` of a sequence, over everything cached before them."""
 

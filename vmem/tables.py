@@ -16,7 +16,7 @@ from vmem.mapper import Mapper
 from vmem.mapping_work import AttachPages, DetachPages
 from vmem.prefix_tree import PrefixTree
 from vmem.region import HOLE
-from vmem.sequence import GroupTable, SequenceMemory, ViewPolicy
+from vmem.sequence import GroupTable, SequenceMemory, TableChanges, ViewPolicy
 from vmem.views import RegionManager
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class CopyOnWrite:
     _contents: BlockContents
     _lock: MemoryLock
     _counts: MemoryCounts
+    _changes: TableChanges
     _due: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, target)
 
     @property
@@ -150,7 +151,7 @@ class CopyOnWrite:
             self._mapper.wait_for_region(table.region)
             table.region.checked = min(table.region.checked, len(table.block_ids) - 1)
             table.region.fence = self._mapper.fence
-        table.block_ids[-1] = new
+        self._replace_last(table, new)
         self._allocator.free(group, [old])
 
     def undo_unshare_last_block(self, g: int, table: GroupTable, shared: int) -> None:
@@ -158,8 +159,12 @@ class CopyOnWrite:
         source = next(a for at, a, b in self._due if (at, b) == (g, new))
         self._due.remove((g, source, new))
         group.pool.add_references([shared])
-        table.block_ids[-1] = shared
+        self._replace_last(table, shared)
         self._allocator.free(group, [source, new, new])
+
+    def _replace_last(self, table: GroupTable, block_id: int) -> None:
+        table.block_ids[-1] = block_id
+        self._changes.note(table, len(table.block_ids) - 1)
 
     def run(self) -> None:
         """Make the due copies, in the device's queue after the launched steps."""
@@ -198,6 +203,7 @@ class BlockTables:
     _mapper: Mapper
     _max_tokens: int
     _counts: MemoryCounts
+    _changes: TableChanges
     sequences: set[SequenceMemory] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -269,6 +275,7 @@ class BlockTables:
         except VmemError:
             self._allocator.free(group, new)
             raise
+        self._changes.note(table, len(table.block_ids))
         table.block_ids += new
 
     def set_length(self, sequence: SequenceMemory, num_tokens: int) -> None:
@@ -300,6 +307,7 @@ class BlockTables:
             table.region.checked = min(table.region.checked, kept)
             table.region.wanted = min(table.region.wanted, kept)
             table.region.fence = self._mapper.fence
+        self._changes.note(table, kept)
         freed = table.block_ids[max(kept, table.first) :]
         del table.block_ids[kept:]
         table.first = min(table.first, kept)

@@ -14,7 +14,7 @@ from vmem.mapper import Mapper
 from vmem.mapper_policy import MappingPolicy
 from vmem.mapping_work import MapRegion, UnmapRegion
 from vmem.region import HOLE, Region
-from vmem.sequence import GroupTable, SequenceMemory, StepDemand
+from vmem.sequence import GroupTable, SequenceMemory, StepDemand, TableChanges
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class RegionManager:
     _mapper: Mapper
     _policy: MappingPolicy
     _counts: MemoryCounts
+    _changes: TableChanges
 
     def assign_regions(self, sequence: SequenceMemory, num_tokens: int, *, evicts: bool = False) -> None:
         """Give a sequence of `num_tokens` tokens its regions, if its policy and `max_mappings` allow it.
@@ -67,6 +68,7 @@ class RegionManager:
                 group.expired[region] = None  # mappings before the window are not this sequence's
             region.touched = now
             table.region = region
+            self._changes.note(table, 0)
             missing = max(num_blocks - table.first - region.num_mapped, 0)
             if not self._may_map(sequence, missing * group.num_slices):
                 self._demote(sequence)
@@ -80,6 +82,7 @@ class RegionManager:
                 self._mapper.wait_for_region(table.region)
                 group.park(table.region, fence=self._mapper.fence, now=self._mapper.clock())
                 table.region = None
+                self._changes.note(table, 0)
 
     def map_regions(self, sequence: SequenceMemory, num_tokens: int) -> None:
         """Map the sequence's first `num_tokens` tokens in its regions, or demote the sequence.

@@ -22,7 +22,7 @@ import torch
 
 from app.engine.decoding import Decoder, TokenSelection
 from app.engine.delta import Delta
-from app.engine.execution.batch import demands, memory_of, next_demands, plan_step
+from app.engine.execution.batch import demands, next_demands
 from app.engine.execution.executor import Executor, Forward
 from app.engine.faults import SequenceFailure, attribute_failures, failure_of
 from app.engine.generation import Generation
@@ -194,13 +194,9 @@ class StepLoop:
             raise _Unschedulable([group.members[0].request_id for group in unschedulable if group.members])
         if not scheduled:
             return None
-        memory, slots = self._memory, self._adapters.slots
+        memory = self._memory
         memory.ensure(demands(scheduled))
-        if slots:
-            scheduled.sort(key=lambda s: (memory_of(s).view, slots.get(s.request.group.adapter or "", -1)))
-        else:
-            scheduled.sort(key=lambda s: memory_of(s).view)
-        plan = plan_step(scheduled, memory, adapter_slots=slots)
+        plan = self._executor.planner.plan(scheduled, adapter_slots=self._adapters.slots)
         memory.plan(next_demands(scheduled))
         pooled = [] if self._pooler is None else self._pooler.select(scheduled)
         self._note_begun(scheduled, start)

@@ -2,59 +2,123 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from app.engine.execution.recurrent import StateBatch
-from app.engine.lora.layers import AdapterBatch, adapter_batch
+from app.engine.lora.layers import AdapterBatch
 from app.engine.scheduler import Scheduled
 from kernels import VarlenBatch
-from vmem import CacheTensors, KVMemory, SequenceMemory, StepDemand, View
+from vmem import LayerGroup, SequenceMemory, StepDemand, View
 
 Array = np.ndarray[Any, Any]
+
+
+class PlanHeader(NamedTuple):
+    """Which plan it is, and which block tables it changes.
+
+    Attributes:
+        number: of the plan, from 1 on.
+        base: number of the plan before, to whose block tables the changes apply; 0: they are all of the tables.
+        num_rows: rows of the block tables.
+    """
+
+    number: int
+    base: int
+    num_rows: int
+
+
+class PlanRun(NamedTuple):
+    """Adjacent sequences of a step that are read in the same view.
+
+    Attributes:
+        max_seqlen_q, max_seqlen_k: most tokens that the step computes of a sequence, and most cached ones.
+        adjacent: whether their rows are adjacent and ascending, so that their block tables need no copy.
+    """
+
+    in_region: bool
+    num_seqs: int
+    num_tokens: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    adjacent: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """The tokens that a step computes and the places of their cache, as arrays that peers receive unchanged.
 
+    A sequence keeps its row of the block tables from step to step, and the plan has only what changes in them: its size
+    does not grow with the context.
+
     Attributes:
-        num_tokens, num_computed: `[num_seqs]` int32, tokens to compute and tokens cached before them.
-        num_logits: `[num_seqs]` int32, number of last tokens with logits.
-        in_region: `[num_seqs]` bool, whether the sequence is read in the region view.
-        token_ids: `[sum(num_tokens)]` int32.
-        pending: `[2, num_pending]` int64, tokens that the host does not know yet: their place in the step, and their
-            row in the previous step's sampled tokens.
+        runs: the sequences by view, in the order of the batch.
+        num_tokens: `[num_seqs]` int32, tokens to compute.
         states: `[num_seqs]` int32, the block of each sequence's recurrent state; empty for models without.
         adapters: `[num_seqs]` int32, the slot of each sequence's adapter, -1 without; empty if none has one.
-        tables: for each layer group without states and each run of adjacent sequences with one view: `[run, width]`
-            int32, the regions' slots, or block tables padded with zeros.
+        token_ids, positions: `[sum(num_tokens)]` int64. The ids of pending tokens are not known yet, and 0.
+        logit_rows: `[num_logits]` int64, tokens with logits.
+        pending: `[2, num_pending]` int64, tokens that the host does not know yet: their place in the step, and their
+            row in the previous step's sampled tokens.
+        rows: `[num_seqs]` int64, rows in the block tables.
+        slots: `[num_groups, sum(num_tokens)]` int64, of each layer group without states, place of each token's keys and
+            values: block · block_tokens + offset; a region counts as one block.
+        changed: `[num_changes]` int64, entries of the block tables that change, by `TableLayout`.
+        cu_seqlens: `[num_seqs + num_runs]` int32, of each run the starts of its sequences, and their end.
+        cache_seqlens: `[num_seqs]` int32, cached tokens when the step is computed.
+        regions: `[num_groups, num_seqs]` int32, of each layer group without states the sequences' regions, -1 without.
+        block_ids: `[num_changes]` int32, the entries' new values.
     """
 
+    header: PlanHeader
+    runs: tuple[PlanRun, ...]
     num_tokens: Array
-    num_computed: Array
-    num_logits: Array
-    in_region: Array
-    token_ids: Array
-    pending: Array
     states: Array
     adapters: Array
-    tables: tuple[Array, ...]
+    token_ids: Array
+    positions: Array
+    logit_rows: Array
+    pending: Array
+    rows: Array
+    slots: Array
+    changed: Array
+    cu_seqlens: Array
+    cache_seqlens: Array
+    regions: Array
+    block_ids: Array
 
-    @property
-    def runs(self) -> Iterator[tuple[View, int, int]]:
-        """(view, start, end) of each run of sequences with one view."""
-        start = 0
-        for in_region, run in itertools.groupby(self.in_region.tolist()):
-            end = start + len(list(run))
-            yield "region" if in_region else "block_table", start, end
-            start = end
+
+class TableLayout:
+    """Block tables of all layer groups in one array: of each group `[num_rows, width]`, one after the other. A state is
+    a table of one block.
+
+    Args:
+        region_tokens: of each group, most tokens of a sequence, see `CacheTensors`.
+
+    Attributes:
+        block_tokens, widths: of each group.
+        starts: index of each group's first entry.
+        size: number of entries.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], region_tokens: Sequence[int], num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.block_tokens = [1 if group.is_state else group.layout.block_tokens for group in groups]
+        self.widths = [max(1, most // per) for most, per in zip(region_tokens, self.block_tokens, strict=True)]
+        self.starts = [num_rows * sum(self.widths[:g]) for g in range(len(groups))]
+        self.size = num_rows * sum(self.widths)
+
+    def spans(self) -> list[tuple[slice, tuple[int, int]]]:
+        """Of each group its entries, and their shape."""
+        shapes = [(self.num_rows, width) for width in self.widths]
+        return [
+            (slice(start, start + rows * width), (rows, width))
+            for start, (rows, width) in zip(self.starts, shapes, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +140,15 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """All tokens of a step, packed sequence by sequence.
+    """All tokens of a step, packed sequence by sequence. The tensors are on the device, and valid until the batch after
+    the next one is built.
 
     Attributes:
         token_ids, positions: `[num_tokens]` int64.
         logit_rows: `[num_logits]` int64, tokens with logits.
         parts: for each layer group the parts of the batch; none for a group of states.
         states: places of recurrent states; `None` for models without.
+        pending: see `StepPlan`.
         adapters: rows of each adapter; `None` if no sequence has one.
     """
 
@@ -90,109 +156,14 @@ class StepBatch:
     positions: torch.Tensor
     logit_rows: torch.Tensor
     parts: tuple[tuple[BatchPart, ...], ...]
+    pending: torch.Tensor
     states: StateBatch | None = None
     adapters: AdapterBatch | None = None
 
-
-def plan_step(
-    scheduled: Sequence[Scheduled],
-    memory: KVMemory,
-    *,
-    all_logits: bool = False,
-    adapter_slots: Mapping[str, int] | None = None,
-) -> StepPlan:
-    """Plan scheduled tokens, whose blocks must be owned, and mapped in the region view (`KVMemory.ensure`).
-
-    Adjacent sequences with the same view, and with the same adapter, make fewer parts.
-
-    Args:
-        all_logits: compute the logits of every token.
-        adapter_slots: name → slot of every adapter in use.
-    """
-    sequences = [memory_of(s) for s in scheduled]
-    token_ids: list[int] = []
-    pending: list[tuple[int, int]] = []
-    for s in scheduled:
-        if s.pending_row is not None:
-            pending.append((len(token_ids), s.pending_row))
-            token_ids.append(0)
-            continue
-        token_ids += s.request.token_ids[s.start : s.start + s.num_tokens]
-        token_ids += s.drafts
-    views = [sequence.view for sequence in sequences]
-    tables = []
-    for g, group in enumerate(memory.groups):
-        if not group.is_state:
-            for view, run in itertools.groupby(zip(views, sequences, strict=True), key=itemgetter(0)):
-                tables.append(_block_table([sequence for _, sequence in run], g, view))
-    at = memory.tensors.state_group
-    adapters = [_slot(s, adapter_slots) for s in scheduled] if adapter_slots else []
-    return StepPlan(
-        num_tokens=np.array([s.num_tokens for s in scheduled], dtype=np.int32),
-        num_computed=np.array([s.start for s in scheduled], dtype=np.int32),
-        num_logits=np.array([s.num_tokens if all_logits else s.num_logits for s in scheduled], dtype=np.int32),
-        in_region=np.array([view == "region" for view in views], dtype=np.bool_),
-        token_ids=np.array(token_ids, dtype=np.int32),
-        pending=np.array(pending, dtype=np.int64).reshape(-1, 2).T.copy(),
-        states=np.array([] if at is None else [s.groups[at].block_ids[0] for s in sequences], dtype=np.int32),
-        adapters=np.array(adapters, dtype=np.int32),
-        tables=tuple(tables),
-    )
-
-
-def build_batch(
-    plan: StepPlan, tensors: CacheTensors, device: torch.device, sampled: torch.Tensor | None = None
-) -> StepBatch:
-    """Build the tensors of a plan; those for attention on `device`.
-
-    Args:
-        sampled: the previous step's sampled tokens, `[rows]` int64 on `device`, for `plan.pending`; `None` on a peer,
-            which gets `token_ids` from rank 0.
-    """
-    num_tokens, first = plan.num_tokens.astype(np.int64), plan.num_computed.astype(np.int64)
-    starts = np.zeros(len(num_tokens) + 1, dtype=np.int64)
-    np.cumsum(num_tokens, out=starts[1:])
-    sequence_of = np.repeat(np.arange(len(num_tokens)), num_tokens)
-    positions = np.arange(starts[-1]) - starts[sequence_of] + first[sequence_of]
-    tables = iter(plan.tables)
-    runs = []
-    for view, begin, end in plan.runs:
-        cu_seqlens_q = torch.from_numpy((starts[begin : end + 1] - starts[begin]).astype(np.int32)).to(device)
-        num_cached = (first + num_tokens)[begin:end]
-        cache_seqlens = torch.from_numpy(num_cached.astype(np.int32)).to(device)
-        most = int(num_tokens[begin:end].max()), int(num_cached.max())
-        runs.append((view, begin, slice(int(starts[begin]), int(starts[end])), cu_seqlens_q, cache_seqlens, most))
-    parts: list[list[BatchPart]] = [[] for _ in tensors.groups]
-    for g, group in enumerate(tensors.groups):
-        if group.is_state:
-            continue
-        for view, begin, tokens, cu_seqlens_q, cache_seqlens, most in runs:
-            table = next(tables)
-            block_tokens = tensors.region_tokens[g] if view == "region" else group.layout.block_tokens
-            at = positions[tokens]
-            slots = table[sequence_of[tokens] - begin, at // block_tokens] * np.int64(block_tokens) + at % block_tokens
-            attention = VarlenBatch(cu_seqlens_q, cache_seqlens, torch.from_numpy(table).to(device), *most)
-            parts[g].append(BatchPart(view, tokens, torch.from_numpy(slots).to(device), attention))
-    num_logits = plan.num_logits.astype(np.int64)
-    ends = np.cumsum(num_logits)  # of each sequence's rows of logits
-    logit_rows = np.arange(ends[-1]) + np.repeat(starts[1:] - ends, num_logits)
-    states = None
-    if tensors.state_group is not None:
-        states = StateBatch(starts.tolist(), plan.states.tolist(), (first == 0).tolist())
-    token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
-    if plan.pending.size:
-        token_ids = token_ids.to(device)
-        if sampled is not None:
-            places, rows = torch.from_numpy(plan.pending).to(device)
-            token_ids.index_copy_(0, places, sampled[rows])
-    return StepBatch(
-        token_ids=token_ids,
-        positions=torch.from_numpy(positions),
-        logit_rows=torch.from_numpy(logit_rows),
-        parts=tuple(map(tuple, parts)),
-        states=states,
-        adapters=adapter_batch(plan.adapters, num_tokens, logit_rows, device) if len(plan.adapters) else None,
-    )
+    def fill_pending(self, sampled: torch.Tensor) -> None:
+        """Put the previous step's sampled tokens, `[rows]` int64 on the device, in the places of pending ones."""
+        places, rows = self.pending
+        self.token_ids.index_copy_(0, places, sampled.index_select(0, rows))
 
 
 def demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
@@ -215,20 +186,3 @@ def next_demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
 def memory_of(scheduled: Scheduled) -> SequenceMemory:
     assert scheduled.request.memory is not None
     return scheduled.request.memory
-
-
-def _slot(scheduled: Scheduled, adapter_slots: Mapping[str, int]) -> int:
-    name = scheduled.request.group.adapter
-    return -1 if name is None else adapter_slots[name]
-
-
-def _block_table(sequences: Sequence[SequenceMemory], group: int, view: View) -> Array:
-    """`[num_seqs, width]` int32, region slots or block ids."""
-    tables = [sequence.groups[group] for sequence in sequences]
-    if view == "region":
-        slots = [[table.region.slot if table.region is not None else -1] for table in tables]
-        return np.array(slots, dtype=np.int32)
-    block_table = np.zeros((len(tables), max(len(table.block_ids) for table in tables)), dtype=np.int32)
-    for i, table in enumerate(tables):
-        block_table[i, : len(table.block_ids)] = table.block_ids
-    return block_table

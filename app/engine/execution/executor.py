@@ -11,8 +11,10 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.config.machine import num_threads
-from app.engine.execution.batch import StepPlan, build_batch
+from app.engine.execution.batch import StepPlan
+from app.engine.execution.builder import BatchBuilder
 from app.engine.execution.model_runner import ModelRunner, ObservedLayers
+from app.engine.execution.planner import StepPlanner
 from app.engine.execution.work_queue import InlineQueue, ThreadQueue, WorkQueue
 from app.engine.model.loader import load_model, resolve_device
 from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrder, pack_arrays, pack_step
@@ -51,12 +53,14 @@ class Executor:
 
     Attributes:
         ranks: the peers, `None` on one rank.
+        planner: of the steps over the bound memory.
         is_async: whether `launch` returns before the forward is computed.
         queue: where the device's work is submitted.
     """
 
     def __init__(self, config: EngineConfig, launch: Launch) -> None:
         torch.set_num_threads(num_threads(config))
+        self._max_num_seqs = config.max_num_seqs
         self._limit_s: float | None = LOAD_TIMEOUT_S  # the first forwards may compile kernels
         on_cpu = resolve_device(config.device).type == "cpu"
         self.is_async = config.async_scheduling == "on" or (config.async_scheduling == "auto" and not on_cpu)
@@ -98,6 +102,8 @@ class Executor:
             assert isinstance(memory.backend, MirroredBackend)
             self.ranks.command(RankOrder.OPEN, bytes([memory.backend.number]))
         self._runner.attach_caches(memory.tensors)
+        self._builder = BatchBuilder(memory.tensors, self.model.module.device, self._max_num_seqs)
+        self.planner = StepPlanner(memory, self._builder, self._max_num_seqs)
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step, on the CPU."""
@@ -119,11 +125,14 @@ class Executor:
         with ExitStack() as entered:
             entered.enter_context(self._on_peers(RankOrder.STEP, b"" if self.ranks is None else pack_step(plan)))
             on_peers = entered.pop_all()
+        builder = self._builder
+        builder.expected = plan.header.number
 
         def forward() -> Forward:
             with on_peers:
-                tokens = sampled() if sampled is not None and plan.pending.size else None
-                batch = build_batch(plan, memory.tensors, self.model.module.device, tokens)
+                batch = builder.build(plan)
+                if sampled is not None and plan.pending.size:
+                    batch.fill_pending(sampled())
                 if self._comm is not None and plan.pending.size:  # only this rank samples
                     self._comm.broadcast(batch.token_ids)
                 if pooled:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from app.engine.execution.batch import demands, plan_step
+from app.engine.execution.batch import demands
 from app.engine.execution.executor import Executor
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
@@ -93,7 +93,7 @@ def _differences(
         for counts in STEPS:
             scheduled = [Scheduled(r, n) for r, n in zip(requests, counts, strict=True) if n]
             memory.ensure(demands(scheduled))
-            actual = executor.run(plan_step(scheduled, memory, all_logits=True), memory)
+            actual = executor.run(executor.planner.plan(scheduled, all_logits=True), memory)
             for s, rows in zip(scheduled, actual.split([s.num_tokens for s in scheduled]), strict=True):
                 start = s.request.num_computed
                 correct = expected[requests.index(s.request)][start : start + s.num_tokens]

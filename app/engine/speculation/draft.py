@@ -24,7 +24,6 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.config.machine import num_threads
-from app.engine.execution.batch import plan_step
 from app.engine.execution.executor import Executor
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.self_test import self_test
@@ -343,9 +342,8 @@ class DraftProposer:
 
     def _run_tasks(self, tasks: list[_Task]) -> dict[Request, list[int]]:
         self.memory.ensure([StepDemand(task.draft.memory, task.first, task.end) for task in tasks])
-        tasks.sort(key=lambda task: task.draft.memory.view)
         drafts: dict[Request, list[int]] = {task.request: [] for task in tasks}
-        logits = self._run([Scheduled(task.draft.shadow, task.num_tokens) for task in tasks])
+        logits = self._run(tasks, [task.num_tokens for task in tasks])
         self.memory.prefixes.commit_prefixes()
         drafting = [task for task in tasks if task.num_drafts]
         position = 0
@@ -359,7 +357,7 @@ class DraftProposer:
                     drafts[task.request].append(token_id)
             drafting = [task for task in sound if task.num_drafts > position]
             if drafting:
-                logits = self._run([Scheduled(task.draft.shadow, 1) for task in drafting])
+                logits = self._run(drafting, [1] * len(drafting))
         self.memory.plan(self._next_demands(tasks))
         return drafts
 
@@ -374,17 +372,22 @@ class DraftProposer:
             i, error = errors.popitem()
             raise SequenceFailure(drafting[i].request) from error
 
-    def run(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
-        """Logits `[num_samples, vocab_size]` on the CPU; blocks must be owned and mapped."""
-        return self._executor.run(plan_step(scheduled, self.memory), self.memory)
+    def run(self, scheduled: list[Scheduled]) -> torch.Tensor:
+        """Logits `[num_samples, vocab_size]` on the CPU, of `scheduled` as it is sorted then; blocks must be owned and
+        mapped."""
+        return self._executor.run(self._executor.planner.plan(scheduled), self.memory)
 
-    def _run(self, scheduled: list[Scheduled]) -> torch.Tensor:
+    def _run(self, tasks: list[_Task], counts: Sequence[int]) -> torch.Tensor:
+        """Compute the next `counts` tokens of the tasks, which are sorted like the logits."""
         start = time.perf_counter()
+        scheduled = [Scheduled(task.draft.shadow, count) for task, count in zip(tasks, counts, strict=True)]
         logits = self.run(scheduled)
         num_tokens, attended = sum(s.num_tokens for s in scheduled), sum(s.num_attended for s in scheduled)
         self._times.observe((1.0, num_tokens, attended), time.perf_counter() - start)
         for s in scheduled:
             s.request.num_computed += s.num_tokens
+        places = {s.request: place for place, s in enumerate(scheduled)}
+        tasks.sort(key=lambda task: places[task.draft.shadow])
         return logits
 
     def _next_demands(self, tasks: Sequence[_Task]) -> list[StepDemand]:

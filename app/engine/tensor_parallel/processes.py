@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.execution.batch import Array, StepPlan
+from app.engine.execution.batch import Array, PlanHeader, PlanRun, StepPlan
 from app.engine.tensor_parallel.shared_memory import MemoryAddress
 from app.engine.tensor_parallel.sockets import SocketAddress
 from app.errors import ConfigError, FolioError, ModelError
@@ -165,14 +165,13 @@ def unpack_arrays(message: bytes) -> list[Array]:
 
 
 def pack_step(plan: StepPlan) -> bytes:
-    *arrays, tables = (getattr(plan, field.name) for field in fields(plan))
-    return pack_arrays([*arrays, *tables])
+    header, runs, *arrays = (getattr(plan, field.name) for field in fields(plan))
+    return pack_arrays([np.array(header), np.array(runs), *arrays])
 
 
 def unpack_step(message: bytes) -> StepPlan:
-    arrays = unpack_arrays(message)
-    names = [field.name for field in fields(StepPlan)][:-1]  # without the tables
-    return StepPlan(**dict(zip(names, arrays, strict=False)), tables=tuple(arrays[len(names) :]))
+    header, runs, *arrays = unpack_arrays(message)
+    return StepPlan(PlanHeader(*header.tolist()), tuple(PlanRun(*run) for run in runs.tolist()), *arrays)
 
 
 class Link(Protocol):

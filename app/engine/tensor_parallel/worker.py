@@ -19,7 +19,7 @@ import time
 import torch
 
 from app.config.machine import num_threads
-from app.engine.execution.batch import build_batch
+from app.engine.execution.builder import BatchBuilder
 from app.engine.execution.model_runner import ModelRunner
 from app.engine.lora.store import RankAdapters
 from app.engine.model.loader import LoadedModel, load_model
@@ -37,7 +37,7 @@ from app.engine.tensor_parallel.processes import (
 )
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
 from kernels import select_block_copy, select_provider
-from vmem import CacheTensors, LocalContents, PeerMemory, select_backend
+from vmem import LocalContents, PeerMemory, select_backend
 from vmem.tensor_parallel.orders import is_failure
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class RankWorker:
         self._comm: Communicator
         self._model: LoadedModel
         self._runner: ModelRunner
-        self._tensors: CacheTensors
+        self._builder: BatchBuilder
         self._adapters: RankAdapters | None = None
 
     def run(self) -> None:
@@ -118,11 +118,12 @@ class RankWorker:
             case RankOrder.MEMORY:
                 return self._memory.handle_order(message)
             case RankOrder.OPEN:
-                self._tensors = self._memory.tensors(message[0])
-                self._runner.attach_caches(self._tensors)
+                tensors = self._memory.tensors(message[0])
+                self._runner.attach_caches(tensors)
+                self._builder = BatchBuilder(tensors, self._device, self.spec.config.max_num_seqs)
             case RankOrder.STEP:
                 plan = unpack_step(message)
-                batch = build_batch(plan, self._tensors, self._device)
+                batch = self._builder.build(plan)
                 if plan.pending.size:
                     self._comm.broadcast(batch.token_ids)
                 self._runner.run(batch)

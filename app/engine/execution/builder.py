@@ -1,0 +1,161 @@
+"""Batch builder: one rank's tensors of each step, from its plan in one copy to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from app.engine.execution.batch import Array, BatchPart, PlanRun, StepBatch, StepPlan, TableLayout
+from app.engine.execution.recurrent import StateBatch
+from app.engine.lora.layers import adapter_batch
+from kernels import VarlenBatch
+from vmem import CacheTensors
+
+# Copied tables have a width of whole units, so that a step needs no kernel of its own.
+_WIDTH_UNIT = 16
+_LEAST_WORDS = 1 << 13
+
+
+class BatchBuilder:
+    """Builds the batches of one rank over one memory, and keeps its block tables on the device.
+
+    The tables change in the order of the calls and of the device's work. On a CPU, where work is not queued, a batch
+    must not be built before the forward of the last one has ended.
+
+    Args:
+        num_rows: rows of the block tables, which keep their addresses until a plan has more.
+
+    Attributes:
+        number: of the last plan that was built; 0 before.
+        tables: of each layer group `[num_rows, width]` int32, on the device.
+    """
+
+    def __init__(self, tensors: CacheTensors, device: torch.device, num_rows: int) -> None:
+        self._tensors, self._device = tensors, device
+        self._groups = [g for g, group in enumerate(tensors.groups) if not group.is_state]
+        self._staging = Staging(device)
+        self.number = 0
+        self._allocate(num_rows)
+
+    def _allocate(self, num_rows: int) -> None:
+        self._layout = TableLayout(self._tensors.groups, self._tensors.region_tokens, num_rows)
+        self._entries = torch.zeros(self._layout.size, dtype=torch.int32, device=self._device)
+        self.tables = [self._entries[span].view(shape) for span, shape in self._layout.spans()]
+
+    def build(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> StepBatch:
+        """Build the tensors of a plan.
+
+        Args:
+            sampled: `[num_sampled]` int64 on the device, the tokens that the step before samples, if tokens of this one
+                are pending.
+        """
+        header = plan.header
+        assert header.base in (0, self.number), f"{header} follows plan {self.number}"
+        if header.num_rows != self._layout.num_rows:
+            self._allocate(header.num_rows)
+        elif not header.base:
+            self._entries.zero_()
+        longs, ints = self._staging.copy(
+            (plan.token_ids, plan.positions, plan.logit_rows, plan.pending, plan.rows, plan.slots, plan.changed),
+            (plan.cu_seqlens, plan.cache_seqlens, plan.regions, plan.block_ids),
+        )
+        token_ids, positions, logit_rows, pending, rows, slots, changed = longs
+        cu_seqlens, cache_seqlens, regions, block_ids = ints
+        if len(plan.changed):
+            self._entries.index_copy_(0, changed, block_ids)
+        self.number = header.number
+        if plan.pending.size:
+            assert sampled is not None, "tokens are pending"
+            token_ids.index_copy_(0, pending[0], sampled.index_select(0, pending[1]))
+        parts: list[list[BatchPart]] = [[] for _ in self._tensors.groups]
+        begin = first = 0
+        for number, run in enumerate(plan.runs):
+            end = begin + run.num_seqs
+            tokens = slice(first, first + run.num_tokens)
+            lengths = cu_seqlens[begin + number : end + number + 1], cache_seqlens[begin:end]
+            for i, g in enumerate(self._groups):
+                if run.in_region:
+                    table = regions[i, begin:end, None]
+                else:
+                    table = self._table(g, run, int(plan.rows[begin]), rows[begin:end])
+                attention = VarlenBatch(*lengths, table, run.max_seqlen_q, run.max_seqlen_k)
+                parts[g].append(
+                    BatchPart("region" if run.in_region else "block_table", tokens, slots[i, tokens], attention)
+                )
+            begin, first = end, tokens.stop
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            logit_rows=logit_rows,
+            parts=tuple(map(tuple, parts)),
+            states=_states(plan) if len(plan.states) else None,
+            adapters=adapter_batch(plan.adapters, plan.num_tokens, plan.logit_rows, self._device)
+            if len(plan.adapters)
+            else None,
+        )
+
+    def _table(self, g: int, run: PlanRun, first: int, rows: torch.Tensor) -> torch.Tensor:
+        """`[num_seqs, width]`, the block tables of a run: in place if its rows are adjacent."""
+        table = self.tables[g]
+        if run.adjacent:
+            return table[first : first + run.num_seqs]
+        width = -(-run.max_seqlen_k // self._layout.block_tokens[g])
+        return table[:, : -(-width // _WIDTH_UNIT) * _WIDTH_UNIT].index_select(0, rows)
+
+
+class Staging:
+    """Copies numbers to the device at once, by way of pinned memory. There are two buffers on either side: a step may
+    run while the next one is built."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffers = [_Buffer(device), _Buffer(device)]
+
+    def copy(self, longs: Sequence[Array], ints: Sequence[Array]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Tensors of int64 and of int32 arrays, on the device; valid until the call after the next one."""
+        self._buffers.reverse()
+        return self._buffers[0].copy(longs, ints)
+
+
+class _Buffer:
+    """One buffer on the host, its copy on the device, and the end of its last transfer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._allocate(_LEAST_WORDS)
+
+    def _allocate(self, num_words: int) -> None:
+        self._host = torch.empty(num_words, dtype=torch.int64, pin_memory=self._copied is not None)
+        self._longs, self._ints = self._host.numpy(), self._host.numpy().view(np.int32)
+        self._on_device = self._host if self._copied is None else torch.empty_like(self._host, device=self._device)
+        self._ints_on_device = self._on_device.view(torch.int32)
+
+    def copy(self, longs: Sequence[Array], ints: Sequence[Array]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        sizes, int_sizes = [array.size for array in longs], [array.size for array in ints]
+        middle, end = 2 * sum(sizes), 2 * sum(sizes) + sum(int_sizes)  # in int32
+        if self._copied is not None:
+            self._copied.synchronize()  # two steps ago
+        if end > len(self._ints):
+            self._allocate(end)
+        np.concatenate([array.ravel() for array in longs], out=self._longs[: middle // 2])
+        np.concatenate([array.ravel() for array in ints], out=self._ints[middle:end])
+        if self._copied is not None:
+            num_words = -(-end // 2)
+            self._on_device[:num_words].copy_(self._host[:num_words], non_blocking=True)
+            self._copied.record()
+        return (
+            _shaped(self._on_device[: middle // 2].split(sizes), longs),
+            _shaped(self._ints_on_device[middle:end].split(int_sizes), ints),
+        )
+
+
+def _shaped(parts: Sequence[torch.Tensor], arrays: Sequence[Array]) -> list[torch.Tensor]:
+    return [part if array.ndim == 1 else part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def _states(plan: StepPlan) -> StateBatch:
+    starts = np.zeros(len(plan.num_tokens) + 1, dtype=np.int64)
+    np.cumsum(plan.num_tokens, out=starts[1:])
+    return StateBatch(starts.tolist(), plan.states.tolist(), (plan.positions[starts[:-1]] == 0).tolist())

@@ -1,0 +1,152 @@
+"""Rows of running sequences: their block tables and regions as arrays, kept from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.engine.execution.batch import Array, TableLayout
+from vmem import GroupTable, KVMemory, SequenceMemory
+
+
+class SequenceRows:
+    """Block tables and regions of the sequences that run, brought up to date by what the memory reports as changed.
+
+    A sequence has a row from its first step until it is freed or swapped out. The rows in use are the first ones: when
+    one in the middle becomes free, the last one moves there.
+
+    Args:
+        num_rows: rows at first; doubled as often as needed.
+
+    Attributes:
+        layout: of the tables.
+        tables: of each group `[num_rows, width]` int32, views of one array: blocks of sequences in the block table
+            view, and of states. After the last block there are zeros; before the window there is anything.
+        regions: `[num_groups, num_rows]` int64, slots of the regions, -1 without one.
+        version: changes whenever a sequence's row or region does.
+    """
+
+    def __init__(self, memory: KVMemory, num_rows: int) -> None:
+        self._memory = memory
+        self._rows: dict[SequenceMemory, int] = {}
+        self._owners: list[SequenceMemory] = []  # by row
+        self._places: dict[GroupTable, tuple[int, int]] = {}  # table → its group and row
+        self._seen: list[SequenceMemory] = []
+        self.version = 0
+        self._allocate(num_rows)
+
+    def _allocate(self, num_rows: int) -> None:
+        groups = self._memory.groups
+        self.layout = TableLayout(groups, self._memory.tensors.region_tokens, num_rows)
+        self._entries = np.zeros(self.layout.size, dtype=np.int32)
+        self.tables = [self._entries[span].reshape(shape) for span, shape in self.layout.spans()]
+        self.regions = np.full((len(groups), num_rows), -1, dtype=np.int64)
+        self._ends = [[0] * num_rows for _ in groups]  # of each row: there are zeros from there on
+        # Of each group, rows with entries that ranks have not been told of, the first of these and their end.
+        self._untold: list[dict[int, tuple[int, int]]] = [{} for _ in groups]
+
+    def follow(self, sequences: Sequence[SequenceMemory]) -> None:
+        """Give these sequences rows, and take over what has changed in the memory since the last call."""
+        for table, first in self._memory.take_changes().items():
+            if (place := self._places.get(table)) is not None:
+                self._update(*place, table, first)
+        if sequences != self._seen:
+            self._seen = list(sequences)
+            closed = self._memory.closed(self._rows)
+            self._replace(closed, [sequence for sequence in sequences if sequence not in self._rows])
+
+    def rows_of(self, sequences: Sequence[SequenceMemory]) -> Array:
+        """`[num_seqs]` int64."""
+        return np.array([self._rows[sequence] for sequence in sequences], dtype=np.int64)
+
+    def tell(self) -> tuple[Array, Array]:
+        """Entries `[num_changes]` int64 that have changed since the last call, and their values, int32."""
+        changed: list[Array] = [np.zeros(0, dtype=np.int64)]
+        for g, untold in enumerate(self._untold):
+            if untold:
+                rows = np.array(list(untold.keys()), dtype=np.int64)
+                firsts, ends = np.array(list(untold.values()), dtype=np.int64).T
+                counts = ends - firsts
+                before = np.cumsum(counts) - counts
+                begins = self.layout.starts[g] + rows * self.layout.widths[g] + firsts
+                changed.append(np.repeat(begins - before, counts) + np.arange(counts.sum()))
+                untold.clear()
+        entries = np.concatenate(changed)
+        return entries, self._entries[entries]
+
+    def tell_again(self) -> None:
+        """Have `tell` return the tables of all sequences: ranks have lost theirs."""
+        self._untold = [{} for _ in self._untold]
+        for sequence, row in self._rows.items():
+            for g, table in enumerate(sequence.groups):
+                if table.region is None:
+                    self._untold[g][row] = table.first, self._ends[g][row]
+
+    # ---- inside ----
+
+    def _update(self, g: int, row: int, table: GroupTable, first: int) -> None:
+        """Take over a table's entries from index `first` on, and its region."""
+        slot = -1 if table.region is None else table.region.slot
+        if self.regions[g, row] != slot:
+            self.regions[g, row] = slot
+            self.version += 1
+        if table.region is not None:  # its entries are not read
+            return
+        first, end, old_end = max(first, table.first), len(table.block_ids), self._ends[g][row]
+        if end == first + 1:  # nearly always: the next block
+            self.tables[g][row, first] = table.block_ids[first]
+        else:
+            self.tables[g][row, first:end] = table.block_ids[first:]
+        if old_end > end:
+            self.tables[g][row, end:old_end] = 0
+        self._ends[g][row] = end
+        self._note(g, row, first, max(end, old_end))
+
+    def _note(self, g: int, row: int, first: int, end: int) -> None:
+        untold = self._untold[g].get(row, (first, end))
+        self._untold[g][row] = min(untold[0], first), max(untold[1], end)
+
+    def _replace(self, closed: Sequence[SequenceMemory], new: Sequence[SequenceMemory]) -> None:
+        """Take the rows of closed sequences away, and give new ones rows, so that no row is free between others."""
+        free = sorted(self._rows.pop(sequence) for sequence in closed)
+        for sequence in closed:
+            for table in sequence.groups:
+                del self._places[table]
+        if (num_rows := len(self._rows) + len(new)) > self.layout.num_rows:
+            self._grow(num_rows)
+        for sequence in new:
+            row = free.pop(0) if free else len(self._owners)
+            self._set_row(sequence, row)
+            for g, table in enumerate(sequence.groups):
+                self._update(g, row, table, 0)
+        for row in reversed(free):
+            last = self._owners.pop()
+            if row < len(self._owners):
+                self._move(last, row)
+
+    def _move(self, sequence: SequenceMemory, row: int) -> None:
+        old = self._rows[sequence]
+        self._set_row(sequence, row)
+        self.version += 1
+        for g in range(len(sequence.groups)):
+            self.regions[g, row] = self.regions[g, old]
+            self.tables[g][row] = self.tables[g][old]
+            self._note(g, row, 0, max(self._ends[g][old], self._ends[g][row]))
+            self._ends[g][row] = self._ends[g][old]
+
+    def _set_row(self, sequence: SequenceMemory, row: int) -> None:
+        self._rows[sequence] = row
+        self._owners[row : row + 1] = [sequence]
+        for g, table in enumerate(sequence.groups):
+            self._places[table] = g, row
+
+    def _grow(self, num_rows: int) -> None:
+        """Allocate more rows, at least `num_rows`. Ranks must be told of all tables."""
+        tables, regions, ends = self.tables, self.regions, self._ends
+        size = self.layout.num_rows
+        self._allocate(max(num_rows, 2 * size))
+        self.regions[:, :size] = regions
+        for g, table in enumerate(tables):
+            self.tables[g][:size] = table
+            self._ends[g][:size] = ends[g]

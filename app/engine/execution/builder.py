@@ -57,14 +57,13 @@ class BatchBuilder:
             self._allocate(header.num_rows)
         elif not header.base:
             self._entries.zero_()
-        longs, ints = self._staging.copy(
-            (plan.token_ids, plan.positions, plan.logit_rows, plan.pending, plan.rows, plan.slots, plan.changed),
-            (plan.cu_seqlens, plan.cache_seqlens, plan.regions, plan.block_ids),
+        longs = plan.token_ids, plan.positions, plan.logit_rows, plan.pending, plan.rows, plan.slots
+        ints = plan.cu_seqlens, plan.cache_seqlens, plan.regions
+        token_ids, positions, logit_rows, pending, rows, slots, cu_seqlens, cache_seqlens, regions, *changes = (
+            self._staging.copy(longs, ints, (plan.changed, plan.block_ids))
         )
-        token_ids, positions, logit_rows, pending, rows, slots, changed = longs
-        cu_seqlens, cache_seqlens, regions, block_ids = ints
         if len(plan.changed):
-            self._entries.index_copy_(0, changed, block_ids)
+            self._entries.index_copy_(0, *changes)
         self.number = header.number
         if plan.pending.size:
             assert sampled is not None, "tokens are pending"
@@ -112,47 +111,67 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._buffers = [_Buffer(device), _Buffer(device)]
 
-    def copy(self, longs: Sequence[Array], ints: Sequence[Array]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Tensors of int64 and of int32 arrays, on the device; valid until the call after the next one."""
+    def copy(self, longs: Sequence[Array], ints: Sequence[Array], changes: tuple[Array, Array]) -> list[torch.Tensor]:
+        """Tensors of int64 and of int32 arrays, and of an int64 and an int32 array of any size, on the device; valid
+        until the call after the next one."""
         self._buffers.reverse()
-        return self._buffers[0].copy(longs, ints)
+        return self._buffers[0].copy(longs, ints, changes)
 
 
 class _Buffer:
-    """One buffer on the host, its copy on the device, and the end of its last transfer."""
+    """One buffer on the host, its copy on the device, and the end of its last transfer.
+
+    Arrays of the last shapes are in the same places, and their tensors are made once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._shapes: list[tuple[int, ...]] = []
         self._allocate(_LEAST_WORDS)
 
     def _allocate(self, num_words: int) -> None:
         self._host = torch.empty(num_words, dtype=torch.int64, pin_memory=self._copied is not None)
         self._longs, self._ints = self._host.numpy(), self._host.numpy().view(np.int32)
-        self._on_device = self._host if self._copied is None else torch.empty_like(self._host, device=self._device)
+        is_here = self._device.type == "cpu"
+        self._on_device = self._host if is_here else torch.empty(num_words, dtype=torch.int64, device=self._device)
         self._ints_on_device = self._on_device.view(torch.int32)
 
-    def copy(self, longs: Sequence[Array], ints: Sequence[Array]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        sizes, int_sizes = [array.size for array in longs], [array.size for array in ints]
-        middle, end = 2 * sum(sizes), 2 * sum(sizes) + sum(int_sizes)  # in int32
+    def copy(self, longs: Sequence[Array], ints: Sequence[Array], changes: tuple[Array, Array]) -> list[torch.Tensor]:
         if self._copied is not None:
             self._copied.synchronize()  # two steps ago
-        if end > len(self._ints):
-            self._allocate(end)
-        np.concatenate([array.ravel() for array in longs], out=self._longs[: middle // 2])
-        np.concatenate([array.ravel() for array in ints], out=self._ints[middle:end])
-        if self._copied is not None:
-            num_words = -(-end // 2)
+        shapes = [array.shape for array in (*longs, *ints)]
+        if shapes != self._shapes:
+            self._num_longs = sum(array.size for array in longs)
+            self._end = 2 * self._num_longs + sum(array.size for array in ints)  # in int32
+        num_changes = len(changes[0])
+        first = -(-self._end // 2)  # of the changes, in int64
+        past = 2 * (first + num_changes)
+        grows = past + num_changes > len(self._ints)
+        if grows:
+            self._allocate(past + num_changes)
+        if grows or shapes != self._shapes:
+            self._shapes = shapes
+            self._tensors = [
+                *_cut(self._on_device[: self._num_longs], longs),
+                *_cut(self._ints_on_device[2 * self._num_longs : self._end], ints),
+            ]
+        np.concatenate([array.ravel() for array in longs], out=self._longs[: self._num_longs])
+        np.concatenate([array.ravel() for array in ints], out=self._ints[2 * self._num_longs : self._end])
+        self._longs[first : first + num_changes], self._ints[past : past + num_changes] = changes
+        if self._on_device is not self._host:
+            num_words = -(-(past + num_changes) // 2)
             self._on_device[:num_words].copy_(self._host[:num_words], non_blocking=True)
+        if self._copied is not None:
             self._copied.record()
-        return (
-            _shaped(self._on_device[: middle // 2].split(sizes), longs),
-            _shaped(self._ints_on_device[middle:end].split(int_sizes), ints),
-        )
+        changed, values = self._on_device[first : first + num_changes], self._ints_on_device[past : past + num_changes]
+        return [*self._tensors, changed, values]
 
 
-def _shaped(parts: Sequence[torch.Tensor], arrays: Sequence[Array]) -> list[torch.Tensor]:
-    return [part if array.ndim == 1 else part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+def _cut(tensor: torch.Tensor, arrays: Sequence[Array]) -> list[torch.Tensor]:
+    """Views of a tensor with the arrays' shapes, one after the other."""
+    parts = tensor.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _states(plan: StepPlan) -> StateBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -15,6 +16,31 @@ from app.engine.scheduler import Scheduled
 from vmem import KVMemory, SequenceMemory
 
 _NONE: Array = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arrangement:
+    """The order of a step's sequences, and what follows from it whatever tokens are computed.
+
+    Attributes:
+        given: the sequences as they were scheduled.
+        order: the places in `given`; empty if it is in order.
+        rows, regions, adapters: see `StepPlan`.
+        runs: (in the region view, begin, end, adjacent rows) of each run.
+        starts: `[num_seqs + 1]` int64, 0, 1, 2 …, the starts of sequences with one token.
+        ones: `[num_seqs]` int32.
+        cu_seqlens: see `StepPlan`, for sequences with one token.
+    """
+
+    given: list[SequenceMemory]
+    order: list[int]
+    rows: Array
+    regions: Array
+    adapters: Array
+    runs: list[tuple[bool, int, int, bool]]
+    starts: Array
+    ones: Array
+    cu_seqlens: Array
 
 
 class StepPlanner:
@@ -33,14 +59,8 @@ class StepPlanner:
         self._block_tokens = [memory.groups[g].layout.block_tokens for g in self._groups]
         self._region_tokens = [memory.tensors.region_tokens[g] for g in self._groups]
         self._last = PlanHeader(0, 0, num_rows)
-        # The scheduled sequences and their adapters; what follows from these holds until they change or move.
-        self._given: list[SequenceMemory] = []
-        self._adapters = _NONE
-        self._version = -1
-        self._order: list[int] = []
-        self._row_of = _NONE  # [num_seqs] int64
-        self._regions = np.zeros((len(self._groups), 0), dtype=np.int64)  # [num_groups, num_seqs]
-        self._runs: list[tuple[bool, int, int, bool]] = []  # in the region view, begin, end, adjacent rows
+        self._arrangement: _Arrangement | None = None
+        self._version = -1  # of the rows that the arrangement is for
 
     def plan(
         self,
@@ -58,108 +78,141 @@ class StepPlanner:
             all_logits: compute the logits of every token.
             adapter_slots: name → slot of every adapter in use.
         """
-        self._arrange(scheduled, adapter_slots)
-        base = self._last.number
-        if self._builder.number != base or self._rows.layout.num_rows != self._last.num_rows:
-            self._rows.tell_again()
-            base = 0
-        changed, block_ids = self._rows.tell()
-        self._last = PlanHeader(self._last.number + 1, base, self._rows.layout.num_rows)
-
+        arranged = self._arrange(scheduled, adapter_slots)
         counts = [s.num_tokens for s in scheduled]
+        num_logits = counts if all_logits else [s.num_logits for s in scheduled]
         computed = [s.request.num_computed for s in scheduled]
         num_seqs, num_tokens = len(counts), sum(counts)
-        starts = np.zeros(num_seqs + 1, dtype=np.int64)
-        np.cumsum(counts, out=starts[1:])
-        positions, row_of_token = np.array(computed, dtype=np.int64), self._row_of
+        positions, rows = np.array(computed, dtype=np.int64), arranged.rows
+        starts, counted, cu_seqlens = arranged.starts, arranged.ones, arranged.cu_seqlens
         if num_tokens > num_seqs:
+            counted = np.array(counts, dtype=np.int32)
+            starts = np.concatenate(([0], np.cumsum(counts)))
+            cu_seqlens = _cu_seqlens(starts, arranged.runs)
             sequence_of = np.repeat(np.arange(num_seqs), counts)
             positions = np.arange(num_tokens) + (positions - starts[:-1])[sequence_of]
-            row_of_token = self._row_of[sequence_of]
-        token_ids, pending = _tokens(scheduled, computed)
+            rows = rows[sequence_of]
         cached = positions[starts[1:] - 1] + 1
-        runs, cu_seqlens = self._cut(starts, counts, cached)
-        at = self._state_group
+        token_ids, pending = _tokens(scheduled, computed, num_tokens)
+        header, changed, block_ids = self._tell()
         return StepPlan(
-            header=self._last,
-            runs=runs,
-            num_tokens=np.array(counts, dtype=np.int32),
-            states=_NONE if at is None else self._rows.tables[at][self._row_of, 0],
-            adapters=self._adapters,
+            header=header,
+            runs=tuple(
+                PlanRun(
+                    in_region,
+                    end - begin,
+                    int(starts[end] - starts[begin]),
+                    1 if counted is arranged.ones else max(counts[begin:end]),
+                    int(cached[begin:end].max()),
+                    adjacent,
+                )
+                for in_region, begin, end, adjacent in arranged.runs
+            ),
+            num_tokens=counted,
+            states=_NONE if self._state_group is None else self._rows.tables[self._state_group][arranged.rows, 0],
+            adapters=arranged.adapters,
             token_ids=token_ids,
             positions=positions,
-            logit_rows=_last_rows(starts[1:], counts if all_logits else [s.num_logits for s in scheduled]),
+            logit_rows=_last_rows(starts[1:], num_logits),
             pending=pending,
-            rows=self._row_of,
-            slots=self._slots(positions, row_of_token, starts),
+            rows=arranged.rows,
+            slots=self._slots(positions, rows, [slice(int(starts[b]), int(starts[e])) for _, b, e, _ in arranged.runs]),
             changed=changed,
             cu_seqlens=cu_seqlens,
             cache_seqlens=cached.astype(np.int32),
-            regions=self._regions.astype(np.int32),
+            regions=arranged.regions,
             block_ids=block_ids,
         )
 
-    def _arrange(self, scheduled: list[Scheduled], adapter_slots: Mapping[str, int] | None) -> None:
-        """Give the sequences rows, and sort them by view, adapter and row."""
-        sequences = cast(list[SequenceMemory], [s.request.memory for s in scheduled])
-        self._rows.follow(sequences)
-        adapters = _NONE
-        if adapter_slots:
-            adapters = np.array([_slot(s, adapter_slots) for s in scheduled], dtype=np.int32)
-        if sequences != self._given or self._rows.version != self._version or len(adapters) or len(self._adapters):
-            self._given, self._version = sequences, self._rows.version
-            rows = self._rows.rows_of(sequences)
-            in_region: Array = np.any(self._rows.regions[:, rows] >= 0, axis=0)
-            order = np.lexsort((rows, adapters, in_region) if len(adapters) else (rows, in_region))
-            self._order = order.tolist()
-            self._row_of, in_region = rows[order], in_region[order]
-            self._adapters = adapters[order] if len(adapters) else _NONE
-            self._regions = self._rows.regions[self._groups][:, self._row_of]
-            cuts = [0, *(np.flatnonzero(np.diff(in_region)) + 1).tolist(), len(sequences)]
-            self._runs = [
-                (bool(in_region[begin]), begin, end, bool((np.diff(self._row_of[begin:end]) == 1).all()))
-                for begin, end in itertools.pairwise(cuts)
-            ]
-        scheduled[:] = [scheduled[i] for i in self._order]
+    def _arrange(self, scheduled: list[Scheduled], adapter_slots: Mapping[str, int] | None) -> _Arrangement:
+        """Give the sequences rows, and sort `scheduled` by view, adapter and row."""
+        given = cast(list[SequenceMemory], [s.request.memory for s in scheduled])
+        self._rows.follow(given)
+        last = self._arrangement
+        if last is None or last.given != given or self._rows.version != self._version or adapter_slots:
+            adapters = _NONE
+            if adapter_slots:
+                adapters = np.array([_slot(s, adapter_slots) for s in scheduled], dtype=np.int32)
+            self._arrangement = last = self._new_arrangement(given, adapters)
+            self._version = self._rows.version
+        if last.order:
+            scheduled[:] = [scheduled[place] for place in last.order]
+        return last
 
-    def _cut(self, starts: Array, counts: Sequence[int], cached: Array) -> tuple[tuple[PlanRun, ...], Array]:
-        """The runs, and the starts of their sequences `[num_seqs + num_runs]`."""
-        runs, cu_seqlens = [], []
-        for in_region, begin, end, adjacent in self._runs:
-            cu_seqlens.append(starts[begin : end + 1] - starts[begin])
-            most = max(counts[begin:end]), int(cached[begin:end].max())
-            runs.append(PlanRun(in_region, end - begin, int(cu_seqlens[-1][-1]), *most, adjacent))
-        return tuple(runs), np.concatenate(cu_seqlens, dtype=np.int32, casting="same_kind")
+    def _new_arrangement(self, given: list[SequenceMemory], adapters: Array) -> _Arrangement:
+        rows = self._rows.rows_of(given)
+        in_region: Array = np.any(self._rows.regions[:, rows] >= 0, axis=0)
+        order = np.lexsort((rows, adapters, in_region) if len(adapters) else (rows, in_region))
+        rows, in_region = rows[order], in_region[order]
+        cuts = [0, *(np.flatnonzero(np.diff(in_region)) + 1).tolist(), len(given)]
+        runs = [
+            (bool(in_region[begin]), begin, end, bool((np.diff(rows[begin:end]) == 1).all()))
+            for begin, end in itertools.pairwise(cuts)
+        ]
+        starts = np.arange(len(given) + 1)
+        return _Arrangement(
+            given=given,
+            order=order.tolist() if (np.diff(order) < 0).any() else [],
+            rows=rows,
+            regions=self._rows.regions[self._groups][:, rows].astype(np.int32),
+            adapters=adapters[order] if len(adapters) else _NONE,
+            runs=runs,
+            starts=starts,
+            ones=np.ones(len(given), dtype=np.int32),
+            cu_seqlens=_cu_seqlens(starts, runs),
+        )
 
-    def _slots(self, positions: Array, row_of_token: Array, starts: Array) -> Array:
-        """`[num_groups, num_tokens]` int64, see `StepPlan`."""
+    def _tell(self) -> tuple[PlanHeader, Array, Array]:
+        """The next header, and what changes in the block tables."""
+        last, num_rows = self._last, self._rows.layout.num_rows
+        is_known = self._builder.number == last.number and num_rows == last.num_rows
+        if not is_known:
+            self._rows.tell_again()
+        self._last = PlanHeader(last.number + 1, last.number if is_known else 0, num_rows)
+        return self._last, *self._rows.tell()
+
+    def _slots(self, positions: Array, rows: Array, runs: Sequence[slice]) -> Array:
+        """`[num_groups, num_tokens]` int64, see `StepPlan`, from every token's row, and the tokens of each run."""
+        assert self._arrangement is not None
         slots = np.empty((len(self._groups), len(positions)), dtype=np.int64)
-        for in_region, begin, end, _ in self._runs:
-            tokens = slice(int(starts[begin]), int(starts[end]))
-            at, rows = positions[tokens], row_of_token[tokens]
+        for (in_region, *_), tokens in zip(self._arrangement.runs, runs, strict=True):
+            at, of = positions[tokens], rows[tokens]
             for i, g in enumerate(self._groups):
                 if in_region:
-                    slots[i, tokens] = self._rows.regions[g, rows] * self._region_tokens[i] + at
+                    slots[i, tokens] = self._rows.regions[g, of] * self._region_tokens[i] + at
                 else:
                     blocks, offsets = np.divmod(at, self._block_tokens[i])
-                    slots[i, tokens] = self._rows.tables[g][rows, blocks] * np.int64(self._block_tokens[i]) + offsets
+                    slots[i, tokens] = self._rows.tables[g][of, blocks] * np.int64(self._block_tokens[i]) + offsets
         return slots
 
 
-def _tokens(scheduled: Sequence[Scheduled], computed: Sequence[int]) -> tuple[Array, Array]:
+def _cu_seqlens(starts: Array, runs: Sequence[tuple[bool, int, int, bool]]) -> Array:
+    """Of each run the starts of its sequences and their end, int32, from those of all sequences."""
+    parts = [starts[begin : end + 1] - starts[begin] for _, begin, end, _ in runs]
+    return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+
+
+def _tokens(scheduled: Sequence[Scheduled], computed: Sequence[int], num_tokens: int) -> tuple[Array, Array]:
     """The tokens' ids, and which of them are pending, see `StepPlan`."""
-    ids: list[int] = []
-    pending: list[tuple[int, int]] = []
-    for s, start in zip(scheduled, computed, strict=True):
-        if s.pending_row is not None:
-            pending.append((len(ids), s.pending_row))
-            ids.append(0)
-        elif s.num_tokens == 1:
-            ids.append(s.request.token_ids[start])
-        else:
-            ids += s.request.token_ids[start : start + s.num_tokens]
-            ids += s.drafts
-    return np.array(ids, dtype=np.int64), np.array(pending, dtype=np.int64).reshape(-1, 2).T
+    if num_tokens == len(scheduled):
+        found = [
+            s.request.token_ids[start] if s.pending_row is None else -1 - s.pending_row
+            for s, start in zip(scheduled, computed, strict=True)
+        ]
+    else:
+        found = []
+        for s, start in zip(scheduled, computed, strict=True):
+            if s.pending_row is None:
+                found += s.request.token_ids[start : start + s.num_tokens]
+                found += s.drafts
+            else:
+                found.append(-1 - s.pending_row)
+    token_ids = np.array(found, dtype=np.int64)
+    (at,) = np.nonzero(token_ids < 0)
+    pending = np.empty((2, len(at)), dtype=np.int64)
+    pending[0], pending[1] = at, -1 - token_ids[at]
+    token_ids[at] = 0
+    return token_ids, pending
 
 
 def _last_rows(ends: Array, counts: Sequence[int]) -> Array:

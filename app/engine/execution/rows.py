@@ -62,17 +62,17 @@ class SequenceRows:
 
     def tell(self) -> tuple[Array, Array]:
         """Entries `[num_changes]` int64 that have changed since the last call, and their values, int32."""
-        changed: list[Array] = [np.zeros(0, dtype=np.int64)]
-        for g, untold in enumerate(self._untold):
-            if untold:
-                rows = np.array(list(untold.keys()), dtype=np.int64)
-                firsts, ends = np.array(list(untold.values()), dtype=np.int64).T
-                counts = ends - firsts
-                before = np.cumsum(counts) - counts
-                begins = self.layout.starts[g] + rows * self.layout.widths[g] + firsts
-                changed.append(np.repeat(begins - before, counts) + np.arange(counts.sum()))
-                untold.clear()
-        entries = np.concatenate(changed)
+        single: list[int] = []
+        several: list[Array] = []
+        for start, width, untold in zip(self.layout.starts, self.layout.widths, self._untold, strict=True):
+            for row, (first, end) in untold.items():
+                begin = start + row * width
+                if end == first + 1:
+                    single.append(begin + first)
+                else:
+                    several.append(np.arange(begin + first, begin + end))
+            untold.clear()
+        entries = np.concatenate([np.array(single, dtype=np.int64), *several])
         return entries, self._entries[entries]
 
     def tell_again(self) -> None:
@@ -86,10 +86,9 @@ class SequenceRows:
     # ---- inside ----
 
     def _update(self, g: int, row: int, table: GroupTable, first: int) -> None:
-        """Take over a table's entries from index `first` on, and its region."""
-        slot = -1 if table.region is None else table.region.slot
-        if self.regions[g, row] != slot:
-            self.regions[g, row] = slot
+        """Take over a table's entries from index `first` on, and with the first one its region."""
+        if not first:
+            self.regions[g, row] = -1 if table.region is None else table.region.slot
             self.version += 1
         if table.region is not None:  # its entries are not read
             return

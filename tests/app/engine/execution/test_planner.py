@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.engine.engine import Engine
-from app.engine.execution.batch import StepBatch, StepPlan
+from app.engine.execution.batch import PlanHeader, StepBatch, StepPlan, memory_of
 from app.engine.execution.builder import BatchBuilder
 from app.engine.execution.planner import StepPlanner
 from app.engine.request import Request, SequenceGroup
@@ -25,8 +28,9 @@ from tests.app.engine.execution.plain_batch import check_batch
 from tests.app.engine.test_isolation import make_engine, work
 from tests.conftest import MakeCheckpoint
 from tests.nightly import examples
+from tests.vmem.small_memory import FlakyHost, make_memory
 from tests.vmem.test_memory_machine import MemoryMachine
-from vmem import KVMemory, SequenceMemory, StepDemand
+from vmem import KVMemory, SequenceMemory, StepDemand, ViewPolicy
 
 CPU = torch.device("cpu")
 
@@ -132,6 +136,163 @@ PlannedMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestPlannedMachine = PlannedMachine.TestCase
+
+
+def make_sequences(memory: KVMemory, lengths: Sequence[int], view: ViewPolicy = "block_table") -> list[Scheduled]:
+    """Decodes of sequences of these lengths."""
+    scheduled = []
+    for length in lengths:
+        sequence = memory.create_sequence(view)
+        memory.append(sequence, length)
+        scheduled.append(scheduled_of(memory, sequence, list(range(length)), length - 1, length))
+    return scheduled
+
+
+def grow(memory: KVMemory, s: Scheduled) -> Scheduled:
+    """The same sequence's decode in the next step."""
+    sequence, ids = memory_of(s), [*s.request.token_ids, 7]
+    memory.append(sequence, len(ids))
+    return scheduled_of(memory, sequence, ids, len(ids) - 1, len(ids))
+
+
+@pytest.fixture
+def memory() -> Iterator[KVMemory]:
+    made, _ = make_memory(FlakyHost, num_pages=200, max_tokens=320, num_regions=8)
+    yield made
+    for sequence in list(made.tables.sequences):
+        made.free(sequence)
+    made.close()
+
+
+class Transfers(TorchDispatchMode):
+    """Counts copies from one device to another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
+        self.count += isinstance(result, torch.Tensor) and any(device != result.device for device in given)
+        return result
+
+
+@pytest.mark.parametrize("view", ["region", "block_table"])
+def test_a_batch_is_copied_to_the_device_at_once(view: ViewPolicy, memory: KVMemory) -> None:
+    """Six tensors and a table for each part were, each by a copy that waits. The meta device stands in for one that
+    has memory of its own."""
+    builder = BatchBuilder(memory.tensors, torch.device("meta"), 8)
+    planner = StepPlanner(memory, builder, 8)
+    scheduled = make_sequences(memory, (40, 3, 90), view)
+    for several in (False, True, False):
+        step = [Scheduled(s.request, 1) for s in scheduled]
+        if several:
+            step[0].request.num_computed -= 4
+            step[0] = Scheduled(step[0].request, 5)
+        with Transfers() as transfers:
+            batch = builder.build(planner.plan(step))
+        assert transfers.count == 1
+        tensors = [batch.token_ids, batch.positions, batch.logit_rows]
+        for part in batch.parts[0]:
+            tensors += [part.slots, part.attention.block_table, part.attention.cu_seqlens_q]
+        assert all(tensor.is_meta for tensor in tensors)
+
+
+def test_a_message_does_not_grow_with_the_context(memory: KVMemory) -> None:
+    """Nor does the work: a step's plan has the new blocks only."""
+    sizes = []
+    for length in (17, 250):
+        ranks = Ranks(memory, num_rows=8)
+        scheduled = make_sequences(memory, [length] * 4)
+        first = len(pack_step(ranks.check(scheduled)))
+        plan = ranks.check([grow(memory, s) for s in scheduled])
+        assert not len(plan.changed)
+        sizes.append(len(pack_step(plan)))
+        assert sizes[-1] < first
+        for s in scheduled:
+            memory.free(memory_of(s))
+    assert sizes[0] == sizes[1]
+
+
+def test_rows_in_use_stay_the_first_ones(memory: KVMemory) -> None:
+    """So that a decode batch reads the tables in place, whichever sequences have ended."""
+    ranks = Ranks(memory, num_rows=8)
+    scheduled = make_sequences(memory, (20, 30, 40, 50, 60, 70))
+    ranks.check(list(scheduled))
+    for ended in (1, 3, 3):
+        memory.free(memory_of(scheduled.pop(ended)))
+        scheduled = [grow(memory, s) for s in scheduled]
+        step = list(reversed(scheduled))
+        plan = ranks.check(step)
+        assert plan.rows.tolist() == list(range(len(scheduled)))
+        assert plan.runs[0].adjacent
+    plan = ranks.check([step[2], step[0]])
+    assert not plan.runs[0].adjacent, "a part of the sequences: their tables are gathered"
+
+
+def test_batches_last_until_the_one_after_the_next(memory: KVMemory) -> None:
+    """A step may run while the next one is built; a longer one moves the numbers to a new buffer."""
+    ranks = Ranks(memory)
+    scheduled = make_sequences(memory, (5, 9))
+    first = ranks.build(ranks.plan(list(scheduled)))[0]
+    long = make_sequences(memory, (250,) * 5)
+    for s in long:
+        s.request.num_computed = 0
+    step = [grow(memory, s) for s in scheduled] + [Scheduled(s.request, 250) for s in long]
+    second = ranks.build(ranks.plan(step))[0]
+    check_batch(first, scheduled, memory)
+    check_batch(second, step, memory)
+
+
+def test_a_missed_plan_is_told_again(memory: KVMemory) -> None:
+    """A step that fails between its plan and its launch left ranks with tables that later differences did not fit."""
+    ranks = Ranks(memory, num_rows=8)
+    scheduled = make_sequences(memory, (15, 16))
+    assert ranks.check(list(scheduled)).header.base == 0
+    scheduled = [grow(memory, s) for s in scheduled]
+    ranks.plan(list(scheduled))
+    scheduled = [grow(memory, s) for s in scheduled]
+    plan = ranks.check(list(scheduled))
+    assert (plan.header.number, plan.header.base) == (3, 0)
+    with pytest.raises(AssertionError, match="follows plan 3"):
+        ranks.here.build(replace(plan, header=PlanHeader(9, 8, 8)))
+
+
+def test_adapters_are_adjacent(memory: KVMemory) -> None:
+    ranks = Ranks(memory, num_rows=8)
+    scheduled = make_sequences(memory, (20, 30, 40, 50))
+    for s, name in zip(scheduled, ("b", None, "a", "b"), strict=True):
+        s.request.group.adapter = name
+    plan = ranks.plan(scheduled, adapter_slots={"a": 4, "b": 2})
+    assert plan.adapters.tolist() == [-1, 2, 2, 4]
+    assert [s.request.group.adapter for s in scheduled] == [None, "b", "b", "a"]
+    batch = ranks.here.build(plan)
+    assert batch.adapters is not None
+    assert batch.adapters.tokens == ((2, slice(1, 3)), (4, slice(3, 4)))
+    scheduled = [grow(memory, s) for s in scheduled]
+    for s in scheduled:
+        s.request.group.adapter = None
+    assert not len(ranks.check(scheduled).adapters)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", ["region", "block_table"])
+def test_on_a_device(view: ViewPolicy, memory: KVMemory) -> None:
+    """With steps in flight that are slower than their plans."""
+    device = torch.device("cuda")
+    builder = BatchBuilder(memory.tensors, device, 2)
+    planner = StepPlanner(memory, builder, 2)
+    scheduled = make_sequences(memory, (5, 9, 40), view)
+    built = []
+    for _ in range(20):
+        scheduled = [grow(memory, s) for s in scheduled]
+        torch.cuda._sleep(10_000_000)
+        batch = builder.build(planner.plan(scheduled))
+        built.append((batch.token_ids.clone(), batch.parts[0][0].slots.clone()))
+    torch.cuda.synchronize()
+    for i, (token_ids, slots) in enumerate(built):
+        assert token_ids.tolist() == [7] * 3
+        assert (slots - built[0][1]).tolist() == [i] * 3 if view == "region" else len(slots) == 3
+    check_batch(batch, scheduled, memory)
 
 
 def watch(engine: Engine) -> Counter[str]:

@@ -28,6 +28,7 @@ class BatchBuilder:
         num_rows: rows of the block tables, which keep their addresses until a plan has more.
 
     Attributes:
+        expected: number of the last plan that was submitted to be built; -1 if one could not be.
         number: of the last plan that was built; 0 before.
         tables: of each layer group `[num_rows, width]` int32, on the device.
     """
@@ -36,7 +37,7 @@ class BatchBuilder:
         self._tensors, self._device = tensors, device
         self._groups = [g for g, group in enumerate(tensors.groups) if not group.is_state]
         self._staging = Staging(device)
-        self.number = 0
+        self.expected = self.number = 0
         self._allocate(num_rows)
 
     def _allocate(self, num_rows: int) -> None:
@@ -44,13 +45,15 @@ class BatchBuilder:
         self._entries = torch.zeros(self._layout.size, dtype=torch.int32, device=self._device)
         self.tables = [self._entries[span].view(shape) for span, shape in self._layout.spans()]
 
-    def build(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> StepBatch:
-        """Build the tensors of a plan.
+    def build(self, plan: StepPlan) -> StepBatch:
+        """Build the tensors of a plan. Pending tokens are 0, see `StepBatch.fill_pending`."""
+        try:
+            return self._build(plan)
+        except BaseException:
+            self.expected = -1  # later plans do not fit the tables of this rank
+            raise
 
-        Args:
-            sampled: `[num_sampled]` int64 on the device, the tokens that the step before samples, if tokens of this one
-                are pending.
-        """
+    def _build(self, plan: StepPlan) -> StepBatch:
         header = plan.header
         assert header.base in (0, self.number), f"{header} follows plan {self.number}"
         if header.num_rows != self._layout.num_rows:
@@ -65,9 +68,6 @@ class BatchBuilder:
         if len(plan.changed):
             self._entries.index_copy_(0, *changes)
         self.number = header.number
-        if plan.pending.size:
-            assert sampled is not None, "tokens are pending"
-            token_ids.index_copy_(0, pending[0], sampled.index_select(0, pending[1]))
         parts: list[list[BatchPart]] = [[] for _ in self._tensors.groups]
         begin = first = 0
         for number, run in enumerate(plan.runs):
@@ -89,6 +89,7 @@ class BatchBuilder:
             positions=positions,
             logit_rows=logit_rows,
             parts=tuple(map(tuple, parts)),
+            pending=pending,
             states=_states(plan) if len(plan.states) else None,
             adapters=adapter_batch(plan.adapters, plan.num_tokens, plan.logit_rows, self._device)
             if len(plan.adapters)

@@ -47,7 +47,7 @@ class StepPlanner:
     """Plans the steps over one memory, on rank 0.
 
     Args:
-        builder: this rank's. If it has not built the last plan, because of a failure, ranks are told of all tables.
+        builder: this rank's. If it does not get a plan, because of a failure, the next one has all tables.
         num_rows: sequences that run at once; more make ranks allocate their tables anew.
     """
 
@@ -81,9 +81,9 @@ class StepPlanner:
         arranged = self._arrange(scheduled, adapter_slots)
         counts = [s.num_tokens for s in scheduled]
         num_logits = counts if all_logits else [s.num_logits for s in scheduled]
-        computed = [s.request.num_computed for s in scheduled]
+        firsts = [s.start for s in scheduled]
         num_seqs, num_tokens = len(counts), sum(counts)
-        positions, rows = np.array(computed, dtype=np.int64), arranged.rows
+        positions, rows = np.array(firsts, dtype=np.int64), arranged.rows
         starts, counted, cu_seqlens = arranged.starts, arranged.ones, arranged.cu_seqlens
         if num_tokens > num_seqs:
             counted = np.array(counts, dtype=np.int32)
@@ -93,7 +93,7 @@ class StepPlanner:
             positions = np.arange(num_tokens) + (positions - starts[:-1])[sequence_of]
             rows = rows[sequence_of]
         cached = positions[starts[1:] - 1] + 1
-        token_ids, pending = _tokens(scheduled, computed, num_tokens)
+        token_ids, pending = _tokens(scheduled, num_tokens)
         header, changed, block_ids = self._tell()
         return StepPlan(
             header=header,
@@ -165,7 +165,7 @@ class StepPlanner:
     def _tell(self) -> tuple[PlanHeader, Array, Array]:
         """The next header, and what changes in the block tables."""
         last, num_rows = self._last, self._rows.layout.num_rows
-        is_known = self._builder.number == last.number and num_rows == last.num_rows
+        is_known = self._builder.expected == last.number and num_rows == last.num_rows
         if not is_known:
             self._rows.tell_again()
         self._last = PlanHeader(last.number + 1, last.number if is_known else 0, num_rows)
@@ -192,18 +192,15 @@ def _cu_seqlens(starts: Array, runs: Sequence[tuple[bool, int, int, bool]]) -> A
     return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
-def _tokens(scheduled: Sequence[Scheduled], computed: Sequence[int], num_tokens: int) -> tuple[Array, Array]:
+def _tokens(scheduled: Sequence[Scheduled], num_tokens: int) -> tuple[Array, Array]:
     """The tokens' ids, and which of them are pending, see `StepPlan`."""
     if num_tokens == len(scheduled):
-        found = [
-            s.request.token_ids[start] if s.pending_row is None else -1 - s.pending_row
-            for s, start in zip(scheduled, computed, strict=True)
-        ]
+        found = [s.request.token_ids[s.start] if s.pending_row is None else -1 - s.pending_row for s in scheduled]
     else:
         found = []
-        for s, start in zip(scheduled, computed, strict=True):
+        for s in scheduled:
             if s.pending_row is None:
-                found += s.request.token_ids[start : start + s.num_tokens]
+                found += s.request.token_ids[s.start : s.start + s.num_tokens]
                 found += s.drafts
             else:
                 found.append(-1 - s.pending_row)

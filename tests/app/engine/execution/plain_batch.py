@@ -22,7 +22,7 @@ def check_batch(
 ) -> None:
     """Raise unless the batch is that of the scheduled sequences, in their order."""
     sequences = [memory_of(s) for s in scheduled]
-    firsts, counts = [s.request.num_computed for s in scheduled], [s.num_tokens for s in scheduled]
+    firsts, counts = [s.start for s in scheduled], [s.num_tokens for s in scheduled]
     ends = list(itertools.accumulate(counts))
     token_ids: list[int] = []
     for s, first in zip(scheduled, firsts, strict=True):

@@ -47,7 +47,8 @@ def scheduled_of(memory: KVMemory, sequence: SequenceMemory, ids: list[int], sta
 def pending(s: Scheduled, row: int) -> Scheduled:
     """The same with its only token not known yet."""
     del s.request.token_ids[-1]
-    return Scheduled(s.request, 1, pending_row=row)
+    s.request.num_awaited, s.request.pending_row = 1, row
+    return Scheduled(s.request, 1)
 
 
 def drafted(s: Scheduled) -> Scheduled:
@@ -67,8 +68,12 @@ class Ranks:
         return self.planner.plan(scheduled, **settings)
 
     def build(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> tuple[StepBatch, StepBatch]:
-        message = pack_step(plan)
-        return self.here.build(plan, sampled), self.there.build(unpack_step(message), sampled)
+        self.here.expected = plan.header.number
+        batches = self.here.build(plan), self.there.build(unpack_step(pack_step(plan)))
+        if sampled is not None:
+            for batch in batches:
+                batch.fill_pending(sampled)
+        return batches
 
     def check(self, scheduled: list[Scheduled], *, all_logits: bool = False, sampled: Any = None) -> StepPlan:
         """Plan and build a step, and compare it on both ranks."""
@@ -190,6 +195,7 @@ def test_a_batch_is_copied_to_the_device_at_once(view: ViewPolicy, memory: KVMem
             step[0] = Scheduled(step[0].request, 5)
         with Transfers() as transfers:
             batch = builder.build(planner.plan(step))
+        builder.expected += 1
         assert transfers.count == 1
         tensors = [batch.token_ids, batch.positions, batch.logit_rows]
         for part in batch.parts[0]:
@@ -255,6 +261,8 @@ def test_a_missed_plan_is_told_again(memory: KVMemory) -> None:
     assert (plan.header.number, plan.header.base) == (3, 0)
     with pytest.raises(AssertionError, match="follows plan 3"):
         ranks.here.build(replace(plan, header=PlanHeader(9, 8, 8)))
+    assert ranks.check(list(scheduled)).header.base == 0, "a rank could not build the last plan that it got"
+    assert ranks.check(list(scheduled)).header.base == 4
 
 
 def test_adapters_are_adjacent(memory: KVMemory) -> None:
@@ -265,7 +273,7 @@ def test_adapters_are_adjacent(memory: KVMemory) -> None:
     plan = ranks.plan(scheduled, adapter_slots={"a": 4, "b": 2})
     assert plan.adapters.tolist() == [-1, 2, 2, 4]
     assert [s.request.group.adapter for s in scheduled] == [None, "b", "b", "a"]
-    batch = ranks.here.build(plan)
+    batch, _ = ranks.build(plan)
     assert batch.adapters is not None
     assert batch.adapters.tokens == ((2, slice(1, 3)), (4, slice(3, 4)))
     scheduled = [grow(memory, s) for s in scheduled]
@@ -275,24 +283,25 @@ def test_adapters_are_adjacent(memory: KVMemory) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("view", ["region", "block_table"])
 def test_on_a_device(view: ViewPolicy, memory: KVMemory) -> None:
-    """With steps in flight that are slower than their plans."""
-    device = torch.device("cuda")
-    builder = BatchBuilder(memory.tensors, device, 2)
+    """While the device is steps behind, plans and pinned buffers are overwritten."""
+    builder = BatchBuilder(memory.tensors, torch.device("cuda"), 2)
     planner = StepPlanner(memory, builder, 2)
     scheduled = make_sequences(memory, (5, 9, 40), view)
-    built = []
+    work = torch.randn(4096, 4096, device="cuda")
+    positions = []
     for _ in range(20):
         scheduled = [grow(memory, s) for s in scheduled]
-        torch.cuda._sleep(10_000_000)
-        batch = builder.build(planner.plan(scheduled))
-        built.append((batch.token_ids.clone(), batch.parts[0][0].slots.clone()))
-    torch.cuda.synchronize()
-    for i, (token_ids, slots) in enumerate(built):
-        assert token_ids.tolist() == [7] * 3
-        assert (slots - built[0][1]).tolist() == [i] * 3 if view == "region" else len(slots) == 3
+        for _ in range(5):
+            torch.mm(work, work)
+        plan = planner.plan(scheduled)
+        builder.expected = plan.header.number
+        batch = builder.build(plan)
+        positions.append(batch.positions.clone())
     check_batch(batch, scheduled, memory)
+    assert torch.stack(positions).diff(dim=0).eq(1).all()
 
 
 def watch(engine: Engine) -> Counter[str]:
@@ -306,9 +315,10 @@ def watch(engine: Engine) -> Counter[str]:
         latest[:] = [scheduled]
         return plan(scheduled, **settings)
 
-    def build_and_check(plan: StepPlan, sampled: torch.Tensor | None = None) -> StepBatch:
-        batch = build(plan, sampled)
-        check_batch(batch, latest[0], engine.memory, sampled=sampled)
+    def build_and_check(plan: StepPlan) -> StepBatch:
+        batch = build(plan)
+        batch.fill_pending(torch.arange(100, 200))
+        check_batch(batch, latest[0], engine.memory, sampled=torch.arange(100, 200))
         views = {part.view for parts in batch.parts for part in parts}
         seen.update({"steps": 1, "changes": len(plan.changed), "full": not plan.header.base, "mixed": len(views) > 1})
         return batch

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kernels.attention import flash_attn_with_kvcache, varlen_attention
     from kernels.blocks import CopyBlocks, select_block_copy
     from kernels.cpu.ops import CpuElementwise, CpuLinear
+    from kernels.elementwise import Elementwise
     from kernels.provider import AttentionProvider, CacheScales, Masking, VarlenBatch
     from kernels.select import PROVIDERS, select_provider
 
@@ -23,6 +24,7 @@ __all__ = [
     "CopyBlocks",
     "CpuElementwise",
     "CpuLinear",
+    "Elementwise",
     "KernelError",
     "Masking",
     "VarlenBatch",
@@ -41,6 +43,7 @@ _NEED_TORCH = {
     "select_block_copy": "kernels.blocks",
     "CpuElementwise": "kernels.cpu.ops",
     "CpuLinear": "kernels.cpu.ops",
+    "Elementwise": "kernels.elementwise",
     "AttentionProvider": "kernels.provider",
     "CacheScales": "kernels.provider",
     "Masking": "kernels.provider",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.cpu.build import load_function
+from kernels.elementwise import Elementwise
 from kernels.errors import KernelError
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -122,8 +123,8 @@ def _on_huge_pages(num_bytes: int) -> torch.Tensor:
     return data[start : start + num_bytes]
 
 
-class CpuElementwise:
-    """RMS norm, gated SiLU and rotary embedding in float32, bfloat16 and float16, rounded once from float32.
+class CpuElementwise(Elementwise):
+    """Each operation in one pass over memory (`csrc/elementwise.cpp`).
 
     Raises:
         KernelError: the library cannot be compiled.
@@ -137,7 +138,6 @@ class CpuElementwise:
         self._rotate = load_function("elementwise", "folio_rotate", _INT, *[_POINTER] * 3, *[_INT64] * 5)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-        """`x / rms(x) * (weight + offset)` over the last dimension; `x [..., size]`, `weight [size]`, one dtype."""
         if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
             raise ValueError(f"weight {list(weight.shape)} {weight.dtype} for x {list(x.shape)} {x.dtype}")
         x = x.contiguous()
@@ -147,7 +147,6 @@ class CpuElementwise:
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` of `gate_up [..., 2 * size]`, gates first; returns `[..., size]`."""
         if gate_up.shape[-1] % 2:
             raise ValueError(f"the last dimension of {list(gate_up.shape)} must be even: gates, then ups")
         gate_up = gate_up.contiguous()
@@ -157,12 +156,6 @@ class CpuElementwise:
         return out
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate the first `dim` elements of each head in place, pairs `dim / 2` apart.
-
-        Args:
-            x: `[rows, heads, head_dim]`, stride 1 along the head.
-            cos, sin: `[..., rows, dim]` of its dtype.
-        """
         rows, heads, head_dim = x.shape
         dim = cos.shape[-1]
         if cos.shape != sin.shape or cos.numel() != rows * dim or dim > head_dim or dim % 2:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from app.engine.execution.attention import AttentionHandler, bind_attention, bound
-from kernels import CpuElementwise, Masking
+from kernels import Elementwise, Masking
 
 # Relative to the largest value; bfloat16 rounds once here and several times in the original.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 class FusedRMSNorm(nn.Module):
     """`x / rms(x) * (weight + offset)`; the offset is 1 for Gemma."""
 
-    def __init__(self, ops: CpuElementwise, weight: torch.Tensor, eps: float, offset: float) -> None:
+    def __init__(self, ops: Elementwise, weight: torch.Tensor, eps: float, offset: float) -> None:
         super().__init__()
         self._ops = ops
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -44,7 +44,7 @@ class FusedRMSNorm(nn.Module):
 class FusedSwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))` with gate and up in one matrix product."""
 
-    def __init__(self, ops: CpuElementwise, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+    def __init__(self, ops: Elementwise, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
         self._ops = ops
         self.gate_up_proj = merge_linears({"gate_proj": gate, "up_proj": up})
@@ -69,7 +69,7 @@ def merge_linears(layers: Mapping[str, nn.Linear]) -> nn.Linear:
 
 
 @torch.inference_mode()
-def fuse_modules(model: nn.Module, ops: CpuElementwise) -> int:
+def fuse_modules(model: nn.Module, ops: Elementwise) -> int:
     """Fuse norms and MLPs; return the number of replaced modules. Linear layers must not be packed yet."""
 
     def fuse(module: nn.Module) -> nn.Module | None:
@@ -92,7 +92,7 @@ def _replace(parent: nn.Module, fuse: Callable[[nn.Module], nn.Module | None]) -
     return num_fused
 
 
-def _fused_norm(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, int] | None:
+def _fused_norm(module: nn.Module, ops: Elementwise) -> tuple[nn.Module, int] | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not (type(module).__name__.endswith("RMSNorm") and isinstance(weight, torch.Tensor) and isinstance(eps, float)):
@@ -103,7 +103,7 @@ def _fused_norm(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, int]
     return FusedRMSNorm(ops, weight.detach(), eps, offset), weight.numel()
 
 
-def _fused_swiglu(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, int] | None:
+def _fused_swiglu(module: nn.Module, ops: Elementwise) -> tuple[nn.Module, int] | None:
     children: dict[str, Any] = dict(module.named_children())
     gate, up, down = (children.get(name) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (type(gate) is type(up) is type(down) is nn.Linear) or len(children) > 4:
@@ -134,7 +134,7 @@ class FusedAttention(nn.Module):
     """Attention layer with rotary positions. Without a bound handler it runs the original, by transformers'
     attention."""
 
-    def __init__(self, ops: CpuElementwise, original: Any, layer: int, masking: Masking) -> None:
+    def __init__(self, ops: Elementwise, original: Any, layer: int, masking: Masking) -> None:
         super().__init__()
         self.qkv_proj = merge_linears({name: getattr(original, name) for name in _PROJECTIONS[:3]})
         self.o_proj: nn.Module = original.o_proj
@@ -215,7 +215,7 @@ class _Recorder(AttentionHandler):
 
 
 @torch.inference_mode()
-def fuse_attention(model: nn.Module, ops: CpuElementwise) -> int:
+def fuse_attention(model: nn.Module, ops: Elementwise) -> int:
     """Fuse attention layers; return the number of replaced ones. Linear layers must not be packed yet."""
     ropes = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if len(ropes) != 1 or list(inspect.signature(ropes[0].forward).parameters) != ["x", "position_ids"]:
@@ -254,7 +254,7 @@ def _looks_fusable(module: nn.Module) -> bool:
     return [p.name for p in parameters[:3]] == _ARGUMENTS and set(required) <= set(_ARGUMENTS)
 
 
-def _fused(original: Any, ops: CpuElementwise, rotary_dim: int) -> FusedAttention | None:
+def _fused(original: Any, ops: Elementwise, rotary_dim: int) -> FusedAttention | None:
     """The replacement with the original's weights, if it behaves like the original."""
     dtype, size = original.q_proj.weight.dtype, original.q_proj.weight.shape[1]
     generator = torch.Generator().manual_seed(0)

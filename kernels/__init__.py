@@ -13,24 +13,28 @@ if TYPE_CHECKING:
     from kernels.attention import flash_attn_with_kvcache, varlen_attention
     from kernels.blocks import CopyBlocks, select_block_copy
     from kernels.cpu.ops import CpuElementwise, CpuLinear
-    from kernels.elementwise import Elementwise
+    from kernels.elementwise import Activation, Elementwise, HeadNorm, RotaryWrite, select_elementwise
     from kernels.provider import AttentionProvider, CacheScales, Masking, VarlenBatch
     from kernels.select import PROVIDERS, select_provider
 
 __all__ = [
     "PROVIDERS",
+    "Activation",
     "AttentionProvider",
     "CacheScales",
     "CopyBlocks",
     "CpuElementwise",
     "CpuLinear",
     "Elementwise",
+    "HeadNorm",
     "KernelError",
     "Masking",
+    "RotaryWrite",
     "VarlenBatch",
     "flash_attn_with_kvcache",
     "has_matrix_tiles",
     "select_block_copy",
+    "select_elementwise",
     "select_provider",
     "varlen_attention",
 ]
@@ -43,7 +47,11 @@ _NEED_TORCH = {
     "select_block_copy": "kernels.blocks",
     "CpuElementwise": "kernels.cpu.ops",
     "CpuLinear": "kernels.cpu.ops",
+    "Activation": "kernels.elementwise",
     "Elementwise": "kernels.elementwise",
+    "HeadNorm": "kernels.elementwise",
+    "RotaryWrite": "kernels.elementwise",
+    "select_elementwise": "kernels.elementwise",
     "AttentionProvider": "kernels.provider",
     "CacheScales": "kernels.provider",
     "Masking": "kernels.provider",

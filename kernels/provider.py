@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -180,6 +181,12 @@ class CacheWrite:
         return key.float().clamp(-limit, limit).to(dtype), value.float().clamp(-limit, limit).to(dtype)
 
 
+# (query, key cache, value cache) → results: `AttentionCall` for another layer.
+AttendLayer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (key, value, key cache, value cache): `CacheWrite` for another layer.
+StoreLayer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
 class AttentionProvider(ABC):
     """Attention over a cache, and writes into it.
 
@@ -201,6 +208,24 @@ class AttentionProvider(ABC):
     @abstractmethod
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
         """`attend` with checked arguments."""
+
+    def prepare_write(self, new: CacheWrite) -> StoreLayer:
+        """A function that stores the keys and values of one step's layers, all with the shapes, strides and dtypes of
+        `new`, which it does not check again. It keeps the slots."""
+        return lambda key, value, key_cache, value_cache: self.run_write(
+            CacheWrite(key, value, key_cache, value_cache, new.slots, new.scales)
+        )
+
+    def prepare_attend(self, call: AttentionCall) -> AttendLayer:
+        """A function that attends for one step's layers, all with the shapes, strides and dtypes of `call`, which it
+        does not check again. It keeps the batch, and fills the call's `lse` each time.
+
+        Raises:
+            KernelError: `unsupported` gives a reason. The function may raise it, too.
+        """
+        return lambda query, key_cache, value_cache: self.run_attend(
+            replace(call, query=query, key_cache=key_cache, value_cache=value_cache)
+        )
 
     def write(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kernels.errors import KernelError
-from kernels.provider import AttentionCall, AttentionProvider, CacheWrite
+from kernels.provider import AttendLayer, AttentionCall, AttentionProvider, CacheWrite, StoreLayer
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +97,19 @@ class AutoProvider(AttentionProvider):
         self._writer.run_write(new)
 
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
+        return self._chosen_for(call).run_attend(call)
+
+    def prepare_write(self, new: CacheWrite) -> StoreLayer:
+        return self._writer.prepare_write(new)
+
+    def prepare_attend(self, call: AttentionCall) -> AttendLayer:
+        return self._chosen_for(call).prepare_attend(call)
+
+    def _chosen_for(self, call: AttentionCall) -> AttentionProvider:
         kind = call.kind
         if kind not in self._chosen:
             self._chosen[kind] = self._choose(call)
-        return self._chosen[kind].run_attend(call)
+        return self._chosen[kind]
 
     def _order(self, call: AttentionCall) -> list[str]:
         order = _PREFERENCE[self._device_type, call.batch.max_seqlen_q <= 1]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.cpu.build import load_function
-from kernels.elementwise import Elementwise
+from kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrite, WriteLayer
 from kernels.errors import KernelError
+from kernels.reference import write_by_index
 
-_POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_INT, _FLOAT = ctypes.c_int, ctypes.c_float
 
 # Numbers of the dtypes in C++.
 CPP_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -123,8 +125,23 @@ def _on_huge_pages(num_bytes: int) -> torch.Tensor:
     return data[start : start + num_bytes]
 
 
+class _RotaryCall(ctypes.Structure):
+    """`RotaryCall` of rotary.cpp, field by field."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("heads", "key_cache", "value_cache", "query_weight", "key_weight")),
+        *((name, _POINTER) for name in ("cos", "sin", "slots")),
+        *((name, _INT64) for name in ("token_stride", "head_stride")),
+        *((f"{side}_{name}_stride", _INT64) for side in ("key", "value") for name in ("block", "token", "head")),
+        *((name, _INT64) for name in ("num_blocks", "block_tokens")),
+        *((name, _INT32) for name in ("num_tokens", "num_q_heads", "num_kv_heads", "dim", "rotary_dim", "columns")),
+        *((name, _INT32) for name in ("dtype", "element_bytes")),
+        *((name, _FLOAT) for name in ("query_eps", "query_offset", "key_eps", "key_offset")),
+    ]
+
+
 class CpuElementwise(Elementwise):
-    """Each operation in one pass over memory (`csrc/elementwise.cpp`).
+    """Each operation in one pass over memory (`csrc/elementwise.cpp`, `csrc/rotary.cpp`).
 
     Raises:
         KernelError: the library cannot be compiled.
@@ -132,36 +149,112 @@ class CpuElementwise(Elementwise):
 
     def __init__(self) -> None:
         self._rms_norm = load_function(
-            "elementwise", "folio_rms_norm", _INT, *[_POINTER] * 3, *[_INT64] * 2, *[_FLOAT] * 2
+            "elementwise", "folio_rms_norm", _INT, *[_POINTER] * 5, *[_INT64] * 2, *[_FLOAT] * 2
         )
-        self._silu_mul = load_function("elementwise", "folio_silu_mul", _INT, *[_POINTER] * 2, *[_INT64] * 2)
-        self._rotate = load_function("elementwise", "folio_rotate", _INT, *[_POINTER] * 3, *[_INT64] * 5)
+        self._gate = load_function("elementwise", "folio_gate", *[_INT] * 2, *[_POINTER] * 2, *[_INT64] * 2)
+        self._rotary_write = load_function("rotary", "folio_rotary_write", ctypes.POINTER(_RotaryCall), result=_INT)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+        return self._norm(x, None, weight, None, eps, offset)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.empty_like(residual, memory_format=torch.contiguous_format)
+        return total, self._norm(x, residual, weight, total, eps, offset)
+
+    def rms_norm_add(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+    ) -> torch.Tensor:
+        return self._norm(x, residual, weight, None, eps, offset)
+
+    def _norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        total: torch.Tensor | None,
+        eps: float,
+        offset: float,
+    ) -> torch.Tensor:
         if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
             raise ValueError(f"weight {list(weight.shape)} {weight.dtype} for x {list(x.shape)} {x.dtype}")
+        if residual is not None:
+            if residual.shape != x.shape or residual.dtype != x.dtype:
+                raise ValueError(f"residual {list(residual.shape)} {residual.dtype} for x {list(x.shape)} {x.dtype}")
+            residual = residual.contiguous()
         x = x.contiguous()
         out, size = torch.empty_like(x), x.shape[-1]
-        pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-        self._rms_norm(CPP_DTYPES[x.dtype], *pointers, x.numel() // size, size, eps, offset)
+        pointers = x.data_ptr(), address(residual), weight.data_ptr(), out.data_ptr(), address(total)
+        self._rms_norm(_dtype_number(x.dtype), *pointers, x.numel() // size, size, eps, offset)
         return out
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         if gate_up.shape[-1] % 2:
             raise ValueError(f"the last dimension of {list(gate_up.shape)} must be even: gates, then ups")
+        number = ACTIVATIONS.index(activation)
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
-        self._silu_mul(CPP_DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size)
+        pointers = gate_up.data_ptr(), out.data_ptr()
+        self._gate(_dtype_number(gate_up.dtype), number, *pointers, out.numel() // size, size)
         return out
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        rows, heads, head_dim = x.shape
-        dim = cos.shape[-1]
-        if cos.shape != sin.shape or cos.numel() != rows * dim or dim > head_dim or dim % 2:
-            raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} for x {list(x.shape)}")
-        if cos.dtype != x.dtype or sin.dtype != x.dtype or x.stride(2) != 1:
-            raise ValueError(f"cos {cos.dtype} and sin {sin.dtype} for x {x.dtype} with strides {x.stride()}")
-        cos, sin = cos.contiguous(), sin.contiguous()
-        pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        self._rotate(CPP_DTYPES[x.dtype], *pointers, rows, heads, dim, x.stride(0), x.stride(1))
+    def prepare_rotary_write(self, call: RotaryWrite) -> WriteLayer:
+        heads, key_cache, value_cache, slots = call.heads, call.key_cache, call.value_cache, call.slots
+        cos, sin = call.cos.contiguous(), call.sin.contiguous()
+        query_norm, key_norm = call.query_norm, call.key_norm
+        fields = _RotaryCall(
+            *map(address, (None, None, None, None, None, cos, sin, slots)),
+            *heads.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *key_cache.shape[:2],
+            len(heads),
+            call.num_q_heads,
+            call.num_kv_heads,
+            heads.shape[2],
+            call.rotary_dim,
+            cos.shape[-1],
+            _dtype_number(heads.dtype),
+            heads.element_size(),
+            *(0.0, 0.0) if query_norm is None else (query_norm.eps, query_norm.offset),
+            *(0.0, 0.0) if key_norm is None else (key_norm.eps, key_norm.offset),
+        )
+        run, same_dtype, tables = self._rotary_write, key_cache.dtype == heads.dtype, (cos, sin)
+
+        def write(
+            heads: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *norm_weights: torch.Tensor
+        ) -> None:
+            assert tables  # kept: the call has their addresses
+            fields.heads = heads.data_ptr()
+            if norm_weights:
+                fields.query_weight, fields.key_weight = (weight.data_ptr() for weight in norm_weights)
+            if same_dtype:
+                fields.key_cache, fields.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
+            if result := run(fields):
+                wrong = f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
+                raise cache_error(result, key_cache, wrong)
+            if not same_dtype:  # 8-bit floats
+                write_by_index(replace(call, heads=heads, key_cache=key_cache, value_cache=value_cache).as_write())
+
+        return write
+
+
+def _dtype_number(dtype: torch.dtype) -> int:
+    if dtype not in CPP_DTYPES:
+        raise KernelError(f"there is no kernel for {dtype}")
+    return CPP_DTYPES[dtype]
+
+
+_OUTSIDE = 2  # `Result` of call.h
+
+
+def cache_error(result: int, key_cache: torch.Tensor, wrong: str) -> KernelError:
+    """The error of a call of C++ that read and wrote nothing."""
+    if result == _OUTSIDE:
+        return KernelError(f"attention provider cpu: the call exceeds its cache {list(key_cache.shape)}: {wrong}")
+    return KernelError(
+        f"attention provider cpu: no memory is mapped at {key_cache.data_ptr():#x} for the cache "
+        f"{list(key_cache.shape)}; its memory has been closed"
+    )

@@ -8,12 +8,11 @@ import torch
 
 from kernels.arguments import check_numbers
 from kernels.cpu.build import load_function
-from kernels.cpu.ops import CPP_DTYPES, address
-from kernels.errors import KernelError
-from kernels.provider import AttentionCall, AttentionProvider, CacheWrite
+from kernels.cpu.ops import CPP_DTYPES, address, cache_error
+from kernels.provider import AttendLayer, AttentionCall, AttentionProvider, CacheWrite, StoreLayer
 
 _MAX_GROUP_SIZE = 64
-_UNSUPPORTED, _OUTSIDE = 1, 2  # `Result` of call.h
+_UNSUPPORTED = 1  # `Result` of call.h
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -82,33 +81,59 @@ class CpuProvider(AttentionProvider):
         return None
 
     def run_write(self, new: CacheWrite) -> None:
-        key, value = map(_unit_stride, new.as_cached())
+        self.prepare_write(new)(new.key, new.value, new.key_cache, new.value_cache)
+
+    def prepare_write(self, new: CacheWrite) -> StoreLayer:
         key_cache, value_cache, slots = new.key_cache, new.value_cache, new.slots
-        call = _WriteCall(
-            *(tensor.data_ptr() for tensor in (key, value, key_cache, value_cache, slots)),
-            *key.stride()[:2],
-            *value.stride()[:2],
+        if key_cache.dtype != new.key.dtype or new.key.stride(2) != 1 or new.value.stride(2) != 1:
+            return lambda key, value, key_cache, value_cache: self._write_copied(
+                CacheWrite(key, value, key_cache, value_cache, slots, new.scales)
+            )
+        fields = _WriteCall(
+            *(None, None, None, None, slots.data_ptr()),
+            *new.key.stride()[:2],
+            *new.value.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
             *key_cache.shape[:2],
-            *key.shape,
-            value.shape[2],
-            key.element_size(),
+            *new.key.shape,
+            new.value.shape[2],
+            new.key.element_size(),
         )
-        if result := self._write(call):
-            wrong = f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
-            raise _cache_error(result, key_cache, wrong)
+
+        def store(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+            fields.key, fields.value = key.data_ptr(), value.data_ptr()
+            fields.key_cache, fields.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
+            if result := self._write(fields):
+                wrong = f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
+                raise cache_error(result, key_cache, wrong)
+
+        return store
+
+    def _write_copied(self, new: CacheWrite) -> None:
+        """Write keys and values of another dtype, or with other strides, than the kernel takes."""
+        key, value = map(_unit_stride, new.as_cached())
+        self.run_write(CacheWrite(key, value, new.key_cache, new.value_cache, new.slots))
 
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
-        key_cache, value_cache, batch, masking = call.key_cache, call.value_cache, call.batch, call.masking
-        if call.query.dtype not in CPP_DTYPES or key_cache.dtype != call.query.dtype or call.query.device.type != "cpu":
+        return self.prepare_attend(call)(call.query, call.key_cache, call.value_cache)
+
+    def prepare_attend(self, call: AttentionCall) -> AttendLayer:
+        query, key_cache, value_cache, batch, masking = (
+            call.query,
+            call.key_cache,
+            call.value_cache,
+            call.batch,
+            call.masking,
+        )
+        if query.dtype not in CPP_DTYPES or key_cache.dtype != query.dtype or query.device.type != "cpu":
             self.refuse_unsupported(call)
-        query = _unit_stride(call.query)
+        query = _unit_stride(query)
         num_tokens, num_heads, key_dim = query.shape
-        out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
+        shape = num_tokens, num_heads, value_cache.shape[3]
         slopes = masking.alibi_slopes
-        arguments = _AttentionCall(
-            *map(address, (query, key_cache, value_cache, out, call.lse)),
+        fields = _AttentionCall(
+            *map(address, (None, None, None, None, call.lse)),
             *map(address, (batch.cu_seqlens_q, batch.cache_seqlens, batch.cache_leftpad, batch.block_table)),
             *map(address, (masking.sinks, slopes)),
             *query.stride()[:2],
@@ -130,22 +155,21 @@ class CpuProvider(AttentionProvider):
             masking.scale,
             masking.softcap,
         )
-        result = self._attend(arguments)
-        if result == _UNSUPPORTED:
-            self.refuse_unsupported(call)
-            raise AssertionError("the kernel refused a supported call")
-        if result:
-            raise _cache_error(result, key_cache, _outside(call))
-        return out
 
+        def attend(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
+            query = _unit_stride(query)
+            out = query.new_empty(shape)
+            fields.query, fields.out = query.data_ptr(), out.data_ptr()
+            fields.key, fields.value = key_cache.data_ptr(), value_cache.data_ptr()
+            result = self._attend(fields)
+            if result == _UNSUPPORTED:
+                self.refuse_unsupported(call)
+                raise AssertionError("the kernel refused a supported call")
+            if result:
+                raise cache_error(result, key_cache, _outside(call))
+            return out
 
-def _cache_error(result: int, key_cache: torch.Tensor, wrong: str) -> KernelError:
-    if result == _OUTSIDE:
-        return KernelError(f"attention provider cpu: the call exceeds its cache {list(key_cache.shape)}: {wrong}")
-    return KernelError(
-        f"attention provider cpu: no memory is mapped at {key_cache.data_ptr():#x} for the cache "
-        f"{list(key_cache.shape)}; its memory has been closed"
-    )
+        return attend
 
 
 def _outside(call: AttentionCall) -> str:

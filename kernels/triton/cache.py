@@ -8,7 +8,8 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from kernels.blocks import check_copy
-from kernels.provider import FP8_DTYPES, CacheWrite
+from kernels.provider import FP8_DTYPES, CacheWrite, StoreLayer
+from kernels.triton.launch import Launch
 
 # ruff: noqa: N803, N806 (compile-time constants are capitals in Triton's kernels)
 
@@ -34,7 +35,7 @@ def _to_fp8(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, EMULATED: tl.co
 
 
 @triton.jit
-def _store_rows(
+def store_cached(
     rows: tl.tensor,  # [BLOCK_HEADS, BLOCK_DIM]
     target: tl.tensor,  # the token's address in the cache
     head_stride: tl.tensor,
@@ -95,53 +96,61 @@ def _write_kernel(
     source = key_ptr + token * key_token_stride + heads.to(tl.int64)[:, None] * key_head_stride
     key = tl.load(source + dims[None, :], mask=there)
     target = key_cache_ptr + block * key_cache_block_stride + within * key_cache_token_stride
-    _store_rows(key, target, key_cache_head_stride, key_scales_ptr, heads, dims, there, NUM_HEADS, EMULATED)
+    store_cached(key, target, key_cache_head_stride, key_scales_ptr, heads, dims, there, NUM_HEADS, EMULATED)
 
     dims = tl.arange(0, BLOCK_VALUE_DIM)
     there = (heads < NUM_HEADS)[:, None] & (dims < VALUE_DIM)[None, :]
     source = value_ptr + token * value_token_stride + heads.to(tl.int64)[:, None] * value_head_stride
     value = tl.load(source + dims[None, :], mask=there)
     target = value_cache_ptr + block * value_cache_block_stride + within * value_cache_token_stride
-    _store_rows(value, target, value_cache_head_stride, value_scales_ptr, heads, dims, there, NUM_HEADS, EMULATED)
+    store_cached(value, target, value_cache_head_stride, value_scales_ptr, heads, dims, there, NUM_HEADS, EMULATED)
 
 
-def write_cache(new: CacheWrite) -> None:
-    """`AttentionProvider.write` on tensors that can be written by Triton."""
+def prepare_write(new: CacheWrite) -> StoreLayer:
+    """`AttentionProvider.prepare_write` on tensors that can be written by Triton."""
     key, value, key_cache, value_cache, scales = new.key, new.value, new.key_cache, new.value_cache, new.scales
     num_tokens, num_heads, key_dim = key.shape
     if not num_tokens:
-        return
+        return lambda *_: None
     key, value = along_last(key), along_last(value)
     if key_cache.dtype not in FP8_DTYPES:
         scales = None
     block_key_dim = triton.next_power_of_2(key_dim)
     block_heads = triton.next_power_of_2(num_heads)
     block_heads = min(block_heads, max(1, _TILE_ELEMENTS // block_key_dim))
-    with torch.cuda.device_of(key):
-        _write_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
-            key,
-            value,
-            key_cache,
-            value_cache,
-            new.slots,
-            None if scales is None else scales.key.contiguous(),
-            None if scales is None else scales.value.contiguous(),
-            key_cache.shape[1],
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            NUM_HEADS=num_heads,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value.shape[2],
-            BLOCK_HEADS=block_heads,
-            BLOCK_KEY_DIM=block_key_dim,
-            BLOCK_VALUE_DIM=triton.next_power_of_2(value.shape[2]),
-            EMULATED=not isinstance(_write_kernel, JITFunction),
-            num_warps=4,
-        )
+    arguments = {
+        "key_ptr": key,
+        "value_ptr": value,
+        "key_cache_ptr": key_cache,
+        "value_cache_ptr": value_cache,
+        "slots_ptr": new.slots,
+        "key_scales_ptr": None if scales is None else scales.key.contiguous(),
+        "value_scales_ptr": None if scales is None else scales.value.contiguous(),
+        "block_tokens": key_cache.shape[1],
+        "key_token_stride": key.stride(0),
+        "key_head_stride": key.stride(1),
+        "value_token_stride": value.stride(0),
+        "value_head_stride": value.stride(1),
+        "key_cache_block_stride": key_cache.stride(0),
+        "key_cache_token_stride": key_cache.stride(1),
+        "key_cache_head_stride": key_cache.stride(2),
+        "value_cache_block_stride": value_cache.stride(0),
+        "value_cache_token_stride": value_cache.stride(1),
+        "value_cache_head_stride": value_cache.stride(2),
+        "NUM_HEADS": num_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value.shape[2],
+        "BLOCK_HEADS": block_heads,
+        "BLOCK_KEY_DIM": block_key_dim,
+        "BLOCK_VALUE_DIM": triton.next_power_of_2(value.shape[2]),
+        "EMULATED": not isinstance(_write_kernel, JITFunction),
+    }
+    changing = ("key_ptr", "value_ptr", "key_cache_ptr", "value_cache_ptr")
+    launch = Launch(_write_kernel, arguments, changing, num_warps=4)
+    grid = num_tokens, triton.cdiv(num_heads, block_heads), 1
+    return lambda key, value, key_cache, value_cache: launch(
+        grid, along_last(key), along_last(value), key_cache, value_cache
+    )
 
 
 def along_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,17 @@ import triton
 import triton.language as tl
 
 from kernels.provider import AttentionCall
-from kernels.triton.tiles import attend_arguments, attend_tiles, load_slopes, padded, store_rows
+from kernels.triton.cache import along_last
+from kernels.triton.launch import Launch
+from kernels.triton.tiles import (
+    CHANGING,
+    AttendInto,
+    attend_arguments,
+    attend_tiles,
+    load_slopes,
+    padded,
+    store_rows,
+)
 
 MAX_SPLITS = 128
 # The least tiles of a split, unless the caller sets the number of splits: combining costs more than shorter ones save.
@@ -256,8 +266,8 @@ class SplitDecode:
         self._counters: dict[torch.device, torch.Tensor] = {}
         self._num_processors: dict[torch.device, int] = {}
 
-    def attend(self, call: AttentionCall, out: torch.Tensor) -> None:
-        """Fill those sequences' rows of `out` and `call.lse`."""
+    def prepare(self, call: AttentionCall) -> AttendInto:
+        """A function that fills those sequences' rows of the results and of `call.lse`."""
         query, key_cache, value_cache = call.query, call.key_cache, call.value_cache
         batch, masking, num_splits = call.batch, call.masking, call.num_splits
         num_seqs, num_kv_heads = batch.cache_seqlens.numel(), key_cache.shape[2]
@@ -282,20 +292,18 @@ class SplitDecode:
             partial = _grown(self._partial, num_rows * value_dim, torch.float32, device)
             partial_sums = _grown(self._partial_sums, num_rows * 2, torch.float32, device)
             counters = _grown(self._counters, num_seqs * num_kv_heads, torch.int32, device)
-        arguments = attend_arguments(call, out, block_tile)
-        with torch.cuda.device_of(query):
-            _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
-                partial_ptr=partial,
-                partial_sums_ptr=partial_sums,
-                counters_ptr=counters,
-                min_split_tiles=min_split_tiles,
-                SPLIT=num_splits > 1,
-                BLOCK_ROWS=block_rows,
-                BLOCK_SPLITS=max(1, min(8, _COMBINED_ELEMENTS // (block_rows * padded(value_dim)))),
-                num_warps=num_warps,
-                num_stages=3,
-                **arguments,
-            )
+        arguments = attend_arguments(call, block_tile) | {
+            "partial_ptr": partial,
+            "partial_sums_ptr": partial_sums,
+            "counters_ptr": counters,
+            "min_split_tiles": min_split_tiles,
+            "SPLIT": num_splits > 1,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_SPLITS": max(1, min(8, _COMBINED_ELEMENTS // (block_rows * padded(value_dim)))),
+        }
+        launch = Launch(_decode_kernel, arguments, CHANGING, num_warps=num_warps, num_stages=3)
+        grid = num_seqs, num_kv_heads, num_splits
+        return lambda query, key_cache, value_cache, out: launch(grid, along_last(query), key_cache, value_cache, out)
 
     def _choose_splits(self, num_pairs: int, num_cached: int, block_tile: int, device: torch.device) -> int:
         """As many as give each processor two programs, if the longest sequence has tokens for them."""

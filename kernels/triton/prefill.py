@@ -9,7 +9,17 @@ import triton
 import triton.language as tl
 
 from kernels.provider import AttentionCall
-from kernels.triton.tiles import attend_arguments, attend_tiles, load_slopes, padded, store_rows
+from kernels.triton.cache import along_last
+from kernels.triton.launch import Launch
+from kernels.triton.tiles import (
+    CHANGING,
+    AttendInto,
+    attend_arguments,
+    attend_tiles,
+    load_slopes,
+    padded,
+    store_rows,
+)
 
 # Widest head, rows (queries times heads of a group), tokens per tile, warps, stages. Chosen to spill little of 255
 # registers per thread and to need at most 227 KiB for the queries and the stages of keys and values. Few rows, as with
@@ -214,25 +224,22 @@ def _prefill_kernel(
     )
 
 
-def attend_prefill(call: AttentionCall, out: torch.Tensor, *, skip_single: bool) -> None:
-    """Fill `out` and `call.lse`; `skip_single` leaves out sequences with exactly one query."""
+def prepare_prefill(call: AttentionCall, *, skip_single: bool) -> AttendInto:
+    """A function that fills the results and `call.lse`; `skip_single` leaves out sequences with exactly one query."""
     query, batch = call.query, call.batch
     num_seqs, num_kv_heads = batch.cache_seqlens.numel(), call.key_cache.shape[2]
     group = query.shape[1] // num_kv_heads
     widest = max(padded(query.shape[2]), padded(call.value_cache.shape[3]))
     configs = _FLOAT32_CONFIGS if query.dtype == torch.float32 else _CONFIGS
     _, block_rows, block_tile, num_warps, num_stages = _choose_config(configs, widest, group, batch.max_seqlen_q)
-    arguments = attend_arguments(call, out, block_tile)
-    num_tiles = query.shape[0] // (block_rows // group) + num_seqs
-    with torch.cuda.device_of(query):
-        _prefill_kernel[(num_tiles, num_kv_heads)](
-            num_seqs=num_seqs,
-            SKIP_SINGLE=skip_single,
-            BLOCK_ROWS=block_rows,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            **arguments,
-        )
+    arguments = attend_arguments(call, block_tile) | {
+        "num_seqs": num_seqs,
+        "SKIP_SINGLE": skip_single,
+        "BLOCK_ROWS": block_rows,
+    }
+    launch = Launch(_prefill_kernel, arguments, CHANGING, num_warps=num_warps, num_stages=num_stages)
+    grid = query.shape[0] // (block_rows // group) + num_seqs, num_kv_heads, 1
+    return lambda query, key_cache, value_cache, out: launch(grid, along_last(query), key_cache, value_cache, out)
 
 
 def _choose_config(configs: tuple[_Config, ...], widest: int, group: int, num_queries: int) -> _Config:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kernels.errors import KernelError
-from kernels.provider import FP8_DTYPES, AttentionCall, AttentionProvider, CacheWrite
+from kernels.provider import FP8_DTYPES, AttendLayer, AttentionCall, AttentionProvider, CacheWrite, StoreLayer
 from kernels.reference import write_by_index
+
+if TYPE_CHECKING:
+    from kernels.triton.tiles import AttendInto
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_DIM = 256
@@ -36,12 +41,12 @@ class TritonProvider(AttentionProvider):
             ) from error
         if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
             raise KernelError("attention triton needs a CUDA device; TRITON_INTERPRET=1 interprets it on a CPU")
-        from kernels.triton.cache import write_cache
+        from kernels.triton.cache import prepare_write
         from kernels.triton.decode import SplitDecode
-        from kernels.triton.prefill import attend_prefill
+        from kernels.triton.prefill import prepare_prefill
         from kernels.triton.tiles import INTERPRETED
 
-        self._write, self._prefill = write_cache, attend_prefill
+        self._prepare_write, self._prepare_prefill = prepare_write, prepare_prefill
         self._decode = SplitDecode()
         self._interpreted = INTERPRETED
 
@@ -72,23 +77,38 @@ class TritonProvider(AttentionProvider):
         )
 
     def run_write(self, new: CacheWrite) -> None:
+        self.prepare_write(new)(new.key, new.value, new.key_cache, new.value_cache)
+
+    def prepare_write(self, new: CacheWrite) -> StoreLayer:
         if new.key_cache.dtype in FP8_DTYPES and not self._has_fp8(new.key.device.type):
-            write_by_index(new)
-        else:
-            self._write(new)
+            return lambda key, value, key_cache, value_cache: write_by_index(
+                CacheWrite(key, value, key_cache, value_cache, new.slots, new.scales)
+            )
+        return self._prepare_write(new)
 
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
+        return self.prepare_attend(call)(call.query, call.key_cache, call.value_cache)
+
+    def prepare_attend(self, call: AttentionCall) -> AttendLayer:
         self.refuse_unsupported(call)
-        out = call.query.new_empty(*call.query.shape[:2], call.value_cache.shape[3])
-        num_seqs = call.batch.cache_seqlens.numel()
-        if not out.numel() or not num_seqs:
-            return out
+        query, num_seqs = call.query, call.batch.cache_seqlens.numel()
+        shape = *query.shape[:2], call.value_cache.shape[3]
+        if not query.numel() or not num_seqs:
+            return lambda query, *_: query.new_empty(shape)
         # max_seqlen_q is an upper bound; of a single sequence the number of queries is known.
-        max_seqlen_q = len(call.query) if num_seqs == 1 else call.batch.max_seqlen_q
+        max_seqlen_q = len(query) if num_seqs == 1 else call.batch.max_seqlen_q
         several = max_seqlen_q > 1
         single = not several or num_seqs > 1
+        launches: list[AttendInto] = []
         if several:
-            self._prefill(call, out, skip_single=single)
+            launches.append(self._prepare_prefill(call, skip_single=single))
         if single:
-            self._decode.attend(call, out)
-        return out
+            launches.append(self._decode.prepare(call))
+
+        def attend(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
+            out = query.new_empty(shape)
+            for launch in launches:
+                launch(query, key_cache, value_cache, out)
+            return out
+
+        return attend

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -200,10 +201,13 @@ def load_slopes(
 
 
 INTERPRETED = not isinstance(attend_tiles, JITFunction)
+# (query, key cache, value cache, results to be filled): a prepared launch of an attention kernel, for any layer.
+AttendInto = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+CHANGING = ("query_ptr", "key_ptr", "value_ptr", "out_ptr")
 
 
-def attend_arguments(call: AttentionCall, out: torch.Tensor, block_tile: int) -> dict[str, Any]:
-    """Arguments that the decode and the prefill kernel share."""
+def attend_arguments(call: AttentionCall, block_tile: int) -> dict[str, Any]:
+    """Arguments that the decode and the prefill kernel share. `CHANGING` are the first layer's."""
     key_cache, value_cache, batch, masking = call.key_cache, call.value_cache, call.batch, call.masking
     query, scales = along_last(call.query), call.scales
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
@@ -221,7 +225,7 @@ def attend_arguments(call: AttentionCall, out: torch.Tensor, block_tile: int) ->
         "query_ptr": query,
         "key_ptr": key_cache,
         "value_ptr": value_cache,
-        "out_ptr": out,
+        "out_ptr": query.new_empty(*query.shape[:2], value_cache.shape[3]),
         "lse_ptr": call.lse,
         "cu_seqlens_q_ptr": batch.cu_seqlens_q,
         "cache_seqlens_ptr": batch.cache_seqlens,

@@ -6,19 +6,63 @@ several engines can live in one process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from app.engine.execution.batch import StepBatch
+from app.engine.execution.batch import BatchPart, StepBatch
 from app.errors import ModelError
-from kernels import AttentionProvider, Masking, VarlenBatch
+from kernels import AttentionProvider, Elementwise, HeadNorm, Masking, RotaryWrite, VarlenBatch
+from kernels.provider import AttendLayer, AttentionCall, CacheWrite
 from vmem import CacheTensors, LayerSpec, View
 
 IMPLEMENTATION = "folio"
 _HANDLER = "folio_attention_handler"
+_ALIGNMENT = 16  # bytes, by which kernels are specialised
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryLayer:
+    """An attention layer whose rotation and cache write are one operation.
+
+    Attributes:
+        rotary_dim, query_norm, key_norm: as in `RotaryWrite`; both norms or neither.
+    """
+
+    layer: int
+    ops: Elementwise
+    num_q_heads: int
+    num_kv_heads: int
+    rotary_dim: int
+    masking: Masking
+    query_norm: HeadNorm | None = None
+    key_norm: HeadNorm | None = None
+
+    @cached_property
+    def norm_weights(self) -> tuple[torch.Tensor, ...]:
+        norms = (self.query_norm, self.key_norm)
+        return tuple(norm.weight for norm in norms if norm is not None)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for layers that differ in nothing but their tensors."""
+        norms = [(norm.eps, norm.offset) for norm in (self.query_norm, self.key_norm) if norm is not None]
+        return self.ops, self.num_q_heads, self.num_kv_heads, self.rotary_dim, *norms, *_masking_kind(self.masking)
+
+    def rotated(
+        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value of `AttentionHandler.attend`, from the arguments of `attend_rotary`."""
+        keys, values = heads.new_empty(2, 1, len(heads), self.num_kv_heads, heads.shape[2])
+        slots = torch.arange(len(heads), device=heads.device)
+        call = RotaryWrite(heads, cos, sin, self.rotary_dim, keys, values, slots, self.query_norm, self.key_norm)
+        self.ops.prepare_rotary_write(call)(heads, keys, values, *self.norm_weights)
+        return heads[:, : self.num_q_heads], keys[0], values[0]
 
 
 class AttentionHandler(Protocol):
@@ -29,6 +73,13 @@ class AttentionHandler(Protocol):
     ) -> torch.Tensor:
         """Query `[num_tokens, num_q_heads, key_dim]`, key and value of the same new tokens `[num_tokens,
         num_kv_heads, dim]`; returns `[num_tokens, num_q_heads, value_dim]`."""
+        ...
+
+    def attend_rotary(
+        self, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """`attend` with queries, keys and values side by side in `heads [num_tokens, num_heads, dim]`, before norms and
+        rotation; `cos` and `sin` as in `RotaryWrite`. Overwrites `heads`."""
         ...
 
 
@@ -94,6 +145,11 @@ class GeometryProbe:
         batch = VarlenBatch(starts, num_tokens, torch.zeros(1, 1, dtype=torch.int32), len(query), len(query))
         return self._provider.attend(query, key[None], value[None], batch.to(query.device), masking)
 
+    def attend_rotary(
+        self, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        return self.attend(layer.layer, *layer.rotated(heads, cos, sin), layer.masking)
+
     def layers(self, *, required: frozenset[int], allowed: frozenset[int]) -> dict[int, LayerSpec]:
         """The geometry of every attention layer, after one forward.
 
@@ -109,11 +165,34 @@ class GeometryProbe:
         return {layer: specs[0] for layer, specs in sorted(self._specs.items())}
 
 
+# (tensors of a layer's new tokens, key cache, value cache)
+_Write = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedPart:
+    """A part of a step, prepared for all layers of one kind.
+
+    Attributes:
+        tokens: the part's tokens in the step; `None` for all of them.
+    """
+
+    view: View
+    tokens: slice | None
+    write: _Write
+    attend: AttendLayer
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.tokens is None else tensor[self.tokens]
+
+
 class CachedAttention:
     """Attention over the KV cache: write the new tokens, then attend over all cached ones. Set `batch` before each
-    forward."""
+    forward.
 
-    batch: StepBatch
+    Calls are checked and prepared once a step for all layers of one kind: with tensors of equal shapes, strides and
+    alignment, and with equal masks.
+    """
 
     def __init__(self, tensors: CacheTensors, provider: AttentionProvider) -> None:
         self._provider = provider
@@ -123,16 +202,102 @@ class CachedAttention:
             "region": {layer: tensors.region_view(layer) for layer in layers},
             "block_table": {layer: tensors.home_view(layer) for layer in layers},
         }
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._cache_kinds = {layer: self._number(self._cache_kind(layer)) for layer in layers}
+        self._rotary_kinds: dict[int, int] = {}
+        self._prepared: dict[tuple[object, ...], list[_PreparedPart]] = {}
+
+    @property
+    def batch(self) -> StepBatch:
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: StepBatch) -> None:
+        self._batch = batch
+        self._prepared.clear()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
-        parts = [(part, *self._caches[part.view][layer]) for part in self.batch.parts[self._group_of[layer]]]
+        shapes = query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride()
+        kind = self._cache_kinds[layer], query.dtype, *shapes, *_masking_kind(masking)
+        parts = self._prepared.get(kind)
+        if parts is None:
+
+            def prepare_write(part: BatchPart, keys: torch.Tensor, values: torch.Tensor) -> _Write:
+                new = CacheWrite(key[part.tokens], value[part.tokens], keys, values, part.slots)
+                return self._provider.prepare_write(new)
+
+            parts = self._prepared[kind] = self._prepare(layer, query, masking, prepare_write)
+        caches = [self._caches[part.view][layer] for part in parts]
         # All writes first: a sequence may share a prefix that another one computes in this step.
-        for part, keys, values in parts:
-            self._provider.write(key[part.tokens], value[part.tokens], keys, values, part.slots)
-        outs = [
-            self._provider.attend(query[part.tokens], keys, values, part.attention, masking)
-            for part, keys, values in parts
-        ]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        for part, (keys, values) in zip(parts, caches, strict=True):
+            part.write(part.of(key), part.of(value), keys, values)
+        return _joined([part.attend(part.of(query), *cache) for part, cache in zip(parts, caches, strict=True)])
+
+    def attend_rotary(
+        self, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        at = layer.layer
+        number = self._rotary_kinds.get(at)
+        if number is None:
+            number = self._rotary_kinds[at] = self._number((self._cache_kinds[at], *layer.kind))
+        query = heads[:, : layer.num_q_heads]
+        kind = number, heads.dtype, heads.shape, heads.stride(), cos.data_ptr()  # layers may have other angles
+        parts = self._prepared.get(kind)
+        if parts is None:
+
+            def prepare_write(part: BatchPart, keys: torch.Tensor, values: torch.Tensor) -> _Write:
+                tables = (table.view(-1, table.shape[-1])[part.tokens] for table in (cos, sin))
+                call = RotaryWrite(
+                    heads[part.tokens],
+                    *tables,
+                    layer.rotary_dim,
+                    keys,
+                    values,
+                    part.slots,
+                    layer.query_norm,
+                    layer.key_norm,
+                )
+                return layer.ops.prepare_rotary_write(call)
+
+            parts = self._prepared[kind] = self._prepare(at, query, layer.masking, prepare_write)
+        caches = [self._caches[part.view][at] for part in parts]
+        for part, (keys, values) in zip(parts, caches, strict=True):
+            part.write(part.of(heads), keys, values, *layer.norm_weights)
+        return _joined([part.attend(part.of(query), *cache) for part, cache in zip(parts, caches, strict=True)])
+
+    def _prepare(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        masking: Masking,
+        prepare_write: Callable[[BatchPart, torch.Tensor, torch.Tensor], _Write],
+    ) -> list[_PreparedPart]:
+        parts = self.batch.parts[self._group_of[layer]]
+        prepared = []
+        for part in parts:
+            keys, values = self._caches[part.view][layer]
+            call = AttentionCall(query[part.tokens], keys, values, part.attention, masking)
+            write, attend = prepare_write(part, keys, values), self._provider.prepare_attend(call)
+            prepared.append(_PreparedPart(part.view, part.tokens if len(parts) > 1 else None, write, attend))
+        return prepared
+
+    def _number(self, kind: tuple[object, ...]) -> int:
+        """A number for each kind: hashing a long key would take microseconds a layer."""
+        return self._numbers.setdefault(kind, len(self._numbers))
+
+    def _cache_kind(self, layer: int) -> tuple[object, ...]:
+        caches = [cache for view in self._caches.values() for cache in view[layer]]
+        geometry = ((cache.dtype, cache.shape, cache.stride(), cache.data_ptr() % _ALIGNMENT) for cache in caches)
+        return self._group_of[layer], *geometry
+
+
+def _masking_kind(masking: Masking) -> tuple[object, ...]:
+    """Equal for equal masks. Tensors are compared by identity: what is prepared keeps them."""
+    numbers = masking.scale, masking.window_left, masking.window_right, masking.softcap
+    return *numbers, id(masking.sinks), id(masking.alibi_slopes)
+
+
+def _joined(outs: list[torch.Tensor]) -> torch.Tensor:
+    return outs[0] if len(outs) == 1 else torch.cat(outs)

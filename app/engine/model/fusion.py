@@ -1,8 +1,8 @@
-"""Fusion: fewer and larger operations in a loaded CPU model.
+"""Fusion: fewer and larger operations in a loaded model.
 
     norms        one pass
-    MLPs         gate and up projections in one product
-    attention    query, key and value projections in one product, rotated in place
+    MLPs         gate and up projections in one product, the activation and the product with up in one pass
+    attention    query, key and value projections in one product; their norms, rotation and cache write in one pass
 
 Modules are recognised by shape and then by behaviour: a replacement must give the original's output on random input, so
 that an architecture with a deviation keeps its own code. A fused attention layer must pass the same queries, keys and
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.engine.execution.attention import AttentionHandler, bind_attention, bound
-from kernels import Elementwise, Masking
+from app.engine.execution.attention import AttentionHandler, RotaryLayer, bind_attention, bound
+from kernels import Activation, Elementwise, HeadNorm, Masking
 
 # Relative to the largest value; bfloat16 rounds once here and several times in the original.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -34,24 +34,25 @@ class FusedRMSNorm(nn.Module):
         super().__init__()
         self._ops = ops
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self._eps = eps
-        self._offset = offset
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._ops.rms_norm(x, self.weight, self._eps, self._offset)
+        return self._ops.rms_norm(x, self.weight, self.eps, self.offset)
 
 
-class FusedSwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))` with gate and up in one matrix product."""
+class FusedGatedMLP(nn.Module):
+    """`down(activation(gate(x)) * up(x))` with gate and up in one matrix product."""
 
-    def __init__(self, ops: Elementwise, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+    def __init__(
+        self, ops: Elementwise, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation
+    ) -> None:
         super().__init__()
-        self._ops = ops
+        self._ops, self._activation = ops, activation
         self.gate_up_proj = merge_linears({"gate_proj": gate, "up_proj": up})
         self.down_proj = down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self._ops.silu_mul(self.gate_up_proj(x)))
+        out: torch.Tensor = self.down_proj(self._ops.gate(self.gate_up_proj(x), self._activation))
         return out
 
 
@@ -73,26 +74,26 @@ def fuse_modules(model: nn.Module, ops: Elementwise) -> int:
     """Fuse norms and MLPs; return the number of replaced modules. Linear layers must not be packed yet."""
 
     def fuse(module: nn.Module) -> nn.Module | None:
-        fused, size = _fused_norm(module, ops) or _fused_swiglu(module, ops) or (None, 0)
+        fused, size = _fused_norm(module, ops) or _fused_mlp(module, ops) or (None, 0)
         return fused if fused is not None and _same_output(module, fused, size) else None
 
-    return _replace(model, fuse)
+    return replace_modules(model, fuse)
 
 
-def _replace(parent: nn.Module, fuse: Callable[[nn.Module], nn.Module | None]) -> int:
+def replace_modules(parent: nn.Module, fuse: Callable[[nn.Module], nn.Module | None]) -> int:
     """Replace the modules that `fuse` has a replacement for, the outermost first; return their number."""
     num_fused = 0
     for name in [name for name, _ in parent.named_children()]:  # a list of modules would keep replaced ones alive
         child = parent.get_submodule(name)
         if (fused := fuse(child)) is None:
-            num_fused += _replace(child, fuse)
+            num_fused += replace_modules(child, fuse)
         else:
             setattr(parent, name, fused)
             num_fused += 1
     return num_fused
 
 
-def _fused_norm(module: nn.Module, ops: Elementwise) -> tuple[nn.Module, int] | None:
+def _fused_norm(module: nn.Module, ops: Elementwise) -> tuple[FusedRMSNorm, int] | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not (type(module).__name__.endswith("RMSNorm") and isinstance(weight, torch.Tensor) and isinstance(eps, float)):
@@ -103,23 +104,37 @@ def _fused_norm(module: nn.Module, ops: Elementwise) -> tuple[nn.Module, int] | 
     return FusedRMSNorm(ops, weight.detach(), eps, offset), weight.numel()
 
 
-def _fused_swiglu(module: nn.Module, ops: Elementwise) -> tuple[nn.Module, int] | None:
+def _fused_mlp(module: nn.Module, ops: Elementwise) -> tuple[nn.Module, int] | None:
     children: dict[str, Any] = dict(module.named_children())
     gate, up, down = (children.get(name) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (type(gate) is type(up) is type(down) is nn.Linear) or len(children) > 4:
         return None
     if gate.weight.dtype not in TOLERANCE or (gate.bias is None) != (up.bias is None):
         return None
-    return FusedSwiGLU(ops, gate, up, down), gate.in_features
+    activation = _activation(getattr(module, "act_fn", nn.functional.silu))
+    return None if activation is None else (FusedGatedMLP(ops, gate, up, down, activation), gate.in_features)
+
+
+def _activation(function: Any) -> Activation | None:
+    """The name of an activation function. Both kinds of GELU are too close for a comparison in half precision."""
+    if not callable(function) or (isinstance(function, nn.Module) and any(True for _ in function.parameters())):
+        return None
+    x = torch.linspace(-12, 12, 997)
+    functions: dict[Activation, torch.Tensor] = {
+        "silu": nn.functional.silu(x),
+        "gelu": nn.functional.gelu(x),
+        "gelu_tanh": nn.functional.gelu(x, approximate="tanh"),
+    }
+    actual = function(x.clone())
+    return next((name for name, y in functions.items() if torch.allclose(actual, y, rtol=0, atol=1e-5)), None)
 
 
 def _same_output(module: nn.Module, fused: nn.Module, size: int) -> bool:
-    dtype = next(fused.parameters()).dtype
+    weight = next(fused.parameters())
     generator = torch.Generator().manual_seed(0)
     for scale in (1.0, 100.0):  # clamping shows in large states only
-        x = (torch.randn(1, 5, size, generator=generator) * scale).to(dtype)
-        expected, actual = module(x).float(), fused(x).float()
-        if not (actual - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max():  # NaN is not
+        x = (torch.randn(1, 5, size, generator=generator) * scale).to(weight)
+        if not close(module(x), fused(x)):
             return False
     return True
 
@@ -127,22 +142,21 @@ def _same_output(module: nn.Module, fused: nn.Module, size: int) -> bool:
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
 _ARGUMENTS = ["hidden_states", "position_embeddings", "attention_mask"]
-_TOKENS = 5
+PROBE_TOKENS = 5
 
 
 class FusedAttention(nn.Module):
     """Attention layer with rotary positions. Without a bound handler it runs the original, by transformers'
     attention."""
 
-    def __init__(self, ops: Elementwise, original: Any, layer: int, masking: Masking) -> None:
+    def __init__(self, ops: Elementwise, original: Any, layer: int, rotary_dim: int, masking: Masking) -> None:
         super().__init__()
         self.qkv_proj = merge_linears({name: getattr(original, name) for name in _PROJECTIONS[:3]})
         self.o_proj: nn.Module = original.o_proj
-        self.q_norm: nn.Module | None = getattr(original, "q_norm", None)
-        self.k_norm: nn.Module | None = getattr(original, "k_norm", None)
-        self._ops, self._layer, self._masking = ops, layer, masking
+        norms = [_head_norm(getattr(original, name), ops) for name in _NORMS if hasattr(original, name)]
         self._head_dim: int = original.head_dim
         self._heads = [len(getattr(original, name).weight) // self._head_dim for name in _PROJECTIONS[:3]]
+        self.rotary = RotaryLayer(layer, ops, *self._heads[:2], rotary_dim, masking, *norms)
         self._original = (original,)  # not a child module: the weights are in this one
 
     def forward(
@@ -158,17 +172,9 @@ class FusedAttention(nn.Module):
                 hidden_states, position_embeddings, attention_mask, **kwargs
             )
             return result
-        cos, sin = position_embeddings
         heads = self.qkv_proj(hidden_states).view(-1, sum(self._heads), self._head_dim)
-        query, key, value = heads.split(self._heads, dim=1)
-        if self.q_norm is None or self.k_norm is None:
-            self._ops.rotate(heads[:, : -self._heads[2]], cos, sin)
-        else:
-            query, key = self.q_norm(query), self.k_norm(key)
-            self._ops.rotate(query, cos, sin)
-            self._ops.rotate(key, cos, sin)
-        out = handler.attend(self._layer, query, key, value, self._masking)
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+        out = handler.attend_rotary(self.rotary, heads, *position_embeddings)
+        return self.o_proj(out.view(*hidden_states.shape[:-1], -1)), None
 
     def take_over(self) -> None:
         """Replace the original's weights by references to this layer's, so that the original can still run."""
@@ -213,21 +219,42 @@ class _Recorder(AttentionHandler):
         self.states = [tensor.clone() for tensor in (query, key, value)]
         return query * 0.5
 
+    def attend_rotary(
+        self, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        return self.attend(layer.layer, *layer.rotated(heads, cos, sin), layer.masking)
+
 
 @torch.inference_mode()
 def fuse_attention(model: nn.Module, ops: Elementwise) -> int:
     """Fuse attention layers; return the number of replaced ones. Linear layers must not be packed yet."""
+    columns = _angle_columns(model)
+    return 0 if columns is None else replace_modules(model, lambda child: _fused(child, ops, columns))
+
+
+def _angle_columns(model: Any) -> int | None:
+    """Cosines of a token, as the model passes them to its layers; `None` if layers differ or there are none."""
     ropes = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
-    if len(ropes) != 1 or list(inspect.signature(ropes[0].forward).parameters) != ["x", "position_ids"]:
-        return 0  # positions differ between layers, or are passed differently
-    dtype = next(model.parameters()).dtype
+    if len(ropes) != 1:
+        return None
+    kinds: list[tuple[str, ...]] = []
+    match list(inspect.signature(ropes[0].forward).parameters):
+        case ["x", "position_ids"]:
+            kinds = [()]
+        case ["x", "position_ids", "layer_type"]:  # other frequencies in layers with a window
+            kinds = [(kind,) for kind in sorted(set(model.config.get_text_config().layer_types))]
+    weight = next(model.parameters())
     # One grid of positions, or one each for time, height and width, which transformers 5.17 requires.
     grids = (3,) if hasattr(ropes[0], "mrope_section") else ()
-    angles = ropes[0](torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(*grids, 1, 1, dtype=torch.int64))
-    # Some models use one tensor of complex numbers instead of cosines and sines.
-    if not isinstance(angles, tuple) or dtype not in TOLERANCE or angles[0].dtype != dtype:
-        return 0
-    return _replace(model, lambda child: _fused(child, ops, angles[0].shape[-1]) if _looks_fusable(child) else None)
+    positions = torch.zeros(*grids, 1, 1, dtype=torch.int64, device=weight.device)
+    columns = set()
+    for kind in kinds:
+        angles = ropes[0](weight.new_zeros(1, 1, 1), positions, *kind)
+        # Some models use one tensor of complex numbers instead of cosines and sines.
+        if not isinstance(angles, tuple) or weight.dtype not in TOLERANCE or angles[0].dtype != weight.dtype:
+            return None
+        columns.add(angles[0].shape[-1])
+    return columns.pop() if len(columns) == 1 else None
 
 
 def _looks_fusable(module: nn.Module) -> bool:
@@ -254,34 +281,55 @@ def _looks_fusable(module: nn.Module) -> bool:
     return [p.name for p in parameters[:3]] == _ARGUMENTS and set(required) <= set(_ARGUMENTS)
 
 
-def _fused(original: Any, ops: Elementwise, rotary_dim: int) -> FusedAttention | None:
+def _head_norm(module: nn.Module, ops: Elementwise) -> HeadNorm | None:
+    norm = module if isinstance(module, FusedRMSNorm) else (_fused_norm(module, ops) or (None,))[0]
+    return None if norm is None else HeadNorm(norm.weight, norm.eps, norm.offset)
+
+
+def _fused(original: Any, ops: Elementwise, columns: int) -> FusedAttention | None:
     """The replacement with the original's weights, if it behaves like the original."""
-    dtype, size = original.q_proj.weight.dtype, original.q_proj.weight.shape[1]
+    if not _looks_fusable(original):
+        return None
+    fused: FusedAttention | None = None
+    try:
+        # Tables of cosines are as wide as what is rotated, or half as wide.
+        for rotary_dim in (columns, 2 * columns):
+            if rotary_dim <= original.head_dim:
+                fused = _same_attention(original, ops, columns, rotary_dim)
+                if fused is not None:
+                    bind_attention(fused, None)
+                    fused.take_over()
+                    return fused
+    finally:
+        bind_attention(original, None)
+    return None
+
+
+def _same_attention(original: Any, ops: Elementwise, columns: int, rotary_dim: int) -> FusedAttention | None:
+    weight = original.q_proj.weight
     generator = torch.Generator().manual_seed(0)
     fused: FusedAttention | None = None
     for scale in (1.0, 100.0):
-        x = (torch.randn(1, _TOKENS, size, generator=generator) * scale).to(dtype)
-        cos, sin = torch.randn(2, 1, _TOKENS, rotary_dim, generator=generator).to(dtype)
+        x = (torch.randn(1, PROBE_TOKENS, weight.shape[1], generator=generator) * scale).to(weight)
+        cos, sin = torch.randn(2, 1, PROBE_TOKENS, columns, generator=generator).to(weight)
         # Far positions, to reveal a further dependency on them.
-        positions = torch.randint(1 << 20, (1, _TOKENS), generator=generator)
+        positions = torch.randint(1 << 20, (1, PROBE_TOKENS), generator=generator).to(weight.device)
         theirs, ours = _Recorder(), _Recorder()
         bind_attention(original, theirs)
         expected, _ = original(x, (cos, sin), None, position_ids=positions)
         if fused is None:
-            fused = FusedAttention(ops, original, theirs.layer, theirs.masking)
+            fused = FusedAttention(ops, original, theirs.layer, rotary_dim, theirs.masking)
         bind_attention(fused, ours)
         actual, _ = fused(x, (cos, sin), None, position_ids=positions)
         pairs = zip([*theirs.states, expected], [*ours.states, actual], strict=True)
-        if not all(itertools.starmap(_close, pairs)):
+        if not all(itertools.starmap(close, pairs)):
             return None
-    bind_attention(original, None)
-    if fused is not None:
-        fused.take_over()
     return fused
 
 
-def _close(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+def close(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    """Equal but for rounding, relative to the largest value."""
     if expected.shape != actual.shape:
         return False
     difference = (actual.float() - expected.float()).abs().max()
-    return bool((difference <= TOLERANCE[expected.dtype] * expected.float().abs().max()).item())
+    return bool((difference <= TOLERANCE[expected.dtype] * expected.float().abs().max()).item())  # NaN is not

@@ -28,6 +28,7 @@ from app.config.engine import EngineConfig
 from app.config.machine import Machine, check_resources
 from app.engine.execution import attention, recurrent
 from app.engine.lora.layers import LoRALayers
+from app.engine.model.fused_layer import fuse_layers
 from app.engine.model.fusion import fuse_attention, fuse_modules
 from app.engine.model.linear import choose_product, pack_linears
 from app.engine.model.pooling import Pooling, find_pooling, is_classifier
@@ -35,7 +36,7 @@ from app.engine.model.tokenizer import load_tokenizer, one_line
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import ShardPlan, install_collectives, load_share
 from app.errors import ConfigError, ModelError
-from kernels import CpuElementwise, KernelError
+from kernels import KernelError, select_elementwise
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def load_model(config: EngineConfig, comm: Communicator | None = None) -> LoadedModel:
-    """Load weights and tokenizer, with Folio's attention function; on a CPU, pack linear layers and fuse norms.
+    """Load weights and tokenizer, with Folio's attention function and fused layers; on a CPU, pack linear layers.
 
     Args:
         comm: collectives of a rank that loads only its share of the model. Loading does not use them; forwards do.
@@ -141,12 +142,10 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     pooling = find_pooling(config, hf_config)
     module, plan, generates = _load_module(config, hf_config, device, comm, pooling)
     recurrent_layers = recurrent.install(module)
-    if device.type == "cpu":
-        _optimise(module, int8=config.quantization == "int8")
-    elif config.quantization != "none":
+    if device.type != "cpu" and config.quantization != "none":
         raise ConfigError(f"quantization is {config.quantization!r}, which is for CPUs; use 'none' on {device}")
-    else:
-        module.to(device)
+    module.to(device)
+    _optimise(module, int8=config.quantization == "int8")
     tokenizer = None if config.skip_tokenizer_init else _matching_tokenizer(config.model, text_config.vocab_size)
     adapters = LoRALayers(module, plan) if config.adapters or config.adapter_dir is not None else None
     loaded = replace(
@@ -291,13 +290,14 @@ def random_model(
 
 
 def _optimise(module: PreTrainedModel, *, int8: bool) -> None:
-    product = choose_product(module.dtype, int8=int8)
+    """Fuse layers; on a CPU, pack linear layers."""
+    product = choose_product(module.dtype, int8=int8) if module.device.type == "cpu" else None
     try:
-        ops = CpuElementwise()
-        num_fused = fuse_modules(module, ops) + fuse_attention(module, ops)
+        ops = select_elementwise(module.device)
+        num_fused = fuse_modules(module, ops) + fuse_attention(module, ops) + fuse_layers(module, ops)
     except KernelError as error:
         num_fused = 0
-        logger.warning("norms, activations and attention stay unfused: %s", error)
+        logger.warning("layers stay unfused: %s", error)
     num_packed = 0 if product is None else pack_linears(module, product)
     logger.info("fused %d modules, packed %d linear layers", num_fused, num_packed)
 

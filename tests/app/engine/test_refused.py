@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.engine import LLM
-from app.engine.execution.attention import CachedAttention
+from app.engine.execution.attention import CachedAttention, RotaryLayer
 from app.errors import ModelError
-from kernels import Masking, VarlenBatch
+from kernels import VarlenBatch
 from tests.architectures import LATENT, SHARED_EXPERTS
 from tests.conftest import ARCHITECTURES, SMALL, VOCAB_SIZE, MakeCheckpoint
 
@@ -58,14 +58,14 @@ def test_unsupported_architectures(
 
 def test_the_self_test_finds_wrong_attention(make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bridge that forgets the scale loads and runs, but does not get past the self-test."""
-    real = CachedAttention.attend
+    real = CachedAttention.attend_rotary
 
     def unscaled(
-        self: CachedAttention, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking
+        self: CachedAttention, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        return real(self, layer, q, k, v, replace(masking, scale=1.0))
+        return real(self, replace(layer, masking=replace(layer.masking, scale=1.0)), heads, cos, sin)
 
-    monkeypatch.setattr(CachedAttention, "attend", unscaled)
+    monkeypatch.setattr(CachedAttention, "attend_rotary", unscaled)
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     with pytest.raises(ModelError, match="self-test failed"):
         LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
@@ -75,8 +75,9 @@ def test_the_self_test_finds_a_cache_that_is_not_read(monkeypatch: pytest.Monkey
     """In bfloat16 too, where single rows may differ: attention that sees only its own chunk."""
 
     def forgetful(
-        self: CachedAttention, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking
+        self: CachedAttention, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
+        q, k, v = layer.rotated(heads, cos, sin)
         lengths = torch.cat([part.attention.cu_seqlens_q.diff() for part in self.batch.parts[0]])
         starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
         table = torch.arange(len(lengths), dtype=torch.int32)[:, None].contiguous()
@@ -84,9 +85,9 @@ def test_the_self_test_finds_a_cache_that_is_not_read(monkeypatch: pytest.Monkey
         keys, values = (
             torch.nn.utils.rnn.pad_sequence(list(tensor.split(lengths.tolist())), batch_first=True) for tensor in (k, v)
         )
-        return self._provider.attend(q, keys, values, batch, masking)
+        return self._provider.attend(q, keys, values, batch, layer.masking)
 
-    monkeypatch.setattr(CachedAttention, "attend", forgetful)
+    monkeypatch.setattr(CachedAttention, "attend_rotary", forgetful)
     with pytest.raises(ModelError, match="self-test failed"):
         LLM("builtin", kv_memory_bytes=8 << 20)
 

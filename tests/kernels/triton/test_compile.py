@@ -255,9 +255,9 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
 
 
 def _call(shape: Shape) -> None:
-    from kernels.triton.cache import copy_blocks, write_cache
+    from kernels.triton.cache import copy_blocks, prepare_write
     from kernels.triton.decode import SplitDecode
-    from kernels.triton.prefill import attend_prefill
+    from kernels.triton.prefill import prepare_prefill
 
     model = shape.model
     heads, dim = model.num_kv_heads, model.dim
@@ -290,7 +290,7 @@ def _call(shape: Shape) -> None:
     if shape.call == "write":
         new = torch.empty(2, num_tokens, heads, dim, dtype=shape.dtype)
         places = torch.zeros(num_tokens, dtype=torch.int64)
-        write_cache(CacheWrite(new[0], new[1], key, value, places, scales))
+        prepare_write(CacheWrite(new[0], new[1], key, value, places, scales))(new[0], new[1], key, value)
         return
     query = torch.empty(num_tokens, model.num_q_heads, dim, dtype=shape.dtype)
     width = 1 if shape.block_tokens is None else NUM_BLOCKS
@@ -303,10 +303,8 @@ def _call(shape: Shape) -> None:
     )
     call = AttentionCall(query, key, value, batch, model.masking, scales, num_splits=shape.num_splits)
     out = torch.empty_like(query)
-    if shape.call == "decode":
-        SplitDecode().attend(call, out)
-    else:
-        attend_prefill(call, out, skip_single=True)
+    attend = SplitDecode().prepare(call) if shape.call == "decode" else prepare_prefill(call, skip_single=True)
+    attend(query, key, value, out)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kernels import AttentionProvider, CopyBlocks
-from kernels.provider import AttentionCall
+from kernels import AttentionProvider, CopyBlocks, VarlenBatch
+from kernels.provider import AttendLayer, AttentionCall, CacheWrite, StoreLayer
 
 
 def check_pointers(driver: Any, what: str, **tensors: torch.Tensor | None) -> None:
@@ -35,19 +35,34 @@ class StrictProvider:
         self._provider = provider
         self._driver = driver
 
-    def unsupported(self, call: AttentionCall) -> str | None:
-        return self._provider.unsupported(call)
+    def attend(self, *arguments: Any) -> torch.Tensor:
+        self._check_attend(arguments[3], *arguments[:3])
+        return self._provider.attend(*arguments)
 
-    def write(self, *tensors: torch.Tensor, **options: Any) -> None:
-        names = ("key", "value", "key_cache", "value_cache", "slots")
-        check_pointers(self._driver, "write", **dict(zip(names, tensors, strict=True)))
-        self._provider.write(*tensors, **options)
+    def prepare_write(self, new: CacheWrite) -> StoreLayer:
+        write = self._provider.prepare_write(new)
 
-    def attend(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        query, key_cache, value_cache, batch, _ = arguments
+        def checked(*tensors: torch.Tensor) -> None:
+            names = ("key", "value", "key_cache", "value_cache")
+            check_pointers(self._driver, "write", **dict(zip(names, tensors, strict=True)), slots=new.slots)
+            write(*tensors)
+
+        return checked
+
+    def prepare_attend(self, call: AttentionCall) -> AttendLayer:
+        attend = self._provider.prepare_attend(call)
+
+        def checked(*tensors: torch.Tensor) -> torch.Tensor:
+            self._check_attend(call.batch, *tensors)
+            return attend(*tensors)
+
+        return checked
+
+    def _check_attend(
+        self, batch: VarlenBatch, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> None:
         in_batch = {name: getattr(batch, name) for name in ("cu_seqlens_q", "cache_seqlens", "block_table")}
         check_pointers(self._driver, "attend", query=query, key_cache=key_cache, value_cache=value_cache, **in_batch)
-        return self._provider.attend(*arguments, **options)
 
 
 def strict_copy(copy: CopyBlocks, driver: Any) -> CopyBlocks:

@@ -12,17 +12,17 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from app.engine.execution import attention
 from app.engine.execution.attention import GeometryProbe
-from app.engine.model.fusion import FusedAttention, FusedRMSNorm, FusedSwiGLU, fuse_attention, fuse_modules
+from app.engine.model.fusion import FusedAttention, FusedGatedMLP, FusedRMSNorm, fuse_attention, fuse_modules
 from kernels import CpuElementwise
 from kernels.reference import ReferenceProvider
 from tests.conftest import ARCHITECTURES
 
 
 @pytest.mark.parametrize(
-    ("name", "norms", "mlps"), [("llama", 7, 3), ("qwen3", 13, 3), ("gemma2", 13, 0), ("mixtral", 7, 0), ("opt", 0, 0)]
+    ("name", "norms", "mlps"), [("llama", 7, 3), ("qwen3", 13, 3), ("gemma2", 13, 3), ("mixtral", 7, 0), ("opt", 0, 0)]
 )
 def test_what_is_fused(name: str, norms: int, mlps: int) -> None:
-    """Gemma's MLP is gated by GELU and Mixtral's experts are no linear layers: neither is fused."""
+    """Mixtral's experts are no linear layers and stay as they are."""
     torch.manual_seed(0)
     model_type, settings = ARCHITECTURES[name]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).eval()
@@ -32,7 +32,7 @@ def test_what_is_fused(name: str, norms: int, mlps: int) -> None:
         assert fuse_modules(model, CpuElementwise()) == norms + mlps
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-5)
     kinds = [type(module) for module in model.modules()]
-    assert (kinds.count(FusedRMSNorm), kinds.count(FusedSwiGLU)) == (norms, mlps)
+    assert (kinds.count(FusedRMSNorm), kinds.count(FusedGatedMLP)) == (norms, mlps)
 
 
 def test_a_deviating_norm_is_not_fused() -> None:
@@ -50,11 +50,21 @@ def test_a_deviating_norm_is_not_fused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("llama", 3), ("qwen2", 3), ("qwen3", 3), ("mistral", 3), ("mixtral", 3), ("gpt_oss", 0), ("opt", 0), ("phi3", 0)],
+    [
+        ("llama", 3),
+        ("qwen2", 3),
+        ("qwen3", 3),
+        ("mistral", 3),
+        ("mixtral", 3),
+        ("gemma2", 3),
+        ("gpt_oss", 3),
+        ("opt", 0),
+        ("phi3", 0),
+    ],
 )
 def test_which_attention_is_fused(name: str, layers: int) -> None:
-    """OPT has no rotary positions, GPT-OSS half as many cosines, Phi-3 a single projection. The original
-    layer still runs for transformers' own attention, with the same weights."""
+    """OPT has no rotary positions, Phi-3 a single projection. The original layer still runs for transformers' own
+    attention, with the same weights."""
     torch.manual_seed(0)
     model_type, settings = ARCHITECTURES[name]
     attention.register()
@@ -75,7 +85,7 @@ def test_which_attention_is_fused(name: str, layers: int) -> None:
         torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
     if layers:
         assert [name for name, _ in fused[0].qkv_proj.merged] == ["q_proj", "k_proj", "v_proj"]  # type: ignore[union-attr, misc]
-        assert fused[0]._masking.window_left == (47 if name == "mistral" else -1)
+        assert fused[0].rotary.masking.window_left == (47 if name in ("mistral", "gemma2", "gpt_oss") else -1)
         paths = [path for path, _ in model.named_parameters()]
         assert not any("q_proj" in path for path in paths)
 

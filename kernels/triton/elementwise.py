@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -164,70 +165,77 @@ def _rotary_write_kernel(
     cos_row = cos_ptr + token * COLUMNS
     sin_row = sin_ptr + token * COLUMNS
     pairs = tl.arange(0, BLOCK_HALF)
+    later = ROTARY_DIM // 2 + pairs
     rest_dims = ROTARY_DIM + tl.arange(0, BLOCK_REST)
+    # The branches' variables have names of their own: their tiles differ in size.
     if part < Q_PARTS:
-        heads = part * BLOCK_Q_HEADS + tl.arange(0, BLOCK_Q_HEADS)
-        valid = (heads < NUM_Q_HEADS)[:, None]
-        rows = source + heads.to(tl.int64)[:, None] * head_stride
-        first, second, rest = _turn(
-            rows,
+        q_heads = part * BLOCK_Q_HEADS + tl.arange(0, BLOCK_Q_HEADS)
+        q_valid = (q_heads < NUM_Q_HEADS)[:, None]
+        q_rows = source + q_heads.to(tl.int64)[:, None] * head_stride
+        q_first, q_second, q_rest = _turn(
+            q_rows,
             query_weight_ptr,
             query_eps,
             query_offset,
             cos_row,
             sin_row,
-            valid,
+            q_valid,
             DIM,
             ROTARY_DIM,
             HALF_TABLES,
             BLOCK_HALF,
             BLOCK_REST,
         )
-        paired = valid & (pairs < ROTARY_DIM // 2)[None, :]
-        tl.store(rows + pairs[None, :], first.to(heads_ptr.dtype.element_ty), mask=paired)
-        tl.store(rows + (ROTARY_DIM // 2 + pairs)[None, :], second.to(heads_ptr.dtype.element_ty), mask=paired)
-        if query_weight_ptr is not None:
-            resting = valid & (rest_dims < DIM)[None, :]
-            tl.store(rows + rest_dims[None, :], rest.to(heads_ptr.dtype.element_ty), mask=resting)
+        dtype = heads_ptr.dtype.element_ty
+        q_paired = q_valid & (pairs < ROTARY_DIM // 2)[None, :]
+        tl.store(q_rows + pairs[None, :], q_first.to(dtype), mask=q_paired)
+        tl.store(q_rows + later[None, :], q_second.to(dtype), mask=q_paired)
+        if query_weight_ptr is not None and DIM > ROTARY_DIM:
+            tl.store(q_rows + rest_dims[None, :], q_rest.to(dtype), mask=q_valid & (rest_dims < DIM)[None, :])
     else:
         slot = tl.load(slots_ptr + token)
         block = slot // block_tokens
         within = slot % block_tokens
         if part < Q_PARTS + KV_PARTS:
-            heads = (part - Q_PARTS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)
-            valid = (heads < NUM_KV_HEADS)[:, None]
-            first, second, rest = _turn(
-                source + (NUM_Q_HEADS + heads).to(tl.int64)[:, None] * head_stride,
+            k_heads = (part - Q_PARTS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)
+            k_valid = (k_heads < NUM_KV_HEADS)[:, None]
+            k_first, k_second, k_rest = _turn(
+                source + (NUM_Q_HEADS + k_heads).to(tl.int64)[:, None] * head_stride,
                 key_weight_ptr,
                 key_eps,
                 key_offset,
                 cos_row,
                 sin_row,
-                valid,
+                k_valid,
                 DIM,
                 ROTARY_DIM,
                 HALF_TABLES,
                 BLOCK_HALF,
                 BLOCK_REST,
             )
-            target = key_cache_ptr + block * key_block_stride + within * key_token_stride
-            paired = valid & (pairs < ROTARY_DIM // 2)[None, :]
-            later = ROTARY_DIM // 2 + pairs
-            resting = valid & (rest_dims < DIM)[None, :]
-            store_cached(first, target, key_head_stride, key_scales_ptr, heads, pairs, paired, NUM_KV_HEADS, EMULATED)
-            store_cached(second, target, key_head_stride, key_scales_ptr, heads, later, paired, NUM_KV_HEADS, EMULATED)
+            keys = key_cache_ptr + block * key_block_stride + within * key_token_stride
+            k_paired = k_valid & (pairs < ROTARY_DIM // 2)[None, :]
+            store_cached(
+                k_first, keys, key_head_stride, key_scales_ptr, k_heads, pairs, k_paired, NUM_KV_HEADS, EMULATED
+            )
+            store_cached(
+                k_second, keys, key_head_stride, key_scales_ptr, k_heads, later, k_paired, NUM_KV_HEADS, EMULATED
+            )
             if DIM > ROTARY_DIM:
+                k_resting = k_valid & (rest_dims < DIM)[None, :]
                 store_cached(
-                    rest, target, key_head_stride, key_scales_ptr, heads, rest_dims, resting, NUM_KV_HEADS, EMULATED
+                    k_rest, keys, key_head_stride, key_scales_ptr, k_heads, rest_dims, k_resting, NUM_KV_HEADS, EMULATED
                 )
         else:
-            heads = (part - Q_PARTS - KV_PARTS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)
+            v_heads = (part - Q_PARTS - KV_PARTS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)
             dims = tl.arange(0, BLOCK_DIM)
-            there = (heads < NUM_KV_HEADS)[:, None] & (dims < DIM)[None, :]
-            rows = source + (NUM_Q_HEADS + NUM_KV_HEADS + heads).to(tl.int64)[:, None] * head_stride
-            value = tl.load(rows + dims[None, :], mask=there)
-            target = value_cache_ptr + block * value_block_stride + within * value_token_stride
-            store_cached(value, target, value_head_stride, value_scales_ptr, heads, dims, there, NUM_KV_HEADS, EMULATED)
+            v_there = (v_heads < NUM_KV_HEADS)[:, None] & (dims < DIM)[None, :]
+            v_rows = source + (NUM_Q_HEADS + NUM_KV_HEADS + v_heads).to(tl.int64)[:, None] * head_stride
+            value = tl.load(v_rows + dims[None, :], mask=v_there)
+            values = value_cache_ptr + block * value_block_stride + within * value_token_stride
+            store_cached(
+                value, values, value_head_stride, value_scales_ptr, v_heads, dims, v_there, NUM_KV_HEADS, EMULATED
+            )
 
 
 class TritonElementwise(Elementwise):
@@ -271,17 +279,21 @@ class TritonElementwise(Elementwise):
         rows = x.numel() // size if size else 0
         if not rows:
             return total, out
-        tensors = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out}
+        tensors = [x, weight, out]
         if residual is not None:
-            tensors["residual_ptr"] = residual.contiguous()
+            tensors.append(residual.contiguous())
         if summed:
-            tensors["sum_ptr"] = total
-        block = triton.next_power_of_2(size)
-        arguments = {"residual_ptr": None, "sum_ptr": None, "eps": float(eps), "offset": float(offset)}
-        constants = {"SIZE": size, "BLOCK": block}
-        key = "norm", size, eps, offset, residual is None, summed
-        num_warps = min(_MAX_WARPS, max(1, block // _WARP_ELEMENTS))
-        self._launch(_norm_kernel, key, (rows, 1, 1), tensors, arguments | constants, num_warps)
+            tensors.append(total)
+        key = "norm", size, eps, offset, len(tensors), x.dtype, x.device
+        launch = self._launches.get(key)
+        if launch is None:
+            names = ("x_ptr", "weight_ptr", "out_ptr", "residual_ptr", "sum_ptr")[: len(tensors)]
+            block = triton.next_power_of_2(size)
+            numbers = {"residual_ptr": None, "sum_ptr": None, "eps": float(eps), "offset": float(offset)}
+            constants = {"SIZE": size, "BLOCK": block}
+            num_warps = min(_MAX_WARPS, max(1, block // _WARP_ELEMENTS))
+            launch = self._launches[key] = _prepare(_norm_kernel, names, tensors, numbers | constants, num_warps)
+        launch((rows, 1, 1), *tensors)
         return total, out
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -292,30 +304,16 @@ class TritonElementwise(Elementwise):
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
-        if out.numel():
-            tensors = {"gate_up_ptr": gate_up, "out_ptr": out}
-            constants = {"SIZE": size, "ACTIVATION": activation, "BLOCK": _GATE_BLOCK}
-            grid = out.numel() // size, triton.cdiv(size, _GATE_BLOCK), 1
-            self._launch(_gate_kernel, ("gate", size, activation), grid, tensors, constants, 4)
-        return out
-
-    def _launch(
-        self,
-        kernel: Any,
-        key: tuple[object, ...],
-        grid: tuple[int, int, int],
-        tensors: dict[str, torch.Tensor],
-        arguments: dict[str, Any],
-        num_warps: int,
-    ) -> None:
-        first = next(iter(tensors.values()))
-        key = *key, first.dtype, first.device
+        if not out.numel():
+            return out
+        key = "gate", size, activation, gate_up.dtype, gate_up.device
         launch = self._launches.get(key)
         if launch is None:
-            if first.dtype not in _DTYPES:
-                raise KernelError(f"there is no kernel for {first.dtype}")
-            launch = self._launches[key] = Launch(kernel, arguments | tensors, tuple(tensors), num_warps=num_warps)
-        launch(grid, *tensors.values())
+            constants = {"SIZE": size, "ACTIVATION": activation, "BLOCK": _GATE_BLOCK}
+            names = ("gate_up_ptr", "out_ptr")
+            launch = self._launches[key] = _prepare(_gate_kernel, names, (gate_up, out), constants, 4)
+        launch((out.numel() // size, triton.cdiv(size, _GATE_BLOCK), 1), gate_up, out)
+        return out
 
     def prepare_rotary_write(self, call: RotaryWrite) -> WriteLayer:
         heads, key_cache, value_cache, scales = call.heads, call.key_cache, call.value_cache, call.scales
@@ -376,3 +374,12 @@ class TritonElementwise(Elementwise):
         return lambda heads, key_cache, value_cache, *norm_weights: launch(
             grid, heads, key_cache, value_cache, *norm_weights
         )
+
+
+def _prepare(
+    kernel: Any, names: Sequence[str], tensors: Sequence[torch.Tensor], others: Mapping[str, Any], num_warps: int
+) -> Launch:
+    """A launch that replaces all its tensors."""
+    if tensors[0].dtype not in _DTYPES:
+        raise KernelError(f"there is no kernel for {tensors[0].dtype}")
+    return Launch(kernel, dict(others) | dict(zip(names, tensors, strict=True)), names, num_warps=num_warps)

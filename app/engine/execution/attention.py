@@ -229,11 +229,10 @@ class CachedAttention:
                 return self._provider.prepare_write(new)
 
             parts = self._prepared[kind] = self._prepare(layer, query, masking, prepare_write)
-        caches = [self._caches[part.view][layer] for part in parts]
         # All writes first: a sequence may share a prefix that another one computes in this step.
-        for part, (keys, values) in zip(parts, caches, strict=True):
-            part.write(part.of(key), part.of(value), keys, values)
-        return _joined([part.attend(part.of(query), *cache) for part, cache in zip(parts, caches, strict=True)])
+        for part in parts:
+            part.write(part.of(key), part.of(value), *self._caches[part.view][layer])
+        return _joined([part.attend(part.of(query), *self._caches[part.view][layer]) for part in parts])
 
     def attend_rotary(
         self, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -243,15 +242,15 @@ class CachedAttention:
         if number is None:
             number = self._rotary_kinds[at] = self._number((self._cache_kinds[at], *layer.kind))
         query = heads[:, : layer.num_q_heads]
-        kind = number, heads.dtype, heads.shape, heads.stride(), cos.data_ptr()  # layers may have other angles
+        kind = number, heads.shape, heads.stride(), cos.data_ptr()  # layers may have other angles
         parts = self._prepared.get(kind)
         if parts is None:
 
             def prepare_write(part: BatchPart, keys: torch.Tensor, values: torch.Tensor) -> _Write:
-                tables = (table.view(-1, table.shape[-1])[part.tokens] for table in (cos, sin))
                 call = RotaryWrite(
                     heads[part.tokens],
-                    *tables,
+                    cos.view(-1, cos.shape[-1])[part.tokens],
+                    sin.view(-1, sin.shape[-1])[part.tokens],
                     layer.rotary_dim,
                     keys,
                     values,
@@ -262,10 +261,9 @@ class CachedAttention:
                 return layer.ops.prepare_rotary_write(call)
 
             parts = self._prepared[kind] = self._prepare(at, query, layer.masking, prepare_write)
-        caches = [self._caches[part.view][at] for part in parts]
-        for part, (keys, values) in zip(parts, caches, strict=True):
-            part.write(part.of(heads), keys, values, *layer.norm_weights)
-        return _joined([part.attend(part.of(query), *cache) for part, cache in zip(parts, caches, strict=True)])
+        for part in parts:
+            part.write(part.of(heads), *self._caches[part.view][at], *layer.norm_weights)
+        return _joined([part.attend(part.of(query), *self._caches[part.view][at]) for part in parts])
 
     def _prepare(
         self,

@@ -42,6 +42,9 @@ class FusedLayer(nn.Module):
     """Decoder layer that adds residuals together with norms. It has the original's submodules, and the plain attributes
     that models read."""
 
+    self_attn: nn.Module
+    mlp: nn.Module
+
     def __init__(self, ops: Elementwise, original: nn.Module, places: _Places) -> None:
         super().__init__()
         for name, value in vars(original).items():

@@ -153,10 +153,10 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.qkv_proj = merge_linears({name: getattr(original, name) for name in _PROJECTIONS[:3]})
         self.o_proj: nn.Module = original.o_proj
-        norms = [_head_norm(getattr(original, name), ops) for name in _NORMS if hasattr(original, name)]
+        norms = [_head_norm(getattr(original, name, None), ops) for name in _NORMS]
         self._head_dim: int = original.head_dim
         self._heads = [len(getattr(original, name).weight) // self._head_dim for name in _PROJECTIONS[:3]]
-        self.rotary = RotaryLayer(layer, ops, *self._heads[:2], rotary_dim, masking, *norms)
+        self.rotary = RotaryLayer(layer, ops, self._heads[0], self._heads[1], rotary_dim, masking, norms[0], norms[1])
         self._original = (original,)  # not a child module: the weights are in this one
 
     def forward(
@@ -281,8 +281,8 @@ def _looks_fusable(module: nn.Module) -> bool:
     return [p.name for p in parameters[:3]] == _ARGUMENTS and set(required) <= set(_ARGUMENTS)
 
 
-def _head_norm(module: nn.Module, ops: Elementwise) -> HeadNorm | None:
-    norm = module if isinstance(module, FusedRMSNorm) else (_fused_norm(module, ops) or (None,))[0]
+def _head_norm(module: nn.Module | None, ops: Elementwise) -> HeadNorm | None:
+    norm = module if module is None or isinstance(module, FusedRMSNorm) else (_fused_norm(module, ops) or (None,))[0]
     return None if norm is None else HeadNorm(norm.weight, norm.eps, norm.offset)
 
 

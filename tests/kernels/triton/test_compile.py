@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import CacheScales, Masking, VarlenBatch
+from kernels import CacheScales, HeadNorm, Masking, RotaryWrite, VarlenBatch
 from kernels.provider import AttentionCall, CacheWrite
 from vmem.backends.host import HostBackend
 from vmem.layout import LayerSpec, LayoutKind, plan_layout
@@ -57,11 +57,12 @@ GEMMA = Model(21, 16, 8, 256, Masking(1 / 16, window_left=4095, softcap=50.0), 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A call of "write", "copy", "decode" or "prefill".
+    """A call of "write", "copy", "decode", "prefill", "rotary", "norm" or "gate".
 
     Attributes:
         block_tokens: of the block-table view, 0 for as many as `plan_layout` chooses; None is the region view.
         num_queries: of the longest sequence.
+        normed: heads are normed before their rotation, or the residual is added before a norm.
         offset: elements by which the caches' addresses are shifted.
     """
 
@@ -74,6 +75,7 @@ class Shape:
     num_queries: int = 512
     num_splits: int = 1
     offset: int = 0
+    normed: bool = False
 
     def __str__(self) -> str:
         view = "region" if self.block_tokens is None else f"{self.kind} blocks {self.block_tokens or 'planned'}"
@@ -89,6 +91,16 @@ SHAPES = (
     Shape("write", LLAMA, cache_dtype=FP8),
     Shape("write", QWEN, 0),
     Shape("copy", LLAMA, 16),
+    Shape("rotary", LLAMA),
+    Shape("rotary", LLAMA, 16, normed=True),
+    Shape("rotary", LLAMA, cache_dtype=FP8, normed=True),
+    Shape("rotary", QWEN, 0),
+    Shape("rotary", GEMMA, dtype=F32, cache_dtype=F32, normed=True),
+    Shape("norm", LLAMA),
+    Shape("norm", LLAMA, normed=True),
+    Shape("norm", QWEN, dtype=F32, normed=True),
+    Shape("gate", LLAMA),
+    Shape("gate", GEMMA),
     Shape("decode", LLAMA, num_splits=8),
     Shape("decode", LLAMA, 16, num_splits=8),
     Shape("decode", LLAMA, 0, kind="per_layer"),
@@ -180,6 +192,13 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
         row_bytes = shape.model.num_kv_heads * shape.model.dim * shape.cache_dtype.itemsize
         if min(compiled.stores) < min(16, row_bytes // THREADS):
             wrong.append(f"stores rows of {row_bytes} bytes by {min(compiled.stores)}")
+    elif shape.call == "rotary":  # a program stores half of one token's keys at a time
+        half_bytes = shape.model.num_kv_heads * shape.model.dim * shape.cache_dtype.itemsize // 2
+        if min(compiled.stores) < min(4, half_bytes // THREADS) or max(compiled.loads) < 8:
+            wrong.append(f"loads heads by {sorted(compiled.loads)} bytes, and stores them by {sorted(compiled.stores)}")
+    elif shape.call in ("norm", "gate"):
+        if {*compiled.loads, *compiled.stores} != {16}:
+            wrong.append(f"loads by {sorted(compiled.loads)} bytes, and stores by {sorted(compiled.stores)}")
     elif shape.call == "copy":
         if compiled.loads.get(16, 0) < 4 or set(compiled.stores) != {16}:
             wrong.append("does not copy by 16 bytes")
@@ -257,9 +276,19 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
 def _call(shape: Shape) -> None:
     from kernels.triton.cache import copy_blocks, prepare_write
     from kernels.triton.decode import SplitDecode
+    from kernels.triton.elementwise import TritonElementwise
     from kernels.triton.prefill import prepare_prefill
 
     model = shape.model
+    if shape.call in ("norm", "gate"):
+        x = torch.empty(NUM_SEQS, 2 * model.num_q_heads * model.dim, dtype=shape.dtype)
+        if shape.call == "gate":
+            TritonElementwise().gate(x, "silu" if model is LLAMA else "gelu_tanh")
+        elif shape.normed:
+            TritonElementwise().add_rms_norm(x, x, x[0], 1e-5)
+        else:
+            TritonElementwise().rms_norm_add(x, x, x[0], 1e-5)
+        return
     heads, dim = model.num_kv_heads, model.dim
     layout = plan_layout(
         [LayerSpec(heads, dim, dim)] * model.num_layers,
@@ -291,6 +320,14 @@ def _call(shape: Shape) -> None:
         new = torch.empty(2, num_tokens, heads, dim, dtype=shape.dtype)
         places = torch.zeros(num_tokens, dtype=torch.int64)
         prepare_write(CacheWrite(new[0], new[1], key, value, places, scales))(new[0], new[1], key, value)
+        return
+    if shape.call == "rotary":
+        new = torch.empty(num_tokens, model.num_q_heads + 2 * heads, dim, dtype=shape.dtype)
+        tables, places = torch.empty(num_tokens, dim, dtype=shape.dtype), torch.zeros(num_tokens, dtype=torch.int64)
+        norm = HeadNorm(torch.empty(dim, dtype=shape.dtype), 1e-5) if shape.normed else None
+        rotary = RotaryWrite(new, tables, tables, dim, key, value, places, norm, norm, scales)
+        weights = () if norm is None else (norm.weight, norm.weight)
+        TritonElementwise().prepare_rotary_write(rotary)(new, key, value, *weights)
         return
     query = torch.empty(num_tokens, model.num_q_heads, dim, dtype=shape.dtype)
     width = 1 if shape.block_tokens is None else NUM_BLOCKS

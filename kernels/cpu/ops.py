@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ class CpuLinear:
         weight = weight.contiguous()
         outputs, inputs = weight.shape
         num_bytes = -(-outputs // _TILE) * _TILE * _words(inputs, weight.dtype) * _WORD_BYTES
-        data = _on_huge_pages(num_bytes // weight.element_size() if int8 else num_bytes)
+        data = on_huge_pages(num_bytes // weight.element_size() if int8 else num_bytes)
         scales = torch.empty(outputs) if int8 else None
         pointers = weight.data_ptr(), data.data_ptr(), address(scales)
         self._pack(CPP_DTYPES[weight.dtype], *pointers, outputs, inputs)
@@ -114,8 +115,8 @@ def _words(inputs: int, dtype: torch.dtype) -> int:
     return -(-inputs * dtype.itemsize // _WORD_BYTES)
 
 
-def _on_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Memory on huge pages if it is larger than one: reading weights would else spend time on address translation."""
+def on_huge_pages(num_bytes: int) -> torch.Tensor:
+    """Memory, on huge pages if it is larger than one: reading weights would else spend time on address translation."""
     if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -125,7 +126,7 @@ def _on_huge_pages(num_bytes: int) -> torch.Tensor:
     return data[start : start + num_bytes]
 
 
-class _RotaryCall(ctypes.Structure):
+class RotaryFields(ctypes.Structure):
     """`RotaryCall` of rotary.cpp, field by field."""
 
     _fields_ = [
@@ -152,7 +153,7 @@ class CpuElementwise(Elementwise):
             "elementwise", "folio_rms_norm", _INT, *[_POINTER] * 5, *[_INT64] * 2, *[_FLOAT] * 2
         )
         self._gate = load_function("elementwise", "folio_gate", *[_INT] * 2, *[_POINTER] * 2, *[_INT64] * 2)
-        self._rotary_write = load_function("rotary", "folio_rotary_write", ctypes.POINTER(_RotaryCall), result=_INT)
+        self._rotary_write = load_function("rotary", "folio_rotary_write", ctypes.POINTER(RotaryFields), result=_INT)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         return self._norm(x, None, weight, None, eps, offset)
@@ -201,10 +202,23 @@ class CpuElementwise(Elementwise):
         return out
 
     def prepare_rotary_write(self, call: RotaryWrite) -> WriteLayer:
+        return CpuRotaryWrite(self._rotary_write, call)
+
+
+class CpuRotaryWrite:
+    """A prepared `RotaryWrite`.
+
+    Attributes:
+        fields: the call in C++ without the addresses of heads, caches and norm weights.
+        same_dtype: the caches have the dtype of the heads.
+    """
+
+    def __init__(self, run: Any, call: RotaryWrite) -> None:
         heads, key_cache, value_cache, slots = call.heads, call.key_cache, call.value_cache, call.slots
         cos, sin = call.cos.contiguous(), call.sin.contiguous()
         query_norm, key_norm = call.query_norm, call.key_norm
-        fields = _RotaryCall(
+        self.same_dtype = key_cache.dtype == heads.dtype
+        self.fields = RotaryFields(
             *map(address, (None, None, None, None, None, cos, sin, slots)),
             *heads.stride()[:2],
             *key_cache.stride()[:3],
@@ -221,30 +235,36 @@ class CpuElementwise(Elementwise):
             *(0.0, 0.0) if query_norm is None else (query_norm.eps, query_norm.offset),
             *(0.0, 0.0) if key_norm is None else (key_norm.eps, key_norm.offset),
         )
-        run, same_dtype, tables = self._rotary_write, key_cache.dtype == heads.dtype, (cos, sin)
+        self._run, self._call, self._tables = run, call, (cos, sin)  # kept: the fields have their addresses
 
-        def write(
-            heads: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *norm_weights: torch.Tensor
-        ) -> None:
-            assert tables  # kept: the call has their addresses
-            fields.heads = heads.data_ptr()
-            if norm_weights:
-                fields.query_weight, fields.key_weight = (weight.data_ptr() for weight in norm_weights)
-            if same_dtype:
-                fields.key_cache, fields.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
-            if result := run(fields):
-                wrong = f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
-                raise cache_error(result, key_cache, wrong)
-            if not same_dtype:  # 8-bit floats
-                write_by_index(replace(call, heads=heads, key_cache=key_cache, value_cache=value_cache).as_write())
+    def __call__(
+        self, heads: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *norm_weights: torch.Tensor
+    ) -> None:
+        fields = self.fields
+        fields.heads = heads.data_ptr()
+        if norm_weights:
+            fields.query_weight, fields.key_weight = (weight.data_ptr() for weight in norm_weights)
+        if self.same_dtype:
+            fields.key_cache, fields.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
+        if result := self._run(fields):
+            raise cache_error(result, key_cache, self.outside(key_cache))
+        if not self.same_dtype:  # 8-bit floats
+            call = replace(self._call, heads=heads, key_cache=key_cache, value_cache=value_cache)
+            write_by_index(call.as_write())
 
-        return write
+    def outside(self, key_cache: torch.Tensor) -> str:
+        """The numbers that may be outside of the cache."""
+        return slots_outside(self._call.slots, key_cache)
 
 
 def _dtype_number(dtype: torch.dtype) -> int:
     if dtype not in CPP_DTYPES:
         raise KernelError(f"there is no kernel for {dtype}")
     return CPP_DTYPES[dtype]
+
+
+def slots_outside(slots: torch.Tensor, key_cache: torch.Tensor) -> str:
+    return f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
 
 
 _OUTSIDE = 2  # `Result` of call.h

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
 from kernels.arguments import check_numbers
 from kernels.cpu.build import load_function
-from kernels.cpu.ops import CPP_DTYPES, address, cache_error
+from kernels.cpu.ops import CPP_DTYPES, address, cache_error, slots_outside
 from kernels.provider import AttendLayer, AttentionCall, AttentionProvider, CacheWrite, StoreLayer
 
 _MAX_GROUP_SIZE = 64
@@ -17,7 +18,7 @@ _UNSUPPORTED = 1  # `Result` of call.h
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
-class _AttentionCall(ctypes.Structure):
+class AttentionFields(ctypes.Structure):
     """`AttentionCall` of call.h, field by field."""
 
     _fields_ = [
@@ -65,7 +66,7 @@ class CpuProvider(AttentionProvider):
     def __init__(self, march: str = "native") -> None:
         self._attend, self._write = (
             load_function("attention", name, ctypes.POINTER(call), result=ctypes.c_int, march=march)
-            for name, call in (("folio_attention", _AttentionCall), ("folio_write", _WriteCall))
+            for name, call in (("folio_attention", AttentionFields), ("folio_write", _WriteCall))
         )
 
     def unsupported(self, call: AttentionCall) -> str | None:
@@ -105,8 +106,7 @@ class CpuProvider(AttentionProvider):
             fields.key, fields.value = key.data_ptr(), value.data_ptr()
             fields.key_cache, fields.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
             if result := self._write(fields):
-                wrong = f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
-                raise cache_error(result, key_cache, wrong)
+                raise cache_error(result, key_cache, slots_outside(slots, key_cache))
 
         return store
 
@@ -119,6 +119,17 @@ class CpuProvider(AttentionProvider):
         return self.prepare_attend(call)(call.query, call.key_cache, call.value_cache)
 
     def prepare_attend(self, call: AttentionCall) -> AttendLayer:
+        return CpuAttend(self, self._attend, call)
+
+
+class CpuAttend:
+    """A prepared `AttentionCall`.
+
+    Attributes:
+        fields: the call in C++ without the addresses of queries, results and caches.
+    """
+
+    def __init__(self, provider: CpuProvider, run: Any, call: AttentionCall) -> None:
         query, key_cache, value_cache, batch, masking = (
             call.query,
             call.key_cache,
@@ -127,12 +138,11 @@ class CpuProvider(AttentionProvider):
             call.masking,
         )
         if query.dtype not in CPP_DTYPES or key_cache.dtype != query.dtype or query.device.type != "cpu":
-            self.refuse_unsupported(call)
+            provider.refuse_unsupported(call)
         query = _unit_stride(query)
         num_tokens, num_heads, key_dim = query.shape
-        shape = num_tokens, num_heads, value_cache.shape[3]
         slopes = masking.alibi_slopes
-        fields = _AttentionCall(
+        self.fields = AttentionFields(
             *map(address, (None, None, None, None, call.lse)),
             *map(address, (batch.cu_seqlens_q, batch.cache_seqlens, batch.cache_leftpad, batch.block_table)),
             *map(address, (masking.sinks, slopes)),
@@ -155,21 +165,26 @@ class CpuProvider(AttentionProvider):
             masking.scale,
             masking.softcap,
         )
+        self._shape = num_tokens, num_heads, value_cache.shape[3]
+        self._provider, self._run, self._call = provider, run, call
 
-        def attend(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-            query = _unit_stride(query)
-            out = query.new_empty(shape)
-            fields.query, fields.out = query.data_ptr(), out.data_ptr()
-            fields.key, fields.value = key_cache.data_ptr(), value_cache.data_ptr()
-            result = self._attend(fields)
-            if result == _UNSUPPORTED:
-                self.refuse_unsupported(call)
-                raise AssertionError("the kernel refused a supported call")
-            if result:
-                raise cache_error(result, key_cache, _outside(call))
-            return out
+    def __call__(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
+        fields = self.fields
+        query = _unit_stride(query)
+        out = query.new_empty(self._shape)
+        fields.query, fields.out = query.data_ptr(), out.data_ptr()
+        fields.key, fields.value = key_cache.data_ptr(), value_cache.data_ptr()
+        result = self._run(fields)
+        if result == _UNSUPPORTED:
+            self._provider.refuse_unsupported(self._call)
+            raise AssertionError("the kernel refused a supported call")
+        if result:
+            raise cache_error(result, key_cache, self.outside())
+        return out
 
-        return attend
+    def outside(self) -> str:
+        """The numbers of the batch that are outside of the cache."""
+        return _outside(self._call)
 
 
 def _outside(call: AttentionCall) -> str:

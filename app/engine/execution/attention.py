@@ -170,7 +170,7 @@ _Write = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
-class _PreparedPart:
+class PreparedPart:
     """A part of a step, prepared for all layers of one kind.
 
     Attributes:
@@ -205,7 +205,7 @@ class CachedAttention:
         self._numbers: dict[tuple[object, ...], int] = {}
         self._cache_kinds = {layer: self._number(self._cache_kind(layer)) for layer in layers}
         self._rotary_kinds: dict[int, int] = {}
-        self._prepared: dict[tuple[object, ...], list[_PreparedPart]] = {}
+        self._prepared: dict[tuple[object, ...], list[PreparedPart]] = {}
 
     @property
     def batch(self) -> StepBatch:
@@ -237,12 +237,22 @@ class CachedAttention:
     def attend_rotary(
         self, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
+        query = heads[:, : layer.num_q_heads]
+        parts = self.rotary_parts(layer, heads, cos, sin)
+        caches = [self._caches[part.view][layer.layer] for part in parts]
+        for part, (keys, values) in zip(parts, caches, strict=True):
+            part.write(part.of(heads), keys, values, *layer.norm_weights)
+        return _joined([part.attend(part.of(query), *cache) for part, cache in zip(parts, caches, strict=True)])
+
+    def rotary_parts(
+        self, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> list[PreparedPart]:
+        """The prepared parts of `attend_rotary`, one object for all layers of a kind in a step."""
         at = layer.layer
         number = self._rotary_kinds.get(at)
         if number is None:
             number = self._rotary_kinds[at] = self._number((self._cache_kinds[at], *layer.kind))
-        query = heads[:, : layer.num_q_heads]
-        kind = number, heads.shape, heads.stride(), cos.data_ptr()  # layers may have other angles
+        kind = number, heads.dtype, heads.shape, heads.stride(), cos.data_ptr()  # layers may have other angles
         parts = self._prepared.get(kind)
         if parts is None:
 
@@ -260,10 +270,13 @@ class CachedAttention:
                 )
                 return layer.ops.prepare_rotary_write(call)
 
+            query = heads[:, : layer.num_q_heads]
             parts = self._prepared[kind] = self._prepare(at, query, layer.masking, prepare_write)
-        for part in parts:
-            part.write(part.of(heads), *self._caches[part.view][at], *layer.norm_weights)
-        return _joined([part.attend(part.of(query), *self._caches[part.view][at]) for part in parts])
+        return parts
+
+    def cache(self, view: View, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values in a view."""
+        return self._caches[view][layer]
 
     def _prepare(
         self,
@@ -271,14 +284,14 @@ class CachedAttention:
         query: torch.Tensor,
         masking: Masking,
         prepare_write: Callable[[BatchPart, torch.Tensor, torch.Tensor], _Write],
-    ) -> list[_PreparedPart]:
+    ) -> list[PreparedPart]:
         parts = self.batch.parts[self._group_of[layer]]
         prepared = []
         for part in parts:
             keys, values = self._caches[part.view][layer]
             call = AttentionCall(query[part.tokens], keys, values, part.attention, masking)
             write, attend = prepare_write(part, keys, values), self._provider.prepare_attend(call)
-            prepared.append(_PreparedPart(part.view, part.tokens if len(parts) > 1 else None, write, attend))
+            prepared.append(PreparedPart(part.view, part.tokens if len(parts) > 1 else None, write, attend))
         return prepared
 
     def _number(self, kind: tuple[object, ...]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,9 +39,17 @@ _LAYER_ARGUMENTS = {
 }
 
 
+OneCall = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]
+
+
 class FusedLayer(nn.Module):
     """Decoder layer that adds residuals together with norms. It has the original's submodules, and the plain attributes
-    that models read."""
+    that models read.
+
+    Attributes:
+        norms: before attention, after it, before the MLP, after it.
+        one_call: computes the output of `(hidden_states, position_embeddings)`, or `None` where it cannot.
+    """
 
     self_attn: nn.Module
     mlp: nn.Module
@@ -56,11 +65,16 @@ class FusedLayer(nn.Module):
         self._ops = ops
         self._names = list(inspect.signature(original.forward).parameters)[1:]
         norms = [None if name is None else getattr(original, name) for name in places]
-        self._norms: tuple[FusedRMSNorm | None, ...] = tuple(norms)
+        self.norms: tuple[FusedRMSNorm | None, ...] = tuple(norms)
+        self.one_call: OneCall | None = None
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs |= zip(self._names, args, strict=False)
-        before_attention, after_attention, before_mlp, after_mlp = self._norms
+        if self.one_call is not None:
+            out = self.one_call(hidden_states, kwargs["position_embeddings"])
+            if out is not None:
+                return out
+        before_attention, after_attention, before_mlp, after_mlp = self.norms
         x = hidden_states if before_attention is None else before_attention(hidden_states)
         x, _ = self.self_attn(hidden_states=x, **kwargs)
         if after_attention is not None:

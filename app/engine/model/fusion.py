@@ -47,12 +47,12 @@ class FusedGatedMLP(nn.Module):
         self, ops: Elementwise, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation
     ) -> None:
         super().__init__()
-        self._ops, self._activation = ops, activation
+        self._ops, self.activation = ops, activation
         self.gate_up_proj = merge_linears({"gate_proj": gate, "up_proj": up})
         self.down_proj = down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self._ops.gate(self.gate_up_proj(x), self._activation))
+        out: torch.Tensor = self.down_proj(self._ops.gate(self.gate_up_proj(x), self.activation))
         return out
 
 
@@ -175,6 +175,11 @@ class FusedAttention(nn.Module):
         heads = self.qkv_proj(hidden_states).view(-1, sum(self._heads), self._head_dim)
         out = handler.attend_rotary(self.rotary, heads, *position_embeddings)
         return self.o_proj(out.view(*hidden_states.shape[:-1], -1)), None
+
+    @property
+    def heads_shape(self) -> tuple[int, int]:
+        """(heads, size of each) of queries, keys and values side by side."""
+        return sum(self._heads), self._head_dim
 
     def take_over(self) -> None:
         """Replace the original's weights by references to this layer's, so that the original can still run."""

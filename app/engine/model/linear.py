@@ -60,12 +60,12 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.merged = merged
         self.out_features, self.in_features = weight.shape
-        self._bias = bias
+        self.bias = bias
         self._multiply = product.multiply
         self.packed = product.pack(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x, self.packed, self._bias)
+        return self._multiply(x, self.packed, self.bias)
 
 
 def choose_product(dtype: torch.dtype, *, int8: bool = False) -> Product | None:

@@ -28,6 +28,7 @@ from app.config.engine import EngineConfig
 from app.config.machine import Machine, check_resources
 from app.engine.execution import attention, recurrent
 from app.engine.lora.layers import LoRALayers
+from app.engine.model.cpu_layer import run_in_one_call
 from app.engine.model.fused_layer import fuse_layers
 from app.engine.model.fusion import fuse_attention, fuse_modules
 from app.engine.model.linear import choose_product, pack_linears
@@ -155,6 +156,8 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     )
     if comm is not None and plan is not None:
         install_collectives(module, plan, comm)
+    elif adapters is None and device.type == "cpu":
+        logger.info("%d layers run in one call each", run_in_one_call(module))
     return loaded
 
 

@@ -33,10 +33,13 @@ template <typename T>
 constexpr bool kPairs = false;
 #endif
 
+constexpr size_t kNoPart = ~size_t(0);
+
 struct DecodeItem {
   int32_t sequence;
   Span tokens;
-  float* partial;  // [num_q_heads, value_stride + 2] sums, maximum and sum of weights; null: it is all of the sequence
+  int32_t first_head, num_heads;  // KV heads
+  size_t part;                    // its number; kNoPart: it is all of the sequence
 };
 
 // Position of output column c in the sums: pairs are interleaved within 16 bytes.
@@ -75,20 +78,21 @@ struct DecodeScratch {
 // Prefetches the rows of the next tile, a few cache lines at a time while this one is computed. Consecutive tokens of a
 // layer can lie on different pages, where no hardware prefetcher follows; many requests at once would wait.
 struct Ahead {
-  const char* const* rows[2];  // of each token the keys of all heads, the values of all heads
+  const char* const* rows[2];  // of each token the keys, the values
+  int64_t first_byte[2];       // of the heads in a row
   int64_t row_bytes[2];
   int count, token = 0, side = 0;
   int64_t at = 0;
 
   inline void bring(int lines) {
     if (token < count && at + lines * 64 < row_bytes[side]) {
-      const char* row = rows[side][token] + at;
+      const char* row = rows[side][token] + first_byte[side] + at;
       for (int i = 0; i < lines; i++) __builtin_prefetch(row + 64 * i, 0, 2);
       at += lines * 64;
       return;
     }
     for (; lines > 0 && token < count; lines--) {
-      __builtin_prefetch(rows[side][token] + at, 0, 2);
+      __builtin_prefetch(rows[side][token] + first_byte[side] + at, 0, 2);
       at += 64;
       if (at >= row_bytes[side]) {
         at = 0;
@@ -385,11 +389,11 @@ inline int padded_rows(int group_size) {
 }
 
 template <typename T, int kRows, int kMostHeads>
-void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& scratch) {
+void decode(const AttentionCall& call, const DecodeItem& item, float* partial, DecodeScratch& scratch) {
   constexpr int kTokens = kLanes / kRows, kTile = std::max(16, 2 * kTokens);
   static_assert(kTile <= kDecodeTile);
   const int group_size = call.num_q_heads / call.num_kv_heads, group_rows = padded_rows(group_size);
-  const int num_rows = group_rows * call.num_kv_heads, num_blocks = num_rows / kRows;
+  const int num_rows = group_rows * item.num_heads, num_blocks = num_rows / kRows;
   const int query_stride = scratch.query_stride, value_stride = scratch.value_stride;
   const int64_t token = call.cu_seqlens_q[item.sequence];
   const int32_t position = call.cache_seqlens[item.sequence] - 1;
@@ -398,9 +402,12 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
   std::fill(scratch.out, scratch.out + num_rows * value_stride, 0.0f);
   std::fill(scratch.highest, scratch.highest + num_blocks * kLanes, -kInf);
   std::fill(scratch.sum, scratch.sum + num_blocks * kLanes, 0.0f);
-  auto row_of = [&](int head) { return head / group_size * group_rows + head % group_size; };
+  const int first_query = item.first_head * group_size, end_query = first_query + item.num_heads * group_size;
+  auto row_of = [&](int head) {
+    return (head - first_query) / group_size * group_rows + (head - first_query) % group_size;
+  };
   std::vector<float> slopes(call.alibi_slopes ? num_blocks * kLanes : 0);
-  for (int head = 0; head < call.num_q_heads; head++) {
+  for (int head = first_query; head < end_query; head++) {
     const T* query =
         static_cast<const T*>(call.query) + token * call.query_token_stride + head * call.query_head_stride;
     const int row = row_of(head);
@@ -424,24 +431,26 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
   rows.next(tile_at(item.tokens.begin), keys[0], values[0]);
   // Only adjacent heads are prefetched together; others are left to the hardware.
   const bool together = call.key_head_stride <= 2 * call.key_dim && call.value_head_stride <= 2 * call.value_dim;
-  const int64_t key_bytes = ((call.num_kv_heads - 1) * call.key_head_stride + call.key_dim) * int64_t(sizeof(T));
-  const int64_t value_bytes = ((call.num_kv_heads - 1) * call.value_head_stride + call.value_dim) * int64_t(sizeof(T));
-  const int steps = call.num_kv_heads * (group_rows / kMostHeads);
+  const int64_t key_bytes = ((item.num_heads - 1) * call.key_head_stride + call.key_dim) * int64_t(sizeof(T));
+  const int64_t value_bytes = ((item.num_heads - 1) * call.value_head_stride + call.value_dim) * int64_t(sizeof(T));
+  const int steps = item.num_heads * (group_rows / kMostHeads);
   for (int start = item.tokens.begin, slot = 0, count; start < item.tokens.end; start += count, slot ^= 1) {
     count = tile_at(start);
     const int next = tile_at(start + count);
     rows.next(next, keys[slot ^ 1], values[slot ^ 1]);
     Ahead ahead{{reinterpret_cast<const char* const*>(keys[slot ^ 1]),
                  reinterpret_cast<const char* const*>(values[slot ^ 1])},
+                {item.first_head * call.key_head_stride * int64_t(sizeof(T)),
+                 item.first_head * call.value_head_stride * int64_t(sizeof(T))},
                 {key_bytes, value_bytes},
                 together ? next : 0};
     // Half of the lines during the scores, half during the values.
     const int lines_per_token = together ? static_cast<int>((key_bytes + value_bytes) / 64 / 2 / steps) + 1 : 0;
-    for (int head = 0; head < call.num_kv_heads; head++) {
+    for (int head = 0; head < item.num_heads; head++) {
       const T *head_keys[kDecodeTile + 2 * kTokens], *head_values[kDecodeTile];
       for (int t = 0; t < count; t++) {
-        head_keys[t] = keys[slot][t] + head * call.key_head_stride;
-        head_values[t] = values[slot][t] + head * call.value_head_stride;
+        head_keys[t] = keys[slot][t] + (item.first_head + head) * call.key_head_stride;
+        head_values[t] = values[slot][t] + (item.first_head + head) * call.value_head_stride;
       }
       for (int t = count; t < round_up(count, 2 * kTokens); t++) head_keys[t] = head_keys[count - 1];
       for (int first = 0; first < group_size; first += kMostHeads) {
@@ -461,14 +470,14 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
     }
   }
 
-  for (int head = 0; head < call.num_q_heads; head++) {
+  for (int head = first_query; head < end_query; head++) {
     const int row = row_of(head), block = row / kRows;
     float total = 0.0f;
     for (int i = row % kRows; i < kLanes; i += kRows) total += scratch.sum[block * kLanes + i];
     const float highest = scratch.highest[block * kLanes + row % kRows];
     const float* sums = scratch.out + row * value_stride;
-    if (item.partial) {
-      float* to = item.partial + int64_t(head) * (value_stride + 2);
+    if (partial) {
+      float* to = partial + int64_t(head) * (value_stride + 2);
       std::memcpy(to, sums, value_stride * sizeof(float));
       to[value_stride] = highest;
       to[value_stride + 1] = total;

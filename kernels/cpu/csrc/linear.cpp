@@ -1,14 +1,10 @@
-// Matrix products with packed weights: bound by memory on few rows, by arithmetic on many.
-//
-// A word is 4 bytes of a row: one float, or two bfloat16. Weights are packed in tiles of 32 outputs, [tiles][words][32],
-// so that a thread reads its tiles as one stream; rows in panels of up to 14, [words][rows]. A panel × a tile stays in
-// registers over all inputs, and every result is one sum in the order of the inputs: it depends neither on other rows
-// nor on the number of threads.
+// Linear layers: a matrix product with packed weights, and the packing.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
+#include "product.h"
 #include "vector.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -16,103 +12,9 @@
 namespace {
 
 using namespace folio;
+using namespace folio::products;
 
-constexpr int kTile = 2 * kLanes;  // outputs
-constexpr int kMaxRows = 14;       // 28 sums, 2 vectors of weights and a word are 31 of 32 registers
-constexpr int kChunk = 8;          // words between prefetches
-constexpr int kStreamingRows = 5;  // up to here memory is the bound, and the hardware prefetcher suffices
-constexpr int64_t kCacheBytes = 768 << 10;  // of a core, for a tile and the panels multiplied with it
-constexpr int64_t kMinPanels = 8;           // the least panels per read of the weights from memory
 constexpr int64_t kParallelProducts = 1 << 16;  // below, a second thread costs more than it saves
-
-typedef uint32_t Word __attribute__((aligned(2), may_alias));
-
-inline void multiply_add(float, Vec& sum, Vec weights, Vec x) { sum += weights * x; }
-#if defined(__AVX512BF16__)
-inline void multiply_add(BFloat16, Vec& sum, Vec weights, Vec x) {
-  sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)x);
-}
-#endif
-
-// A word of each of 16 outputs.
-template <typename T>
-inline Vec weights_at(const T* p) {
-  return load(reinterpret_cast<const float*>(p));
-}
-
-// 8-bit weights as T: integers up to 127 are exact in bfloat16, too.
-inline Vec widened(float, const int8_t* p) {
-  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
-#if defined(__AVX512BF16__)
-inline Vec widened(BFloat16, const int8_t* p) {
-  return (Vec)_mm512_cvtne2ps_pbh((__m512)widened(0.0f, p + kLanes), (__m512)widened(0.0f, p));
-}
-#endif
-
-// Input elements in a word.
-template <typename T>
-constexpr int kPerWord = sizeof(Word) / sizeof(T);
-
-// The weights of a tile, stored as S, and computed with as T.
-template <typename T, typename S>
-inline Vec load_weights(const S* p) {
-  if constexpr (sizeof(S) == sizeof(T)) return weights_at(p);
-  else return widened(T{}, p);
-}
-
-// kRows × one tile. Prefetches `lines` cache lines of `ahead` per chunk: bursts would be dropped.
-template <typename T, typename S, int kRows>
-void block(const Word* x, const S* weights, int64_t words, const char* ahead, int lines, Vec (*out)[2]) {
-  constexpr int kVector = kLanes * kPerWord<T>;  // weights in a vector
-  Vec sums[kRows][2] = {};
-  for (int64_t begin = 0; begin < words; begin += kChunk) {
-    const int64_t end = std::min(words, begin + kChunk);
-    for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + 64 * i, 0, 2);
-    ahead += 64 * lines;
-    for (int64_t k = begin; k < end; k++) {
-      const Vec first = load_weights<T>(weights + 2 * k * kVector);
-      const Vec second = load_weights<T>(weights + (2 * k + 1) * kVector);
-#pragma GCC unroll 14
-      for (int r = 0; r < kRows; r++) {
-        const Vec word = (Vec)_mm512_set1_epi32(static_cast<int>(x[k * kRows + r]));
-        multiply_add(T{}, sums[r][0], first, word);
-        multiply_add(T{}, sums[r][1], second, word);
-      }
-    }
-  }
-  for (int r = 0; r < kRows; r++) out[r][0] = sums[r][0], out[r][1] = sums[r][1];
-}
-
-template <typename T, typename S>
-using Block = void (*)(const Word*, const S*, int64_t, const char*, int, Vec (*)[2]);
-
-template <typename T, typename S>
-constexpr Block<T, S> kBlocks[kMaxRows] = {
-    block<T, S, 1>, block<T, S, 2>, block<T, S, 3>,  block<T, S, 4>,  block<T, S, 5>,  block<T, S, 6>,  block<T, S, 7>,
-    block<T, S, 8>, block<T, S, 9>, block<T, S, 10>, block<T, S, 11>, block<T, S, 12>, block<T, S, 13>, block<T, S, 14>};
-
-template <typename T>
-int64_t words_of(int64_t inputs) {
-  return (inputs + kPerWord<T> - 1) / kPerWord<T>;
-}
-
-// Pack the rows of one panel as [words][count]; a last half word is padded with zero.
-template <typename T>
-void pack_rows(const T* x, Word* to, int64_t count, int64_t inputs) {
-  const int64_t whole = inputs / kPerWord<T>;
-  for (int64_t k = 0; k < whole; k++) {
-    for (int64_t r = 0; r < count; r++) {
-      to[k * count + r] = *reinterpret_cast<const Word*>(x + r * inputs + k * kPerWord<T>);
-    }
-  }
-  if (whole * kPerWord<T> == inputs) return;
-  for (int64_t r = 0; r < count; r++) {
-    Word word = 0;
-    std::memcpy(&word, x + (r + 1) * inputs - 1, sizeof(T));
-    to[whole * count + r] = word;
-  }
-}
 
 // `scales`, for 8-bit weights: an output's largest weight is 127 times its scale.
 template <typename T, typename S>
@@ -136,55 +38,6 @@ void pack(const T* weight, S* packed, float* scales, int64_t outputs, int64_t in
         S* at = to + (j / kWide * kTile + i) * kWide + j % kWide;
         if constexpr (sizeof(S) == sizeof(T)) *at = row[j];
         else *at = static_cast<S>(std::lrintf(to_float(row[j]) * inverse));
-      }
-    }
-  }
-}
-
-template <typename T, typename S>
-void linear(const T* x, const S* packed, const float* scales, const T* bias, T* out, Word* panels, int64_t rows,
-            int64_t outputs, int64_t inputs) {
-  const int64_t words = words_of<T>(inputs), tiles = (outputs + kTile - 1) / kTile;
-  const int64_t num_panels = (rows + kMaxRows - 1) / kMaxRows, height = (rows + num_panels - 1) / num_panels;
-  const int64_t tile_bytes = words * kTile * kPerWord<T> * sizeof(S);
-  const int64_t chunks = (words + kChunk - 1) / kChunk;
-  const int64_t fitting = (kCacheBytes - tile_bytes) / (height * words * static_cast<int64_t>(sizeof(Word)));
-  const int64_t group = std::min(num_panels, std::max(kMinPanels, fitting));
-  // Each panel prefetches its part of the thread's next tile.
-  const int64_t turns = group * chunks;
-  const int lines = rows <= kStreamingRows ? 0 : static_cast<int>((tile_bytes / 64 + turns - 1) / turns);
-  const bool as_is = rows == 1 && inputs % kPerWord<T> == 0;
-  if (as_is) panels = reinterpret_cast<Word*>(const_cast<T*>(x));
-#pragma omp parallel if (rows * outputs * inputs > kParallelProducts)
-  {
-    if (!as_is) {
-#pragma omp for
-      for (int64_t panel = 0; panel < num_panels; panel++) {
-        const int64_t first = panel * height, count = std::min(height, rows - first);
-        pack_rows(x + first * inputs, panels + first * words, count, inputs);
-      }
-    }
-    for (int64_t begin = 0; begin < num_panels; begin += group) {
-      const int64_t end = std::min(num_panels, begin + group);
-#pragma omp for schedule(static) nowait
-      for (int64_t tile = 0; tile < tiles; tile++) {
-        const S* weights = packed + tile * (tile_bytes / sizeof(S));
-        const char* ahead = reinterpret_cast<const char*>(weights) + tile_bytes;
-        const char* const ahead_end = ahead + (tile + 1 < tiles ? tile_bytes : 0);
-        for (int64_t panel = begin; panel < end; panel++) {
-          const int64_t first = panel * height, count = std::min(height, rows - first);
-          Vec sums[kMaxRows][2];
-          kBlocks<T, S>[count - 1](panels + first * words, weights, words, ahead, ahead < ahead_end ? lines : 0, sums);
-          ahead += chunks * lines * 64;
-          for (int half = 0; half < 2; half++) {
-            const int64_t output = tile * kTile + half * kLanes, left = outputs - output;
-            if (left <= 0) break;
-            const Vec scale = sizeof(S) == sizeof(T) ? broadcast(1.0f) : load_some(scales + output, left);
-            const Vec offset = bias ? load_some(bias + output, left) : Vec{};
-            T* to = out + first * outputs + output;
-            for (int64_t r = 0; r < count; r++) store_some(sums[r][half] * scale + offset, to + r * outputs, left);
-          }
-        }
       }
     }
   }
@@ -223,10 +76,12 @@ void folio_linear_pack(int dtype, const void* weight, void* packed, float* scale
 void folio_linear(int dtype, const void* x, const void* packed, const float* scales, const void* bias, void* out,
                   void* panels, int64_t rows, int64_t outputs, int64_t inputs) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
+  const ProductWeight weight{packed, scales, bias, outputs, inputs};
   const auto run = [&](auto type, auto stored) {
     using T = decltype(type);
-    linear(static_cast<const T*>(x), static_cast<const decltype(stored)*>(packed), scales, static_cast<const T*>(bias),
-           static_cast<T*>(out), static_cast<Word*>(panels), rows, outputs, inputs);
+#pragma omp parallel if (rows * outputs * inputs > kParallelProducts)
+    multiply<T, decltype(stored)>(weight, static_cast<const T*>(x), nullptr, static_cast<T*>(out),
+                                  static_cast<Word*>(panels), rows);
   };
   if (dtype == 0) scales ? run(float{}, int8_t{}) : run(float{}, float{});
 #if defined(__AVX512BF16__)

@@ -12,6 +12,7 @@
 
 #include "call.h"
 #include "decode.h"
+#include "transpose.h"
 #include "vector.h"
 
 namespace folio {
@@ -45,41 +46,6 @@ struct PrefillScratch {
                    {&wide, size_t(kLanes) * key_stride}});
   }
 };
-
-// rows[16] of `num_dwords` dwords (zeros beyond `valid_dwords`) -> packed[num_dwords][16].
-inline void transpose_dwords(const uint32_t* const rows[kLanes], int valid_dwords, int num_dwords, uint32_t* packed) {
-#if defined(__AVX512F__)
-  for (int d = 0; d < num_dwords; d += 16) {
-    __mmask16 mask =
-        valid_dwords - d >= 16 ? 0xffff : static_cast<__mmask16>((1u << std::max(0, valid_dwords - d)) - 1);
-    __m512i r[16], t[16];
-    for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + d);
-    for (int i = 0; i < 8; i++) {
-      t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-      t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; i++) {
-      r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-      r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-      r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-      r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-      t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-      t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-      t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-      t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 8; i++) {
-      _mm512_storeu_si512(packed + (d + i) * 16, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-      _mm512_storeu_si512(packed + (d + i + 8) * 16, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-    }
-  }
-#else
-  for (int d = 0; d < num_dwords; d++)
-    for (int i = 0; i < 16; i++) packed[d * 16 + i] = d < valid_dwords ? rows[i][d] : 0;
-#endif
-}
 
 inline Register load_register(const void* from) {
   Register lanes;
@@ -285,7 +251,7 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
           lanes[i] = reinterpret_cast<const uint32_t*>(scratch.wide + i * num_dwords);
         }
       }
-      transpose_dwords(lanes, valid_dwords, num_dwords, packed_keys + v * kLanes * num_dwords);
+      transpose_dwords(lanes, valid_dwords, num_dwords, kLanes, packed_keys + v * kLanes * num_dwords);
     }
     const int tokens_per_step = kDots ? 2 : 1, num_steps = (count + tokens_per_step - 1) / tokens_per_step;
     for (int t = 0; t < count; t += tokens_per_step)

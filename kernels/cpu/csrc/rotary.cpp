@@ -1,111 +1,20 @@
-// Norms and rotation of a step's queries and keys, and the write of keys and values into the cache, in one pass.
+// Norms, rotation and cache write of a step's heads.
 
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 
-#include "call.h"
-#include "vector.h"
-
-extern "C" {
-
-// Mirrored field by field in kernels/cpu/ops.py. Strides count elements.
-struct RotaryCall {
-  void* heads;                            // [num_tokens, num_q_heads + 2 * num_kv_heads, dim]
-  void* key_cache;                        // [blocks, block_tokens, num_kv_heads, dim], or null: keys stay in place
-  void* value_cache;
-  const void *query_weight, *key_weight;  // [dim] or null: without norms
-  const void *cos, *sin;                  // [num_tokens, columns]
-  const int64_t* slots;                   // [num_tokens]: block * block_tokens + position in the block
-  int64_t token_stride, head_stride;
-  int64_t key_block_stride, key_token_stride, key_head_stride;
-  int64_t value_block_stride, value_token_stride, value_head_stride;
-  int64_t num_blocks, block_tokens;
-  int32_t num_tokens, num_q_heads, num_kv_heads, dim, rotary_dim, columns, dtype, element_bytes;
-  float query_eps, query_offset, key_eps, key_offset;
-};
-
-}  // extern "C"
-
-namespace {
-
-using namespace folio;
-
-// `to` = the head `from`, normed if there is a weight, with its first elements rotated, pairs rotary_dim / 2 apart. The
-// cosines of a pair's second element are the first's with tables of half the size. `to` may be `from`.
-template <typename T>
-void turn(const RotaryCall& call, const T* from, T* to, const T* weight, float eps, float offset, const T* cos,
-          const T* sin) {
-  const int64_t half = call.rotary_dim / 2, second = call.columns == call.rotary_dim ? half : 0;
-  float scale = 1.0f;
-  if (weight) {
-    Vec sum = {};
-    for (int64_t i = 0; i < call.dim; i += kLanes) {
-      const Vec v = load_some(from + i, call.dim - i);
-      sum += v * v;
-    }
-    scale = 1.0f / std::sqrt(sum_lanes(sum) / static_cast<float>(call.dim) + eps);
-  }
-  const auto normed = [&](int64_t i, int64_t left) {
-    const Vec v = load_some(from + i, left);
-    return weight ? v * scale * (load_some(weight + i, left) + offset) : v;
-  };
-  for (int64_t i = 0; i < half; i += kLanes) {
-    const int64_t left = half - i;
-    const Vec a = normed(i, left), b = normed(half + i, left);
-    store_some(a * load_some(cos + i, left) - b * load_some(sin + i, left), to + i, left);
-    store_some(b * load_some(cos + second + i, left) + a * load_some(sin + second + i, left), to + half + i, left);
-  }
-  if (weight || to != from)
-    for (int64_t i = call.rotary_dim; i < call.dim; i += kLanes)
-      store_some(normed(i, call.dim - i), to + i, call.dim - i);
-}
-
-template <typename T>
-void rotary_write(const RotaryCall& call) {
-  const auto *cos = static_cast<const T*>(call.cos), *sin = static_cast<const T*>(call.sin);
-  const auto *query_weight = static_cast<const T*>(call.query_weight),
-             *key_weight = static_cast<const T*>(call.key_weight);
-  const int64_t elements = static_cast<int64_t>(call.num_tokens) * (call.num_q_heads + call.num_kv_heads) * call.dim;
-#pragma omp parallel for if (elements > kParallelElements)
-  for (int32_t t = 0; t < call.num_tokens; t++) {
-    T* head = static_cast<T*>(call.heads) + t * call.token_stride;
-    const T *c = cos + static_cast<int64_t>(t) * call.columns, *s = sin + static_cast<int64_t>(t) * call.columns;
-    for (int32_t h = 0; h < call.num_q_heads; h++, head += call.head_stride)
-      turn(call, head, head, query_weight, call.query_eps, call.query_offset, c, s);
-    T *key = head, *value = nullptr;
-    if (call.key_cache) {
-      const int64_t block = call.slots[t] / call.block_tokens, within = call.slots[t] % call.block_tokens;
-      key = static_cast<T*>(call.key_cache) + block * call.key_block_stride + within * call.key_token_stride;
-      value = static_cast<T*>(call.value_cache) + block * call.value_block_stride + within * call.value_token_stride;
-    }
-    const int64_t key_stride = call.key_cache ? call.key_head_stride : call.head_stride;
-    for (int32_t h = 0; h < call.num_kv_heads; h++, head += call.head_stride)
-      turn(call, head, key + h * key_stride, key_weight, call.key_eps, call.key_offset, c, s);
-    if (value)
-      for (int32_t h = 0; h < call.num_kv_heads; h++, head += call.head_stride)
-        std::memcpy(value + h * call.value_head_stride, head, call.dim * sizeof(T));
-  }
-}
-
-}  // namespace
+#include "rotary.h"
 
 extern "C" {
 
 // Returns a `Result`. Nothing is read or written unless all slots are within the cache.
 int folio_rotary_write(const RotaryCall* call) {
-  const int64_t num_slots = call->num_blocks * call->block_tokens;
-  if (call->key_cache && call->num_tokens > 0) {
-    for (int32_t t = 0; t < call->num_tokens; t++)
-      if (call->slots[t] < 0 || call->slots[t] >= num_slots) return kOutside;
-    const int64_t block = call->slots[0] / call->block_tokens, within = call->slots[0] % call->block_tokens;
-    const int64_t key_at = block * call->key_block_stride + within * call->key_token_stride;
-    const int64_t value_at = block * call->value_block_stride + within * call->value_token_stride;
-    if (!readable(static_cast<char*>(call->key_cache) + key_at * call->element_bytes) ||
-        !readable(static_cast<char*>(call->value_cache) + value_at * call->element_bytes))
-      return kUnmapped;
-  }
-  with_type(call->dtype, [&](auto type) { rotary_write<decltype(type)>(*call); });
+  using namespace folio;
+  if (const Result result = check(*call)) return result;
+  const int64_t elements = int64_t(call->num_tokens) * (call->num_q_heads + call->num_kv_heads) * call->dim;
+  with_type(call->dtype, [&](auto type) {
+#pragma omp parallel if (elements > kParallelElements)
+    rotary_write<decltype(type)>(*call);
+  });
   return kDone;
 }
 

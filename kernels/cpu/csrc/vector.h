@@ -180,6 +180,14 @@ inline void store_some<BFloat16>(Vec v, BFloat16* to, int64_t count) {
 #endif
 #endif
 
+// The floats as a T would hold them.
+template <typename T>
+inline Vec rounded(Vec v) {
+  T lanes[kLanes];
+  store_some(v, lanes, kLanes);
+  return load_some(lanes, kLanes);
+}
+
 // Calls the function with a compile-time number of kLeast … kMost, the one given, or kLeast if that is less.
 template <int kLeast, int kMost, typename Function>
 inline void with_count(int count, Function function) {

@@ -1,0 +1,170 @@
+// A decoder layer in one parallel region: norm, query, key and value, rotation and cache write, attention, its output
+// and the residual, norm, gate and up, activation, down and the residual. Threads meet at barriers between the steps, and
+// what one step leaves for the next is in a workspace. Every value is rounded where the single operations round it.
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "attend.h"
+#include "call.h"
+#include "product.h"
+#include "rotary.h"
+#include "rows.h"
+#include "vector.h"
+
+extern "C" {
+
+// Structures are mirrored field by field in kernels/cpu/layer.py.
+struct NormWeight {
+  const void* weight;
+  float eps, offset;
+};
+
+// Tokens of the call that are read in one view. The calls' addresses of heads, queries, results, caches and norm weights
+// are not read.
+struct LayerPart {
+  const RotaryCall* rotary;
+  const AttentionCall* attention;
+  void *key_cache, *value_cache;  // of this layer
+  int64_t first_token;
+};
+
+struct LayerCall {
+  const void* hidden;  // [rows, size]
+  void* out;           // [rows, size]
+  void* heads;         // [rows, qkv.outputs], overwritten
+  void* workspace;     // of `folio_layer_workspace` bytes
+  const LayerPart* parts;
+  const void *query_weight, *key_weight;  // norms of heads, or null
+  NormWeight before_attention, before_mlp;
+  ProductWeight qkv, attention_out, gate_up, down;
+  int64_t rows;
+  int32_t num_parts, dtype, activation;
+};
+
+}  // extern "C"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+
+namespace {
+
+using namespace folio;
+using products::Word;
+
+// Rows that pass through the MLP together: their activations stay in the last cache, and the weights are read once for
+// enough rows.
+constexpr int64_t kChunkRows = 32 * products::kPanelRows;
+
+template <typename T>
+struct Workspace {
+  T* attended;                      // of all rows
+  T *normed, *gate_up, *activated;  // of the rows of a chunk
+  Word* panels;
+  int64_t chunk, num_bytes = 0;
+
+  explicit Workspace(const LayerCall& call) {
+    const int64_t chunks = (call.rows + kChunkRows - 1) / kChunkRows;
+    chunk = (call.rows + chunks - 1) / chunks;
+    const int64_t widest = std::max({call.qkv.inputs, call.attention_out.inputs, call.down.inputs});
+    attended = take<T>(call, call.rows * call.attention_out.inputs);
+    normed = take<T>(call, chunk * call.qkv.inputs);
+    gate_up = take<T>(call, chunk * call.gate_up.outputs);
+    activated = take<T>(call, chunk * call.down.inputs);
+    panels = take<Word>(call, chunk * products::words_of<T>(widest));
+  }
+
+ private:
+  template <typename U>
+  U* take(const LayerCall& call, int64_t count) {
+    U* const place = reinterpret_cast<U*>(static_cast<char*>(call.workspace) + num_bytes);
+    num_bytes += (count * int64_t(sizeof(U)) + 63) / 64 * 64;
+    return place;
+  }
+};
+
+template <typename T>
+void multiply(const ProductWeight& weight, const T* x, const T* residual, T* out, Word* panels, int64_t rows) {
+  if (weight.scales) products::multiply<T, int8_t>(weight, x, residual, out, panels, rows);
+  else products::multiply<T, T>(weight, x, residual, out, panels, rows);
+}
+
+template <typename T>
+Result run(const LayerCall& call) {
+  const Workspace<T> space(call);
+  const int64_t size = call.qkv.inputs, width = call.attention_out.inputs;
+  T* const heads = static_cast<T*>(call.heads);
+  std::vector<RotaryCall> rotaries;
+  std::vector<Attention<T>> attentions;
+  // Kept between calls: fresh memory costs a page fault every 4 KiB.
+  static thread_local std::vector<std::vector<float>> buffers;
+  buffers.resize(std::max(buffers.size(), size_t(call.num_parts)));
+  for (int32_t p = 0; p < call.num_parts; p++) {
+    const LayerPart& part = call.parts[p];
+    RotaryCall rotary = *part.rotary;
+    rotary.heads = heads + part.first_token * call.qkv.outputs;
+    rotary.key_cache = part.key_cache, rotary.value_cache = part.value_cache;
+    rotary.query_weight = call.query_weight, rotary.key_weight = call.key_weight;
+    AttentionCall attention = *part.attention;
+    attention.query = rotary.heads, attention.out = space.attended + part.first_token * width;
+    attention.key = part.key_cache, attention.value = part.value_cache;
+    if (const Result result = check(rotary)) return result;
+    if (const Result result = check_attention(attention)) return result;
+    rotaries.push_back(rotary);
+    attentions.emplace_back(attention, buffers[p]);
+  }
+  const T* const hidden = static_cast<const T*>(call.hidden);
+  T* const out = static_cast<T*>(call.out);
+  const auto norm = [&](const NormWeight& by, const T* x, int64_t rows) {
+    norm_rows<T>(x, nullptr, static_cast<const T*>(by.weight), space.normed, nullptr, rows, size, by.eps, by.offset);
+  };
+#pragma omp parallel
+  {
+    for (int64_t first = 0; first < call.rows; first += space.chunk) {
+      const int64_t rows = std::min(space.chunk, call.rows - first);
+      norm(call.before_attention, hidden + first * size, rows);
+      multiply<T>(call.qkv, space.normed, nullptr, heads + first * call.qkv.outputs, space.panels, rows);
+    }
+    // All writes first: a sequence may share a prefix that another one computes in this step.
+    for (const RotaryCall& rotary : rotaries) rotary_write<T>(rotary);
+    for (const Attention<T>& attention : attentions) attention.run();
+    for (int64_t first = 0; first < call.rows; first += space.chunk) {
+      const int64_t rows = std::min(space.chunk, call.rows - first);
+      T* const sums = out + first * size;
+      multiply<T>(call.attention_out, space.attended + first * width, hidden + first * size, sums, space.panels, rows);
+      norm(call.before_mlp, sums, rows);
+      multiply<T>(call.gate_up, space.normed, nullptr, space.gate_up, space.panels, rows);
+      gate_rows(call.activation, space.gate_up, space.activated, rows, call.down.inputs);
+      multiply<T>(call.down, space.activated, sums, sums, space.panels, rows);
+    }
+  }
+  return kDone;
+}
+
+}  // namespace
+
+#endif
+
+extern "C" {
+
+// Bytes of the workspace for a call's rows, weights and dtype.
+int64_t folio_layer_workspace(const LayerCall* call) {
+  int64_t num_bytes = 0;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  with_type(call->dtype, [&](auto type) { num_bytes = Workspace<decltype(type)>(*call).num_bytes; });
+#endif
+  return num_bytes;
+}
+
+// Returns a folio::Result. Nothing is read or written unless all slots and cached tokens are within the cache.
+int folio_layer(const LayerCall* call) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  if (call->dtype == 0) return run<float>(*call);
+#if defined(__AVX512BF16__)
+  if (call->dtype == 1) return run<folio::BFloat16>(*call);
+#endif
+#endif
+  return folio::kUnsupported;
+}
+
+}  // extern "C"

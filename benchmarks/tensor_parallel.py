@@ -35,7 +35,7 @@ from app.config.machine import num_threads
 from app.engine import LLM, SamplingParams
 from app.engine.execution.batch import StepPlan
 from app.engine.tensor_parallel import shared_memory
-from app.engine.tensor_parallel.communicator import Communicator
+from app.engine.tensor_parallel.communicator import MemoryCommunicator
 from app.engine.tensor_parallel.processes import ChildProcesses, pack_step, unpack_step
 from app.engine.tensor_parallel.ranks import RankGroup
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader, RingWriter
@@ -127,14 +127,14 @@ class Collectives:
     def counted(self) -> Iterator[None]:
         """Count collectives within this context."""
         names = ("all_reduce", "all_gather", "gather")
-        real = {name: getattr(Communicator, name) for name in names}
+        real = {name: getattr(MemoryCommunicator, name) for name in names}
         for name in names:
-            setattr(Communicator, name, self._timed(real[name]))
+            setattr(MemoryCommunicator, name, self._timed(real[name]))
         try:
             yield
         finally:
             for name in names:
-                setattr(Communicator, name, real[name])
+                setattr(MemoryCommunicator, name, real[name])
 
     def _timed(self, call):  # type: ignore[no-untyped-def]
         def timed(*args, **kwargs):  # type: ignore[no-untyped-def]

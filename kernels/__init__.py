@@ -12,6 +12,7 @@ from kernels.errors import KernelError
 if TYPE_CHECKING:
     from kernels.attention import flash_attn_with_kvcache, varlen_attention
     from kernels.blocks import CopyBlocks, select_block_copy
+    from kernels.cpu.collectives import SharedGroup, shared_group_bytes
     from kernels.cpu.ops import CpuElementwise, CpuLinear
     from kernels.elementwise import Activation, Elementwise, HeadNorm, RotaryWrite, select_elementwise
     from kernels.provider import AttentionProvider, CacheScales, Masking, VarlenBatch
@@ -30,12 +31,14 @@ __all__ = [
     "KernelError",
     "Masking",
     "RotaryWrite",
+    "SharedGroup",
     "VarlenBatch",
     "flash_attn_with_kvcache",
     "has_matrix_tiles",
     "select_block_copy",
     "select_elementwise",
     "select_provider",
+    "shared_group_bytes",
     "varlen_attention",
 ]
 
@@ -45,6 +48,8 @@ _NEED_TORCH = {
     "varlen_attention": "kernels.attention",
     "CopyBlocks": "kernels.blocks",
     "select_block_copy": "kernels.blocks",
+    "SharedGroup": "kernels.cpu.collectives",
+    "shared_group_bytes": "kernels.cpu.collectives",
     "CpuElementwise": "kernels.cpu.ops",
     "CpuLinear": "kernels.cpu.ops",
     "Activation": "kernels.elementwise",

@@ -1,79 +1,124 @@
-"""Communicator: collectives of the ranks during a forward, over a process group of `torch.distributed`."""
+"""Communicator: collectives of the ranks during a forward, over shared memory, or over a process group of torch."""
 
 from __future__ import annotations
 
-import socket
+import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
 
-from app.compat.torch import gloo_group, nccl_group
+from kernels import SharedGroup
 
 dist: Any = torch.distributed  # only partly annotated
-Store = Any
-
-# Timeout of a collective. `RankGroup` kills a rank that hangs long before.
-_TIMEOUT = timedelta(hours=1)
 
 
-def open_store(host: str, size: int, timeout_s: float, port: int | None = None) -> tuple[int, Store]:
-    """The store through which `size` ranks find each other, and its port.
+class Communicator(ABC):
+    """Collectives over all ranks; every rank must call the same ones in the same order.
 
-    Args:
-        timeout_s: limit of a rank's wait for the others.
-        port: of the store to join; by default a new one, at a free port of this host's address only.
-    """
-    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
-    if port is None:
-        listener = socket.create_server((host, 0))
-        port = listener.getsockname()[1]
-        options |= {"is_master": True, "master_listen_fd": listener.detach()}
-    return port, dist.TCPStore(host, port, size, **options)
-
-
-class Communicator:
-    """Collectives over all ranks; every rank must call the same ones in the same order. NCCL for CUDA devices, else
-    gloo.
-
-    Args:
-        host: this rank's address; gloo listens there.
-        timeout_s: limit of the wait for the others to join.
-
-    Raises:
-        RuntimeError: a rank did not join.
+    Attributes:
+        transport: what the collectives use, for the log.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float) -> None:
-        self.rank, self.size = rank, size
-        self._device = device
-        if uses_nccl(device):
-            self._group = nccl_group(store, rank, size, _TIMEOUT)
-        else:
-            self._group = gloo_group(
-                store, rank, size, host, join_timeout=timedelta(seconds=timeout_s), timeout=_TIMEOUT
-            )
+    rank: int
+    size: int
+    transport: str
 
+    @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place if the tensor is contiguous."""
-        tensor = tensor.contiguous()
-        self._group.allreduce([tensor]).wait()
-        return tensor
 
+    @abstractmethod
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Concatenate the ranks' tensors in the last dimension.
 
         Args:
             sizes: of each rank's last dimension.
         """
+
+    @abstractmethod
+    def gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """`all_gather` on rank 0 only; other ranks get their own tensor back."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """`tensor` of rank `source`, on all ranks; others give one of the same shape and dtype, which is overwritten if
+        it is contiguous."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group; no collective may follow."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End collectives that wait for lost ranks, from any thread."""
+
+
+class MemoryCommunicator(Communicator):
+    """Ranks of one machine without devices of their own. A sum is the same on all ranks, bit for bit.
+
+    Args:
+        memory: shared by all ranks, of `shared_group_bytes(size)` bytes.
+    """
+
+    transport = "shared memory"
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._group = SharedGroup(memory, rank, size)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        self._group.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return self._group.gather(tensor.contiguous(), sizes)
+
+    def gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        if self.rank == 0:
+            return self.all_gather(tensor, sizes)
+        self._group.give(tensor.contiguous(), sizes)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        self._group.broadcast(tensor, source)
+        return tensor
+
+    def close(self) -> None:
+        self._group.end()
+
+    def abort(self) -> None:
+        self._group.end()
+
+
+class ProcessGroupCommunicator(Communicator):
+    """A group of `torch.distributed`.
+
+    Args:
+        group: gloo, whose collectives end by themselves when a rank is lost, or NCCL.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int, *, nccl: bool) -> None:
+        self.rank, self.size = rank, size
+        self.transport = "NCCL" if nccl else "gloo"
+        self._group = group
+        self._nccl = nccl
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        self._group.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         parts = [tensor.new_empty(*tensor.shape[:-1], max(sizes)) for _ in sizes]
         self._group.allgather([parts], [_padded(tensor, max(sizes))]).wait()
         return _concatenated(parts, sizes)
 
     def gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """`all_gather` on rank 0 only; other ranks get their own tensor back."""
         parts = [tensor.new_empty(*tensor.shape[:-1], max(sizes)) for _ in sizes] if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
@@ -81,8 +126,6 @@ class Communicator:
         return _concatenated(parts, sizes) if parts else tensor
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """`tensor` of rank `source`, on all ranks; others give one of the same shape and dtype, which is overwritten if
-        it is contiguous."""
         tensor = tensor.contiguous()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
@@ -90,18 +133,11 @@ class Communicator:
         return tensor
 
     def close(self) -> None:
-        """Leave the group; no collective may follow."""
         self._group = None
 
     def abort(self) -> None:
-        """End collectives that wait for lost ranks; gloo ends them itself."""
-        if self._group is not None and uses_nccl(self._device):
+        if self._group is not None and self._nccl:
             self._group.abort()
-
-
-def uses_nccl(device: torch.device) -> bool:
-    """Whether ranks on such devices use NCCL, which needs one device for each rank, rather than gloo."""
-    return device.type == "cuda"
 
 
 def _concatenated(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:

@@ -21,8 +21,9 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine.tensor_parallel import processes as limits
 from app.engine.tensor_parallel import shared_memory
-from app.engine.tensor_parallel.communicator import Communicator, open_store
+from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.processes import ERRORS, MEMORY, STEPS, Launch, Link, RankOrder, RankProcesses, RankSpec
+from app.engine.tensor_parallel.rendezvous import Store, join, open_store
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
 from app.engine.tensor_parallel.sockets import SocketAddress, SocketListener
 from app.errors import EngineError, FolioError, UnavailableError
@@ -57,6 +58,7 @@ class RankGroup:
         self._call_locks = [threading.Lock() for _ in (STEPS, MEMORY)]  # held from a call to its answers
         self._undo = ExitStack()
         self._comm: Communicator | None = None
+        self._store: Store = None
         self._num_ordered = 0
         self._ordering = threading.Lock()  # orders are counted in the order in which they are sent
         self._memories = itertools.count()
@@ -85,6 +87,7 @@ class RankGroup:
         size = self._num_peers + 1
         host = processes.host
         port, store = open_store(host, size, limits.JOIN_TIMEOUT_S)
+        self._store = store  # peers read it after this rank has joined
         link: MemoryAddress | SocketAddress
         listener: SocketListener | None = None
         # Closed below, or by `close`: after every peer has opened the file, or failed to.
@@ -97,7 +100,6 @@ class RankGroup:
         else:
             listener = self._undo.enter_context(closing(SocketListener(host)))
             link = listener.address
-        logger.info("%d ranks, messages over %s", size, "TCP" if listener else "shared memory")
         leader_pid = os.getpid() if processes.on_one_machine else None
         processes.run(
             [
@@ -111,7 +113,9 @@ class RankGroup:
             self._post(bytes([RankOrder.CONNECT]), answered=True)
             self._links[STEPS].collect()  # all have started, and join next
         shared.close()
-        self._comm = Communicator(store, 0, size, device, host, limits.JOIN_TIMEOUT_S)
+        self._comm = join(store, 0, size, device, host, limits.JOIN_TIMEOUT_S, shares=processes.on_one_machine)
+        messages = "TCP" if listener else "shared memory"
+        logger.info("%d ranks, messages over %s, collectives over %s", size, messages, self._comm.transport)
         return self._comm
 
     # ---- orders ----

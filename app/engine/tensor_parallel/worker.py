@@ -23,7 +23,7 @@ from app.engine.execution.builder import BatchBuilder
 from app.engine.execution.model_runner import ModelRunner
 from app.engine.lora.store import RankAdapters
 from app.engine.model.loader import LoadedModel, load_model
-from app.engine.tensor_parallel.communicator import Communicator, open_store
+from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.processes import (
     ERRORS,
     JOIN_TIMEOUT_S,
@@ -35,6 +35,7 @@ from app.engine.tensor_parallel.processes import (
     unpack_arrays,
     unpack_step,
 )
+from app.engine.tensor_parallel.rendezvous import join, open_store
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
 from kernels import select_block_copy, select_provider
 from vmem import LocalContents, PeerMemory, select_backend
@@ -154,7 +155,7 @@ class RankWorker:
         size = spec.config.tensor_parallel_size
         host, port = spec.store
         _, store = open_store(host, size, JOIN_TIMEOUT_S, port)
-        self._comm = Communicator(store, spec.rank, size, self._device, spec.host, JOIN_TIMEOUT_S)
+        self._comm = join(store, spec.rank, size, self._device, spec.host, JOIN_TIMEOUT_S)
 
     # ---- the memory thread ----
 

@@ -93,6 +93,13 @@ class ThreadCommunicator(Communicator):
     def gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return self.all_gather(tensor, sizes)
 
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return self._exchange(tensor)[source]
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
     def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.num_calls += 1
         self._together.tensors[self.rank] = tensor.clone()

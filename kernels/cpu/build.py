@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kernels.compilations import note_compilation
 from kernels.errors import KernelError
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,13 @@ def load_library(name: str, march: str = "native", *, openmp: bool = True) -> ct
     flags = [flag for flag in _FLAGS if openmp or flag != "-fopenmp"]
     source = _FOLDER / f"{name}.cpp"
     try:
-        return ctypes.CDLL(str(_build(source, flags, march)))
+        library = ctypes.CDLL(str(_build(source, flags, march)))
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelError(
             f"{source.name} cannot be compiled in {_cache()}: {error}; set XDG_CACHE_HOME to another folder"
         ) from error
+    note_compilation(source.name)
+    return library
 
 
 def load_function(name: str, function: str, *arguments: Any, result: Any = None, march: str = "native") -> Any:

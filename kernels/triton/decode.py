@@ -28,6 +28,7 @@ _MIN_SPLIT_TILES = 4
 _TILE_BYTES = 16384
 _WARP_ELEMENTS = 2048  # the most sums per warp: 64 registers per thread
 _COMBINED_ELEMENTS = 8192  # partial results that a program adds at a time: 64 per thread
+_PROGRAMS_A_PROCESSOR = 3  # that run at once: more would begin when the first ones end
 _INTERPRETED_PROCESSORS = 4  # without a GPU
 
 
@@ -256,14 +257,18 @@ def _decode_kernel(
 class SplitDecode:
     """Attention for the sequences of a batch with exactly one query; other sequences are skipped.
 
-    Owns, for each device, the splits' partial results and counters. They grow with the largest batch seen. Calls share
-    them: use one stream at a time, and no larger batch after a CUDA graph has captured a call.
+    The grid follows from shapes and from the batch's upper bounds; lengths are read on the device. A row is split by its
+    length and by the number of sequences, rounded up to a power of two: padding rows do not change it.
+
+    Owns, for each device, the splits' partial results and counters. They grow with the largest batch seen. Those that a
+    larger one replaces are kept, because a CUDA graph may have captured their addresses; all of them together are
+    smaller than the largest. Calls share them: use one stream at a time.
     """
 
     def __init__(self) -> None:
-        self._partial: dict[torch.device, torch.Tensor] = {}
-        self._partial_sums: dict[torch.device, torch.Tensor] = {}
-        self._counters: dict[torch.device, torch.Tensor] = {}
+        self._partial: dict[torch.device, list[torch.Tensor]] = {}
+        self._partial_sums: dict[torch.device, list[torch.Tensor]] = {}
+        self._counters: dict[torch.device, list[torch.Tensor]] = {}
         self._num_processors: dict[torch.device, int] = {}
 
     def prepare(self, call: AttentionCall) -> AttendInto:
@@ -284,7 +289,7 @@ class SplitDecode:
             num_cached = batch.max_seqlen_k
             if masking.window_left >= 0:
                 num_cached = min(num_cached, masking.window_left + 1)
-            num_splits = self._choose_splits(num_seqs * num_kv_heads, num_cached, block_tile, device)
+            num_splits = self._choose_splits(num_seqs, num_kv_heads, num_cached, block_tile, device)
         num_splits = min(num_splits, MAX_SPLITS)
         partial = partial_sums = counters = None
         if num_splits > 1:
@@ -305,23 +310,26 @@ class SplitDecode:
         grid = num_seqs, num_kv_heads, num_splits
         return lambda query, key_cache, value_cache, out: launch(grid, along_last(query), key_cache, value_cache, out)
 
-    def _choose_splits(self, num_pairs: int, num_cached: int, block_tile: int, device: torch.device) -> int:
-        """As many as give each processor two programs, if the longest sequence has tokens for them."""
+    def _choose_splits(
+        self, num_seqs: int, num_kv_heads: int, num_cached: int, block_tile: int, device: torch.device
+    ) -> int:
+        """As many as run at once, if the longest sequence has tokens for them."""
         if device not in self._num_processors:
             self._num_processors[device] = (
                 torch.cuda.get_device_properties(device).multi_processor_count
                 if device.type == "cuda"
                 else _INTERPRETED_PROCESSORS
             )
-        even = triton.cdiv(2 * self._num_processors[device], num_pairs)
+        num_programs = _PROGRAMS_A_PROCESSOR * self._num_processors[device]
+        even = num_programs // (triton.next_power_of_2(num_seqs) * num_kv_heads)
         return max(1, min(even, triton.cdiv(num_cached, _MIN_SPLIT_TILES * block_tile)))
 
 
 def _grown(
-    tensors: dict[torch.device, torch.Tensor], size: int, dtype: torch.dtype, device: torch.device
+    tensors: dict[torch.device, list[torch.Tensor]], size: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The device's tensor, replaced by a larger one of zeros if it has fewer elements."""
-    tensor = tensors.get(device)
-    if tensor is None or tensor.numel() < size:
-        tensor = tensors[device] = torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=device)
-    return tensor
+    """The device's last tensor, or a new one of zeros if that has fewer elements."""
+    grown = tensors.setdefault(device, [])
+    if not grown or grown[-1].numel() < size:
+        grown.append(torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=device))
+    return grown[-1]

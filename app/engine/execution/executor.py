@@ -13,15 +13,18 @@ from app.config.engine import EngineConfig
 from app.config.machine import num_threads
 from app.engine.execution.batch import StepPlan
 from app.engine.execution.builder import BatchBuilder
+from app.engine.execution.decode_graphs import GraphPlan, decode_buckets
+from app.engine.execution.graph import Graph, cuda_graphs
 from app.engine.execution.model_runner import ModelRunner, ObservedLayers
 from app.engine.execution.planner import StepPlanner
+from app.engine.execution.recorded_graph import RecordableProvider, Recorder
 from app.engine.execution.work_queue import InlineQueue, ThreadQueue, WorkQueue
 from app.engine.model.loader import load_model, resolve_device
 from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrder, pack_arrays, pack_step
 from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import FolioError, ModelError, UnavailableError
 from kernels import KernelError, select_provider
-from vmem import KVMemory, MirroredBackend
+from vmem import KVMemory, MirroredBackend, ViewPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,16 @@ class Executor:
             raise
 
     def _observe(self, config: EngineConfig) -> ModelRunner:
-        provider = select_provider(config.attention, self.model.module.device)
+        device = self.model.module.device
+        provider = select_provider(config.attention, device)
+        self._buckets = decode_buckets(min(config.max_num_seqs, config.max_num_batched_tokens))
+        self._graphs_required = config.decode_graphs == "on"
+        self._new_graph: Callable[[], Graph] | None = None
+        if self.ranks is None and device.type == "cuda" and config.decode_graphs != "off":
+            self._new_graph = cuda_graphs(device)
+        elif self.ranks is None and self._graphs_required:
+            recorder = Recorder()
+            self._new_graph, provider = recorder.graph, RecordableProvider(provider, recorder)
         try:
             with self._on_peers(RankOrder.OBSERVE):
                 return ModelRunner(self.model, provider)
@@ -101,9 +113,22 @@ class Executor:
         if self.ranks is not None:
             assert isinstance(memory.backend, MirroredBackend)
             self.ranks.command(RankOrder.OPEN, bytes([memory.backend.number]))
-        self._runner.attach_caches(memory.tensors)
+        self._runner.attach_caches(memory.tensors, self._graph_plan(memory))
         self._builder = BatchBuilder(memory.tensors, self.model.module.device, self._max_num_seqs)
         self.planner = StepPlanner(memory, self._builder, self._max_num_seqs)
+
+    def capture_graphs(self, view: ViewPolicy) -> None:
+        """Capture decode steps of the view that sequences have first, as many as fit. Raises `ModelError` if the
+        settings require it and the model cannot be captured."""
+        if (graphs := self._runner.graphs) is not None:
+            self.queue.submit(lambda: graphs.capture_all("region" if view == "auto" else view))()
+
+    def _graph_plan(self, memory: KVMemory) -> GraphPlan | None:
+        if self._new_graph is None:
+            return None
+        # The queue's thread must not wait for a turn: a call that has one may wait for the queue.
+        paused = nullcontext if isinstance(self.queue, ThreadQueue) else memory.mapper.paused
+        return GraphPlan(self._buckets, self._new_graph, paused, required=self._graphs_required)
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step, on the CPU."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from app.engine.execution import recurrent
 from app.engine.execution.attention import IMPLEMENTATION, CachedAttention, GeometryProbe, bind_attention
 from app.engine.execution.batch import StepBatch
+from app.engine.execution.decode_graphs import DecodeGraphs, GraphPlan
 from app.engine.execution.recurrent import CachedStates, RecurrentLayer, StateProbe
 from app.engine.model.loader import LoadedModel
 from app.errors import ModelError
@@ -42,6 +43,10 @@ class ModelRunner:
 
     A forward takes all sequences as one row `[1, num_tokens]` with explicit positions; only attention and recurrent
     mixers separate them.
+
+    Attributes:
+        layers: see `ObservedLayers`.
+        graphs: of decode steps; `None` if every step is computed eagerly.
     """
 
     def __init__(self, model: LoadedModel, provider: AttentionProvider) -> None:
@@ -52,18 +57,31 @@ class ModelRunner:
         self._attention: CachedAttention | None = None
         self._states: CachedStates | None = None
         self.layers = observe_layers(model, provider)
+        self.graphs: DecodeGraphs | None = None
 
-    def attach_caches(self, tensors: CacheTensors) -> None:
-        """Use these caches from now on."""
+    def attach_caches(self, tensors: CacheTensors, graph_plan: GraphPlan | None = None) -> None:
+        """Use these caches from now on.
+
+        Args:
+            graph_plan: how decode steps are captured; by default they are not.
+        """
         self._attention = CachedAttention(tensors, self._provider)
         self._states = CachedStates(tensors.state_view(), self.layers.states) if self.layers.states else None
         bind_attention(self._module, self._attention)
         recurrent.bind_mixers(self._module, self._states)
+        self.graphs = None
+        if graph_plan is not None and self._states is None:
+            self.graphs = DecodeGraphs(graph_plan, tensors, self._module.device, self._compute)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of the batch's logit rows, complete on rank 0 only. They are on the device,
-        which may still compute them. The batch's blocks must be mapped."""
+        which may still compute them, and valid until the next call. The batch's blocks must be mapped."""
+        logits = None if self.graphs is None else self.graphs.run(batch)
+        return self._compute(batch) if logits is None else logits
+
+    def _compute(self, batch: StepBatch) -> torch.Tensor:
+        """`run`, kernel by kernel."""
         assert self._attention is not None
         self._attention.batch = batch
         if self._model.adapters is not None:
@@ -77,7 +95,7 @@ class ModelRunner:
         """`run`, and the sums `[len(pooled), hidden_size]` float32 of these rows' hidden states after the last norm.
         Other ranks `run` the same batch: all have the whole hidden states."""
         with hidden_states(self._module) as states:
-            logits = self.run(batch)
+            logits = self._compute(batch)
         [hidden] = states
         return logits, torch.stack([hidden[0, rows].float().sum(0) for rows in pooled])
 

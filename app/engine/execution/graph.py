@@ -1,0 +1,82 @@
+"""Graph: the launches of a forward, recorded once and replayed over the same addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class CaptureError(Exception):
+    """The work does what cannot be replayed, such as reading a value on the host."""
+
+
+class Graph(Protocol):
+    """Launches that are captured once and replayed any number of times.
+
+    A replay reads and writes the addresses of the capture. What lies there may change in between, and so may the pages
+    behind addresses; tensors that the work has made itself must not be kept, because a replay overwrites them.
+
+    Attributes:
+        num_bytes: memory that the graph holds.
+    """
+
+    num_bytes: int
+
+    def capture(self, work: Callable[[], None]) -> None:
+        """Run the work, which compiles kernels and lets their buffers grow, and capture it. Once.
+
+        Raises:
+            CaptureError: the work cannot be captured; it may still be run.
+            torch.OutOfMemoryError: there is no memory for the graph.
+        """
+        ...
+
+    def replay(self) -> None:
+        """Launch all of it."""
+        ...
+
+
+class CudaGraph:
+    """A CUDA graph. Those with one pool share their memory: results of one hold until another is replayed.
+
+    Capture is "thread_local": calls of other threads that are illegal during a capture would otherwise end it, such as
+    those of another engine's mapper, or of a garbage collector that frees an event.
+
+    Args:
+        pool: of `torch.cuda.graph_pool_handle`.
+        stream: a side stream; the default stream cannot be captured.
+    """
+
+    def __init__(self, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        self._pool, self._stream = pool, stream
+        self._graph = torch.cuda.CUDAGraph()
+        self.num_bytes = 0
+
+    def capture(self, work: Callable[[], None]) -> None:
+        stream, current = self._stream, torch.cuda.current_stream()
+        try:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                work()
+            current.wait_stream(stream)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            free_bytes, _ = torch.cuda.mem_get_info()
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                work()
+            self.num_bytes = max(free_bytes - torch.cuda.mem_get_info()[0], 0)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CaptureError(f"{type(error).__name__}: {error}") from error
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def cuda_graphs(device: torch.device) -> Callable[[], Graph]:
+    """A function that makes graphs of a device, with one pool."""
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    return lambda: CudaGraph(pool, stream)

@@ -6,6 +6,7 @@ Importing the package does not import torch, as in `vmem`: routers need prefix h
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kernels.compilations import note_compilation, num_compilations
 from kernels.cpu.build import has_matrix_tiles
 from kernels.errors import KernelError
 
@@ -35,6 +36,8 @@ __all__ = [
     "VarlenBatch",
     "flash_attn_with_kvcache",
     "has_matrix_tiles",
+    "note_compilation",
+    "num_compilations",
     "select_block_copy",
     "select_elementwise",
     "select_provider",

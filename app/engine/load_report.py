@@ -14,6 +14,7 @@ from app.engine.report import ReplicaReport, StepTimes, attended_tokens
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
 from app.errors import OverloadedError
+from kernels import num_compilations
 from vmem import KVMemory, MemoryReport
 
 # Time constant of rates: what happened this long ago counts for 1/e.
@@ -40,6 +41,7 @@ class Activity:
             that sampled the token.
         step_tokens: tokens computed by each step since the last report.
         num_failed_steps: since the start; each of them failed all requests in flight.
+        num_late_compilations: kernels compiled or loaded in this process, and graphs captured, since the warm-up.
     """
 
     num_preempted: Mapping[PreemptionMode, int]
@@ -48,6 +50,7 @@ class Activity:
     prefill_s: Sequence[float]
     step_tokens: Sequence[int]
     num_failed_steps: int
+    num_late_compilations: int
 
 
 class DecayingRate:
@@ -73,6 +76,7 @@ class LoadMeter:
         freed_tokens, ended_requests: what requests that end have freed, and their number.
         step_s, queue_s, prefill_s, step_tokens: see `Activity`.
         expected_cached_tokens, cached_tokens, missed_tokens: see `ReplicaReport`.
+        num_early_compilations: `kernels.num_compilations` before the engine's first request.
     """
 
     def __init__(self) -> None:
@@ -85,6 +89,7 @@ class LoadMeter:
         self.prefill_s: deque[float] = deque(maxlen=_MOST_TIMES)
         self.step_tokens: deque[int] = deque(maxlen=_MOST_TIMES)
         self.expected_cached_tokens = self.cached_tokens = self.missed_tokens = 0
+        self.num_early_compilations = num_compilations()
 
     def note_step(self, seconds: float, now: float) -> None:
         """Count a step that computed prompts and ends now, as if spread over its duration: at most the whole time."""
@@ -257,6 +262,7 @@ class LoadReporter:
             prefill_s=_drained(meter.prefill_s),
             step_tokens=_drained(meter.step_tokens),
             num_failed_steps=self.num_failed_steps,
+            num_late_compilations=num_compilations() - meter.num_early_compilations,
         )
 
     def _free_tokens(self, report: MemoryReport) -> int:

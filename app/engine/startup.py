@@ -2,7 +2,9 @@
 
 Kernels, product plans, threads, grammar compilers, pages and mappings are compiled or allocated at first use. Warm-up
 requests of random tokens take that time before the first client does: prompts that fill a step, and decodes of several
-batch sizes, greedy and sampled. They run in the thread that will call `step`, because OpenMP threads belong to it.
+batch sizes, greedy and sampled. They run in the thread that will call `step`, because OpenMP threads belong to it. On
+a device whose kernels compile at their first use, a step of each kind runs before (`execution/variants.py`), and a
+request with each way of sampling; decode graphs are captured.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine.delta import RequestOptions
 from app.engine.engine import Engine
+from app.engine.execution.variants import run_variants
 from app.engine.faults import kernel_errors_as_config_errors
 from app.engine.model.loader import LoadedModel
 from app.engine.pooled import PoolingParams
@@ -51,6 +54,23 @@ SAMPLED = SamplingParams(
 )
 # The pattern matches any text, because a tokenizer may have no token of lower-case letters alone.
 STRUCTURED = SamplingParams(structure=Structure("regex", r"[\s\S]{1,20}"), stop=["\n\n"], seed=0)
+# One way of sampling each.
+SAMPLER_VARIANTS = tuple(
+    SamplingParams(seed=0, ignore_eos=True, **only)
+    for only in (
+        {},
+        {"top_k": 20},
+        {"top_p": 0.9},
+        {"min_p": 0.01},
+        {"repetition_penalty": 1.1},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": {0: 1.0}},
+        {"min_tokens": 2},
+        {"allowed_token_ids": [0, 1]},
+        {"logprobs": 1},
+        {"prompt_logprobs": 1},
+    )
+)
 
 Prompt = tuple[list[int], SamplingParams]
 # Fingerprint → the `hot_prefixes` of each peer engine that has it.
@@ -83,10 +103,11 @@ def get_ready(engine: Engine, prefixes_of_others: PeerPrefixes | None) -> None:
 
 
 def warm_up(engine: Engine) -> None:
-    """Run the warm-up requests, in the thread that will call `step`. Only measured step times remain.
+    """Run the warm-up requests, in the thread that will call `step`. Only measured step times, and graphs, remain.
 
     Raises:
         ConfigError: a configured kernel cannot serve this model.
+        ModelError: decode graphs are required, and the model cannot be captured.
     """
     rounds = warm_up_rounds(
         vocab_size=engine.model.vocab_size,
@@ -97,6 +118,9 @@ def warm_up(engine: Engine) -> None:
         fits=lambda lengths: sum(map(engine.memory.pages_for, lengths)) <= engine.memory.num_free_pages,
     )
     with kernel_errors_as_config_errors():
+        engine.executor.capture_graphs(engine.config.kv_view)
+        if engine.model.module.device.type != "cpu":
+            warm_up_variants(engine)
         for prompts in rounds:
             _run(engine, prompts)
         engine.recovery.forget_steps()
@@ -108,6 +132,22 @@ def warm_up(engine: Engine) -> None:
     engine.memory.prefixes.evict_prefixes(_WARM_UP_KEYS)
     engine.reset_counts()
     engine.start_times.lap("warm_up_s")
+
+
+def warm_up_variants(engine: Engine) -> None:
+    """Run everything that compiles kernels: each kind of step, and each way of sampling."""
+    scheduler, config = engine.scheduler, engine.config
+    run_variants(
+        engine.executor,
+        engine.memory,
+        config.kv_view,
+        max_num_seqs=scheduler.max_num_seqs,
+        step_tokens=config.max_num_batched_tokens,
+    )
+    if engine.model.generates and engine.max_model_len > _NEW_TOKENS:
+        prompt = [0] * min(_PROMPT_TOKENS, engine.max_model_len - _NEW_TOKENS)
+        for params in SAMPLER_VARIANTS:
+            _run(engine, [(prompt, replace(params, max_tokens=_NEW_TOKENS))])
 
 
 def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:

@@ -46,6 +46,9 @@ class EngineMeter:
             "folio_mapper_failures", "Units of mapping work that the device refused, and that are tried again."
         )
         self._failed = metrics.Counter("folio_failed_steps", "Steps that failed, and with them all requests in flight.")
+        self._late = metrics.Counter(
+            "folio_late_compilations", "Kernels compiled or loaded, and decode graphs captured, after the warm-up."
+        )
         self._step_s = metrics.Histogram("folio_step_seconds", "Time of an engine step.", boundaries=_STEP_S)
         self._queue_s = metrics.Histogram(
             "folio_queue_seconds",
@@ -87,6 +90,7 @@ class EngineMeter:
         self._count(self._mapping_s, seconds, "time")
         self._count(self._mapper_failures, {"": memory.mapper_failures})
         self._count(self._failed, {"": activity.num_failed_steps})
+        self._count(self._late, {"": activity.num_late_compilations})
         for step_s in activity.step_s:
             self._step_s.observe(step_s)
         for queue_s in activity.queue_s:

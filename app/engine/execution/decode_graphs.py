@@ -22,7 +22,7 @@ import torch
 from app.engine.execution.batch import BatchPart, StepBatch
 from app.engine.execution.graph import CaptureError, Graph
 from app.errors import ModelError
-from kernels import VarlenBatch
+from kernels import VarlenBatch, note_compilation
 from vmem import CacheTensors, View
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class DecodeGraphs:
         self._forward = forward
         self._inputs: dict[View, DecodeInputs] = {}
         self._logits: torch.Tensor | None = None  # [largest bucket, vocab_size]
+        self._batches: list[StepBatch] = []  # of the graphs, which do not keep what they read
         self.captured: dict[tuple[View, int], Graph] = {}
         self.num_bytes = 0
         self._budget_bytes = plan.budget_bytes
@@ -172,6 +173,8 @@ class DecodeGraphs:
                 ) from error
             logger.warning("decode steps of this model cannot be captured, each of their kernels is launched: %s", error)
             return False
+        note_compilation(f"decode graph of {bucket} sequences, {view}")
+        self._batches.append(batch)
         self.captured[view, bucket] = graph
         self.num_bytes += graph.num_bytes
         return True

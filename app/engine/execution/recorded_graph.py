@@ -155,6 +155,10 @@ class _Dispatched(DispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self._recording.is_launching:
             return function(*args, **kwargs)
+        with self:  # in inference mode torch dispatches composite functions whole
+            parts = function.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
         dynamic = torch.Tag.dynamic_output_shape in function.tags
         if function is torch.ops.aten.index.Tensor:
             dynamic = any(index is not None and not _is_integer(index) for index in args[1])

@@ -1,0 +1,388 @@
+"""Decode graphs: buckets, padding rows, what is captured when; tokens with graphs on and off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine import LLM, EngineConfig, SamplingParams
+from app.engine.execution.batch import BatchPart, StepBatch
+from app.engine.execution.decode_graphs import (
+    DecodeGraphs,
+    DecodeInputs,
+    GraphPlan,
+    decode_buckets,
+    decode_view,
+)
+from app.engine.execution.graph import CaptureError
+from app.engine.execution.recorded_graph import RecordedGraph
+from app.errors import ConfigError, ModelError
+from kernels import VarlenBatch
+from tests.app.engine.execution.test_cuda import Driver, use_device  # noqa: F401 (a fixture)
+from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
+from tests.vmem.small_memory import MAX_TOKENS, FlakyHost, make_memory
+from vmem import CacheTensors, View
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 7
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+# ---- buckets ----
+
+
+def test_buckets() -> None:
+    assert decode_buckets(256)[:12] == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80)
+    assert decode_buckets(256)[-2:] == (240, 256)
+    assert len(decode_buckets(256)) == 23
+    assert decode_buckets(1) == (1,)
+    assert decode_buckets(3) == (1, 2, 3)
+    assert decode_buckets(64)[-1] == 64
+    assert decode_buckets(70)[-2:] == (64, 70)
+    assert decode_buckets(1000)[-2:] == (992, 1000)
+    for most in range(1, 300):
+        buckets = decode_buckets(most)
+        assert list(buckets) == sorted(set(buckets))
+        assert buckets[-1] == most
+
+
+# ---- inputs ----
+
+
+@pytest.fixture
+def tensors() -> Iterator[CacheTensors]:
+    memory, _ = make_memory(FlakyHost, windowed=True)
+    yield memory.tensors
+    memory.close()
+
+
+def decodes(lengths: Sequence[int], view: View = "block_table", groups: int = 2, **changes: Any) -> StepBatch:
+    """A batch of one token a sequence, with tables and slots that belong to other rows' blocks, too."""
+    count = len(lengths)
+    cached = torch.tensor(lengths, dtype=torch.int32)
+    width = 1 if view == "region" else max(-(-length // 16) for length in lengths)
+    table = torch.arange(1, count * width + 1, dtype=torch.int32).view(count, width)
+    attention = VarlenBatch(torch.arange(count + 1, dtype=torch.int32), cached, table, 1, max(lengths))
+    part = BatchPart(view, slice(0, count), torch.arange(count) + 100, attention)
+    fields = {
+        "token_ids": torch.arange(count) + 1,
+        "positions": cached.long() - 1,
+        "logit_rows": torch.arange(count),
+        "parts": ((part,),) * groups,
+    }
+    return StepBatch(**(fields | changes))
+
+
+def test_rows_that_are_no_sequences_are_padding(tensors: CacheTensors) -> None:
+    inputs = DecodeInputs(tensors, "block_table", 8, CPU)
+    batch = inputs.batch(8)
+    addresses = [tensor.data_ptr() for tensor in all_tensors(batch)]
+    for lengths in ((17, 40, 3, 64, 9), (20, 5), (33,) * 8, (1,)):
+        inputs.load(decodes(lengths))
+        count = len(lengths)
+        assert batch.token_ids.tolist() == [*range(1, count + 1)] + [0] * (8 - count)
+        assert batch.positions.tolist() == [length - 1 for length in lengths] + [0] * (8 - count)
+        assert batch.logit_rows.tolist() == list(range(8))
+        for [part] in batch.parts:
+            attention = part.attention
+            assert part.slots.tolist() == [*range(100, 100 + count)] + [0] * (8 - count)
+            assert attention.cache_seqlens.tolist() == [*lengths] + [1] * (8 - count)
+            assert attention.cu_seqlens_q.tolist() == list(range(9))
+            assert attention.block_table.shape == (8, MAX_TOKENS // 16)
+            assert attention.block_table[count:, 0].tolist() == [0] * (8 - count)
+            assert (attention.max_seqlen_q, attention.max_seqlen_k) == (1, MAX_TOKENS)
+            expected = decodes(lengths).parts[0][0].attention.block_table
+            assert torch.equal(attention.block_table[:count, : expected.shape[1]], expected)
+    assert [tensor.data_ptr() for tensor in all_tensors(batch)] == addresses
+    assert inputs.batch(2).parts[0][0].attention.block_table.shape == (2, MAX_TOKENS // 16)
+    assert DecodeInputs(tensors, "region", 4, CPU).batch(4).parts[1][0].attention.block_table.shape == (4, 1)
+
+
+def all_tensors(batch: StepBatch) -> list[torch.Tensor]:
+    of_parts = [
+        tensor
+        for [part] in batch.parts
+        for tensor in (part.slots, part.attention.cu_seqlens_q, part.attention.cache_seqlens, part.attention.block_table)
+    ]
+    return [batch.token_ids, batch.positions, batch.logit_rows, *of_parts]
+
+
+def test_only_decodes_in_one_view_without_adapters_are_replayed() -> None:
+    assert decode_view(decodes((3, 9))) == "block_table"
+    assert decode_view(decodes((3, 9), "region")) == "region"
+    [part], *_ = decodes((3, 9)).parts
+    chunk = BatchPart(part.view, slice(0, 5), part.slots, part.attention)
+    assert decode_view(decodes((3, 9), token_ids=torch.arange(5), parts=((chunk,),))) is None
+    assert decode_view(decodes((3, 9), logit_rows=torch.arange(1))) is None
+    assert decode_view(decodes((3, 9), parts=((part, part),))) is None
+    assert decode_view(decodes((3, 9), adapters=object())) is None
+    assert decode_view(decodes((3, 9), states=object(), parts=((part,), ()))) is None
+
+
+# ---- what is captured when ----
+
+
+class FakeGraph:
+    """A graph of a given size that refuses, or runs its work at each replay."""
+
+    def __init__(self, num_bytes: int, error: Exception | None = None) -> None:
+        self.num_bytes, self._error = num_bytes, error
+
+    def capture(self, work: Callable[[], None]) -> None:
+        if self._error is not None:
+            raise self._error
+        work()
+        self.replay = work
+
+
+class Runner:
+    """Graphs over a small memory; `seen` has the slots and lengths of each forward, `pauses` those of the mapper."""
+
+    def __init__(self, tensors: CacheTensors, sizes: Callable[[], FakeGraph], **plan: Any) -> None:
+        self.seen: list[tuple[list[int], list[int]]] = []
+        self.pauses = 0
+        self.paused = False
+
+        @contextmanager
+        def paused() -> Iterator[None]:
+            self.pauses += 1
+            self.paused = True
+            try:
+                yield
+            finally:
+                self.paused = False
+
+        plan = {"buckets": decode_buckets(32), "budget_bytes": 1000} | plan
+        self.graphs = DecodeGraphs(GraphPlan(new_graph=sizes, paused=paused, **plan), tensors, CPU, self.forward)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> torch.Tensor | None:
+        return self.graphs.run(batch)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        [part], *_ = batch.parts
+        self.seen.append((part.slots.tolist(), part.attention.cache_seqlens.tolist()))
+        return batch.token_ids[batch.logit_rows, None] * torch.ones(VOCAB_SIZE)
+
+
+def test_a_graph_is_captured_at_its_first_use_with_padding_rows_alone(tensors: CacheTensors) -> None:
+    """Regression: the rows of the step before were computed again, and written to blocks that others own by now."""
+    runner = Runner(tensors, lambda: FakeGraph(10))
+    for lengths, captured in (((17, 40, 3), {4}), ((5, 6), {2, 4}), ((9,) * 5, {2, 4, 8}), ((7, 8, 9), {2, 4, 8})):
+        before = len(runner.seen)
+        logits = runner.run(decodes(lengths))
+        assert logits is not None
+        assert logits[:, 0].tolist() == list(range(1, len(lengths) + 1))
+        *captures, replay = runner.seen[before:]
+        for slots, cached in captures:
+            assert slots == [0] * len(slots)
+            assert cached == [1] * len(slots)
+        padding = len(replay[0]) - len(lengths)
+        assert replay[1] == [*lengths] + [1] * padding
+        assert {bucket for _, bucket in runner.graphs.captured} == captured
+    assert runner.pauses == 3
+    assert not runner.paused
+    assert runner.run(decodes((1,) * 33)) is None  # more than the largest bucket
+    assert runner.graphs.num_bytes == 30
+
+
+def test_each_view_has_its_graphs(tensors: CacheTensors) -> None:
+    runner = Runner(tensors, lambda: FakeGraph(10))
+    for view in ("region", "block_table", "region"):
+        assert runner.run(decodes((9, 9), view)) is not None
+    assert set(runner.graphs.captured) == {("region", 2), ("block_table", 2)}
+
+
+def test_the_start_takes_half_of_the_budget(tensors: CacheTensors) -> None:
+    runner = Runner(tensors, lambda: FakeGraph(200))
+    runner.graphs.capture_all("region")
+    assert [bucket for _, bucket in runner.graphs.captured] == [32, 24]
+    assert runner.run(decodes((9,) * 3, "region")) is not None  # captured now
+    assert runner.run(decodes((9,) * 2, "region")) is not None
+    assert runner.run(decodes((9,), "region")) is not None
+    assert runner.graphs.num_bytes == 1000
+    assert runner.run(decodes((9,) * 13, "region")) is not None  # no room: that of 24 does
+    assert runner.run(decodes((9,) * 7, "region")) is None  # it would be padded threefold
+    assert [bucket for _, bucket in runner.graphs.captured] == [32, 24, 4, 2, 1]
+
+
+def test_all_buckets_are_captured_the_largest_first(tensors: CacheTensors) -> None:
+    runner = Runner(tensors, lambda: FakeGraph(1))
+    runner.graphs.capture_all("block_table")
+    assert [bucket for _, bucket in runner.graphs.captured] == [32, 24, 16, 8, 4, 2, 1]
+    assert runner.run(decodes((9,) * 7)) is not None
+    assert len(runner.graphs.captured) == 7
+
+
+def test_without_memory_no_more_is_captured(tensors: CacheTensors) -> None:
+    made: list[FakeGraph] = []
+
+    def graph() -> FakeGraph:
+        made.append(FakeGraph(10, torch.OutOfMemoryError("out of memory") if made else None))
+        return made[-1]
+
+    runner = Runner(tensors, graph, required=True)
+    assert runner.run(decodes((9,) * 8)) is not None
+    assert runner.run(decodes((9,))) is None
+    assert runner.run(decodes((9,))) is None
+    assert runner.run(decodes((9,) * 7)) is not None
+    assert len(made) == 2
+
+
+def test_a_model_that_cannot_be_captured_is_computed_eagerly(
+    tensors: CacheTensors, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[FakeGraph] = []
+
+    def graph() -> FakeGraph:
+        made.append(FakeGraph(10, CaptureError("it reads a value")))
+        return made[-1]
+
+    runner = Runner(tensors, graph)
+    runner.graphs.capture_all("region")
+    assert runner.run(decodes((9,) * 8, "region")) is None
+    assert len(made) == 1
+    assert "it reads a value" in caplog.text
+    with pytest.raises(ModelError, match=r"decode_graphs is 'on'.*it reads a value; use 'auto'"):
+        Runner(tensors, graph, required=True).graphs.capture_all("region")
+    assert not runner.paused
+
+
+# ---- engines ----
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """The graph of each replay."""
+    replayed: list[RecordedGraph] = []
+    replay = RecordedGraph.replay
+
+    def note(graph: RecordedGraph) -> None:
+        replayed.append(graph)
+        replay(graph)
+
+    monkeypatch.setattr(RecordedGraph, "replay", note)
+    return replayed
+
+
+def prompts() -> list[list[int]]:
+    return [tokens(n, seed=n) for n in (1, 17, 63, 120, 9)]
+
+
+def generate(folder: Any, **settings: Any) -> list[list[int]]:
+    """Greedy tokens of prompts of which one comes late and two leave early."""
+    shared = {"skip_tokenizer_init": True, "kv_memory_bytes": 16 << 20, "max_num_seqs": 12, "max_model_len": 200}
+    params = [SamplingParams(max_tokens=most, temperature=0, ignore_eos=True) for most in (20, 5, 12, 20, 3)]
+    outputs: list[list[int]] = [[] for _ in prompts()]
+    with LLM(folder, **(shared | settings)) as llm:
+        engine = llm.engine
+        for i, prompt in enumerate(prompts()[:-1]):
+            engine.submit(str(i), prompt, params[i])
+        num_steps = 0
+        while engine.has_work or num_steps < 4:
+            if num_steps == 3:
+                engine.submit("4", prompts()[-1], params[-1])
+            for delta in engine.step():
+                assert delta.error is None
+                outputs[int(delta.request_id)] += delta.token_ids
+            engine.check_integrity()
+            num_steps += 1
+    return outputs
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_gives_the_same_tokens(
+    name: str, make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
+) -> None:
+    model_type, architecture = ARCHITECTURES[name]
+    folder = make_checkpoint(model_type, **architecture)
+    expected = generate(folder, decode_graphs="off")
+    assert not replays
+    assert generate(folder, decode_graphs="on") == expected
+    assert len(replays) >= 16  # all steps but those with a prompt
+    assert len(set(replays)) >= 3  # of 4, 2 and 1 sequences, at least
+
+
+@pytest.mark.parametrize("view", ["region", "block_table"])
+@pytest.mark.parametrize("async_scheduling", ["off", "on"])
+def test_both_views_and_overlapped_steps_give_the_same_tokens(
+    view: str,
+    async_scheduling: str,
+    make_checkpoint: MakeCheckpoint,
+    replays: list[RecordedGraph],
+    without_compiler: None,
+) -> None:
+    folder = make_checkpoint("gemma2", **ARCHITECTURES["gemma2"][1])
+    settings = {"kv_view": view, "block_tokens": 16, "async_scheduling": async_scheduling}
+    expected = generate(folder, decode_graphs="off", **settings)
+    assert generate(folder, decode_graphs="on", **settings) == expected
+    assert len(replays) >= 15
+
+
+@pytest.mark.parametrize("view", ["region", "block_table", "auto"])
+def test_graphs_stay_valid_while_pages_come_and_go(
+    view: Any,
+    make_checkpoint: MakeCheckpoint,
+    use_device: Callable[[], Driver],  # noqa: F811
+    replays: list[RecordedGraph],
+    without_compiler: None,
+) -> None:
+    """Over the fake driver: regions grow, windows move on and idle pages go back between replays. Nothing is mapped
+    during a capture, and no kernel is given the address of a hole."""
+    folder = make_checkpoint("gemma2", **ARCHITECTURES["gemma2"][1])
+    shared = {"kv_view": view, "max_num_batched_tokens": 96, "kv_memory_bytes": 4 << 20}
+    expected = generate(folder, decode_graphs="off", **shared)
+    driver = use_device()
+    capture, changes = RecordedGraph.capture, []
+
+    def noted(graph: RecordedGraph, work: Callable[[], None]) -> None:
+        before = len(driver.calls)
+        capture(graph, work)
+        changes.append([call for call in driver.calls[before:] if call.startswith("cuMem")])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordedGraph, "capture", noted)
+        released = {"kv_idle_release_s": 0.0, "prefix_cache_release_s": 0.0}
+        assert generate(folder, decode_graphs="on", **shared, **released) == expected
+    assert len(replays) >= 15
+    assert changes
+    assert not any(changes)
+    calls = [call for call in driver.calls if call in ("cuMemMap", "cuMemUnmap")]
+    assert calls.count("cuMemUnmap") > 10
+
+
+def test_a_row_is_the_same_in_every_bucket(make_checkpoint: MakeCheckpoint, without_compiler: None) -> None:
+    """Sequences that are equal, alone and with others."""
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    shared = {"skip_tokenizer_init": True, "kv_memory_bytes": 16 << 20, "prefix_cache": False}
+    with LLM(folder, decode_graphs="on", max_num_seqs=12, **shared) as llm:
+        [alone] = llm.generate([tokens(30)], GREEDY)
+        for count in (2, 3, 5, 9):
+            together = llm.generate([tokens(30)] * count, GREEDY)
+            assert [c.token_ids for c in together] == [alone.token_ids] * count
+
+
+def test_models_with_states_and_steps_with_drafts_are_computed_eagerly(
+    make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
+) -> None:
+    hybrid = make_checkpoint("bamba", **HYBRIDS["bamba"])
+    assert generate(hybrid, decode_graphs="on") == generate(hybrid, decode_graphs="off")
+    assert not replays
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    assert generate(folder, decode_graphs="on", speculation="ngram") == generate(folder, decode_graphs="off")
+
+
+def test_kernels_that_cannot_be_recorded_are_an_error(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    with LLM(folder, decode_graphs="on", kv_memory_bytes=16 << 20, skip_tokenizer_init=True) as llm:
+        with pytest.raises(ModelError, match="calls a kernel outside of torch"):
+            llm.engine.executor.capture_graphs("region")
+
+
+def test_ranks_have_no_graphs() -> None:
+    with pytest.raises(ConfigError, match="decode_graphs is 'on' and tensor_parallel_size 2"):
+        EngineConfig(model="builtin", decode_graphs="on", tensor_parallel_size=2)

@@ -779,6 +779,40 @@ def test_a_step_waits_for_one_unit_of_work(monkeypatch: pytest.MonkeyPatch) -> N
     finish(memory, sequence)
 
 
+def test_nothing_changes_while_the_mapper_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph is captured then. The pause begins with the end of the unit of work in hand."""
+    memory, device = make_memory(num_pages=20, idle_release_s=0.0, cache_release_s=0.0)
+    monkeypatch.setattr(memory.policy, "unit_pages", 1)
+    begun = threading.Event()
+    destroy = device.destroy
+
+    def slow(handle: int) -> None:
+        begun.set()
+        time.sleep(0.002)
+        destroy(handle)
+
+    monkeypatch.setattr(device, "destroy", slow)
+    memory.free(begin(memory, 160))
+    assert begun.wait(DEADLINE_S)
+    with memory.mapper.paused():
+        before = device.num_calls
+        time.sleep(0.05)
+        assert device.num_calls == before
+        assert memory.report().physical_bytes > 0
+    until(lambda: memory.report().physical_bytes == 0)
+    assert device.num_calls > before
+    finish(memory)
+
+
+def test_a_dead_mapper_cannot_be_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, _ = make_memory()
+    monkeypatch.setattr(memory.mapper, "death", ZeroDivisionError("a bug"))
+    with pytest.raises(IntegrityError, match="mapper thread has died"), memory.mapper.paused():
+        raise AssertionError
+    monkeypatch.undo()
+    finish(memory)
+
+
 def test_a_refused_mapping_demotes_the_sequence(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, device = make_memory()
     automatic, forced = begin(memory, 20, "auto"), begin(memory, 20, "region")

@@ -13,6 +13,7 @@ from app.engine.report import StartTimes
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
 from app.serving.engine_metrics import EngineMeter
+from kernels import note_compilation
 from tests.app.serving.conftest import Recorded
 
 
@@ -40,6 +41,22 @@ def test_draft_tokens_are_counted_once(recorded: Recorded) -> None:
         ("folio_draft_tokens", 3, {"proposer": "ngram"}),
         ("folio_accepted_tokens", 2, {"proposer": "ngram"}),
     ]
+
+
+def test_kernels_that_compile_after_the_start_are_counted(recorded: Recorded, engine: Engine) -> None:
+    meter = EngineMeter()
+
+    def note() -> list[float]:
+        recorded.clear()
+        meter.note(engine.load.report(), engine.report(), engine.load.take_activity())
+        return [value for name, value, _ in recorded if name == "folio_late_compilations"]
+
+    note_compilation("a kernel of the warm-up")
+    engine.reset_counts()
+    assert note() == []
+    note_compilation("a kernel that a request waits for")
+    assert note() == [1]
+    assert note() == []
 
 
 def test_an_engines_activity_is_recorded_once(recorded: Recorded, engine: Engine) -> None:

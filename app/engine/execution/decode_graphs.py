@@ -199,6 +199,7 @@ class DecodeInputs:
         self._view: View = view
         self._token_ids, self._positions, self._rows = torch.zeros(3, num_seqs, dtype=torch.int64, device=device)
         self._rows += torch.arange(num_seqs, device=device)
+        self._no_pending = torch.empty(2, 0, dtype=torch.int64, device=device)
         self._starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
         self._groups: list[_GroupInputs | None] = []
         for g, group in enumerate(tensors.groups):
@@ -215,7 +216,8 @@ class DecodeInputs:
         parts = tuple(
             () if group is None else (group.part(self._view, self._starts, bucket),) for group in self._groups
         )
-        return StepBatch(self._token_ids[:bucket], self._positions[:bucket], self._rows[:bucket], parts)
+        rows = self._rows[:bucket]
+        return StepBatch(self._token_ids[:bucket], self._positions[:bucket], rows, parts, self._no_pending)
 
     @torch.inference_mode()
     def load(self, batch: StepBatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from app.engine.execution.batch import demands, memory_of, plan_step
+from app.engine.execution.batch import demands, memory_of
 from app.engine.execution.executor import Executor
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
@@ -70,8 +70,7 @@ def _run(executor: Executor, memory: KVMemory, shape: Shape, views: Sequence[Vie
             scheduled.append(Scheduled(request, num_tokens))
             memory.append(request.memory, len(tokens))
         memory.ensure(demands(scheduled))
-        scheduled.sort(key=lambda s: memory_of(s).view)
-        executor.run(plan_step(scheduled, memory), memory)
+        executor.run(executor.planner.plan(scheduled), memory)
     finally:
         for s in scheduled:
             memory.free(memory_of(s))

@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.blocks import check_copy
 from kernels.provider import FP8_DTYPES, CacheWrite, StoreLayer
-from kernels.triton.launch import Launch
+from kernels.triton.launch import Kernel
 
 # ruff: noqa: N803, N806 (compile-time constants are capitals in Triton's kernels)
 
@@ -146,7 +146,7 @@ def prepare_write(new: CacheWrite) -> StoreLayer:
         "EMULATED": not isinstance(_write_kernel, JITFunction),
     }
     changing = ("key_ptr", "value_ptr", "key_cache_ptr", "value_cache_ptr")
-    launch = Launch(_write_kernel, arguments, changing, num_warps=4)
+    launch = Kernel(_write_kernel).prepare(arguments, changing, num_warps=4)
     grid = num_tokens, triton.cdiv(num_heads, block_heads), 1
     return lambda key, value, key_cache, value_cache: launch(
         grid, along_last(key), along_last(value), key_cache, value_cache

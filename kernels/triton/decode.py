@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.provider import AttentionCall
 from kernels.triton.cache import along_last
-from kernels.triton.launch import Launch
+from kernels.triton.launch import Kernel
 from kernels.triton.tiles import (
     CHANGING,
     AttendInto,
@@ -270,6 +270,7 @@ class SplitDecode:
         self._partial_sums: dict[torch.device, list[torch.Tensor]] = {}
         self._counters: dict[torch.device, list[torch.Tensor]] = {}
         self._num_processors: dict[torch.device, int] = {}
+        self._kernel = Kernel(_decode_kernel)
 
     def prepare(self, call: AttentionCall) -> AttendInto:
         """A function that fills those sequences' rows of the results and of `call.lse`."""
@@ -306,7 +307,7 @@ class SplitDecode:
             "BLOCK_ROWS": block_rows,
             "BLOCK_SPLITS": max(1, min(8, _COMBINED_ELEMENTS // (block_rows * padded(value_dim)))),
         }
-        launch = Launch(_decode_kernel, arguments, CHANGING, num_warps=num_warps, num_stages=3)
+        launch = self._kernel.prepare(arguments, CHANGING, num_warps=num_warps, num_stages=3)
         grid = num_seqs, num_kv_heads, num_splits
         return lambda query, key_cache, value_cache, out: launch(grid, along_last(query), key_cache, value_cache, out)
 

@@ -16,7 +16,7 @@ from kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrit
 from kernels.errors import KernelError
 from kernels.provider import FP8_DTYPES
 from kernels.triton.cache import store_cached
-from kernels.triton.launch import Launch
+from kernels.triton.launch import Kernel, Launch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WARP_ELEMENTS = 1024  # of a row: 32 per thread
@@ -243,6 +243,7 @@ class TritonElementwise(Elementwise):
 
     def __init__(self) -> None:
         self._launches: dict[tuple[object, ...], Launch] = {}
+        self._rotary_write = Kernel(_rotary_write_kernel)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         return self._norm(x, None, weight, eps, offset, summed=False)[1]
@@ -370,7 +371,7 @@ class TritonElementwise(Elementwise):
         changing = ["heads_ptr", "key_cache_ptr", "value_cache_ptr"]
         if query_norm is not None:
             changing += ["query_weight_ptr", "key_weight_ptr"]
-        launch = Launch(_rotary_write_kernel, arguments, changing, num_warps=4)
+        launch = self._rotary_write.prepare(arguments, changing, num_warps=4)
         return lambda heads, key_cache, value_cache, *norm_weights: launch(
             grid, heads, key_cache, value_cache, *norm_weights
         )
@@ -382,4 +383,4 @@ def _prepare(
     """A launch that replaces all its tensors."""
     if tensors[0].dtype not in _DTYPES:
         raise KernelError(f"there is no kernel for {tensors[0].dtype}")
-    return Launch(kernel, dict(others) | dict(zip(names, tensors, strict=True)), names, num_warps=num_warps)
+    return Kernel(kernel).prepare(dict(others) | dict(zip(names, tensors, strict=True)), names, num_warps=num_warps)

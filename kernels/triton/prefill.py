@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.provider import AttentionCall
 from kernels.triton.cache import along_last
-from kernels.triton.launch import Launch
+from kernels.triton.launch import Kernel
 from kernels.triton.tiles import (
     CHANGING,
     AttendInto,
@@ -237,7 +237,7 @@ def prepare_prefill(call: AttentionCall, *, skip_single: bool) -> AttendInto:
         "SKIP_SINGLE": skip_single,
         "BLOCK_ROWS": block_rows,
     }
-    launch = Launch(_prefill_kernel, arguments, CHANGING, num_warps=num_warps, num_stages=num_stages)
+    launch = Kernel(_prefill_kernel).prepare(arguments, CHANGING, num_warps=num_warps, num_stages=num_stages)
     grid = query.shape[0] // (block_rows // group) + num_seqs, num_kv_heads, 1
     return lambda query, key_cache, value_cache, out: launch(grid, along_last(query), key_cache, value_cache, out)
 

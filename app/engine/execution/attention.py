@@ -259,8 +259,8 @@ class CachedAttention:
             def prepare_write(part: BatchPart, keys: torch.Tensor, values: torch.Tensor) -> _Write:
                 call = RotaryWrite(
                     heads[part.tokens],
-                    cos.view(-1, cos.shape[-1])[part.tokens],
-                    sin.view(-1, sin.shape[-1])[part.tokens],
+                    cos.reshape(-1, cos.shape[-1])[part.tokens],
+                    sin.reshape(-1, sin.shape[-1])[part.tokens],
                     layer.rotary_dim,
                     keys,
                     values,

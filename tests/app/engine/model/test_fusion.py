@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from app.engine.execution import attention
 from app.engine.execution.attention import GeometryProbe
+from app.engine.model.fused_layer import FusedLayer, fuse_layers
 from app.engine.model.fusion import FusedAttention, FusedGatedMLP, FusedRMSNorm, fuse_attention, fuse_modules
 from kernels import CpuElementwise
 from kernels.reference import ReferenceProvider
+from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES
 
 
@@ -122,3 +124,84 @@ def test_deviating_attention_is_not_fused(twist: str) -> None:
     for layer in model.model.layers[:2]:
         layer.self_attn.__class__ = Twisted
     assert fuse_attention(model, CpuElementwise()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("llama", 3),
+        ("qwen3", 3),
+        ("gemma2", 3),
+        ("gemma3", 3),
+        ("gpt_oss", 3),
+        ("granite", 0),
+        ("olmo2", 0),
+        ("phi3", 0),
+    ],
+)
+def test_which_layers_are_fused(name: str, layers: int, dtype: torch.dtype) -> None:
+    """Granite multiplies before it adds: beside a large residual, a small attention output would hide that in bfloat16.
+    The others have attention of their own."""
+    model = make_model(name, dtype)
+    tokens, ops = torch.randint(400, (1, 30)), CpuElementwise()
+    attention.bind_attention(model, GeometryProbe(ReferenceProvider()))
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits
+        fuse_modules(model, ops)
+        fuse_attention(model, ops)
+        assert fuse_layers(model, ops) == layers
+        attention.bind_attention(model, GeometryProbe(ReferenceProvider()))
+        if dtype == torch.float32:
+            torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("twist", ["factor", "order", "swapped"])
+def test_deviating_layers_are_not_fused(twist: str) -> None:
+    class Twisted(LlamaDecoderLayer):
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if twist == "swapped":
+                kwargs["position_ids"], kwargs["attention_mask"] = kwargs["attention_mask"], kwargs["position_ids"]
+            residual = self.input_layernorm(hidden_states) if twist == "order" else hidden_states
+            x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+            hidden_states = residual + x * (0.9 if twist == "factor" else 1.0)
+            return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    model, ops = make_model("llama", torch.bfloat16), CpuElementwise()
+    for layer in model.model.layers[:2]:
+        layer.__class__ = Twisted
+    fuse_modules(model, ops)
+    assert fuse_attention(model, ops) == 3
+    assert fuse_layers(model, ops) == 1
+
+
+def test_a_fused_layer_keeps_what_models_read() -> None:
+    model, ops = make_model("llama", torch.float32), CpuElementwise()
+    model.model.layers[0].attention_type = "full_attention"
+    fuse_modules(model, ops)
+    fuse_attention(model, ops)
+    fuse_layers(model, ops)
+    layer = model.model.layers[0]
+    assert isinstance(layer, FusedLayer)
+    assert (layer.attention_type, layer.hidden_size, layer.training) == ("full_attention", 64, False)
+
+
+def make_model(name: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    model_type, settings = (ARCHITECTURES | FURTHER)[name]
+    attention.register()
+    config = AutoConfig.for_model(model_type, **settings)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION).eval()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_gelus_are_told_apart_in_half_precision(activation: str) -> None:
+    """Their outputs differ by less than bfloat16's rounding. ReLU is not fused."""
+    torch.manual_seed(0)
+    model_type, settings = ARCHITECTURES["llama"]
+    config = AutoConfig.for_model(model_type, **settings | {"hidden_act": activation})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    fuse_modules(model, CpuElementwise())
+    fused = [module for module in model.modules() if isinstance(module, FusedGatedMLP)]
+    names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+    assert [mlp.activation for mlp in fused] == ([names[activation]] * 3 if activation in names else [])

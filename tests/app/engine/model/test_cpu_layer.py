@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,32 +29,38 @@ def test_which_layers_run_in_one_call(make_checkpoint: MakeCheckpoint, name: str
     """Gemma has norms after attention and MLP, Mixtral experts; OPT's and Phi-3's layers are not fused."""
     model_type, settings = ARCHITECTURES[name]
     folder = str(make_checkpoint(model_type, **settings))
-    assert layers_in_one_call(load_model(EngineConfig(model=folder)).module) == layers
-    assert layers_in_one_call(load_model(EngineConfig(model=folder, dtype="float16")).module) == 0
+    assert layers_in_one_call(load_model(EngineConfig(model=folder, skip_tokenizer_init=True)).module) == layers
+    assert (
+        layers_in_one_call(load_model(EngineConfig(model=folder, dtype="float16", skip_tokenizer_init=True)).module)
+        == 0
+    )
 
 
 def test_layers_that_adapters_change_do_not_run_in_one_call(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     model_type, settings = ARCHITECTURES["llama"]
-    config = EngineConfig(model=str(make_checkpoint(model_type, **settings)), adapter_dir=str(tmp_path))
+    folder = str(make_checkpoint(model_type, **settings))
+    config = EngineConfig(model=folder, adapter_dir=str(tmp_path), skip_tokenizer_init=True)
     assert layers_in_one_call(load_model(config).module) == 0
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_views": "region"}], ids=str)
-def test_same_tokens(make_checkpoint: MakeCheckpoint, name: str, settings: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_view": "region"}], ids=str
+)
+def test_same_tokens(make_checkpoint: MakeCheckpoint, name: str, settings: dict[str, Any]) -> None:
     """Prefills meet decodes, in both views, over windows and norms of heads."""
     model_type, of_model = ARCHITECTURES[name]
     prompts = [tokens(length, seed) for seed, length in enumerate((1, 17, 129, 300))]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    config = EngineConfig(model=str(make_checkpoint(model_type, **of_model)), **settings)
+    folder = str(make_checkpoint(model_type, **of_model))
+    config = EngineConfig(model=folder, skip_tokenizer_init=True, **settings)
     outputs = []
     for in_one_call in (True, False):
-        model = load_model(config)
-        assert layers_in_one_call(model.module) == 3
-        for layer in model.module.modules():
+        engine = Engine(config)
+        assert layers_in_one_call(engine.executor.model.module) == 3
+        for layer in engine.executor.model.module.modules():
             if isinstance(layer, FusedLayer) and not in_one_call:
                 layer.one_call = None
-        engine = Engine(config, model)
         outputs.append(generate_staggered(engine, prompts, params))
         engine.close()
     assert outputs[0] == outputs[1]

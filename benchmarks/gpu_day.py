@@ -2,6 +2,7 @@
 
 - *facts*: what the driver and the device do (`benchmarks.gpu_probes`), chosen tests, attention, the parts of a step
 - *whole*: all tests marked `gpu`, Llama-3-8B's shape with `transformers` beside it
+- *graphs*: decode graphs: tokens with and without them, capture, replays after remapping, step times
 - *memory*: block sizes and views at saturation, elastic against static, a trace, preemption, delays of idle release
 
 A stage is a list of jobs. Each job is a process with a time limit, at which it is killed with its children, so that a
@@ -134,6 +135,18 @@ def whole(fake: bool) -> list[Job]:
     ]
 
 
+def graphs(fake: bool) -> list[Job]:
+    """What a replay may rely on, then the engine's tokens, then times."""
+    tests, small = "tests/app/engine/execution/test_decode_graphs.py", "test_buckets or test_rows"
+    return [
+        _probe("graph", fake, 60, alone=False),
+        _pytest("captures", tests, "leaves_the_device_usable", fake, tiny=small, limit_s=60),
+        _pytest("tokens with graphs", tests, "same_tokens_with_graphs", fake, tiny=small, limit_s=200),
+        _graphs("qwen2.5-0.5b", fake, 120),
+        _graphs("llama-3-8b", fake, 180),
+    ]
+
+
 def memory(fake: bool) -> list[Job]:
     return [
         _benchmark("elastic", fake, 120),
@@ -144,7 +157,12 @@ def memory(fake: bool) -> list[Job]:
     ]
 
 
-STAGES: Mapping[str, Callable[[bool], list[Job]]] = {"facts": facts, "whole": whole, "memory": memory}
+STAGES: Mapping[str, Callable[[bool], list[Job]]] = {
+    "facts": facts,
+    "whole": whole,
+    "graphs": graphs,
+    "memory": memory,
+}
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
@@ -162,6 +180,11 @@ def _benchmark(name: str, fake: bool, limit_s: float, *more: str) -> Job:
     size = ("--device", "cpu", "--tiny") if fake else ("--device", "cuda", "--quick")
     job_name = " ".join((name, *(word for word in more if word != "--measure")))
     return Job(job_name.replace("--", ""), ("-m", f"benchmarks.{name}", *size, *more), limit_s)
+
+
+def _graphs(shape: str, fake: bool, limit_s: float) -> Job:
+    size = ("--fake",) if fake else ("--shape", shape)
+    return Job(f"graphs {shape}", ("-m", "benchmarks.gpu_graphs", *size), limit_s)
 
 
 def _throughput(name: str, fake: bool, limit_s: float, shape: str, *more: str) -> Job:

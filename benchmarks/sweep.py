@@ -277,8 +277,9 @@ def run(args: argparse.Namespace) -> None:
     harness.finish(f"throughput-{shape}{'-parts' if args.parts else ''}", args, sweep.figures, sweep.raw)
 
 
-def make_llm(config: PreTrainedConfig, device: str, sizes: Sizes, num_threads: int | None = None) -> LLM:
-    """An engine for this shape, whose logits are about as far apart as those of a trained model."""
+def make_llm(config: PreTrainedConfig, device: str, sizes: Sizes, **settings: Any) -> LLM:
+    """An engine for this shape, whose logits are about as far apart as those of a trained model. Args: `settings`:
+    further ones."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -290,8 +291,8 @@ def make_llm(config: PreTrainedConfig, device: str, sizes: Sizes, num_threads: i
             prefix_cache=False,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=STEP_TOKENS,
-            num_threads=num_threads,
             max_model_len=max(*sizes.prefills, sizes.context) + most_new_tokens(sizes),
+            **settings,
         )
     decoder: Any = llm.engine.model.module.get_decoder()
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Private module, although torch's documentation teaches this class: there is no other way to see the calls of a forward.
+# In a private module, although torch's documentation teaches it: nothing else shows the calls of a forward.
 DispatchMode: Any = TorchDispatchMode
 
 _dist: Any = torch.distributed  # only partly annotated

@@ -95,9 +95,9 @@ class EngineConfig:
         step_timeout_s: a rank that has not finished a step after this long counts as dead, and the engine stops.
         async_scheduling: schedule and launch each step before the tokens of the last one are known, so that the device
             does not wait for the host. Outputs are the same. "auto": on CUDA.
-        decode_graphs: replay steps of single tokens as CUDA graphs, padded to a few numbers of sequences. "auto": on CUDA,
-            on one rank, for models that can be captured. "on": others are an error; on a CPU the calls of torch are
-            recorded and replayed, which is for tests, because C++ kernels cannot be recorded.
+        decode_graphs: replay steps of single tokens as CUDA graphs, padded to a few numbers of sequences. "auto": on
+            CUDA, on one rank, for models that can be captured. "on": others are an error; on a CPU the calls of torch
+            are recorded and replayed, which is for tests, because C++ kernels cannot be recorded.
         speculation: source of draft tokens: "ngram": the continuation of the last few tokens earlier in the text;
             "draft": `draft_model`. Outputs are the same.
         draft_model: a smaller model with the same vocabulary.
@@ -216,8 +216,8 @@ class EngineConfig:
         )
         yield (
             self.decode_graphs == "on" and self.tensor_parallel_size > 1,
-            f"decode_graphs is 'on' and tensor_parallel_size {self.tensor_parallel_size}; steps of several ranks are not "
-            "captured: use decode_graphs 'auto'",
+            f"decode_graphs is 'on' and tensor_parallel_size {self.tensor_parallel_size}; steps of several ranks are "
+            "not captured: use decode_graphs 'auto'",
         )
         template = self.score_template
         yield (

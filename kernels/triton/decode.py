@@ -257,8 +257,9 @@ def _decode_kernel(
 class SplitDecode:
     """Attention for the sequences of a batch with exactly one query; other sequences are skipped.
 
-    The grid follows from shapes and from the batch's upper bounds; lengths are read on the device. A row is split by its
-    length and by the number of sequences, rounded up to a power of two: padding rows do not change it.
+    The grid follows from shapes and from the batch's upper bounds; lengths are read on the device. How a sequence is
+    split follows from its length and from the number of sequences, rounded up to a power of two, so that the padding
+    rows of a graph change no result.
 
     Owns, for each device, the splits' partial results and counters. They grow with the largest batch seen. Those that a
     larger one replaces are kept, because a CUDA graph may have captured their addresses; all of them together are

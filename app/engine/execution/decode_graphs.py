@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from app.engine.execution.batch import BatchPart, StepBatch
 from app.engine.execution.graph import CaptureError, Graph
 from app.errors import ModelError
 from kernels import VarlenBatch, note_compilation
-from vmem import CacheTensors, View
+from vmem import CacheTensors, KVMemory, View
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +51,15 @@ class GraphPlan:
     Attributes:
         buckets: ascending numbers of sequences.
         new_graph: makes an empty graph.
-        paused: a context in which no mapping changes. Capturing in one thread while another calls the driver's memory
-            management is not documented to be safe, whatever the mode of the capture.
+        pauses: whether the mapper pauses during a capture. Capturing in one thread while another calls the driver's
+            memory management is not documented to be safe, whatever the mode of the capture.
         required: raise an error, rather than compute eagerly, if the model cannot be captured.
         budget_bytes: of all graphs.
     """
 
     buckets: Sequence[int]
     new_graph: Callable[[], Graph]
-    paused: Callable[[], AbstractContextManager[None]]
+    pauses: bool = True
     required: bool = False
     budget_bytes: int = GRAPH_BYTES
 
@@ -78,12 +78,12 @@ class DecodeGraphs:
     def __init__(
         self,
         plan: GraphPlan,
-        tensors: CacheTensors,
+        memory: KVMemory,
         device: torch.device,
         forward: Callable[[StepBatch], torch.Tensor],
     ) -> None:
         self._plan = plan
-        self._tensors = tensors
+        self._memory = memory
         self._device = device
         self._forward = forward
         self._inputs: dict[View, DecodeInputs] = {}
@@ -129,11 +129,14 @@ class DecodeGraphs:
             largest = self.num_bytes - before  # the next one takes no more
             taken += largest
         logger.info(
-            "captured %d of %d decode graphs, %.1f MiB", len(self.captured), len(self._plan.buckets), self.num_bytes / 2**20
+            "captured %d of %d decode graphs, %.1f MiB",
+            len(self.captured),
+            len(self._plan.buckets),
+            self.num_bytes / 2**20,
         )
 
     def _bucket(self, view: View, num_seqs: int) -> int | None:
-        """The bucket to replay, captured now if need be. A larger one will do while its graph pads less than twofold."""
+        """The bucket to replay, captured now if need be; if it does not fit, a captured one of up to twice its size."""
         buckets = self._plan.buckets
         first = bisect.bisect_left(buckets, num_seqs)
         if first == len(buckets):
@@ -149,12 +152,12 @@ class DecodeGraphs:
         if self._is_refused or self.num_bytes >= self._budget_bytes:
             return False
         if view not in self._inputs:
-            self._inputs[view] = DecodeInputs(self._tensors, view, self._plan.buckets[-1], self._device)
+            self._inputs[view] = DecodeInputs(self._memory.tensors, view, self._plan.buckets[-1], self._device)
         inputs = self._inputs[view]
         inputs.clear()  # capturing runs the step, which must not write to sequences
         batch, graph = inputs.batch(bucket), self._plan.new_graph()
         try:
-            with self._plan.paused():
+            with self._memory.mapper.paused() if self._plan.pauses else nullcontext():
                 logits = self._logits_of(batch)
 
                 def work() -> None:
@@ -169,9 +172,11 @@ class DecodeGraphs:
             self._is_refused = True
             if self._plan.required:
                 raise ModelError(
-                    f"decode_graphs is 'on', but decode steps of this model cannot be captured here: {error}; use 'auto'"
+                    f"decode_graphs is 'on', but decode steps of this model cannot be captured: {error}; use 'auto'"
                 ) from error
-            logger.warning("decode steps of this model cannot be captured, each of their kernels is launched: %s", error)
+            logger.warning(
+                "decode steps of this model cannot be captured, each of their kernels is launched: %s", error
+            )
             return False
         note_compilation(f"decode graph of {bucket} sequences, {view}")
         self._batches.append(batch)
@@ -259,7 +264,11 @@ class _GroupInputs:
 
     def part(self, view: View, starts: torch.Tensor, bucket: int) -> BatchPart:
         attention = VarlenBatch(
-            starts[: bucket + 1], self._lengths[:bucket], self._table[:bucket], max_seqlen_q=1, max_seqlen_k=self._most_tokens
+            starts[: bucket + 1],
+            self._lengths[:bucket],
+            self._table[:bucket],
+            max_seqlen_q=1,
+            max_seqlen_k=self._most_tokens,
         )
         return BatchPart(view, slice(0, bucket), self._slots[:bucket], attention)
 

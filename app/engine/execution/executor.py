@@ -81,16 +81,23 @@ class Executor:
             raise
 
     def _observe(self, config: EngineConfig) -> ModelRunner:
-        device = self.model.module.device
+        device, setting = self.model.module.device, config.decode_graphs
         provider = select_provider(config.attention, device)
-        self._buckets = decode_buckets(min(config.max_num_seqs, config.max_num_batched_tokens))
-        self._graphs_required = config.decode_graphs == "on"
-        self._new_graph: Callable[[], Graph] | None = None
-        if self.ranks is None and device.type == "cuda" and config.decode_graphs != "off":
-            self._new_graph = cuda_graphs(device)
-        elif self.ranks is None and self._graphs_required:
+        new_graph: Callable[[], Graph] | None = None
+        if self.ranks is None and device.type == "cuda" and setting != "off":
+            new_graph = cuda_graphs(device)
+        elif self.ranks is None and setting == "on":
             recorder = Recorder()
-            self._new_graph, provider = recorder.graph, RecordableProvider(provider, recorder)
+            new_graph, provider = recorder.graph, RecordableProvider(provider, recorder)
+        self._graph_plan: GraphPlan | None = None
+        if new_graph is not None:
+            self._graph_plan = GraphPlan(
+                decode_buckets(min(config.max_num_seqs, config.max_num_batched_tokens)),
+                new_graph,
+                # The queue's thread must not wait for a turn: a call that has one may wait for the queue.
+                pauses=not isinstance(self.queue, ThreadQueue),
+                required=setting == "on",
+            )
         try:
             with self._on_peers(RankOrder.OBSERVE):
                 return ModelRunner(self.model, provider)
@@ -113,7 +120,9 @@ class Executor:
         if self.ranks is not None:
             assert isinstance(memory.backend, MirroredBackend)
             self.ranks.command(RankOrder.OPEN, bytes([memory.backend.number]))
-        self._runner.attach_caches(memory.tensors, self._graph_plan(memory))
+        self._runner.attach_caches(memory.tensors)
+        if self._graph_plan is not None:
+            self._runner.use_graphs(self._graph_plan, memory)
         self._builder = BatchBuilder(memory.tensors, self.model.module.device, self._max_num_seqs)
         self.planner = StepPlanner(memory, self._builder, self._max_num_seqs)
 
@@ -122,13 +131,6 @@ class Executor:
         settings require it and the model cannot be captured."""
         if (graphs := self._runner.graphs) is not None:
             self.queue.submit(lambda: graphs.capture_all("region" if view == "auto" else view))()
-
-    def _graph_plan(self, memory: KVMemory) -> GraphPlan | None:
-        if self._new_graph is None:
-            return None
-        # The queue's thread must not wait for a turn: a call that has one may wait for the queue.
-        paused = nullcontext if isinstance(self.queue, ThreadQueue) else memory.mapper.paused
-        return GraphPlan(self._buckets, self._new_graph, paused, required=self._graphs_required)
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step, on the CPU."""

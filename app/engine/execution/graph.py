@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ class Graph(Protocol):
 
     num_bytes: int
 
-    def capture(self, work: Callable[[], None]) -> None:
+    def capture(self, work: Callable[[], object]) -> None:
         """Run the work, which compiles kernels and lets their buffers grow, and capture it. Once.
 
         Raises:
@@ -49,12 +49,12 @@ class CudaGraph:
         stream: a side stream; the default stream cannot be captured.
     """
 
-    def __init__(self, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
         self._pool, self._stream = pool, stream
         self._graph = torch.cuda.CUDAGraph()
         self.num_bytes = 0
 
-    def capture(self, work: Callable[[], None]) -> None:
+    def capture(self, work: Callable[[], object]) -> None:
         stream, current = self._stream, torch.cuda.current_stream()
         try:
             stream.wait_stream(current)

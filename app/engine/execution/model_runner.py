@@ -18,7 +18,7 @@ from app.engine.execution.recurrent import CachedStates, RecurrentLayer, StatePr
 from app.engine.model.loader import LoadedModel
 from app.errors import ModelError
 from kernels import AttentionProvider
-from vmem import CacheTensors, LayerSpec
+from vmem import CacheTensors, KVMemory, LayerSpec
 
 PROBE_TOKENS = 6
 
@@ -59,19 +59,19 @@ class ModelRunner:
         self.layers = observe_layers(model, provider)
         self.graphs: DecodeGraphs | None = None
 
-    def attach_caches(self, tensors: CacheTensors, graph_plan: GraphPlan | None = None) -> None:
-        """Use these caches from now on.
-
-        Args:
-            graph_plan: how decode steps are captured; by default they are not.
-        """
+    def attach_caches(self, tensors: CacheTensors) -> None:
+        """Use these caches from now on, without graphs."""
         self._attention = CachedAttention(tensors, self._provider)
         self._states = CachedStates(tensors.state_view(), self.layers.states) if self.layers.states else None
         bind_attention(self._module, self._attention)
         recurrent.bind_mixers(self._module, self._states)
         self.graphs = None
-        if graph_plan is not None and self._states is None:
-            self.graphs = DecodeGraphs(graph_plan, tensors, self._module.device, self._compute)
+
+    def use_graphs(self, plan: GraphPlan, memory: KVMemory) -> None:
+        """Capture decode steps over the memory, whose caches are attached. Steps with recurrent states are not
+        captured."""
+        if self._states is None:
+            self.graphs = DecodeGraphs(plan, memory, self._module.device, self._compute)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor:

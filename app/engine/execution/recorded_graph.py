@@ -8,7 +8,7 @@ refused, because its calls would be missing in a replay.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,7 +62,7 @@ class RecordedGraph:
         self._outside: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}  # and the address
         self.num_bytes = 0
 
-    def capture(self, work: Callable[[], None]) -> None:
+    def capture(self, work: Callable[[], object]) -> None:
         work()
         recording = _Recording()
         with self._recorder.recording(recording), _HostReads(recording), _Dispatched(recording):
@@ -73,7 +73,9 @@ class RecordedGraph:
         if any(tensor() is None for tensor, _ in self._outside.values()):
             raise CaptureError("a tensor was made on the host within the work; make it before, or on the device")
         if kept := [tensor.shape for made in recording.made if (tensor := made()) is not None]:
-            raise CaptureError(f"{len(kept)} tensors made within the work are kept, and a replay overwrites them: {kept}")
+            raise CaptureError(
+                f"{len(kept)} tensors made within the work are kept, and a replay overwrites them: {kept}"
+            )
 
     def replay(self) -> None:
         values: dict[int, torch.Tensor] = {}
@@ -89,7 +91,12 @@ class RecordedGraph:
 
 
 class _Recording:
-    """What has been recorded so far. Does not keep tensors alive."""
+    """What has been recorded so far. Does not keep tensors alive.
+
+    Attributes:
+        made, outside: tensors that the work has made, and those that it has not, by number.
+        is_launching: a kernel runs whose call is recorded as one.
+    """
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -98,23 +105,20 @@ class _Recording:
         self.num_bytes = 0
         self._numbers: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by `id`, which is used again
         self._next = 0
-        self._is_launching = False
+        self.is_launching = False
 
     @contextmanager
-    def launching(self) -> Any:
+    def launching(self) -> Iterator[None]:
         """Within the context nothing is recorded."""
-        self._is_launching = True
+        self.is_launching = True
         try:
             yield
         finally:
-            self._is_launching = False
-
-    @property
-    def is_launching(self) -> bool:
-        return self._is_launching
+            self.is_launching = False
 
     def add(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        recorded = _mapped((tuple(args), dict(kwargs)), torch.Tensor, lambda tensor: _Value(self._number(tensor)))
+        args, kwargs = tuple(args), dict(kwargs)
+        templates = _mapped((args, kwargs), torch.Tensor, lambda tensor: _Value(self._number(tensor)))
         storages = {_address(tensor) for tensor in _tensors((args, kwargs))}
         outputs = []
         for tensor in _tensors(out):
@@ -126,7 +130,7 @@ class _Recording:
             self.made.append(weakref.ref(tensor))
             if _address(tensor) not in storages:
                 self.num_bytes += tensor.nbytes
-        self.calls.append(_Call(function, *recorded, tuple(outputs)))
+        self.calls.append(_Call(function, templates[0], templates[1], tuple(outputs)))
 
     def _number(self, tensor: torch.Tensor) -> int:
         known = self._numbers.get(id(tensor))
@@ -142,7 +146,7 @@ class _Recording:
         return self._next - 1
 
 
-class _Dispatched(DispatchMode):  # type: ignore[misc]
+class _Dispatched(DispatchMode):
     """Records what torch dispatches, and refuses results that depend on values: their shapes differ between replays."""
 
     def __init__(self, recording: _Recording) -> None:
@@ -180,7 +184,9 @@ class _HostReads(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in _HOST_READS and not self._recording.is_launching:
-            what = "calls a kernel outside of torch" if function is torch.Tensor.data_ptr else "reads a value on the host"
+            what = (
+                "calls a kernel outside of torch" if function is torch.Tensor.data_ptr else "reads a value on the host"
+            )
             raise CaptureError(f"the work {what} (Tensor.{function.__name__})")
         return function(*args, **(kwargs or {}))
 
@@ -195,7 +201,7 @@ class Recorder:
         return RecordedGraph(self)
 
     @contextmanager
-    def recording(self, recording: _Recording) -> Any:
+    def recording(self, recording: _Recording) -> Iterator[None]:
         """Launches within the context belong to this recording."""
         self._recording = recording
         try:
@@ -231,18 +237,14 @@ class RecordableProvider(AttentionProvider):
 
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
         key_cache, value_cache, batch, scales, lse = call.key_cache, call.value_cache, call.batch, call.scales, call.lse
-        masking, sinks, num_splits, attend = (
-            replace(call.masking, sinks=None),
-            call.masking.sinks,
-            call.num_splits,
-            self._provider.attend,
-        )
+        masking, num_splits, attend = replace(call.masking, sinks=None), call.num_splits, self._provider.attend
 
-        def kernel(query: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
-            masked = replace(masking, sinks=sinks[0]) if sinks else masking
+        def kernel(query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+            masked = replace(masking, sinks=sinks)
             return attend(query, key_cache, value_cache, batch, masked, scales=scales, lse=lse, num_splits=num_splits)
 
-        out: torch.Tensor = self._recorder.launch(kernel, call.query, *(() if sinks is None else (sinks,)))
+        sinks = () if call.masking.sinks is None else (call.masking.sinks,)
+        out: torch.Tensor = self._recorder.launch(kernel, call.query, *sinks)
         return out
 
 
@@ -261,7 +263,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     """All tensors in it, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    items: Iterable[Any] = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    items: Iterable[Any] = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    )
     return [tensor for item in items for tensor in _tensors(item)]
 
 

@@ -25,7 +25,9 @@ _LONG, _SHORT = 2048, 1
 Shape = tuple[tuple[int, int], ...]
 
 
-def run_variants(executor: Executor, memory: KVMemory, view: ViewPolicy, *, max_num_seqs: int, step_tokens: int) -> None:
+def run_variants(
+    executor: Executor, memory: KVMemory, view: ViewPolicy, *, max_num_seqs: int, step_tokens: int
+) -> None:
     """Compute a step of each kind in each view that sequences can have. Their tokens are meaningless, and so is what
     they read.
 

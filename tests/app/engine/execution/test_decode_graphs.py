@@ -18,14 +18,14 @@ from app.engine.execution.decode_graphs import (
     decode_buckets,
     decode_view,
 )
-from app.engine.execution.graph import CaptureError
+from app.engine.execution.graph import CaptureError, CudaGraph, cuda_graphs
 from app.engine.execution.recorded_graph import RecordedGraph
 from app.errors import ConfigError, ModelError
 from kernels import VarlenBatch
 from tests.app.engine.execution.test_cuda import Driver, use_device  # noqa: F401 (a fixture)
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 from tests.vmem.small_memory import MAX_TOKENS, FlakyHost, make_memory
-from vmem import CacheTensors, View
+from vmem import KVMemory, View
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 7
@@ -54,9 +54,10 @@ def test_buckets() -> None:
 
 
 @pytest.fixture
-def tensors() -> Iterator[CacheTensors]:
+def memory() -> Iterator[KVMemory]:
     memory, _ = make_memory(FlakyHost, windowed=True)
-    yield memory.tensors
+    yield memory
+    memory.check_idle()
     memory.close()
 
 
@@ -77,8 +78,8 @@ def decodes(lengths: Sequence[int], view: View = "block_table", groups: int = 2,
     return StepBatch(**(fields | changes))
 
 
-def test_rows_that_are_no_sequences_are_padding(tensors: CacheTensors) -> None:
-    inputs = DecodeInputs(tensors, "block_table", 8, CPU)
+def test_rows_that_are_no_sequences_are_padding(memory: KVMemory) -> None:
+    inputs = DecodeInputs(memory.tensors, "block_table", 8, CPU)
     batch = inputs.batch(8)
     addresses = [tensor.data_ptr() for tensor in all_tensors(batch)]
     for lengths in ((17, 40, 3, 64, 9), (20, 5), (33,) * 8, (1,)):
@@ -99,14 +100,19 @@ def test_rows_that_are_no_sequences_are_padding(tensors: CacheTensors) -> None:
             assert torch.equal(attention.block_table[:count, : expected.shape[1]], expected)
     assert [tensor.data_ptr() for tensor in all_tensors(batch)] == addresses
     assert inputs.batch(2).parts[0][0].attention.block_table.shape == (2, MAX_TOKENS // 16)
-    assert DecodeInputs(tensors, "region", 4, CPU).batch(4).parts[1][0].attention.block_table.shape == (4, 1)
+    assert DecodeInputs(memory.tensors, "region", 4, CPU).batch(4).parts[1][0].attention.block_table.shape == (4, 1)
 
 
 def all_tensors(batch: StepBatch) -> list[torch.Tensor]:
     of_parts = [
         tensor
         for [part] in batch.parts
-        for tensor in (part.slots, part.attention.cu_seqlens_q, part.attention.cache_seqlens, part.attention.block_table)
+        for tensor in (
+            part.slots,
+            part.attention.cu_seqlens_q,
+            part.attention.cache_seqlens,
+            part.attention.block_table,
+        )
     ]
     return [batch.token_ids, batch.positions, batch.logit_rows, *of_parts]
 
@@ -140,24 +146,22 @@ class FakeGraph:
 
 
 class Runner:
-    """Graphs over a small memory; `seen` has the slots and lengths of each forward, `pauses` those of the mapper."""
+    """Graphs over a small memory; `seen` has the slots and lengths of each forward, `pauses` counts the mapper's."""
 
-    def __init__(self, tensors: CacheTensors, sizes: Callable[[], FakeGraph], **plan: Any) -> None:
+    def __init__(self, memory: KVMemory, sizes: Callable[[], FakeGraph], **plan: Any) -> None:
         self.seen: list[tuple[list[int], list[int]]] = []
         self.pauses = 0
-        self.paused = False
+        real = memory.mapper.paused
 
         @contextmanager
         def paused() -> Iterator[None]:
             self.pauses += 1
-            self.paused = True
-            try:
+            with real():
                 yield
-            finally:
-                self.paused = False
 
-        plan = {"buckets": decode_buckets(32), "budget_bytes": 1000} | plan
-        self.graphs = DecodeGraphs(GraphPlan(new_graph=sizes, paused=paused, **plan), tensors, CPU, self.forward)
+        memory.mapper.paused = paused  # type: ignore[method-assign]
+        fields: dict[str, Any] = {"buckets": decode_buckets(32), "new_graph": sizes, "budget_bytes": 1000} | plan
+        self.graphs = DecodeGraphs(GraphPlan(**fields), memory, CPU, self.forward)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor | None:
@@ -169,9 +173,9 @@ class Runner:
         return batch.token_ids[batch.logit_rows, None] * torch.ones(VOCAB_SIZE)
 
 
-def test_a_graph_is_captured_at_its_first_use_with_padding_rows_alone(tensors: CacheTensors) -> None:
+def test_a_graph_is_captured_at_its_first_use_with_padding_rows_alone(memory: KVMemory) -> None:
     """Regression: the rows of the step before were computed again, and written to blocks that others own by now."""
-    runner = Runner(tensors, lambda: FakeGraph(10))
+    runner = Runner(memory, lambda: FakeGraph(10))
     for lengths, captured in (((17, 40, 3), {4}), ((5, 6), {2, 4}), ((9,) * 5, {2, 4, 8}), ((7, 8, 9), {2, 4, 8})):
         before = len(runner.seen)
         logits = runner.run(decodes(lengths))
@@ -185,20 +189,19 @@ def test_a_graph_is_captured_at_its_first_use_with_padding_rows_alone(tensors: C
         assert replay[1] == [*lengths] + [1] * padding
         assert {bucket for _, bucket in runner.graphs.captured} == captured
     assert runner.pauses == 3
-    assert not runner.paused
     assert runner.run(decodes((1,) * 33)) is None  # more than the largest bucket
     assert runner.graphs.num_bytes == 30
 
 
-def test_each_view_has_its_graphs(tensors: CacheTensors) -> None:
-    runner = Runner(tensors, lambda: FakeGraph(10))
+def test_each_view_has_its_graphs(memory: KVMemory) -> None:
+    runner = Runner(memory, lambda: FakeGraph(10))
     for view in ("region", "block_table", "region"):
         assert runner.run(decodes((9, 9), view)) is not None
     assert set(runner.graphs.captured) == {("region", 2), ("block_table", 2)}
 
 
-def test_the_start_takes_half_of_the_budget(tensors: CacheTensors) -> None:
-    runner = Runner(tensors, lambda: FakeGraph(200))
+def test_the_start_takes_half_of_the_budget(memory: KVMemory) -> None:
+    runner = Runner(memory, lambda: FakeGraph(200))
     runner.graphs.capture_all("region")
     assert [bucket for _, bucket in runner.graphs.captured] == [32, 24]
     assert runner.run(decodes((9,) * 3, "region")) is not None  # captured now
@@ -210,22 +213,22 @@ def test_the_start_takes_half_of_the_budget(tensors: CacheTensors) -> None:
     assert [bucket for _, bucket in runner.graphs.captured] == [32, 24, 4, 2, 1]
 
 
-def test_all_buckets_are_captured_the_largest_first(tensors: CacheTensors) -> None:
-    runner = Runner(tensors, lambda: FakeGraph(1))
+def test_all_buckets_are_captured_the_largest_first(memory: KVMemory) -> None:
+    runner = Runner(memory, lambda: FakeGraph(1))
     runner.graphs.capture_all("block_table")
     assert [bucket for _, bucket in runner.graphs.captured] == [32, 24, 16, 8, 4, 2, 1]
     assert runner.run(decodes((9,) * 7)) is not None
     assert len(runner.graphs.captured) == 7
 
 
-def test_without_memory_no_more_is_captured(tensors: CacheTensors) -> None:
+def test_without_memory_no_more_is_captured(memory: KVMemory) -> None:
     made: list[FakeGraph] = []
 
     def graph() -> FakeGraph:
         made.append(FakeGraph(10, torch.OutOfMemoryError("out of memory") if made else None))
         return made[-1]
 
-    runner = Runner(tensors, graph, required=True)
+    runner = Runner(memory, graph, required=True)
     assert runner.run(decodes((9,) * 8)) is not None
     assert runner.run(decodes((9,))) is None
     assert runner.run(decodes((9,))) is None
@@ -234,7 +237,7 @@ def test_without_memory_no_more_is_captured(tensors: CacheTensors) -> None:
 
 
 def test_a_model_that_cannot_be_captured_is_computed_eagerly(
-    tensors: CacheTensors, caplog: pytest.LogCaptureFixture
+    memory: KVMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     made: list[FakeGraph] = []
 
@@ -242,14 +245,13 @@ def test_a_model_that_cannot_be_captured_is_computed_eagerly(
         made.append(FakeGraph(10, CaptureError("it reads a value")))
         return made[-1]
 
-    runner = Runner(tensors, graph)
+    runner = Runner(memory, graph)
     runner.graphs.capture_all("region")
     assert runner.run(decodes((9,) * 8, "region")) is None
     assert len(made) == 1
     assert "it reads a value" in caplog.text
     with pytest.raises(ModelError, match=r"decode_graphs is 'on'.*it reads a value; use 'auto'"):
-        Runner(tensors, graph, required=True).graphs.capture_all("region")
-    assert not runner.paused
+        Runner(memory, graph, required=True).graphs.capture_all("region")
 
 
 # ---- engines ----
@@ -273,13 +275,19 @@ def prompts() -> list[list[int]]:
     return [tokens(n, seed=n) for n in (1, 17, 63, 120, 9)]
 
 
-def generate(folder: Any, **settings: Any) -> list[list[int]]:
-    """Greedy tokens of prompts of which one comes late and two leave early."""
+def generate(folder: Any, *, capture: bool = False, **settings: Any) -> list[list[int]]:
+    """Greedy tokens of prompts of which one comes late and two leave early.
+
+    Args:
+        capture: capture all graphs at the start.
+    """
     shared = {"skip_tokenizer_init": True, "kv_memory_bytes": 16 << 20, "max_num_seqs": 12, "max_model_len": 200}
     params = [SamplingParams(max_tokens=most, temperature=0, ignore_eos=True) for most in (20, 5, 12, 20, 3)]
     outputs: list[list[int]] = [[] for _ in prompts()]
     with LLM(folder, **(shared | settings)) as llm:
         engine = llm.engine
+        if capture:
+            engine.executor.capture_graphs(engine.config.kv_view)
         for i, prompt in enumerate(prompts()[:-1]):
             engine.submit(str(i), prompt, params[i])
         num_steps = 0
@@ -378,11 +386,54 @@ def test_models_with_states_and_steps_with_drafts_are_computed_eagerly(
 
 def test_kernels_that_cannot_be_recorded_are_an_error(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
-    with LLM(folder, decode_graphs="on", kv_memory_bytes=16 << 20, skip_tokenizer_init=True) as llm:
-        with pytest.raises(ModelError, match="calls a kernel outside of torch"):
-            llm.engine.executor.capture_graphs("region")
+    llm = LLM(folder, decode_graphs="on", kv_memory_bytes=16 << 20, skip_tokenizer_init=True)
+    with llm, pytest.raises(ModelError, match="calls a kernel outside of torch"):
+        llm.engine.executor.capture_graphs("region")
 
 
 def test_ranks_have_no_graphs() -> None:
     with pytest.raises(ConfigError, match="decode_graphs is 'on' and tensor_parallel_size 2"):
         EngineConfig(model="builtin", decode_graphs="on", tensor_parallel_size=2)
+
+
+# ---- on a device ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", ["region", "block_table", "auto"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_a_real_device_gives_the_same_tokens_with_graphs(
+    name: str, view: Any, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All buckets are captured; between replays pages come and go."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model_type, architecture = ARCHITECTURES[name]
+    folder = make_checkpoint(model_type, **architecture)
+    shared = {"device": "cuda", "dtype": "float32", "kv_view": view, "kv_memory_bytes": 1 << 30}
+    released = {"kv_idle_release_s": 0.0, "prefix_cache_release_s": 0.0}
+    expected = generate(folder, decode_graphs="off", **shared, **released)
+    replayed: list[CudaGraph] = []
+    replay = CudaGraph.replay
+    monkeypatch.setattr(CudaGraph, "replay", lambda graph: (replayed.append(graph), replay(graph))[1])
+    assert generate(folder, decode_graphs="on", capture=True, **shared, **released) == expected
+    assert len(replayed) >= 15
+
+
+@pytest.mark.gpu
+def test_work_that_cannot_be_captured_leaves_the_device_usable() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda")
+    new_graph = cuda_graphs(device)
+    x, out = torch.ones(4, device=device), torch.zeros(4, device=device)
+    for work in (lambda: out.fill_(x.sum().item()), lambda: out.copy_(x[x > 0])):
+        with pytest.raises(CaptureError):
+            new_graph().capture(work)
+        assert (x + 1).tolist() == [2.0] * 4
+    graph = new_graph()
+    graph.capture(lambda: out.copy_(x * 2))
+    x.fill_(3.0)
+    graph.replay()
+    assert out.tolist() == [6.0] * 4
+    assert graph.num_bytes >= 0

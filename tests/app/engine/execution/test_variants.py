@@ -2,9 +2,9 @@
 
 `python -m tests.app.engine.execution.test_variants FOLDER` serves a mixed load after the warm-up of a CPU engine whose
 attention calls Triton's kernels, too. Triton specialises them as for an H100 and compiles nothing; the launches do
-nothing, and tokens come from torch. It prints a line of JSON: the variants of the warm-up's requests alone, of the whole
-warm-up, of the load, and those of the load that came late. That takes a process without Triton's interpreter, which
-`tests.conftest` chooses when it is imported.
+nothing, and tokens come from torch. It prints a line of JSON: the variants of the warm-up's requests alone, of the
+whole warm-up, of the load, and those of the load that came late. That takes a process without Triton's interpreter,
+which `tests.conftest` chooses when it is imported.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def test_no_variant_is_left_for_requests(name: str, make_checkpoint: MakeCheckpo
 def serve(folder: str) -> dict[str, Any]:
     import triton
 
+    from app.config.engine import EngineConfig
     from app.engine.engine import Engine
     from app.engine.execution import executor
     from app.engine.startup import warm_up, warm_up_variants
@@ -110,7 +111,7 @@ def serve(folder: str) -> dict[str, Any]:
 
     use_no_device()
     triton.knobs.runtime.jit_cache_hook = note
-    config = executor.EngineConfig(
+    config = EngineConfig(
         model=folder,
         skip_tokenizer_init=True,
         kv_memory_bytes=32 << 20,

@@ -71,7 +71,7 @@ class Graphs:
             f"{replayed:.2f} ms with graphs, {launched:.2f} without: {launched / replayed:.2f} times",
             **{
                 f"step_ms_{batch}{when}".replace(" ", "_"): replayed,
-                f"eager_ms_{batch}{when}".replace(" ", "_"): launched,
+                f"launched_ms_{batch}{when}".replace(" ", "_"): launched,
             },
         )
 

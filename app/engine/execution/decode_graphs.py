@@ -53,7 +53,7 @@ class GraphPlan:
         new_graph: makes an empty graph.
         pauses: whether the mapper pauses during a capture. Capturing in one thread while another calls the driver's
             memory management is not documented to be safe, whatever the mode of the capture.
-        required: raise an error, rather than compute eagerly, if the model cannot be captured.
+        required: raise an error, rather than launch kernel by kernel, if the model cannot be captured.
         budget_bytes: of all graphs.
     """
 
@@ -95,7 +95,7 @@ class DecodeGraphs:
         self._is_refused = False
 
     def run(self, batch: StepBatch) -> torch.Tensor | None:
-        """Logits `[num_logits, vocab_size]`, valid until the next call; `None` if the batch must be computed eagerly:
+        """Logits `[num_logits, vocab_size]`, valid until the next call; `None` if no graph can compute the batch:
         it does not only decode, has states, adapters or two views, or its graph does not fit the budget.
 
         Raises:

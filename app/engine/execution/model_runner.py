@@ -46,7 +46,7 @@ class ModelRunner:
 
     Attributes:
         layers: see `ObservedLayers`.
-        graphs: of decode steps; `None` if every step is computed eagerly.
+        graphs: of decode steps; `None` if all steps are launched kernel by kernel.
     """
 
     def __init__(self, model: LoadedModel, provider: AttentionProvider) -> None:

@@ -236,7 +236,7 @@ def test_without_memory_no_more_is_captured(memory: KVMemory) -> None:
     assert len(made) == 2
 
 
-def test_a_model_that_cannot_be_captured_is_computed_eagerly(
+def test_a_model_that_cannot_be_captured_is_launched_kernel_by_kernel(
     memory: KVMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     made: list[FakeGraph] = []
@@ -374,7 +374,7 @@ def test_a_row_is_the_same_in_every_bucket(make_checkpoint: MakeCheckpoint, with
             assert [c.token_ids for c in together] == [alone.token_ids] * count
 
 
-def test_models_with_states_and_steps_with_drafts_are_computed_eagerly(
+def test_models_with_states_and_steps_with_drafts_are_not_replayed(
     make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
 ) -> None:
     hybrid = make_checkpoint("bamba", **HYBRIDS["bamba"])

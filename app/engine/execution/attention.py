@@ -216,6 +216,10 @@ class CachedAttention:
         self._batch = batch
         self._prepared.clear()
 
+    def forget_calls(self) -> None:
+        """Drop what is prepared for this step, which keeps some of its tensors."""
+        self._prepared.clear()
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:

@@ -88,7 +88,9 @@ class ModelRunner:
             self._model.adapters.set_batch(batch.adapters)
         if self._states is not None and batch.states is not None:
             self._states.set_batch(batch.states)
-        return forward(self._module, batch.token_ids, batch.positions, batch.logit_rows)
+        logits = forward(self._module, batch.token_ids, batch.positions, batch.logit_rows)
+        self._attention.forget_calls()
+        return logits
 
     @torch.inference_mode()
     def run_pooled(self, batch: StepBatch, pooled: Sequence[slice]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -232,16 +232,23 @@ class RecordableProvider(AttentionProvider):
         return self._provider.unsupported(call)
 
     def run_write(self, new: CacheWrite) -> None:
-        caches, slots, scales, write = (new.key_cache, new.value_cache), new.slots, new.scales, self._provider.write
-        self._recorder.launch(lambda key, value: write(key, value, *caches, slots, scales=scales), new.key, new.value)
+        key_cache, value_cache, slots, scales = new.key_cache, new.value_cache, new.slots, new.scales
+        prepare = self._provider.prepare_write
+
+        def kernel(key: torch.Tensor, value: torch.Tensor) -> None:
+            store = prepare(CacheWrite(key, value, key_cache, value_cache, slots, scales))
+            store(key, value, key_cache, value_cache)
+
+        self._recorder.launch(kernel, new.key, new.value)
 
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
         key_cache, value_cache, batch, scales, lse = call.key_cache, call.value_cache, call.batch, call.scales, call.lse
-        masking, num_splits, attend = replace(call.masking, sinks=None), call.num_splits, self._provider.attend
+        masking, num_splits, prepare = replace(call.masking, sinks=None), call.num_splits, self._provider.prepare_attend
 
         def kernel(query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
             masked = replace(masking, sinks=sinks)
-            return attend(query, key_cache, value_cache, batch, masked, scales=scales, lse=lse, num_splits=num_splits)
+            attend = prepare(AttentionCall(query, key_cache, value_cache, batch, masked, scales, lse, num_splits))
+            return attend(query, key_cache, value_cache)
 
         sinks = () if call.masking.sinks is None else (call.masking.sinks,)
         out: torch.Tensor = self._recorder.launch(kernel, call.query, *sinks)

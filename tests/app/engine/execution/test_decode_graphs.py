@@ -74,6 +74,7 @@ def decodes(lengths: Sequence[int], view: View = "block_table", groups: int = 2,
         "positions": cached.long() - 1,
         "logit_rows": torch.arange(count),
         "parts": ((part,),) * groups,
+        "pending": torch.empty(2, 0, dtype=torch.int64),
     }
     return StepBatch(**(fields | changes))
 

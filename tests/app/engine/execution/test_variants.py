@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from app.engine.execution.variants import step_shapes
-from kernels.provider import AttentionCall, CacheWrite
+from kernels.provider import AttendLayer, AttentionCall, CacheWrite, StoreLayer
 
 if TYPE_CHECKING:
     from tests.conftest import MakeCheckpoint
@@ -102,6 +102,24 @@ def serve(folder: str) -> dict[str, Any]:
         def run_attend(self, call: AttentionCall) -> torch.Tensor:
             super().run_attend(call)
             return self._sdpa.run_attend(call)
+
+        def prepare_write(self, new: CacheWrite) -> StoreLayer:
+            launch, store = super().prepare_write(new), self._sdpa.prepare_write(new)
+
+            def both(*tensors: torch.Tensor) -> None:
+                launch(*tensors)
+                store(*tensors)
+
+            return both
+
+        def prepare_attend(self, call: AttentionCall) -> AttendLayer:
+            launch, attend = super().prepare_attend(call), self._sdpa.prepare_attend(call)
+
+            def both(*tensors: torch.Tensor) -> torch.Tensor:
+                launch(*tensors)
+                return attend(*tensors)
+
+            return both
 
     seen: set[tuple[str, str]] = set()
 

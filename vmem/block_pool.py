@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from vmem.errors import IntegrityError
 from vmem.eviction import EvictionQueue
+from vmem.free_blocks import FreeBlocks
 from vmem.segments import CachedUnit
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCopy:
-    """What the states of a pool's blocks follow from, at one moment. `unbacked`: ids in no order; others as in
-    `BlockPool`."""
+    """What the states of a pool's blocks follow from, at one moment. `unbacked`: ids in no order, with those from 1 on
+    that the pool lacks; others as in `BlockPool`."""
 
     references: list[int]
     region_mappings: list[int]
@@ -32,6 +33,10 @@ class BlockPool:
     Low ids are allocated first: neighbours are mapped by one call and merge into one mapping. A block that is being
     attached, detached or mapped ahead is *moving*, and neither free nor owned. Only called with the memory's lock held.
 
+    Args:
+        block_ids: whole extents, see `FreeBlocks`.
+        extent_blocks: blocks that get and lose their pages together.
+
     Attributes:
         references: by block id, the number of owners.
         region_mappings: by block id, the number of places of regions that map it.
@@ -41,20 +46,18 @@ class BlockPool:
         num_owned: blocks with at least one reference.
     """
 
-    def __init__(self, block_ids: range, cached: EvictionQueue) -> None:
+    def __init__(self, block_ids: range, cached: EvictionQueue, extent_blocks: int = 1) -> None:
         self.block_ids = block_ids
+        self._extent_blocks = extent_blocks
         self.references = [0] * block_ids.stop
         self.region_mappings = [0] * block_ids.stop
         self.freed_at = [0.0] * block_ids.stop
         self.cached = cached
         self.indexed_blocks: dict[int, CachedUnit] = {}
         self.num_owned = 0
-        self._unbacked = list(block_ids)  # a heap; ascending order is one
-        # Of these queues the first was freed first.
-        self._free: OrderedDict[int, None] = OrderedDict()
-        self._free_mapped: OrderedDict[int, None] = OrderedDict()
-        self._lowest_free: list[int] = []  # heap over the ids in `_free`; entries that left `_free` are skipped
-        self._in_heap = [False] * block_ids.stop
+        self._unbacked = list(block_ids)  # a heap of whole extents; ascending order is one
+        self._free = FreeBlocks(block_ids.stop, extent_blocks)
+        self._free_mapped: OrderedDict[int, None] = OrderedDict()  # the first was freed first
         self._eager: set[int] = set()  # free-mapped blocks that were mapped ahead
         self._moving: set[int] = set()
         self._fence = [0] * block_ids.stop
@@ -66,6 +69,11 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_detachable(self) -> int:
+        """Free blocks whose pages could go."""
+        return self._free.num_whole
 
     @property
     def num_free_mapped(self) -> int:
@@ -84,7 +92,7 @@ class BlockPool:
         return PoolCopy(
             self.references.copy(),
             self.region_mappings.copy(),
-            self._unbacked.copy(),
+            [*range(1, self.block_ids.start), *self._unbacked],
             set(self.indexed_blocks),
             self._moving.copy(),
         )
@@ -108,9 +116,7 @@ class BlockPool:
         del self.indexed_blocks[block_id]
         if block_id in self.cached:
             self.cached.remove(block_id)
-            self._make_free(block_id)
-            queue = self._free_mapped if self.region_mappings[block_id] else self._free
-            queue.move_to_end(block_id, last=False)
+            self._make_free(block_id, first=True)
 
     def acquire_cached(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each of these indexed blocks, cached or owned."""
@@ -129,21 +135,16 @@ class BlockPool:
             del self._free_mapped[block_id]
             self._eager.discard(block_id)
         elif block_id in self._free:
-            del self._free[block_id]
+            self._free.remove(block_id)
         else:
             raise IntegrityError(f"block {block_id} cannot be allocated: not free")
         self._own(block_id)
 
     def allocate_free(self, count: int) -> list[int]:
         """Allocate up to `count` free blocks, lowest ids first."""
-        taken: list[int] = []
-        while len(taken) < count and self._free:
-            block_id = heapq.heappop(self._lowest_free)
-            self._in_heap[block_id] = False
-            if block_id in self._free:
-                del self._free[block_id]
-                self._own(block_id)
-                taken.append(block_id)
+        taken = self._free.take_lowest(count)
+        for block_id in taken:
+            self._own(block_id)
         return taken
 
     def allocate_free_mapped(self, count: int) -> list[int]:
@@ -220,31 +221,31 @@ class BlockPool:
             if not self.region_mappings[block_id] and block_id in self._free_mapped:
                 del self._free_mapped[block_id]
                 self._eager.discard(block_id)
-                self._make_free(block_id)
-                self._free.move_to_end(block_id, last=False)
+                self._make_free(block_id, first=True)
 
     # ---- pages ----
 
     def begin_attach(self, count: int) -> list[int]:
-        """Take up to `count` unbacked blocks, lowest ids first, to attach pages."""
+        """Take up to `count` unbacked blocks, in whole extents rounded up, lowest ids first, to attach pages."""
+        count = -(-count // self._extent_blocks) * self._extent_blocks
         block_ids = [heapq.heappop(self._unbacked) for _ in range(min(count, len(self._unbacked)))]
         self._moving.update(block_ids)
         return block_ids
 
     def detachable(self, count: int, *, freed_before: float) -> tuple[list[int], int]:
-        """Up to `count` free blocks whose pages could go, those freed first, and the latest of their fences. Blocks
-        freed after `freed_before` stay."""
+        """Up to `count` free blocks whose pages could go, in whole extents rounded up, those freed first, and the
+        latest of their fences. Blocks freed after `freed_before` stay."""
         block_ids: list[int] = []
-        for block_id in self._free:
-            if len(block_ids) == count or self.freed_at[block_id] > freed_before:
+        for extent in self._free.whole_extents():
+            if len(block_ids) >= count or any(self.freed_at[block_id] > freed_before for block_id in extent):
                 break
-            block_ids.append(block_id)
+            block_ids += extent
         return sorted(block_ids), max((self._fence[b] for b in block_ids), default=0)
 
     def begin_detach(self, block_ids: Sequence[int]) -> None:
         """Take these free blocks to detach their pages."""
         for block_id in block_ids:
-            del self._free[block_id]
+            self._free.remove(block_id)
         self._moving.update(block_ids)
 
     def end_move(self, block_ids: Sequence[int], *, has_pages: bool, freed_at: float | None = None) -> None:
@@ -263,8 +264,9 @@ class BlockPool:
                 heapq.heappush(self._unbacked, block_id)
 
     def oldest_free_since(self) -> float | None:
-        """When the first of the free blocks was freed."""
-        return self.freed_at[next(iter(self._free))] if self._free else None
+        """Since when the pages of the first free blocks could go."""
+        extent = next(self._free.whole_extents(), None)
+        return None if extent is None else max(self.freed_at[block_id] for block_id in extent)
 
     def check_integrity(self, owned: Counter[int], mapped: Counter[int]) -> None:
         """Raise `IntegrityError` unless the reference counts are those of `owned`, the region mappings those of
@@ -291,19 +293,18 @@ class BlockPool:
         if not cached <= self.indexed_blocks.keys() or self.indexed_blocks.keys() - set(owned) - cached:
             raise IntegrityError("the cached blocks contradict the indexed ones")
         self.cached.check_integrity()
-        if not self._eager <= self._free_mapped.keys() or not self._free.keys() <= set(self._lowest_free):
+        if not self._eager <= self._free_mapped.keys() or not self._free.is_consistent():
             raise IntegrityError("the queues of free blocks contradict each other")
 
     def _own(self, block_id: int) -> None:
         self.references[block_id] = 1
         self.num_owned += 1
 
-    def _make_free(self, block_id: int) -> None:
-        """Queue a block without owner and content as free or free-mapped."""
-        if self.region_mappings[block_id]:
-            self._free_mapped[block_id] = None
+    def _make_free(self, block_id: int, *, first: bool = False) -> None:
+        """Queue a block without owner and content as free or free-mapped, as the last or the first one."""
+        if not self.region_mappings[block_id]:
+            self._free.add(block_id, first=first)
             return
-        self._free[block_id] = None
-        if not self._in_heap[block_id]:
-            self._in_heap[block_id] = True
-            heapq.heappush(self._lowest_free, block_id)
+        self._free_mapped[block_id] = None
+        if first:
+            self._free_mapped.move_to_end(block_id, last=False)

@@ -1,4 +1,4 @@
-"""Page budget: how many physical pages there may be, and the spare ones; what a memory counts from its start."""
+"""Page budget: how many physical pages there may be, and the spare handles; what a memory counts from its start."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class MemoryCounts:
     destroy_calls: int = 0
     exposed_us: float = 0.0
     hidden_us: float = 0.0
+    in_flight_us: float = 0.0
     num_exposed: int = 0
     num_hidden: int = 0
     mapper_failures: int = 0
@@ -37,8 +38,10 @@ class PagePool:
     """The page budget of all layer groups. Only called with the memory's lock held.
 
     Args:
-        budget: pages at first, and the most there may ever be.
+        budget_bytes: at first, and the most there may ever be.
         fewest: pages the budget may be lowered to when nothing is pinned.
+        handle_pages: pages of a handle.
+        extent_pages: the budget is a multiple of so many pages.
 
     Raises:
         BudgetError: the budget is below `fewest`.
@@ -49,19 +52,26 @@ class PagePool:
         revision: of the last order that changed the budget.
         num_pinned: pages that pinned prefixes own.
         num_created: pages that exist.
-        spare: handles of pages without a block.
+        spare: handles whose pages belong to no block.
     """
 
-    def __init__(self, page_bytes: int, budget: int, fewest: int) -> None:
-        self.page_bytes = page_bytes
+    def __init__(
+        self, page_bytes: int, budget_bytes: int, fewest: int, *, handle_pages: int = 1, extent_pages: int = 1
+    ) -> None:
+        self.page_bytes, self.handle_pages, self._extent_pages = page_bytes, handle_pages, extent_pages
         self.num_pinned = 0
-        self.fewest, self.most = fewest, budget
-        self._check_budget(budget * page_bytes)
-        self.budget = budget
+        self.fewest = fewest
+        self.most = self._pages_in(budget_bytes)
+        self._check_budget(budget_bytes)
+        self.budget = self.most
         self.revision = 0
         self.spare: list[int] = []
         self.num_created = 0
         self._num_promised = 0  # claimed and not created yet
+
+    @property
+    def handle_bytes(self) -> int:
+        return self.handle_pages * self.page_bytes
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change the budget.
@@ -81,16 +91,24 @@ class PagePool:
             return "stale"
         self._check_budget(budget_bytes)
         self.revision = revision
-        self.budget = budget_bytes // self.page_bytes
+        self.budget = self._pages_in(budget_bytes)
         return "applied" if self.num_committed <= self.budget else "deferred"
 
     def _check_budget(self, budget_bytes: int) -> None:
-        fewest = self.fewest + self.num_pinned
-        if not fewest <= budget_bytes // self.page_bytes <= self.most:
+        fewest = self.least
+        if not fewest <= self._pages_in(budget_bytes) <= self.most:
             raise BudgetError(
                 f"a budget of {budget_bytes} bytes must be between {fewest * self.page_bytes}, which the longest "
                 f"sequence, the floor and pinned prefixes take, and {self.most * self.page_bytes}"
             )
+
+    @property
+    def least(self) -> int:
+        """The fewest pages that the budget may be lowered to now."""
+        return -(-(self.fewest + self.num_pinned) // self._extent_pages) * self._extent_pages
+
+    def _pages_in(self, num_bytes: int) -> int:
+        return num_bytes // self.page_bytes // self._extent_pages * self._extent_pages
 
     @property
     def num_committed(self) -> int:
@@ -100,27 +118,32 @@ class PagePool:
     @property
     def num_claimable(self) -> int:
         """Pages that could be claimed now: spare ones, and those that may still be created."""
-        return len(self.spare) + self.budget - self.num_committed
+        return self.num_spare + self.budget - self.num_committed
+
+    @property
+    def num_spare(self) -> int:
+        return len(self.spare) * self.handle_pages
 
     def claim(self, count: int) -> tuple[list[int], int]:
-        """Claim `count` pages: returns handles of spare ones, and the number that the caller creates. End with
-        `settle`."""
-        if count > self.num_claimable:
-            raise IntegrityError(f"claim of {count} pages where {self.num_claimable} can be claimed")
+        """Claim `count` handles: returns spare ones, and the number that the caller creates. End with `settle`."""
+        if count * self.handle_pages > self.num_claimable:
+            raise IntegrityError(
+                f"claim of {count} handles of {self.handle_pages} pages where {self.num_claimable} can be claimed"
+            )
         kept = max(len(self.spare) - count, 0)
         self.spare, handles = self.spare[:kept], self.spare[kept:]
-        self._num_promised += count - len(handles)
+        self._num_promised += (count - len(handles)) * self.handle_pages
         return handles, count - len(handles)
 
     def settle(self, promised: int, created: int) -> None:
-        """End a claim: `created` of the `promised` pages exist now."""
-        self._num_promised -= promised
-        self.num_created += created
+        """End a claim: `created` of the `promised` handles exist now."""
+        self._num_promised -= promised * self.handle_pages
+        self.num_created += created * self.handle_pages
 
     def check_integrity(self, num_attached: int) -> None:
         """Raise `IntegrityError` unless every page is attached to a block or spare. No claim may be open."""
-        if self._num_promised or num_attached + len(self.spare) != self.num_created:
+        if self._num_promised or num_attached + self.num_spare != self.num_created:
             raise IntegrityError(
-                f"{self.num_created} pages exist, {num_attached} belong to blocks, {len(self.spare)} are spare, "
+                f"{self.num_created} pages exist, {num_attached} belong to blocks, {self.num_spare} are spare, "
                 f"{self._num_promised} are promised"
             )

@@ -41,6 +41,11 @@ class LayerGroup:
     def is_state(self) -> bool:
         return isinstance(self.layout, StateLayout)
 
+    @property
+    def reads_home_only(self) -> bool:
+        """Whether no sequence has a region here: a state has one place, and a region maps whole handles only."""
+        return self.is_state or self.layout.extent_blocks > 1
+
     def most_pages(self, num_tokens: int, step_tokens: int) -> int:
         """Pages a sequence of `num_tokens` tokens owns at most, when a step computes up to `step_tokens` of them."""
         num_blocks = self.layout.num_blocks(num_tokens)
@@ -69,19 +74,24 @@ class GroupMemory:
     The *anchor page* is mapped for good in every page of block 0 and in the first page of slot 0. So no tensor over
     home or regions begins with a hole, which Triton would refuse, and padding rows have a place to write to.
 
+    A block is mapped at home when something will read or write it there, and stays so until its pages are detached. In
+    a group without regions that is always so.
+
     `map_pages` and `unmap_pages` change all spans or none, and no bookkeeping; they run without the memory's lock.
     Everything else is called with it.
 
     Args:
         index: of the group among all.
         anchor: handle of the anchor page, which stays the caller's.
-        num_blocks: the most blocks that can have pages; their ids are `1 … num_blocks`.
+        num_extents: the most extents that can have pages; their numbers are `1 … num_extents`. Extent e is the blocks
+            `e · extent_blocks … (e + 1) · extent_blocks - 1`: usually one block.
         num_regions: the most regions; their slots are `1 … num_regions`.
         region_blocks: places of a region; 0: no sequence has a region.
         cached: decides which cached blocks are evicted first.
 
     Attributes:
-        handles: block id → its pages, one a slice.
+        handles: extent → its handles, one a slice.
+        at_home: extents that are mapped at home.
         parked: regions without a holder, those parked longest first.
         held: regions with a holder.
         wanted: held regions in which the mapper should map up to `Region.wanted`.
@@ -98,7 +108,7 @@ class GroupMemory:
         spec: LayerGroup,
         *,
         anchor: int,
-        num_blocks: int,
+        num_extents: int,
         num_regions: int,
         region_blocks: int,
         cached: EvictionQueue,
@@ -108,8 +118,10 @@ class GroupMemory:
         self.layout = spec.layout
         self.num_regions = num_regions
         self.region_blocks = region_blocks
-        self.pool = BlockPool(range(1, num_blocks + 1), cached)
+        self.extent_blocks = size = spec.layout.extent_blocks
+        self.pool = BlockPool(range(size, (num_extents + 1) * size), cached, size)
         self.handles: dict[int, tuple[int, ...]] = {}
+        self.at_home: set[int] = set()
         self.parked: OrderedDict[Region, None] = OrderedDict()
         self.held: set[Region] = set()
         self.wanted: OrderedDict[Region, None] = OrderedDict()
@@ -117,28 +129,33 @@ class GroupMemory:
         self._free_slots: list[int] = []  # below `_next_slot`; slots from there on were never used
         self._next_slot = 1
         self._backend = backend
-        self._page_bytes = spec.layout.page_bytes
+        self._handle_bytes = spec.layout.handle_bytes
+        self._extent_home_bytes = size * spec.layout.home_bytes
         self.homes: list[AddressRange] = []
         self.ranges: list[AddressRange] = []
         self._anchored: list[AddressRange] = []
         try:
             for _ in range(spec.layout.num_homes):
-                self.homes.append(backend.reserve((num_blocks + 1) * spec.layout.home_bytes))
-                self._anchor(self.homes[-1].address, anchor, spec.layout.home_bytes // self._page_bytes)
+                self.homes.append(backend.reserve((num_extents + 1) * self._extent_home_bytes))
+                self._anchor(self.homes[-1].address, anchor, self._extent_home_bytes // self._handle_bytes)
                 if region_blocks:
-                    self.ranges.append(backend.reserve((num_regions + 1) * region_blocks * self._page_bytes))
+                    self.ranges.append(backend.reserve((num_regions + 1) * region_blocks * self._handle_bytes))
                     self._anchor(self.ranges[-1].address, anchor, 1)
         except VmemError:
             self.release()
             raise
 
-    def _anchor(self, address: int, handle: int, num_pages: int) -> None:
-        self._backend.map(address, [handle] * num_pages)
-        self._anchored.append(AddressRange(address, num_pages * self._page_bytes))
+    def _anchor(self, address: int, handle: int, count: int) -> None:
+        self._backend.map(address, [handle] * count)
+        self._anchored.append(AddressRange(address, count * self._handle_bytes))
 
     @property
     def num_slices(self) -> int:
         return self.layout.num_slices
+
+    def blocks_in(self, num_pages: int) -> int:
+        """Blocks that so many pages are enough for, in whole extents."""
+        return max(num_pages, 0) // self.layout.extent_pages * self.extent_blocks
 
     @property
     def region_tokens(self) -> int:
@@ -150,7 +167,7 @@ class GroupMemory:
         return sum(reserved.num_bytes for reserved in (*self.homes, *self.ranges))
 
     def release(self) -> None:
-        """Unmap the anchor page and release the addresses; nothing else may be mapped."""
+        """Unmap the anchor page, and release the addresses; nothing else may be mapped."""
         while self._anchored:
             self._backend.unmap(self._anchored[-1])
             self._anchored.pop()
@@ -246,31 +263,47 @@ class GroupMemory:
     def unmap_pages(self, spans: Sequence[Span]) -> None:
         self._change(spans, self._unmap, self._backend.map)
 
-    def home_spans(self, block_ids: Sequence[int], handles: Sequence[tuple[int, ...]]) -> list[Span]:
-        """Pages of these blocks (ascending ids) at home, neighbours together."""
+    def extents_of(self, block_ids: Iterable[int]) -> list[int]:
+        """The extents of these blocks, ascending."""
+        if self.extent_blocks == 1:
+            return sorted(block_ids)
+        return sorted({block_id // self.extent_blocks for block_id in block_ids})
+
+    def not_at_home(self, block_ids: Iterable[int]) -> list[int]:
+        """The extents of these blocks, ascending, that are not mapped at home."""
+        size, at_home = self.extent_blocks, self.at_home
+        return sorted({block_id // size for block_id in block_ids if block_id // size not in at_home})
+
+    @property
+    def num_homeless_pages(self) -> int:
+        """Pages that can still come to be mapped at home."""
+        return (len(self.handles) - len(self.at_home)) * self.layout.extent_pages
+
+    def home_spans(self, extents: Sequence[int], handles: Sequence[tuple[int, ...]]) -> list[Span]:
+        """Handles of these extents (ascending) at home, neighbours together."""
         count = self.num_slices // self.layout.num_homes
         return [
             (
-                home.address + block_ids[start] * self.layout.home_bytes,
-                [page for pages in handles[start:end] for page in pages[i * count : (i + 1) * count]],
+                home.address + extents[start] * self._extent_home_bytes,
+                [handle for each in handles[start:end] for handle in each[i * count : (i + 1) * count]],
             )
-            for start, end in adjacent_runs(block_ids)
+            for start, end in adjacent_runs(extents)
             for i, home in enumerate(self.homes)
         ]
 
     def place_spans(self, region: Region, start: int, block_ids: Sequence[int]) -> list[Span]:
-        """Pages of these blocks in the region's places from `start` on."""
+        """Pages of these blocks in the region's places from `start` on. Blocks of regions are extents."""
         return [
             (address, [self.handles[b][i] for b in block_ids])
             for i, address in enumerate(self.place_addresses(region, start))
         ]
 
     def place_addresses(self, region: Region, place: int) -> list[int]:
-        offset = (region.slot * self.region_blocks + place) * self._page_bytes
+        offset = (region.slot * self.region_blocks + place) * self._handle_bytes
         return [reserved.address + offset for reserved in self.ranges]
 
     def _unmap(self, address: int, handles: list[int]) -> None:
-        self._backend.unmap(AddressRange(address, len(handles) * self._page_bytes))
+        self._backend.unmap(AddressRange(address, len(handles) * self._handle_bytes))
 
     def _change(self, spans: Sequence[Span], change: _Change, undo: _Change) -> None:
         """Change every span; when one fails, undo the others, the last first."""
@@ -283,7 +316,7 @@ class GroupMemory:
     # ---- accounting ----
 
     def check_integrity(self, owned: Counter[int]) -> int:
-        """Raise `IntegrityError` unless blocks and regions add up; returns how many pages should be mapped."""
+        """Raise `IntegrityError` unless blocks and regions add up; returns how many handles should be mapped."""
         regions = [*self.held, *self.parked]
         mapped = Counter(b for region in regions for b in region.mapped_blocks if b != HOLE)
         self.pool.check_integrity(owned, mapped)
@@ -298,10 +331,13 @@ class GroupMemory:
             ):
                 raise IntegrityError(f"region {region.slot} maps {region.mapped_blocks} instead of {region.blocks}")
         attached = len(self.pool.block_ids) - self.pool.num_unbacked
-        if len(self.handles) != attached:
-            raise IntegrityError(f"{attached} blocks should have pages, {len(self.handles)} do")
-        anchored = sum(span.num_bytes for span in self._anchored) // self._page_bytes
-        return anchored + self.num_slices * (len(self.handles) + sum(mapped.values()))
+        if len(self.handles) * self.extent_blocks != attached:
+            raise IntegrityError(f"{attached} blocks should have pages, {len(self.handles)} extents do")
+        expected = self.handles.keys() if not self.region_blocks else self.at_home & self.handles.keys()
+        if self.at_home != expected:
+            raise IntegrityError(f"extents {sorted(self.at_home ^ expected)} are mapped at home without pages, or not")
+        anchored = sum(span.num_bytes for span in self._anchored) // self._handle_bytes
+        return anchored + self.num_slices * (len(self.at_home) + sum(mapped.values()))
 
 
 def reserve_groups(
@@ -313,7 +349,8 @@ def reserve_groups(
     max_tokens: int,
     new_queue: Callable[[], EvictionQueue],
 ) -> list[GroupMemory]:
-    """Reserve the memory of all layer groups, or of none, for up to `num_pages` pages in each."""
+    """Reserve the memory of all layer groups, or of none, for up to `num_pages` pages in each. States have no regions,
+    and blocks that share handles have none."""
     reserved: list[GroupMemory] = []
     try:
         for group in groups:
@@ -323,9 +360,9 @@ def reserve_groups(
                     len(reserved),
                     group,
                     anchor=anchor,
-                    num_blocks=num_pages // group.layout.num_slices,
+                    num_extents=num_pages // group.layout.extent_pages,
                     num_regions=num_regions,
-                    region_blocks=0 if group.is_state else group.layout.num_blocks(max_tokens),
+                    region_blocks=0 if group.reads_home_only else group.layout.num_blocks(max_tokens),
                     cached=new_queue(),
                 )
             )

@@ -9,9 +9,21 @@ A block of `block_tokens` tokens has one page in each of the layout's slices. *I
 
     page    | token 0: K [heads, dim] | token 1 …       slice 0: keys of layer 0, slice 1: its values, slice 2: …
 
-Either way pages mapped side by side make one array of tokens with a constant stride, which is why a page is a whole
-number of tokens. Interleaved blocks are small (Llama-3-8B under 2 MiB pages: 16 tokens against 1,024), and a block
-costs one mapping instead of two for each layer; per-layer reads are dense.
+*Sliced*: a slice for every 4 to 8 layers, which are interleaved within it,
+
+    page    | token 0: layer 0: K, V | layer 1: … | layer 7: K, V | token 1 …      slice 0: layers 0 to 7, slice 1: …
+
+In all of them pages mapped side by side make one array of tokens with a constant stride, which is why a page is a whole
+number of tokens. Interleaved blocks are small (Llama-3-8B in granules of 2 MiB: 16 tokens against 1,024), and a block
+costs one mapping instead of two for each layer; per-layer reads are dense. Sliced blocks are between the two: 64 tokens
+in four pages, so that a kernel's tile is a whole block and a layer's kernel touches a quarter of the pages.
+
+A page is usually a physical allocation of its own. Where 64 tokens are less than a granule, the pages of several
+neighbouring blocks, an *extent*, share an allocation (a *handle*); Qwen2.5-0.5B in granules of 2 MiB:
+
+    handle of slice 0    | page of block 8 | page of block 9 | … | page of block 15 |      256 KiB each
+
+Such blocks are read at home only: a region maps the blocks of one sequence, and can map whole handles only.
 """
 
 from __future__ import annotations
@@ -19,14 +31,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from itertools import product
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from vmem.errors import LayoutError
 
 if TYPE_CHECKING:
     import torch
 
-LayoutKind = Literal["interleaved", "per_layer"]
+LayoutKind = Literal["interleaved", "sliced", "per_layer"]
 
 # Rows start at multiples of a cache line, so that no vector load of one token splits two lines.
 _ROW_ALIGNMENT_BYTES = 64
@@ -34,6 +47,12 @@ _ROW_ALIGNMENT_BYTES = 64
 _SMALLEST_BLOCK_TOKENS = 16
 # Pages of more granules are not tried: what a larger page saves in padding it loses in unfilled last blocks.
 _MOST_GRANULES_TRIED = 16
+# Sliced layouts: layers of a slice, and tokens of a block. The shortest block is a tile of the kernels; longer ones are
+# for pages that cannot be shared.
+_SLICE_LAYERS = range(4, 9)
+_SLICED_BLOCK_TOKENS = (64, 128, 256, 512, 1024)
+# A handle of more granules is not shared: all blocks of an extent must be free before its memory goes back.
+_MOST_SHARED_GRANULES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +83,7 @@ class KVLayout:
     Attributes:
         token_bytes: the stride from token to token in every slice.
         payload_bytes: bytes of a token's keys and values in all layers.
+        extent_blocks: neighbouring blocks whose pages share a handle in each slice.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -75,15 +95,26 @@ class KVLayout:
     num_slices: int
     keys: tuple[Row, ...]
     values: tuple[Row, ...]
+    extent_blocks: int = 1
 
     @property
     def page_bytes(self) -> int:
         return self.block_tokens * self.token_bytes
 
     @property
+    def handle_bytes(self) -> int:
+        """Bytes that are created and mapped as a whole: the pages of an extent in one slice."""
+        return self.extent_blocks * self.page_bytes
+
+    @property
     def block_bytes(self) -> int:
         """Physical bytes of a block, one page in each slice."""
         return self.num_slices * self.page_bytes
+
+    @property
+    def extent_pages(self) -> int:
+        """Pages of an extent: memory is taken and given back in these."""
+        return self.num_slices * self.extent_blocks
 
     @property
     def num_homes(self) -> int:
@@ -142,6 +173,15 @@ class StateLayout:
     payload_bytes: int
     page_bytes: int
     block_tokens: int = 1 << 40
+    extent_blocks: ClassVar[int] = 1
+
+    @property
+    def handle_bytes(self) -> int:
+        return self.page_bytes
+
+    @property
+    def extent_pages(self) -> int:
+        return self.num_slices
 
     @property
     def num_slices(self) -> int:
@@ -179,8 +219,9 @@ def plan_layout(
     page_bytes: int | None = None,
     expected_tokens: int = 1024,
     multiple_of: int = 1,
+    shares_handles: bool = False,
 ) -> KVLayout:
-    """Lay out layers so that pages are whole numbers of granules and of tokens.
+    """Lay out layers so that handles are whole numbers of granules, and pages whole numbers of tokens.
 
     Without `block_tokens` and `page_bytes` the page size with the least expected waste is chosen, the smallest of
     equals.
@@ -190,6 +231,7 @@ def plan_layout(
         page_bytes: the page size of other layer groups; as many tokens as fit become a block.
         expected_tokens: length of a typical sequence, to weigh padding against unfilled last blocks.
         multiple_of: with `page_bytes`, the block is a multiple of so many tokens.
+        shares_handles: let sliced blocks of less than a granule share handles.
 
     Raises:
         LayoutError: there are no layers, a dimension is not positive, or the numbers make no page.
@@ -200,29 +242,68 @@ def plan_layout(
         raise LayoutError(f"heads and dimensions must be positive: {layers}")
     if expected_tokens < 1:
         raise LayoutError(f"expected_tokens {expected_tokens} must be at least 1")
-    keys, values, num_slices, row_bytes = _place_rows(layers, dtype, kind)
+    placements = _placements(layers, dtype, kind)
+    payload = sum(sum(spec.row_bytes(dtype)) for spec in layers)
 
-    def layout(size: int, tokens: int) -> KVLayout:
-        payload = sum(sum(spec.row_bytes(dtype)) for spec in layers)
-        return KVLayout(tuple(layers), dtype, kind, tokens, size // tokens, payload, num_slices, keys, values)
+    def layout(rows: _Placement, size: int, tokens: int, extent_blocks: int = 1) -> KVLayout:
+        return KVLayout(
+            tuple(layers),
+            dtype,
+            kind,
+            tokens,
+            size // tokens,
+            payload,
+            rows.num_slices,
+            rows.keys,
+            rows.values,
+            extent_blocks,
+        )
+
+    def in_page(rows: _Placement, size: int) -> KVLayout:
+        tokens = block_tokens or _most_tokens(size, rows.row_bytes, multiple_of)
+        if not tokens or size % (tokens * _ROW_ALIGNMENT_BYTES) or size // tokens < rows.row_bytes:
+            raise LayoutError(f"pages of {size} bytes cannot hold {tokens or 1} tokens of {rows.row_bytes} bytes")
+        return layout(rows, size, tokens)
+
+    def of_tokens(rows: _Placement, tokens: int) -> KVLayout:
+        if tokens < 1 or granularity_bytes % tokens:
+            raise LayoutError(f"block_tokens {tokens} must divide the granularity of {granularity_bytes} bytes")
+        step = max(granularity_bytes // tokens, _ROW_ALIGNMENT_BYTES)
+        return layout(rows, tokens * _round_up(rows.row_bytes, step), tokens)
+
+    def shared(rows: _Placement, tokens: int, num_granules: int) -> KVLayout | None:
+        size = num_granules * granularity_bytes
+        blocks = _most_tokens(size, tokens * rows.row_bytes, alignment=tokens * _ROW_ALIGNMENT_BYTES)
+        return layout(rows, size // blocks, tokens, blocks) if blocks > 1 else None
 
     if page_bytes is not None:
         if page_bytes % granularity_bytes:
             raise LayoutError(f"page_bytes {page_bytes} is not a multiple of the granularity {granularity_bytes}")
-        tokens = block_tokens or _most_tokens(page_bytes, row_bytes, multiple_of)
-        if not tokens or page_bytes % (tokens * _ROW_ALIGNMENT_BYTES) or page_bytes // tokens < row_bytes:
-            raise LayoutError(f"pages of {page_bytes} bytes cannot hold {tokens or 1} tokens of {row_bytes} bytes")
-        return layout(page_bytes, tokens)
-    if block_tokens is not None:
-        if block_tokens < 1 or granularity_bytes % block_tokens:
-            raise LayoutError(f"block_tokens {block_tokens} must divide the granularity of {granularity_bytes} bytes")
-        step = max(granularity_bytes // block_tokens, _ROW_ALIGNMENT_BYTES)
-        return layout(block_tokens * _round_up(row_bytes, step), block_tokens)
-    smallest = _smallest_block(expected_tokens)
-    first = _round_up(smallest * row_bytes, granularity_bytes)
-    sizes = [first + i * granularity_bytes for i in range(_MOST_GRANULES_TRIED)]
-    layouts = [layout(size, _most_tokens(size, row_bytes)) for size in sizes]
-    return min(layouts, key=lambda candidate: candidate.expected_waste(expected_tokens))
+        fitting = [rows for rows in placements if _most_tokens(page_bytes, rows.row_bytes, multiple_of)]
+        candidates = [in_page(rows, page_bytes) for rows in fitting or placements[:1]]
+    elif block_tokens is not None or kind == "sliced":
+        lengths = _SLICED_BLOCK_TOKENS if block_tokens is None else (block_tokens,)
+        candidates = [of_tokens(rows, tokens) for rows, tokens in product(placements, lengths)]
+        if kind == "sliced" and shares_handles:
+            tried = product(placements, lengths, range(1, _MOST_SHARED_GRANULES + 1))
+            candidates += [made for each in tried if (made := shared(*each)) is not None]
+    else:
+        smallest = _smallest_block(expected_tokens)
+        first = _round_up(smallest * placements[0].row_bytes, granularity_bytes)
+        sizes = [first + i * granularity_bytes for i in range(_MOST_GRANULES_TRIED)]
+        return min(
+            (in_page(placements[0], size) for size in sizes), key=lambda made: made.expected_waste(expected_tokens)
+        )
+    # Of layouts that waste the same within 0.1 %, pages that are not shared, small extents and few mappings.
+    return min(
+        candidates,
+        key=lambda made: (
+            round(made.expected_waste(expected_tokens), 3),
+            made.extent_blocks > 1,
+            made.extent_blocks * made.block_bytes,
+            made.num_slices,
+        ),
+    )
 
 
 def plan_groups(
@@ -233,17 +314,24 @@ def plan_groups(
     kind: LayoutKind = "interleaved",
     block_tokens: int | None = None,
     expected_tokens: int = 1024,
+    shares_handles: bool = False,
 ) -> tuple[KVLayout, ...]:
     """Lay out each layer group with pages of one size, so that the groups can share one page budget.
 
     The group with the longest rows sets the page size. In the others a block holds as many tokens as fit, in multiples
-    of that group's block, because prefixes are shared in units that are whole blocks of every group.
+    of that group's block, because prefixes are shared in units that are whole blocks of every group. Several groups
+    share no handles: pages of a handle that one group uses in part would be lost to the others.
     """
     if not groups:
         raise LayoutError("there must be at least one layer group")
-    largest = max(groups, key=lambda layers: _place_rows(layers, dtype, kind)[3] if layers else 0)
+    largest = max(groups, key=lambda layers: _placements(layers, dtype, kind)[-1].row_bytes if layers else 0)
     plan = partial(plan_layout, dtype=dtype, granularity_bytes=granularity_bytes, kind=kind)
-    leader = plan(largest, block_tokens=block_tokens, expected_tokens=expected_tokens)
+    leader = plan(
+        largest,
+        block_tokens=block_tokens,
+        expected_tokens=expected_tokens,
+        shares_handles=shares_handles and len(groups) == 1,
+    )
     return tuple(
         leader
         if list(layers) == list(largest)
@@ -252,22 +340,39 @@ def plan_groups(
     )
 
 
-def _place_rows(
-    layers: Sequence[LayerSpec], dtype: torch.dtype, kind: LayoutKind
-) -> tuple[tuple[Row, ...], tuple[Row, ...], int, int]:
-    """Rows of keys and of values, the number of slices, and the bytes of a token in a slice."""
+class _Placement(NamedTuple):
+    """Rows of every layer's keys and of its values, the number of slices, and the bytes of a token in a slice."""
+
+    keys: tuple[Row, ...]
+    values: tuple[Row, ...]
+    num_slices: int
+    row_bytes: int
+
+
+def _placements(layers: Sequence[LayerSpec], dtype: torch.dtype, kind: LayoutKind) -> list[_Placement]:
+    """The placements to choose from: of sliced layouts one for each number of layers in a slice, ascending."""
     if kind == "per_layer":
         keys = tuple(Row(2 * i, 0) for i in range(len(layers)))
         values = tuple(Row(2 * i + 1, 0) for i in range(len(layers)))
         longest = max(max(spec.row_bytes(dtype)) for spec in layers)
-        return keys, values, 2 * len(layers), _round_up(longest, _ROW_ALIGNMENT_BYTES)
-    offset = 0
+        return [_Placement(keys, values, 2 * len(layers), _round_up(longest, _ROW_ALIGNMENT_BYTES))]
+    counts = [len(layers)] if kind == "interleaved" else [min(count, len(layers)) for count in _SLICE_LAYERS]
+    # As even as the number of slices allows.
+    even = {-(-len(layers) // -(-len(layers) // count)) for count in counts}
+    return [_interleave(layers, dtype, count) for count in sorted(even)]
+
+
+def _interleave(layers: Sequence[LayerSpec], dtype: torch.dtype, slice_layers: int) -> _Placement:
     rows: list[Row] = []
-    for spec in layers:
-        for num_bytes in spec.row_bytes(dtype):
-            rows.append(Row(0, offset))
-            offset = _round_up(offset + num_bytes, _ROW_ALIGNMENT_BYTES)
-    return tuple(rows[::2]), tuple(rows[1::2]), 1, offset
+    longest = 0
+    for first in range(0, len(layers), slice_layers):
+        offset = 0
+        for spec in layers[first : first + slice_layers]:
+            for num_bytes in spec.row_bytes(dtype):
+                rows.append(Row(first // slice_layers, offset))
+                offset = _round_up(offset + num_bytes, _ROW_ALIGNMENT_BYTES)
+        longest = max(longest, offset)
+    return _Placement(tuple(rows[::2]), tuple(rows[1::2]), rows[-1].slice + 1, longest)
 
 
 def _smallest_block(expected_tokens: int) -> int:
@@ -278,10 +383,11 @@ def _smallest_block(expected_tokens: int) -> int:
     return tokens
 
 
-def _most_tokens(page_bytes: int, row_bytes: int, multiple_of: int = 1) -> int:
-    """The most tokens that divide a page evenly at an aligned stride of at least `row_bytes`; 0 if there are none."""
-    for tokens in range(page_bytes // row_bytes // multiple_of * multiple_of, 0, -multiple_of):
-        if page_bytes % (tokens * _ROW_ALIGNMENT_BYTES) == 0:
+def _most_tokens(num_bytes: int, row_bytes: int, multiple_of: int = 1, *, alignment: int = _ROW_ALIGNMENT_BYTES) -> int:
+    """The most tokens that divide `num_bytes` evenly at an aligned stride of at least `row_bytes`; 0 if there are
+    none. Of blocks likewise."""
+    for tokens in range(num_bytes // row_bytes // multiple_of * multiple_of, 0, -multiple_of):
+        if num_bytes % (tokens * alignment) == 0:
             return tokens
     return 0
 

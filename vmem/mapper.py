@@ -135,8 +135,12 @@ class Mapper:
         start = time.perf_counter()
         failed = True
         try:
+            in_flight = not self._backend.completed(self.fence)
             with self._lock.unlocked():
+                called = time.perf_counter()
                 work.call()
+                elapsed = time.perf_counter() - called
+            self._note_in_flight(elapsed, in_flight)
             failed = False
         finally:
             work.finish(self._counts, self.clock(), failed=failed)
@@ -152,6 +156,11 @@ class Mapper:
     def _raise_death(self) -> None:
         if self.death is not None:
             raise IntegrityError(f"the mapper thread has died: {self.death!r}") from self.death
+
+    def _note_in_flight(self, elapsed: float, in_flight: bool) -> None:
+        """Count the time of calls that began while a launched step was under way."""
+        if in_flight:
+            self._counts.in_flight_us += elapsed * 1e6
 
     def _note_exposed(self, start: float) -> None:
         self._counts.exposed_us += (time.perf_counter() - start) * 1e6
@@ -206,9 +215,11 @@ class Mapper:
     def _do(self, work: MappingWork) -> None:
         self.is_working = True
         failure: VmemError | None = None
+        in_flight = False
         self._lock.release()
         start = time.perf_counter()
         try:
+            in_flight = not self._backend.completed(self.fence)
             work.call()
         except VmemError as error:
             if isinstance(error, IntegrityError):
@@ -220,6 +231,7 @@ class Mapper:
             self.is_working = False
         work.finish(self._counts, self.clock(), failed=failure is not None)
         self._counts.hidden_us += elapsed * 1e6
+        self._note_in_flight(elapsed, in_flight)
         self._counts.num_hidden += 1
         self._lock.notify_all()
         if failure is None:

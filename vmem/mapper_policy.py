@@ -164,7 +164,7 @@ class MappingPolicy:
         """Blocks of this and the next step, in the regions of running sequences."""
         for i, group in enumerate(self._groups):
             missing = self.free_blocks_wanted[i] - group.pool.num_free
-            if missing > 0 and (work := self._attach(group, missing)):
+            if missing > 0 and (work := self._attach(group, missing, at_home=True)):
                 return work
             self.free_blocks_wanted[i] = 0
             while group.wanted:
@@ -184,7 +184,7 @@ class MappingPolicy:
         end = place
         while end < region.wanted and end - place < self._unit_blocks(group) and region.at(end) == HOLE:
             end += 1
-        if end == place or self._mappings_left < (end - place) * group.num_slices:
+        if end == place or self.mappings_left < (end - place) * group.num_slices:
             return None
         if place < len(blocks):
             return MapRegion(group, region, place, blocks[place : min(end, len(blocks))], ahead=False)
@@ -214,9 +214,9 @@ class MappingPolicy:
         return self._unmap_tail(parked_only=True, idle_since=math.inf, frees=False)
 
     def _fill_floor(self) -> MappingWork | None:
-        """The pages of the floor."""
+        """The pages of the floor. A page of the host takes memory when it is first mapped."""
         group = min(self._groups, key=lambda group: len(group.handles) / len(group.pool.block_ids))
-        return self._attach(group, (self.floor - self._pages.num_created) // group.num_slices)
+        return self._attach(group, (self.floor - self._pages.num_created) // group.num_slices, at_home=True)
 
     def _map_ahead(self) -> MappingWork | None:
         """Regions for the next prompts (vAttention §6.2.2, eager allocation)."""
@@ -234,11 +234,11 @@ class MappingPolicy:
             )
             place = region.num_mapped if region is not None else 0
             missing = (depth - place) * group.num_slices
-            if missing > spare or missing > self._mappings_left // 2 or (region is None and not group.has_free_slot):
+            if missing > spare or missing > self.mappings_left // 2 or (region is None and not group.has_free_slot):
                 continue
             if region is None:
                 if not group.pool.num_free:
-                    return self._attach(group, depth)
+                    return self._attach(group, depth, at_home=False)
                 region = group.new_region()
                 region.touched = self.now
                 group.parked[region] = None
@@ -258,11 +258,10 @@ class MappingPolicy:
 
     # ---- their parts ----
 
-    def _attach(self, group: GroupMemory, count: int) -> MappingWork | None:
-        count = min(
-            count, self._unit_blocks(group), group.pool.num_unbacked, self._pages.num_claimable // group.num_slices
-        )
-        return AttachPages(self._backend, self._pages, group, count) if count > 0 else None
+    def _attach(self, group: GroupMemory, count: int, *, at_home: bool) -> MappingWork | None:
+        most = group.blocks_in(self._pages.num_claimable)
+        count = min(count, self._unit_blocks(group), group.pool.num_unbacked, most)
+        return AttachPages(self._backend, self._pages, group, count, at_home=at_home) if count > 0 else None
 
     def _map_free(
         self, group: GroupMemory, region: Region, place: int, count: int, *, steals: bool
@@ -274,7 +273,7 @@ class MappingPolicy:
         """
         count = min(count, self._unit_blocks(group))
         if not group.pool.num_free:
-            if (work := self._attach(group, count)) or not steals:
+            if (work := self._attach(group, count, at_home=False)) or not steals:
                 return work
             if not group.pool.num_free_mapped:
                 self._tree.evict(group.index, count)
@@ -309,7 +308,9 @@ class MappingPolicy:
         if work := self._unmap_tail(parked_only=False, idle_since=freed_before, frees=True):
             return work
         # Free blocks go before cached ones, as soon as fences and regions allow it.
-        excess -= sum((group.pool.num_free + group.pool.num_free_mapped) * group.num_slices for group in self._groups)
+        excess -= sum(
+            (group.pool.num_detachable + group.pool.num_free_mapped) * group.num_slices for group in self._groups
+        )
         return self._evict_idle(excess, freed_before, cached_before) if excess > 0 else None
 
     def _evict_idle(self, excess: int, idle_since: float, cached_before: float) -> MappingWork | None:
@@ -380,5 +381,7 @@ class MappingPolicy:
         )
 
     @property
-    def _mappings_left(self) -> int:
-        return self.options.max_mappings - self._backend.num_mappings
+    def mappings_left(self) -> int:
+        """Mappings that regions may still take: every block with pages may come to be mapped at home."""
+        homeless = sum(group.num_homeless_pages for group in self._groups)
+        return self.options.max_mappings - self._backend.num_mappings - homeless

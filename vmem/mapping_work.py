@@ -33,24 +33,29 @@ class MappingWork(Protocol):
 
 
 class AttachPages:
-    """Attach pages to up to `count` unbacked blocks and map them at home: they become free.
+    """Attach pages to up to `count` unbacked blocks, in whole extents: they become free.
 
     If the device runs out of memory, the pages created until then become spare.
+
+    Args:
+        at_home: map them at home, because they will be read there or must be in memory now.
     """
 
     gives_back = False
 
-    def __init__(self, backend: Backend, pages: PagePool, group: GroupMemory, count: int) -> None:
+    def __init__(self, backend: Backend, pages: PagePool, group: GroupMemory, count: int, *, at_home: bool) -> None:
         self._backend, self._pages, self._group = backend, pages, group
-        self.block_ids = group.pool.begin_attach(min(count, pages.num_claimable // group.num_slices))
-        self._spare, self._to_create = pages.claim(len(self.block_ids) * group.num_slices)
+        self._at_home = at_home or not group.region_blocks or backend.creates_when_mapped
+        self.block_ids = group.pool.begin_attach(min(count, group.blocks_in(pages.num_claimable)))
+        self._extents = group.extents_of(self.block_ids)
+        self._spare, self._to_create = pages.claim(len(self._extents) * group.num_slices)
         self._created: list[int] = []
         self._handles: list[tuple[int, ...]] = []
 
     def call(self) -> None:
         try:
             for _ in range(self._to_create):
-                self._created.append(self._backend.create(self._pages.page_bytes))
+                self._created.append(self._backend.create(self._pages.handle_bytes))
         except OutOfPages:
             raise
         except VmemError:
@@ -59,7 +64,8 @@ class AttachPages:
         try:
             handles, slices = self._spare + self._created, self._group.num_slices
             self._handles = [tuple(handles[i : i + slices]) for i in range(0, len(handles), slices)]
-            self._group.map_pages(self._group.home_spans(self.block_ids, self._handles))
+            if self._at_home:
+                self._group.map_pages(self._group.home_spans(self._extents, self._handles))
         except VmemError:
             self._destroy_created()
             raise
@@ -71,8 +77,10 @@ class AttachPages:
             self._pages.spare += self._spare + self._created  # with those that could not be destroyed
             self._group.pool.end_move(self.block_ids, has_pages=False)
             return
-        counts.map_calls += len(self.block_ids) * self._group.num_slices
-        self._group.handles.update(zip(self.block_ids, self._handles, strict=True))
+        self._group.handles.update(zip(self._extents, self._handles, strict=True))
+        if self._at_home:
+            counts.map_calls += len(self._extents) * self._group.num_slices
+            self._group.at_home.update(self._extents)
         self._group.pool.end_move(self.block_ids, has_pages=True, freed_at=now)
 
     def _destroy_created(self) -> None:
@@ -83,36 +91,58 @@ class AttachPages:
                 self._created.pop()
 
 
+class MapHomes:
+    """Map extents at home that have pages and are not mapped there. Some of their blocks are owned while the work
+    runs; only the engine's thread runs it."""
+
+    gives_back = False
+
+    def __init__(self, group: GroupMemory, extents: Sequence[int]) -> None:
+        self._group, self._extents = group, extents
+
+    def call(self) -> None:
+        handles = [self._group.handles[extent] for extent in self._extents]
+        self._group.map_pages(self._group.home_spans(self._extents, handles))
+
+    def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
+        if not failed:
+            counts.map_calls += len(self._extents) * self._group.num_slices
+            self._group.at_home.update(self._extents)
+
+
 class DetachPages:
-    """Unmap free blocks at home: they become unbacked, their pages spare."""
+    """Take the pages of free blocks, whole extents: they become unbacked, their pages spare."""
 
     gives_back = True
 
     def __init__(self, pages: PagePool, group: GroupMemory, block_ids: Sequence[int]) -> None:
         self._pages, self._group, self._block_ids = pages, group, block_ids
+        self._extents = group.extents_of(block_ids)
+        self._at_home = [extent for extent in self._extents if extent in group.at_home]
         group.pool.begin_detach(block_ids)
 
     def call(self) -> None:
-        handles = [self._group.handles[b] for b in self._block_ids]
-        self._group.unmap_pages(self._group.home_spans(self._block_ids, handles))
+        handles = [self._group.handles[extent] for extent in self._at_home]
+        self._group.unmap_pages(self._group.home_spans(self._at_home, handles))
 
     def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
         self._group.pool.end_move(self._block_ids, has_pages=failed)
         if failed:
             return
-        counts.unmap_calls += len(self._block_ids) * self._group.num_slices
-        for block_id in self._block_ids:
-            self._pages.spare += self._group.handles.pop(block_id)
+        counts.unmap_calls += len(self._at_home) * self._group.num_slices
+        self._group.at_home.difference_update(self._at_home)
+        for extent in self._extents:
+            self._pages.spare += self._group.handles.pop(extent)
 
 
 class DestroyPages:
-    """Destroy up to `count` spare pages."""
+    """Destroy up to `count` spare pages, in whole handles rounded up."""
 
     gives_back = True
 
     def __init__(self, backend: Backend, pages: PagePool, count: int) -> None:
         self._backend, self._pages = backend, pages
-        kept = max(len(pages.spare) - count, 0)
+        kept = max(len(pages.spare) - -(-count // pages.handle_pages), 0)
         pages.spare, self._left = pages.spare[:kept], pages.spare[kept:]
         self._count = len(self._left)
 
@@ -125,7 +155,7 @@ class DestroyPages:
         done = self._count - len(self._left)
         counts.destroy_calls += done
         self._pages.spare += self._left
-        self._pages.num_created -= done
+        self._pages.num_created -= done * self._pages.handle_pages
 
 
 class MapRegion:

@@ -1,7 +1,7 @@
 """KV memory of one engine: sequences own blocks, blocks have pages, pages are mapped where kernels read them.
 
-docs/internals/memory.md draws the two address ranges and the life of a page. A block with pages is always mapped at
-home, so that a sequence can change from its region to its block table at any time.
+docs/internals/memory.md draws the two address ranges and the life of a page. A block is mapped in regions, and at home
+once something reads or writes it there: a sequence can change from its region to its block table at any time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from vmem.backends.base import Backend
 from vmem.budget import BudgetAnswer, MemoryCounts, PagePool
-from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, PinError, VmemError
+from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, OutOfSwap, PinError, VmemError
 from vmem.eviction import EvictionOrder, ReturnOrder
 from vmem.group import LayerGroup, most_pages, reserve_groups
 from vmem.lock import MemoryLock
@@ -50,7 +50,7 @@ class KVMemory:
 
     Args:
         backend: owned from now on and closed by `close`.
-        groups: layer groups with pages of one size; they share the budget.
+        groups: layer groups with pages of one size; they share the budget. Only a single group may share handles.
         budget_bytes: physical memory at most, now and later; the anchor page (see `GroupMemory`) comes on top.
         floor_bytes: physical memory that is taken at the start and never given back.
         num_regions: how many sequences may hold a region at once.
@@ -71,7 +71,7 @@ class KVMemory:
         tensors: home and regions as tensors.
 
     Raises:
-        LayoutError: the groups have pages of different sizes.
+        LayoutError: the groups have pages of different sizes, or several groups share handles.
         BudgetError: the budget does not hold one sequence of `max_tokens`, or is below the floor.
     """
 
@@ -99,18 +99,29 @@ class KVMemory:
         if len(page_sizes) != 1:
             raise LayoutError(f"layer groups must share one page size, got {sorted(page_sizes)}")
         [page_bytes] = page_sizes
+        layout = groups[0].layout
+        shares_handles = any(group.layout.extent_blocks > 1 for group in groups)
+        if shares_handles and len(groups) > 1:
+            raise LayoutError(f"blocks may share handles in a single layer group only, not in {len(groups)}")
         self.backend = backend
         self.groups = tuple(groups)
         self.max_tokens, self.step_tokens = max_tokens, step_tokens or max_tokens
         options = options or MappingOptions()
-        floor = floor_bytes // page_bytes
+        extent_pages = layout.extent_pages if shares_handles else 1
+        floor = floor_bytes // page_bytes // extent_pages * extent_pages
         counts = MemoryCounts()
-        self.pages = pages = PagePool(page_bytes, budget_bytes // page_bytes, max(self.pages_for(max_tokens), floor))
+        self.pages = pages = PagePool(
+            page_bytes,
+            budget_bytes,
+            max(self.pages_for(max_tokens), floor),
+            handle_pages=layout.extent_blocks,
+            extent_pages=extent_pages,
+        )
         unit_tokens = math.lcm(*(group.layout.block_tokens for group in groups if not group.is_state))
         order = eviction or ReturnOrder(
             lambda: int(retain_quota * pages.budget), lambda units: self.pages_for(units * unit_tokens), clock
         )
-        self._anchor = backend.create(page_bytes)
+        self._anchor = backend.create(layout.handle_bytes)
         try:
             self.group_memories = memories = reserve_groups(
                 backend, groups, self._anchor, pages.most, num_regions, max_tokens, order.new_queue
@@ -125,15 +136,17 @@ class KVMemory:
         self.lock = lock = MemoryLock()
         self.changes = changes = TableChanges()
         self.mapper = mapper = Mapper(backend, lock, self.policy, counts, clock)
-        self.regions = regions = RegionManager(backend, memories, mapper, self.policy, counts, changes)
+        self.regions = regions = RegionManager(memories, mapper, self.policy, counts, changes)
         self.allocator = allocator = BlockAllocator(backend, pages, memories, tree, mapper, regions)
         self.contents = contents(self.tensors)
-        self.copies = CopyOnWrite(memories, allocator, mapper, self.contents, lock, counts, changes)
+        self.copies = CopyOnWrite(memories, allocator, regions, mapper, self.contents, lock, counts, changes)
         self.tables = BlockTables(memories, allocator, self.copies, mapper, max_tokens, counts, changes)
         self.prefixes = PrefixCache(
             memories, lock, tree, allocator, self.tables, counts, order, self.step_tokens, prefix_cache
         )
-        self.swapping = Swapping(memories, lock, mapper, self.contents, tree, allocator, self.prefixes, swap_bytes)
+        self.swapping = Swapping(
+            memories, lock, mapper, self.contents, tree, allocator, regions, self.prefixes, swap_bytes
+        )
         self.pins = Pins(lock, pages, memories, pin_quota)
         self.audit = MemoryAudit(
             backend, pages, memories, lock, mapper, tree, self.copies, self.tables, self.pins, self.swapping, counts
@@ -333,14 +346,17 @@ class KVMemory:
 
     def swap_out(self, sequences: Sequence[SequenceMemory]) -> SwappedGroup:
         """Copy the blocks of these sequences to host memory and free them, all or none (PagedAttention §4.5). Raises
-        `OutOfSwap`."""
+        `OutOfSwap`, also when the device refuses to map them for the copy."""
         with self.mapper.call():
             for sequence in sequences:
                 self.tables.check_open(sequence)
             if len(set(sequences)) < len(sequences):
                 raise IntegrityError("a sequence is swapped out twice")
-            self.copies.run()
-            swapped = self.swapping.copy_out(sequences)
+            try:
+                self.copies.run()
+                swapped = self.swapping.copy_out(sequences)
+            except MapError as error:
+                raise OutOfSwap(f"blocks cannot be copied: {error}") from error
             for sequence in sequences:
                 try:
                     self._free(sequence)
@@ -386,7 +402,7 @@ class KVMemory:
                 if end <= sequence.readable_tokens:
                     continue
                 self.tables.expire(sequence, start)
-                self.regions.map_regions(sequence, end)
+                self.regions.map_tokens(sequence, end)
                 if self.tables.only_grow:
                     sequence.readable_tokens = self.regions.readable_tokens(sequence)
 
@@ -439,7 +455,7 @@ class KVMemory:
     def least_budget_bytes(self) -> int:
         """The least that `set_budget` accepts now. From any thread."""
         with self.lock:
-            return (self.pages.fewest + self.pages.num_pinned) * self.pages.page_bytes
+            return self.pages.least * self.pages.page_bytes
 
     @property
     def most_budget_bytes(self) -> int:

@@ -43,18 +43,19 @@ class MemoryReport(MemoryCounts):
         reserved_bytes: virtual addresses, mapped or not.
         mapped_bytes: mapped virtual addresses; a page mapped twice counts twice.
         physical_bytes: memory taken from the device, without the anchor page.
-        anchor_bytes: the anchor page, outside the budget.
+        anchor_bytes: the anchor page, or the handle that it shares, outside the budget.
         active_bytes: of the physical, owned by sequences and pins.
         cached_bytes: of the physical, in cached blocks.
         pinned_bytes: of the active, owned by pinned prefixes.
         swapped_bytes, swap_budget_bytes: host memory that preempted sequences take, and may take.
         parked_bytes: of the physical, in free-mapped blocks.
         eager_bytes: of the parked, mapped ahead.
-        num_mappings: pages mapped now, counted once per address.
-        map_calls, unmap_calls: pages mapped and unmapped.
-        alias_calls: of the pages mapped, those that were mapped in a region already.
-        create_calls, destroy_calls: pages taken from the device and given back.
+        num_mappings: handles mapped now, counted once per address. A handle is one page, or the pages of an extent.
+        map_calls, unmap_calls: handles mapped and unmapped.
+        alias_calls: of the handles mapped, those that were mapped in a region already.
+        create_calls, destroy_calls: handles taken from the device and given back.
         exposed_us, hidden_us: mapping time that steps waited for, and that passed beside them.
+        in_flight_us: of both, the time of calls that began while a launched step was under way.
         num_exposed, num_hidden: units of mapping work in each.
         mapper_failures: units of work that the device refused; the mapper retries.
         adoptions, adopted_blocks: sequences that adopted a parked region, and blocks they found mapped there.
@@ -144,12 +145,15 @@ class MemoryAudit:
             self._tree.check_integrity([sequence.prefix for sequence in sequences])
             mapped = 0
             for g, group in enumerate(self._groups):
+                for table in (s.groups[g] for s in sequences):
+                    if lost := group.not_at_home(table.block_ids[table.first : table.at_home]):
+                        raise IntegrityError(f"extents {lost} should be mapped at home")
                 owned = Counter(b for s in sequences for b in s.groups[g].owned)
                 owned.update(block_id for at, block_id in self._copies.held if at == g)
                 mapped += group.check_integrity(owned)
-            self._pages.check_integrity(sum(len(group.handles) * group.num_slices for group in self._groups))
+            self._pages.check_integrity(sum(len(group.handles) * group.layout.extent_pages for group in self._groups))
             if mapped != self._backend.num_mappings:
-                raise IntegrityError(f"{mapped} pages should be mapped, {self._backend.num_mappings} are")
+                raise IntegrityError(f"{mapped} handles should be mapped, {self._backend.num_mappings} are")
 
     def check_idle(self) -> None:
         """Raise `IntegrityError` unless no sequence is open, and every block is free or pinned. Within a turn."""
@@ -180,9 +184,9 @@ class MemoryAudit:
             budget_bytes=self._pages.budget * page_bytes,
             budget_revision=self._pages.revision,
             reserved_bytes=sum(group.reserved_bytes for group in self._groups),
-            mapped_bytes=self._backend.num_mappings * page_bytes,
+            mapped_bytes=self._backend.num_mappings * self._pages.handle_bytes,
             physical_bytes=self._pages.num_created * page_bytes,
-            anchor_bytes=page_bytes,
+            anchor_bytes=self._pages.handle_bytes,
             active_bytes=self._num_owned_pages * page_bytes,
             cached_bytes=sum(group.cached_blocks * group.block_bytes for group in groups),
             pinned_bytes=self._pages.num_pinned * page_bytes,

@@ -20,11 +20,13 @@ class GroupTable:
         block_ids: the block table: logical block index → block id.
         first: blocks before it have left the window; their entries are void.
         region: where the blocks are mapped in order; `None` if they are read through the block table.
+        at_home: blocks `first … at_home - 1` are known to be mapped at home.
     """
 
     block_ids: list[int] = field(default_factory=list)
     first: int = 0
     region: Region | None = None
+    at_home: int = 0
 
     @property
     def owned(self) -> list[int]:

@@ -25,7 +25,7 @@ class BlockState(IntEnum):
     """State of one block.
 
     Attributes:
-        UNBACKED: has no page; its memory belongs to the machine.
+        UNBACKED: has no page; its memory belongs to the machine. Ids in the anchor's extent never have one.
         FREE: has a page and no content.
         ACTIVE, SHARED: one sequence owns it, or several do.
         PINNED: a pinned prefix owns it, perhaps among others.

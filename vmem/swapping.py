@@ -16,6 +16,7 @@ from vmem.prefix_cache import PrefixCache
 from vmem.prefix_tree import PrefixCursor, PrefixTree
 from vmem.sequence import GroupTable, SequenceMemory
 from vmem.tables import BlockAllocator
+from vmem.views import RegionManager
 
 if TYPE_CHECKING:
     from vmem.tensors import BlockContents
@@ -54,6 +55,7 @@ class Swapping:
     _contents: BlockContents
     _tree: PrefixTree
     _allocator: BlockAllocator
+    _regions: RegionManager
     _prefixes: PrefixCache
     budget_bytes: int
     _live: set[SwappedGroup] = field(default_factory=set)
@@ -86,6 +88,7 @@ class Swapping:
 
         Raises:
             OutOfSwap: the swap space is too full.
+            MapError: blocks could not be mapped at home, to be read there.
         """
         num_bytes = self._num_bytes(sequences)
         if self.used_bytes + num_bytes > self.budget_bytes:
@@ -99,15 +102,16 @@ class Swapping:
         try:
             for group in self._groups:
                 blocks = self._blocks(group, sequences)
+                self._regions.map_homes(group, blocks)
                 rows.append({block_id: row for row, block_id in enumerate(blocks)})
                 key = next(self._keys)
                 with self._lock.unlocked():
                     self._contents.save(key, group.index, blocks)
                 copies.append(key)
-        except BaseException:  # no host memory
+            self._mapper.set_fence()
+        except BaseException:  # no host memory, or a mapping that the device refuses
             self._drop_copies(copies, num_bytes)
             raise
-        self._mapper.set_fence()
         swapped = SwappedGroup(
             sequences=tuple(_renumbered(sequence, rows) for sequence in sequences),
             copies=tuple(copies),
@@ -141,7 +145,8 @@ class Swapping:
         taken: dict[int, list[int]] = {}
         try:
             for group, _, _, missing in plans:
-                taken[group.index] = self._allocator.allocate(group, len(missing))
+                taken[group.index] = self._allocator.allocate(group, len(missing), at_home=True)
+                self._regions.map_homes(group, taken[group.index])
         except VmemError:
             for group, _, shared, _ in plans:
                 self._allocator.free(group, [*taken.get(group.index, ()), *shared])

@@ -44,8 +44,11 @@ class BlockAllocator:
         cached = sum(group.pool.num_cached * group.num_slices for group in self._groups)
         return num_pages > self.num_free_pages - cached
 
-    def allocate(self, group: GroupMemory, count: int) -> list[int]:
+    def allocate(self, group: GroupMemory, count: int, *, at_home: bool) -> list[int]:
         """Allocate `count` blocks, all or none.
+
+        Args:
+            at_home: they will be read at home: map blocks with new pages there.
 
         Raises:
             OutOfPages: there are not enough; the device may have less than the budget.
@@ -61,10 +64,10 @@ class BlockAllocator:
             while len(taken) < count:
                 missing = count - len(taken)
                 if device_full:
-                    missing = min(missing, len(self._pages.spare) // group.num_slices)
-                if missing and pool.num_unbacked and self._pages.num_claimable >= group.num_slices:
+                    missing = min(missing, group.blocks_in(self._pages.num_spare))
+                if missing and pool.num_unbacked and group.blocks_in(self._pages.num_claimable):
                     try:
-                        self._mapper.run_now(AttachPages(self._backend, self._pages, group, missing))
+                        self._mapper.run_now(AttachPages(self._backend, self._pages, group, missing, at_home=at_home))
                     except OutOfPages:
                         device_full = True
                 elif not (
@@ -115,6 +118,7 @@ class CopyOnWrite:
 
     _groups: Sequence[GroupMemory]
     _allocator: BlockAllocator
+    _regions: RegionManager
     _mapper: Mapper
     _contents: BlockContents
     _lock: MemoryLock
@@ -141,7 +145,7 @@ class CopyOnWrite:
     def unshare_last_block(self, g: int, table: GroupTable) -> None:
         """Replace the table's shared last block by a block of its own, copied before the next step."""
         group = self._groups[g]
-        [new] = self._allocator.allocate(group, 1)
+        [new] = self._allocator.allocate(group, 1, at_home=True)
         old = table.block_ids[-1]
         # If the old block is itself the target of a due copy, read from that copy's source.
         source = next((a for at, a, b in self._due if (at, b) == (g, old)), old)
@@ -151,6 +155,7 @@ class CopyOnWrite:
             self._mapper.wait_for_region(table.region)
             table.region.checked = min(table.region.checked, len(table.block_ids) - 1)
             table.region.fence = self._mapper.fence
+        table.at_home = min(table.at_home, len(table.block_ids) - 1)
         self._replace_last(table, new)
         self._allocator.free(group, [old])
 
@@ -159,6 +164,7 @@ class CopyOnWrite:
         source = next(a for at, a, b in self._due if (at, b) == (g, new))
         self._due.remove((g, source, new))
         group.pool.add_references([shared])
+        table.at_home = min(table.at_home, len(table.block_ids) - 1)
         self._replace_last(table, shared)
         self._allocator.free(group, [source, new, new])
 
@@ -167,11 +173,16 @@ class CopyOnWrite:
         self._changes.note(table, len(table.block_ids) - 1)
 
     def run(self) -> None:
-        """Make the due copies, in the device's queue after the launched steps."""
+        """Make the due copies, in the device's queue after the launched steps. After an error they are due again.
+
+        Raises:
+            MapError: the device refused.
+        """
         if not self._due:
             return
         for g in sorted({at for at, _, _ in self._due}):
             sources, targets = zip(*((source, target) for at, source, target in self._due if at == g), strict=True)
+            self._regions.map_homes(self._groups[g], (*sources, *targets))
             with self._lock.unlocked():
                 self._contents.copy(g, sources, targets)
         self._mapper.set_fence()  # if this fails the copies stay due: copying again does no harm
@@ -271,7 +282,7 @@ class BlockTables:
                 new.append(mapped)
         self._counts.adopted_blocks += len(new)
         try:
-            new += self._allocator.allocate(group, count - len(new))
+            new += self._allocator.allocate(group, count - len(new), at_home=region is None)
         except VmemError:
             self._allocator.free(group, new)
             raise
@@ -307,6 +318,7 @@ class BlockTables:
             table.region.checked = min(table.region.checked, kept)
             table.region.wanted = min(table.region.wanted, kept)
             table.region.fence = self._mapper.fence
+        table.at_home = min(table.at_home, kept)
         self._changes.note(table, kept)
         freed = table.block_ids[max(kept, table.first) :]
         del table.block_ids[kept:]

@@ -58,8 +58,11 @@ class CacheTensors:
 
     def region_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer by slot: `[num_regions, region_tokens, num_heads, dim]`, with holes. Slot 0 has only the
-        anchor page."""
+        anchor page. Empty in a group without regions."""
         g, i = self._place_of_layer[layer]
+        if not self._regions[g]:
+            keys, values = self.home_view(layer)
+            return keys[:0], values[:0]
         layout = self.groups[g].layout
         assert isinstance(layout, KVLayout)
         return layout.view(self._regions[g], i, self.region_tokens[g])

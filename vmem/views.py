@@ -1,18 +1,18 @@
-"""Regions of sequences: adopt, map, unmap and park them, and demote sequences to the home view."""
+"""Views of sequences: adopt, map, unmap and park regions, demote sequences to the home view, and map blocks at home."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vmem.backends.base import Backend, adjacent_runs
+from vmem.backends.base import adjacent_runs
 from vmem.budget import MemoryCounts
 from vmem.errors import MapError, VmemError
 from vmem.group import GroupMemory
 from vmem.mapper import Mapper
 from vmem.mapper_policy import MappingPolicy
-from vmem.mapping_work import MapRegion, UnmapRegion
+from vmem.mapping_work import MapHomes, MapRegion, UnmapRegion
 from vmem.region import HOLE, Region
 from vmem.sequence import GroupTable, SequenceMemory, StepDemand, TableChanges
 
@@ -30,7 +30,6 @@ class RegionManager:
     demoted to the home view.
     """
 
-    _backend: Backend
     _groups: Sequence[GroupMemory]
     _mapper: Mapper
     _policy: MappingPolicy
@@ -84,16 +83,17 @@ class RegionManager:
                 table.region = None
                 self._changes.note(table, 0)
 
-    def map_regions(self, sequence: SequenceMemory, num_tokens: int) -> None:
-        """Map the sequence's first `num_tokens` tokens in its regions, or demote the sequence.
+    def map_tokens(self, sequence: SequenceMemory, num_tokens: int) -> None:
+        """Map the sequence's first `num_tokens` tokens in its regions, or demote the sequence; without regions, at
+        home.
 
         Raises:
-            MapError: the policy is "region", and the device refused.
+            MapError: the device refused, and the policy is "region" or the sequence has no region.
         """
         for group, table in zip(self._groups, sequence.groups, strict=True):
-            end = group.layout.num_blocks(num_tokens)
             if table.region is None:
                 continue
+            end = group.layout.num_blocks(num_tokens)
             try:
                 mapped = self._map_region(sequence, group, table, table.region, end)
             except MapError as error:
@@ -103,14 +103,32 @@ class RegionManager:
                 mapped = False
             if not mapped:
                 self._demote(sequence)
-                return
+                break
+        for group, table in zip(self._groups, sequence.groups, strict=True):
+            end = group.layout.num_blocks(num_tokens)
+            if table.region is None and group.region_blocks and end > table.at_home:
+                self.map_homes(group, table.block_ids[max(table.first, table.at_home) : end])
+                table.at_home = end
+
+    def map_homes(self, group: GroupMemory, block_ids: Iterable[int]) -> None:
+        """Map blocks with an owner at home, where something is about to read or write them.
+
+        Raises:
+            MapError: the device refused although no region has a tail to give up.
+        """
+        while extents := group.not_at_home(block_ids):
+            try:
+                self._mapper.run_now(MapHomes(group, extents))
+            except MapError:
+                if not any(self.unmap_oldest_tail(each) for each in self._groups):
+                    raise
 
     def readable_tokens(self, sequence: SequenceMemory) -> int:
-        """Tokens known to be mapped in all of the sequence's regions; without one, every token can be read."""
+        """Tokens known to be mapped in the sequence's view."""
         mapped = [
-            table.region.checked * group.layout.block_tokens
+            (table.at_home if table.region is None else table.region.checked) * group.layout.block_tokens
             for group, table in zip(self._groups, sequence.groups, strict=True)
-            if table.region is not None
+            if group.region_blocks
         ]
         return min(mapped, default=_ALL_TOKENS)
 
@@ -180,7 +198,7 @@ class RegionManager:
 
     def _may_map(self, sequence: SequenceMemory, num_pages: int) -> bool:
         """Make room for more mappings within `max_mappings` by unmapping tails. The policy "region" may exceed it."""
-        while self._backend.num_mappings + num_pages > self._policy.options.max_mappings:
+        while self._policy.mappings_left < num_pages:
             if not any(self.unmap_oldest_tail(group) for group in self._groups):
                 return sequence.policy == "region"
         return True

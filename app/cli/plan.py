@@ -72,8 +72,12 @@ def plan(
     ] = None,
     block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a block; by default the best.")] = None,
     kv_layout: Annotated[
-        Literal["interleaved", "per_layer"], typer.Option(help="Of a block's layers.")
-    ] = "interleaved",
+        Literal["auto", "interleaved", "sliced", "per_layer"], typer.Option(help="Of a block's layers.")
+    ] = "auto",
+    kv_view: Annotated[
+        Literal["auto", "region", "block_table"],
+        typer.Option(help="How attention reads the cache; region: blocks of whole pages."),
+    ] = "auto",
     as_json: Json = False,
 ) -> None:
     """Plan memory: weights, KV layout, waste, tokens of room, sequences at a length, and replicas that fit.
@@ -97,6 +101,7 @@ def plan(
                 kv_memory_bytes=kv_memory,
                 block_tokens=block_tokens,
                 kv_layout=kv_layout,
+                kv_view=kv_view,
             )
         )
         figures = plan_figures(size, target, tokens)
@@ -149,6 +154,7 @@ def check_model(model: str) -> None:
 
 def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, Any]:
     """The plan as JSON. Raises `ConfigError` if the model does not fit."""
+    from app.engine.model.kv_plan import layout_kind
     from app.engine.model.size import GRANULARITY_BYTES, replicas_that_fit
 
     room = size.room(target.memory_bytes)
@@ -165,7 +171,7 @@ def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, 
         "tensor_parallel_size": size.config.tensor_parallel_size,
         "weight_bytes": size.weight_bytes,
         "granularity_bytes": GRANULARITY_BYTES[target.kind],
-        "kv_layout": size.config.kv_layout,
+        "kv_layout": layout_kind(size.config),
         "groups": [_group_figures(group, size.config.expected_tokens) for group in room.groups],
         "kv_budget_bytes": room.budget_bytes,
         "num_pages": room.num_pages,
@@ -199,6 +205,8 @@ def _group_figures(group: Any, expected_tokens: int) -> dict[str, Any]:
         "block_bytes": layout.block_bytes,
         "page_bytes": layout.page_bytes,
         "num_slices": layout.num_slices,
+        "extent_blocks": layout.extent_blocks,
+        "handle_bytes": layout.handle_bytes,
         "bytes_per_token": layout.payload_bytes,
         "padding": layout.padding,
         "expected_waste": layout.expected_waste(expected_tokens),
@@ -245,13 +253,19 @@ def _model_table(figures: dict[str, Any]) -> Any:
 
 
 def _layout_table(figures: dict[str, Any]) -> Any:
-    title = f"KV layout: {figures['kv_layout']}, pages of whole {show_size(figures['granularity_bytes'])}"
+    title = f"KV layout: {figures['kv_layout']}, memory in whole {show_size(figures['granularity_bytes'])}"
     shown = table(title, "layers", "block", "bytes a token", "padding", "waste")
     for group in figures["groups"]:
         padding = f"{group['padding']:.1%}"
         if group["kind"] == "recurrent state":
             shown.add_row("recurrent states", f"{show_size(group['bytes_per_sequence'])} a sequence", "", padding, "")
             continue
+        if group["extent_blocks"] > 1:
+            shown.caption = (
+                f"A block has {group['num_slices']} pages of {show_size(group['page_bytes'])}. Pages of "
+                f"{group['extent_blocks']} blocks share {show_size(group['handle_bytes'])}, and are read through block "
+                "tables (--kv-view region: larger blocks of whole pages)."
+            )
         window = "" if group["window_tokens"] is None else f" of {group['window_tokens']}"
         shown.add_row(
             f"{group['num_layers']} × {group['kind']}{window}",

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from app.errors import ConfigError
 
 # Copies from `vmem` and `app.fleet.policies`, which take seconds to import; a test compares them.
-LayoutKind = Literal["interleaved", "per_layer"]
+LayoutKind = Literal["interleaved", "sliced", "per_layer"]
 ViewPolicy = Literal["auto", "region", "block_table"]
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "consistent_hash"]
 
@@ -84,7 +84,8 @@ class EngineConfig:
             recomputed.
         block_tokens: tokens in a KV block; by default the size that wastes least, or a larger one if `kv_memory_bytes`
             would otherwise be more pages than can be mapped.
-        kv_layout: all layers of a token side by side, or keys and values of each layer apart.
+        kv_layout: "interleaved": all layers of a token side by side; "sliced": 4 to 8 layers side by side, in blocks of
+            64 tokens; "per_layer": keys and values of each layer apart. "auto": interleaved on a CPU, sliced on CUDA.
         kv_view: how attention reads the cache: through regions, through block tables, or ("auto") through regions as
             long as the system allows their number of mappings.
         attention: kernels: "cpu", "sdpa" or "reference" on a CPU; "triton", "torch-flash", "sdpa" or "reference" on
@@ -152,7 +153,7 @@ class EngineConfig:
     preemption: PreemptionPolicy = "auto"
     swap_bytes: int = 1 << 30
     block_tokens: int | None = None
-    kv_layout: LayoutKind = "interleaved"
+    kv_layout: Literal["auto", LayoutKind] = "auto"
     kv_view: ViewPolicy = "auto"
     attention: str = "auto"
     num_threads: int | None = None

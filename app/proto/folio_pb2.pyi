@@ -608,7 +608,7 @@ class PinReport(_message.Message):
     def __init__(self, name: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class MemoryReport(_message.Message):
-    __slots__ = ("budget_bytes", "budget_revision", "reserved_bytes", "mapped_bytes", "physical_bytes", "anchor_bytes", "active_bytes", "cached_bytes", "pinned_bytes", "swapped_bytes", "swap_budget_bytes", "parked_bytes", "eager_bytes", "num_mappings", "map_calls", "unmap_calls", "alias_calls", "create_calls", "destroy_calls", "exposed_us", "hidden_us", "num_exposed", "num_hidden", "mapper_failures", "adoptions", "adopted_blocks", "demotions", "queried_tokens", "hit_tokens", "evicted_blocks", "cached_prefixes", "copied_blocks", "pins", "groups")
+    __slots__ = ("budget_bytes", "budget_revision", "reserved_bytes", "mapped_bytes", "physical_bytes", "anchor_bytes", "active_bytes", "cached_bytes", "pinned_bytes", "swapped_bytes", "swap_budget_bytes", "parked_bytes", "eager_bytes", "num_mappings", "map_calls", "unmap_calls", "alias_calls", "create_calls", "destroy_calls", "exposed_us", "hidden_us", "num_exposed", "num_hidden", "mapper_failures", "adoptions", "adopted_blocks", "demotions", "queried_tokens", "hit_tokens", "evicted_blocks", "cached_prefixes", "copied_blocks", "pins", "groups", "in_flight_us")
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_REVISION_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -643,6 +643,7 @@ class MemoryReport(_message.Message):
     COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_US_FIELD_NUMBER: _ClassVar[int]
     budget_bytes: int
     budget_revision: int
     reserved_bytes: int
@@ -677,7 +678,8 @@ class MemoryReport(_message.Message):
     copied_blocks: int
     pins: _containers.RepeatedCompositeFieldContainer[PinReport]
     groups: _containers.RepeatedCompositeFieldContainer[GroupReport]
-    def __init__(self, budget_bytes: _Optional[int] = ..., budget_revision: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., mapped_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., anchor_bytes: _Optional[int] = ..., active_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., swap_budget_bytes: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., eager_bytes: _Optional[int] = ..., num_mappings: _Optional[int] = ..., map_calls: _Optional[int] = ..., unmap_calls: _Optional[int] = ..., alias_calls: _Optional[int] = ..., create_calls: _Optional[int] = ..., destroy_calls: _Optional[int] = ..., exposed_us: _Optional[float] = ..., hidden_us: _Optional[float] = ..., num_exposed: _Optional[int] = ..., num_hidden: _Optional[int] = ..., mapper_failures: _Optional[int] = ..., adoptions: _Optional[int] = ..., adopted_blocks: _Optional[int] = ..., demotions: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., cached_prefixes: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinReport, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupReport, _Mapping]]] = ...) -> None: ...
+    in_flight_us: float
+    def __init__(self, budget_bytes: _Optional[int] = ..., budget_revision: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., mapped_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., anchor_bytes: _Optional[int] = ..., active_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., swap_budget_bytes: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., eager_bytes: _Optional[int] = ..., num_mappings: _Optional[int] = ..., map_calls: _Optional[int] = ..., unmap_calls: _Optional[int] = ..., alias_calls: _Optional[int] = ..., create_calls: _Optional[int] = ..., destroy_calls: _Optional[int] = ..., exposed_us: _Optional[float] = ..., hidden_us: _Optional[float] = ..., num_exposed: _Optional[int] = ..., num_hidden: _Optional[int] = ..., mapper_failures: _Optional[int] = ..., adoptions: _Optional[int] = ..., adopted_blocks: _Optional[int] = ..., demotions: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., cached_prefixes: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinReport, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupReport, _Mapping]]] = ..., in_flight_us: _Optional[float] = ...) -> None: ...
 
 class MemoryReports(_message.Message):
     __slots__ = ("replicas",)

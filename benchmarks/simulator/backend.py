@@ -15,6 +15,7 @@ class CountingBackend:
 
     max_call_bytes = 1 << 40
     granularity_bytes = 4096
+    creates_when_mapped = False
 
     def __init__(self) -> None:
         self._handles = itertools.count(1)

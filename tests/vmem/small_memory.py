@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,7 @@ from vmem import (
     plan_layout,
 )
 from vmem.backends.cuda import CPU
+from vmem.layout import Row
 from vmem.mapper import Mapper
 from vmem.prefix_tree import Hash, stable_hash
 from vmem.tensor_parallel.mirror import MirroredContents
@@ -49,8 +51,17 @@ STATE_BYTES = 6000
 DOCUMENTS = [[d * 1000 + i for i in range(MAX_TOKENS)] for d in range(2)]
 
 
-def layout(kind: LayoutKind = "interleaved", block_tokens: int = BLOCK_TOKENS) -> KVLayout:
-    """One layer in blocks that are one page interleaved, and a page for keys and one for values per layer."""
+def layout(
+    kind: LayoutKind = "interleaved", block_tokens: int = BLOCK_TOKENS, *, shares_handles: bool = False
+) -> KVLayout:
+    """One layer in blocks that are one page interleaved, and a page for keys and one for values per layer. Sliced: two
+    layers, a page for each, of which two may share a handle."""
+    if kind == "sliced":
+        spec, row = LayerSpec(1, 16, 16), 64
+        token_bytes = PAGE_BYTES // block_tokens // (2 if shares_handles else 1)
+        keys, values = (Row(0, 0), Row(1, 0)), (Row(0, row), Row(1, row))
+        blocks = 2 if shares_handles else 1
+        return KVLayout((spec, spec), torch.float32, kind, block_tokens, token_bytes, 4 * row, 2, keys, values, blocks)
     dim = (16 if kind == "interleaved" else 32) * BLOCK_TOKENS // block_tokens
     return plan_layout(
         [LayerSpec(2, dim, dim)], torch.float32, granularity_bytes=PAGE_BYTES, block_tokens=block_tokens, kind=kind
@@ -64,10 +75,14 @@ def groups(
     window_block_tokens: int = BLOCK_TOKENS,
     stateful: bool = False,
 ) -> list[LayerGroup]:
-    """One group of one layer that sees everything, perhaps one that sees a window, and one of two pages of state."""
-    made = [LayerGroup((0,), layout(kind))]
+    """One group of layers that see everything, perhaps one of layers that see a window, and one of two pages of state.
+    Sliced blocks of a single group share handles."""
+    first = layout(kind, shares_handles=not windowed and not stateful)
+    made = [LayerGroup(tuple(range(len(first.layers))), first)]
     if windowed:
-        made.append(LayerGroup((1,), layout(kind, window_block_tokens), WINDOW_TOKENS))
+        seen = layout(kind, window_block_tokens)
+        layers = tuple(range(len(first.layers), len(first.layers) + len(seen.layers)))
+        made.append(LayerGroup(layers, seen, WINDOW_TOKENS))
     if stateful:
         made.append(LayerGroup((), StateLayout(payload_bytes=STATE_BYTES, page_bytes=PAGE_BYTES)))
     return made
@@ -111,7 +126,8 @@ class FlakyCuda(CudaBackend):
     def __init__(self, capacity_bytes: int) -> None:
         self.fake = self.driver_type(capacity_bytes)
         self.fake.granularity_bytes = PAGE_BYTES
-        super().__init__(driver=self.fake, tensor_device=CPU)
+        # Without a clock, so that the same calls are made each time: `fail_at` counts them.
+        super().__init__(driver=self.fake, tensor_device=CPU, clock=lambda: 0.0)
 
     @property
     def num_calls(self) -> int:
@@ -276,10 +292,27 @@ def pages_read(memory: KVMemory, demands: Iterable[StepDemand]) -> set[int]:
                 if table.region is not None:
                     addresses.update(group.place_addresses(table.region, place))
                     continue
-                for home in group.homes:
-                    begin = home.address + table.block_ids[place] * size
-                    addresses.update(range(begin, begin + size, group.layout.page_bytes))
+                begin = table.block_ids[place] * size
+                for home, at in itertools.product(group.homes, range(begin, begin + size, group.layout.page_bytes)):
+                    addresses.add(home.address + at // group.layout.handle_bytes * group.layout.handle_bytes)
     return addresses
+
+
+def _chosen(view: str, demand: StepDemand) -> str:
+    return {"region": "region", "block_table": "home"}[demand.sequence.view] if view == "own" else view
+
+
+def use_home(memory: KVMemory, demand: StepDemand) -> None:
+    """Have the sequence's blocks mapped at home, where a test reads them. Without a region they are already."""
+    for group, table in zip(memory.group_memories, demand.sequence.groups, strict=True):
+        block_ids = table.block_ids[table.first : group.layout.num_blocks(demand.end)]
+        if table.region is None:
+            assert not group.not_at_home(block_ids)
+            continue
+        for _ in range(3):  # a failure may be injected
+            with contextlib.suppress(MapError), memory.mapper.call():
+                memory.regions.map_homes(group, block_ids)
+        assert not group.not_at_home(block_ids)
 
 
 def tensors_of_ranks(memory: KVMemory) -> list[CacheTensors]:
@@ -290,7 +323,11 @@ def tensors_of_ranks(memory: KVMemory) -> list[CacheTensors]:
 
 
 def write(memory: KVMemory, demand: StepDemand, values: Sequence[float], view: str) -> None:
-    """Store one value a token in every layer's keys, and its negative in the values, through one of the views."""
+    """Store one value a token in every layer's keys, and its negative in the values, through "home", "region", or the
+    sequence's "own" view."""
+    view = _chosen(view, demand)
+    if view == "home":
+        use_home(memory, demand)
     for g, group in enumerate(memory.groups):
         table, block_tokens = demand.sequence.groups[g], group.layout.block_tokens
         for layer, tensors in itertools.product(group.layers, tensors_of_ranks(memory)):
@@ -327,6 +364,9 @@ def _states(memory: KVMemory, sequence: SequenceMemory) -> list[torch.Tensor]:
 
 def read(memory: KVMemory, demand: StepDemand, layer: int, view: str) -> list[float]:
     """The values of the visible tokens up to `demand.end`, oldest first; keys and values must agree, and all ranks."""
+    view = _chosen(view, demand)
+    if view == "home":
+        use_home(memory, demand)
     [found, *others] = [_read(memory, tensors, demand, layer, view) for tensors in tensors_of_ranks(memory)]
     assert all(other == found for other in others)
     return found
@@ -340,7 +380,8 @@ def _read(memory: KVMemory, tensors: CacheTensors, demand: StepDemand, layer: in
         assert table.region is not None
         key, value = (side[table.region.slot, start:end, 0, 0] for side in tensors.region_view(layer))
     else:
-        blocks = torch.tensor(table.block_ids[table.first :], dtype=torch.int64)
+        used = table.block_ids[table.first : memory.groups[g].layout.num_blocks(end)]  # others may not be mapped yet
+        blocks = torch.tensor(used, dtype=torch.int64)
         key, value = (side[blocks].flatten(0, 1)[: end - start, 0, 0] for side in tensors.home_view(layer))
     assert key.tolist() == (-value).tolist()
     return [float(number) for number in key.tolist()]

@@ -68,7 +68,7 @@ def begin(memory: KVMemory, num_tokens: int, policy: str = "region") -> Sequence
 def step(memory: KVMemory, sequence: SequenceMemory, start: int, end: int) -> StepDemand:
     demand = StepDemand(sequence, start, end)
     memory.ensure([demand])
-    write(memory, demand, [float(p) for p in range(start, end)], "home")
+    write(memory, demand, [float(p) for p in range(start, end)], "own")
     return demand
 
 
@@ -814,17 +814,26 @@ def test_a_dead_mapper_cannot_be_paused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_refused_mapping_demotes_the_sequence(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose table of mappings is full: what parked regions give up makes room for the blocks at home."""
     memory, device = make_memory()
-    automatic, forced = begin(memory, 20, "auto"), begin(memory, 20, "region")
+    automatic, forced, ended = begin(memory, 20, "auto"), begin(memory, 20, "region"), begin(memory, 16, "region")
+    memory.free(ended)
     for sequence in (automatic, forced):
         memory.append(sequence, 40)
+    most, map_pages = device.num_mappings, device.map
+
+    def map_or_refuse(address: int, handles: Sequence[int]) -> None:
+        if device.num_mappings + len(handles) > most:
+            raise MapError("injected")
+        map_pages(address, handles)
+
     with monkeypatch.context() as patch:
-        patch.setattr(device, "map", refuse)
+        patch.setattr(device, "map", map_or_refuse)
         memory.ensure([StepDemand(automatic, 20, 40)])
         with pytest.raises(MapError):
             memory.ensure([StepDemand(forced, 20, 40)])
     assert (automatic.view, forced.view) == ("block_table", "region")
-    assert read(memory, StepDemand(automatic, 0, 20), 0, "home")[:20] == list(range(20))
+    assert read(memory, StepDemand(automatic, 0, 20), 0, "own")[:20] == list(range(20))
     memory.check_integrity()
     finish(memory, automatic, forced)
 

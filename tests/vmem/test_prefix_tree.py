@@ -56,14 +56,14 @@ def compute(memory: KVMemory, *begun: tuple[SequenceMemory, Tokens, int]) -> Non
     demands = [StepDemand(sequence, start, len(tokens.ids)) for sequence, tokens, start in begun]
     memory.ensure(demands)
     for demand, (sequence, tokens, start) in zip(demands, begun, strict=True):
-        write(memory, demand, tokens.contents[start:], "home")
+        write(memory, demand, tokens.contents[start:], "own")
         if memory.prefixes.has_states:
             write_state(memory, sequence, tokens.contents[-1])
     for demand, (_, tokens, _) in zip(demands, begun, strict=True):
         for group in memory.groups:
             for layer in group.layers:
                 first = demand.sequence.groups[memory.tensors.group_of(layer)].first * 16
-                assert read(memory, demand, layer, "home") == tokens.contents[first:]
+                assert read(memory, demand, layer, "own") == tokens.contents[first:]
     memory.launched()
     memory.prefixes.commit_prefixes()
 
@@ -676,7 +676,7 @@ def test_places_before_the_window_do_not_keep_pages(no_thread: None) -> None:
     while memory.group_memories[1].pool.num_cached:
         memory.tree.evict(1, 100)
     with memory.lock:
-        block_ids = memory.allocator.allocate(memory.group_memories[0], memory.num_free_pages)
+        block_ids = memory.allocator.allocate(memory.group_memories[0], memory.num_free_pages, at_home=True)
     assert memory.num_free_pages == 0
     memory.allocator.free(memory.group_memories[0], block_ids)
     memory.free(second)
@@ -703,7 +703,7 @@ def test_free_blocks_of_another_group_go_before_cached_ones() -> None:
     memory, _ = make_memory(num_pages=48, windowed=True)
     memory.free(run(memory, prompt(96)))
     with memory.lock:
-        block_ids = memory.allocator.allocate(memory.group_memories[1], memory.pages.num_claimable)
+        block_ids = memory.allocator.allocate(memory.group_memories[1], memory.pages.num_claimable, at_home=True)
         memory.allocator.free(memory.group_memories[1], block_ids)
     sequence = memory.create_sequence("block_table")
     memory.append(sequence, 64)

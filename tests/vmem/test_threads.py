@@ -231,7 +231,7 @@ class _Engine:
             tokens.ids += self._next(demand.sequence, demand.end - demand.start)
             del self.coming[demand.sequence][: demand.end - demand.start]
             values = tokens.contents[demand.start :]
-            write(memory, demand, values, demand.sequence.view if demand.sequence.view == "region" else "home")
+            write(memory, demand, values, "own")
         memory.launched()
         memory.prefixes.commit_prefixes()
         if demands:

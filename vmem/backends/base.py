@@ -62,10 +62,12 @@ class Backend(Protocol):
     Attributes:
         max_call_bytes: the most that one call should map, so that another thread's call does not wait long.
         granularity_bytes: page sizes and mapped addresses are multiples of this.
+        creates_when_mapped: a page is created in part when it is first mapped, so that `map` may raise `OutOfPages`.
     """
 
     max_call_bytes: int
     granularity_bytes: int
+    creates_when_mapped: bool
 
     def reserve(self, num_bytes: int) -> AddressRange:
         """Reserve virtual addresses without memory; touching them is a fault."""
@@ -154,6 +156,8 @@ class AccountedBackend(Backend, ABC):
         page_bytes: the size of all pages, set by the first one.
         mappings: address → handle.
     """
+
+    creates_when_mapped = False
 
     def __init__(self, granularity_bytes: int) -> None:
         self.granularity_bytes = granularity_bytes

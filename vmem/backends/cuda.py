@@ -16,6 +16,7 @@ import ctypes
 import importlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ import torch
 import torch.utils.dlpack
 
 from vmem.backends.base import AccountedBackend, AddressRange, MemoryInfo, retry_undo
+from vmem.backends.run_bound import RunBound
 from vmem.errors import MapError, OutOfPages, VmemError
 
 CPU, CUDA = 1, 2  # DLDeviceType
@@ -45,12 +47,14 @@ class CudaBackend(AccountedBackend):
             stream, or 0, the legacy default stream, with a `driver` given.
         driver: `cuda.bindings.driver`, or an object that behaves like it.
         tensor_device: the device of tensors; CPU only over a fake driver.
+        clock: in seconds, to measure calls with.
 
     Raises:
         MapError: there is no such device.
     """
 
-    # Sixteen pages of 2 MiB a call: fewer calls are cheaper per page, longer ones keep other threads waiting.
+    # Sixteen pages of 2 MiB: a step that waits for this much waits for about a millisecond. Single driver calls are
+    # shorter, see `RunBound`.
     max_call_bytes = 32 << 20
 
     def __init__(
@@ -61,6 +65,7 @@ class CudaBackend(AccountedBackend):
         stream: Callable[[], int] | None = None,
         driver: Any = None,
         tensor_device: int = CUDA,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if driver is None:
             driver = _load_driver(device)
@@ -71,6 +76,8 @@ class CudaBackend(AccountedBackend):
         self._stream = stream or (lambda: 0)
         self._thread = threading.local()
         self._tensor_device = tensor_device
+        self._clock = clock
+        self._access_bound, self._unmap_bound = RunBound(), RunBound()
         self._check("cuInit", *driver.cuInit(0))
         status, ordinal = driver.cuDeviceGet(device)
         self._check("cuDeviceGet", status)
@@ -155,8 +162,14 @@ class CudaBackend(AccountedBackend):
             for handle in handles:
                 self._call("cuMemMap", address + done * size, size, 0, handle, 0, at=address + done * size)
                 done += 1
-            # One call for the whole run: access is what costs, and it costs per call as well as per page.
-            self._call("cuMemSetAccess", address, len(handles) * size, [self._access], 1, at=address)
+            # Runs of pages: access is what costs, and it costs per call as well as per page.
+            at, end = address, address + len(handles) * size
+            while at < end:
+                length = min(self._access_bound.num_pages * size, end - at)
+                start = self._clock()
+                self._call("cuMemSetAccess", at, length, [self._access], 1, at=at)
+                self._access_bound.note(length // size, self._clock() - start)
+                at += length
         except MapError:
             for span in self._unmap_spans(AddressRange(address, done * size)):
                 retry_undo(partial(self._unmap_span, span))
@@ -174,12 +187,15 @@ class CudaBackend(AccountedBackend):
             raise
 
     def _unmap_spans(self, mapped: AddressRange) -> list[AddressRange]:
-        """The spans that one call each unmaps: the whole run, or single pages if the driver takes no more."""
-        size = mapped.num_bytes if self._unmaps_runs else self.page_bytes
-        return [AddressRange(at, size) for at in range(mapped.address, mapped.end, size or 1)]
+        """The spans that one call each unmaps: runs, or single pages if the driver takes no more."""
+        size = self.page_bytes * (self._unmap_bound.num_pages if self._unmaps_runs else 1)
+        starts = range(mapped.address, mapped.end, size or 1)
+        return [AddressRange(at, min(size, mapped.end - at)) for at in starts]
 
     def _unmap_span(self, span: AddressRange) -> None:
+        start = self._clock()
         self._call("cuMemUnmap", span.address, span.num_bytes, at=span.address)
+        self._unmap_bound.note(span.num_bytes // self.page_bytes, self._clock() - start)
 
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
         return export_uint8(reserved, self._tensor_device, self._device if self._tensor_device != CPU else 0)

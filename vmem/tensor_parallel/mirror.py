@@ -55,6 +55,8 @@ class MirroredBackend:
         MapError: a peer has no such backend.
     """
 
+    creates_when_mapped = True
+
     def __init__(
         self, local: AccountedBackend, peers: PeerRanks, *, capacity_bytes: int, headroom_bytes: int = 0
     ) -> None:

@@ -43,7 +43,9 @@ def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy
     views: tuple[ViewPolicy, ...] = ("block_table", "region") if view == "auto" else (view, view)
     num_pages = sum(len(prompts) * group.most_pages(max(lengths), max(lengths)) for group in groups)
     page_bytes = groups[0].layout.page_bytes
-    capacity = (num_pages + 1) * page_bytes  # and the anchor page
+    extent_pages = groups[0].layout.extent_pages
+    num_pages = -(-num_pages // extent_pages) * extent_pages
+    capacity = num_pages * page_bytes + groups[0].layout.handle_bytes  # and the anchor page
     local = select_backend(model.module.device, capacity_bytes=capacity)
     backend, contents = mirror(local, executor.ranks, capacity_bytes=capacity)
     memory = KVMemory(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from app.config.engine import EngineConfig
+from app.config.engine import EngineConfig, LayoutKind
 from app.config.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.recurrent import state_bytes
@@ -127,6 +127,13 @@ def build_memory(
             group.layout.page_bytes,
             group.layout.padding * 100,
         )
+        if group.layout.extent_blocks > 1:
+            logger.info(
+                "KV cache: pages of %d blocks share %d bytes: sequences are read through block tables; kv_view region "
+                "makes larger blocks",
+                group.layout.extent_blocks,
+                group.layout.handle_bytes,
+            )
     logger.info("KV cache: up to %.1f MiB, or %d tokens of one sequence", num_pages * page_bytes / 2**20, capacity)
     if on_cpu and num_pages == most_pages and budget > (num_pages + 1) * page_bytes:
         logger.info(
@@ -158,9 +165,12 @@ def plan_pages(
     # Only a configured budget justifies longer blocks.
     smallest_page_bytes = budget_bytes // most_pages if config.kv_memory_bytes else 0
     groups = _plan_groups(config, model, layers, granularity_bytes, smallest_page_bytes)
-    page_bytes = groups[0].layout.page_bytes
-    num_pages = min(budget_bytes // page_bytes, most_pages)
-    smallest = sum(group.layout.block_bytes for group in groups)
+    layout = groups[0].layout
+    page_bytes = layout.page_bytes
+    num_pages = min(budget_bytes // page_bytes, most_pages * layout.extent_blocks)
+    if layout.extent_blocks > 1:
+        num_pages -= num_pages % layout.extent_pages
+    smallest = sum(group.layout.extent_blocks * group.layout.block_bytes for group in groups)
     if num_pages * page_bytes < 2 * smallest:
         raise ConfigError(f"kv_memory_bytes {budget_bytes} is below two blocks of {smallest} bytes; {machine}")
     return groups, num_pages
@@ -214,11 +224,18 @@ def _step_bytes_a_token(model: LoadedModel) -> int:
     return int((2 * hidden + 3 * widest + model.vocab_size) * model.dtype.itemsize)
 
 
+def layout_kind(config: EngineConfig) -> LayoutKind:
+    """The layout that "auto" stands for: kernels on CUDA read tiles of 64 tokens, and should not touch every page."""
+    if config.kv_layout != "auto":
+        return config.kv_layout
+    return "sliced" if config.device == "cuda" else "interleaved"
+
+
 def _plan_groups(
     config: EngineConfig, model: LoadedModel, layers: ObservedLayers, granularity_bytes: int, smallest_page_bytes: int
 ) -> list[LayerGroup]:
     """Layers with the same window share a block table; recurrent states are a group of their own. Blocks are longer
-    than the planner's while their pages are smaller than `smallest_page_bytes`, to limit the number of pages."""
+    than the planner's while what is mapped as a whole is smaller than `smallest_page_bytes`, to limit the mappings."""
     members: dict[int | None, list[int]] = {}
     for layer in layers.attention:
         members.setdefault(layers.windows.get(layer), []).append(layer)
@@ -228,11 +245,12 @@ def _plan_groups(
             specs,
             model.dtype,
             granularity_bytes=granularity_bytes,
-            kind=config.kv_layout,
+            kind=layout_kind(config),
             block_tokens=block_tokens,
             expected_tokens=config.expected_tokens,
+            shares_handles=config.kv_view != "region" and not layers.states,
         )
-        if layouts[0].page_bytes >= smallest_page_bytes:
+        if layouts[0].handle_bytes >= smallest_page_bytes:
             break
     groups = [
         LayerGroup(tuple(group), layout, window)

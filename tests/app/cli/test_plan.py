@@ -17,10 +17,15 @@ def test_a_plan(make_checkpoint: MakeCheckpoint, capsys: pytest.CaptureFixture[s
     assert main([*arguments, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["device"], figures["device_name"], figures["memory_bytes"]) == ("cuda", "l4", 16 << 30)
-    assert figures["granularity_bytes"] == figures["page_bytes"] == 2 << 20
+    assert figures["kv_layout"] == "sliced"
+    assert figures["granularity_bytes"] == 2 << 20
     assert figures["weight_bytes"] == 2 * figures["num_parameters"]
     assert figures["kv_budget_bytes"] == figures["num_pages"] * figures["page_bytes"]
     [group] = figures["groups"]
+    # Three layers are one slice; 64 tokens are 24 KiB, so that many blocks share an allocation.
+    assert (group["block_tokens"], group["num_slices"], group["block_bytes"]) == (64, 1, 64 * 384)
+    assert group["handle_bytes"] == group["extent_blocks"] * figures["page_bytes"]
+    assert group["handle_bytes"] % (2 << 20) == 0
     assert group["bytes_per_token"] == 3 * 2 * 2 * 16 * 2  # layers, K and V, heads, dimension, bytes
     assert figures["longest_sequence_tokens"] == 1024  # the model's context
     assert figures["num_replicas"] == len(figures["replicas"]) == 7
@@ -31,7 +36,8 @@ def test_a_plan(make_checkpoint: MakeCheckpoint, capsys: pytest.CaptureFixture[s
         "on l4, 16 GiB",
         "llama, ",
         "(the model's context)",
-        "pages of whole 2 MiB",
+        "memory in whole 2 MiB",
+        "blocks share 2 MiB",
         "on one device: 7 fit",
     ):
         assert part in shown
@@ -58,7 +64,7 @@ def test_targets() -> None:
         (["--memory", "lots"], "'lots' is no size"),
         (["--memory", "1MiB"], "the weights take"),
         (["--memory", "0", "--device", "h100"], "the weights take"),  # regression: 0 was as if not given
-        (["--kv-layout", "columns"], "'columns' is not one of 'interleaved', 'per_layer'"),
+        (["--kv-layout", "columns"], "'columns' is not one of 'auto', 'interleaved', 'sliced', 'per_layer'"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

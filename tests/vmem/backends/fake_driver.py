@@ -2,13 +2,14 @@
 
 It stands in for `cuda.bindings.driver`: same functions, same return tuples, CPU memory. Aliasing is real. Breaking a
 rule gives the status the real driver gives: a page maps at offset 0 and whole, no address twice, unmap takes whole
-mappings, access must be granted before use (touching memory without it is a SIGSEGV), released handles are gone, events
-need a context in the calling thread. Call number `fail_at` fails with `fail_status`, and so does each with probability
-`fail_rate`; with probability `slow_rate` a call takes a millisecond. With `refuse_run_unmap` an unmap takes one mapping
-only. Work takes as long as the test likes: `launch` says what a step reads and on which stream, events pass when
-`finish_work` has finished what was before them on their stream. Violations are unmapping what an unfinished step reads,
-launching a step that reads what is not mapped, and giving up the last reference on the primary context, of which torch
-holds one from the start. Calls may come from several threads.
+mappings, access must be granted before use (touching memory without it is a SIGSEGV), released handles are gone,
+events need a context in the calling thread. Call number `fail_at` fails with `fail_status`, and so does each with
+probability `fail_rate`; with probability `slow_rate` a call takes a millisecond. `costs` are seconds of a call and of
+each page in it, which pass on a clock of the driver's own, `now_s`. With `refuse_run_unmap` an unmap takes one
+mapping only. Work takes as long as the test likes: `launch` says what a step reads and on which stream, events pass
+when `finish_work` has finished what was before them on their stream. Violations are unmapping what an unfinished step
+reads, launching a step that reads what is not mapped, and giving up the last reference on the primary context, of
+which torch holds one from the start. Calls may come from several threads.
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ class FakeDriver:
         self.fail_rate = self.slow_rate = 0.0
         self.num_set_current = 0
         self.violations: list[str] = []
+        self.costs: dict[str, tuple[float, float]] = {}
+        self.now_s = 0.0
+        self.took: list[tuple[str, int, float]] = []  # call, pages, seconds
 
     # ---- for tests ----
 
@@ -154,6 +158,13 @@ class FakeDriver:
         if self.slow_rate and self._random.random() < self.slow_rate:
             time.sleep(0.001)
         return len(self.calls) == self.fail_at or self._random.random() < self.fail_rate
+
+    def _spend(self, name: str, size: int) -> None:
+        if name in self.costs:
+            call_s, page_s = self.costs[name]
+            num_pages = size // self.granularity_bytes
+            self.took.append((name, num_pages, call_s + num_pages * page_s))
+            self.now_s += self.took[-1][2]
 
     def cuInit(self, flags: int) -> tuple[CUresult]:  # noqa: N802
         return (OK,)
@@ -258,6 +269,7 @@ class FakeDriver:
             return (self.fail_status,)
         if count != 1 or access[0].flags != 3 or not self._whole_mappings(address, size):
             return (INVALID,)
+        self._spend("cuMemSetAccess", size)
         _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE)
         self._accessible.update(m for m in self._mappings if address <= m < address + size)
         return (OK,)
@@ -268,6 +280,7 @@ class FakeDriver:
         several = self._mappings.get(address) != size
         if not self._whole_mappings(address, size) or (self.refuse_run_unmap and several):
             return (INVALID,)
+        self._spend("cuMemUnmap", size)
         for mapped in [m for m in self._mappings if address <= m < address + size]:
             del self._mappings[mapped]
             self._accessible.discard(mapped)

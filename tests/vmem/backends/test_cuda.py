@@ -12,6 +12,7 @@ import torch
 from tests.vmem.backends.fake_driver import CUresult, FakeDriver
 from vmem import AddressRange, CudaBackend, MapError, OutOfPages
 from vmem.backends.cuda import CPU
+from vmem.backends.run_bound import RunBound
 
 PAGE = FakeDriver.granularity_bytes
 
@@ -23,13 +24,101 @@ def make(num_pages: int = 16, *, refuse_run_unmap: bool = False, **settings: Any
 
 
 def test_one_set_access_for_a_run() -> None:
-    backend, driver = make()
+    """Once calls are known to be short."""
+    backend, driver = make(clock=lambda: 0.0)
     reserved = backend.reserve(5 * PAGE)
     handles = [backend.create(PAGE) for _ in range(5)]
-    driver.calls.clear()
-    backend.map(reserved.address, handles)
-    backend.unmap(reserved)
+    for _ in range(2):
+        driver.calls.clear()
+        backend.map(reserved.address, handles)
+        backend.unmap(reserved)
     assert driver.calls == ["cuMemMap"] * 5 + ["cuMemSetAccess", "cuMemUnmap"]
+    for handle in handles:
+        backend.destroy(handle)
+    backend.release(reserved)
+    backend.close()
+    assert driver.leftovers == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("refuse_run_unmap", [False, True])
+@pytest.mark.parametrize(
+    ("call_us", "page_us", "num_pages"),
+    [(30, 30, 5), (67, 10, 13), (0.5, 0.01, 64), (150, 100, 1), (900, 900, 1)],
+)
+def test_no_call_takes_longer_than_launches_may_wait(
+    call_us: float, page_us: float, num_pages: int, refuse_run_unmap: bool
+) -> None:
+    """Runs are as long as 200 µs allow by the measured costs, and at least one page."""
+    driver = FakeDriver(64 * PAGE)
+    driver.refuse_run_unmap = refuse_run_unmap
+    driver.costs = dict.fromkeys(("cuMemSetAccess", "cuMemUnmap"), (call_us * 1e-6, page_us * 1e-6))
+    backend = CudaBackend(driver=driver, tensor_device=CPU, clock=lambda: driver.now_s)
+    reserved = backend.reserve(64 * PAGE)
+    handles = [backend.create(PAGE) for _ in range(64)]
+
+    def longest(name: str) -> int:
+        return max(pages for call, pages, _ in driver.took if call == name)
+
+    for _ in range(20):
+        driver.took.clear()
+        backend.map(reserved.address, handles)
+        backend.unmap(reserved)
+    assert num_pages - 1 <= longest("cuMemSetAccess") <= num_pages  # the last page may be lost to rounding
+    if refuse_run_unmap:
+        assert longest("cuMemUnmap") == 1
+    else:
+        assert num_pages - 1 <= longest("cuMemUnmap") <= num_pages
+    assert max(seconds for *_, seconds in driver.took) <= max(200e-6, (call_us + page_us) * 1e-6)
+    driver.costs["cuMemSetAccess"] = (30e-6, 60e-6)  # a busier device: the bound follows within some calls
+    for _ in range(20):
+        driver.took.clear()
+        backend.map(reserved.address, handles)
+        backend.unmap(reserved)
+    assert longest("cuMemSetAccess") == 2
+    for handle in handles:
+        backend.destroy(handle)
+    backend.release(reserved)
+    backend.close()
+    assert driver.leftovers == (0, 0, 0, 0, 0)
+
+
+def test_one_slow_call_does_not_shorten_the_runs() -> None:
+    bound = RunBound()
+    for _ in range(20):
+        bound.note(bound.num_pages, 30e-6 + bound.num_pages * 30e-6)
+    assert bound.num_pages == 5
+    bound.note(5, 0.01)
+    assert bound.num_pages == 5
+
+
+@pytest.mark.parametrize("call", range(1, 30))
+def test_a_failed_run_undoes_the_runs_before_it(call: int) -> None:
+    """Access and unmapping of 8 pages in runs of 2: whatever call fails, everything is as before."""
+    driver = FakeDriver(8 * PAGE)
+    driver.costs = dict.fromkeys(("cuMemSetAccess", "cuMemUnmap"), (0.0, 100e-6))
+    backend = CudaBackend(driver=driver, tensor_device=CPU, clock=lambda: driver.now_s)
+    reserved = backend.reserve(8 * PAGE)
+    handles = [backend.create(PAGE) for _ in range(8)]
+    for _ in range(3):
+        backend.map(reserved.address, handles)
+        backend.unmap(reserved)
+    driver.fail_at = len(driver.calls) + call
+    mapped = 0
+    try:
+        backend.map(reserved.address, handles)
+        mapped = 8
+        backend.unmap(reserved)
+        mapped = 0
+    except MapError:
+        pass
+    driver.fail_at = -1
+    assert backend.num_mappings == driver.leftovers[2] == mapped
+    if mapped:
+        backend.tensor(reserved).fill_(1)  # with access
+        backend.unmap(reserved)
+    else:
+        backend.map(reserved.address, handles)
+        backend.unmap(reserved)
     for handle in handles:
         backend.destroy(handle)
     backend.release(reserved)

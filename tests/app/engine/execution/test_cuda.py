@@ -92,24 +92,40 @@ def _install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.parametrize("view", ["region", "block_table"])
-@pytest.mark.parametrize("async_scheduling", ["off", "on"])
+@pytest.mark.parametrize(
+    ("view", "layout", "num_layers", "async_scheduling"),
+    [
+        ("region", "interleaved", 3, "off"),
+        ("block_table", "interleaved", 3, "on"),
+        ("auto", "per_layer", 3, "on"),
+        ("auto", "sliced", 3, "off"),
+        ("auto", "sliced", 10, "on"),
+        ("region", "sliced", 10, "on"),
+    ],
+)
 def test_the_fake_device_gives_the_same_tokens(
     name: str,
     view: Any,
+    layout: Any,
+    num_layers: int,
     async_scheduling: str,
     make_checkpoint: MakeCheckpoint,
     use_device: Callable[[], Driver],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In every layout. Sliced blocks of one layer group share handles unless regions are asked for."""
     model_type, settings = ARCHITECTURES[name]
-    folder = make_checkpoint(model_type, **settings)
-    shared = {"skip_tokenizer_init": True, "kv_view": view, "max_num_batched_tokens": 96, "max_model_len": 400}
-    with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
+    folder = make_checkpoint(model_type, **(settings | {"num_hidden_layers": num_layers}))
+    shared = {"skip_tokenizer_init": True, "max_num_batched_tokens": 96, "max_model_len": 400}
+    with LLM(folder, kv_memory_bytes=4 << 20, kv_view="block_table", **shared) as llm:
         expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
     use_device()
     monkeypatch.setattr(executor, "ThreadQueue", lambda _: InlineQueue())  # the device has a queue of its own
-    with LLM(folder, kv_memory_bytes=4 << 20, async_scheduling=async_scheduling, **shared) as llm:
+    shared["async_scheduling"] = async_scheduling
+    with LLM(folder, kv_memory_bytes=8 << 20, kv_view=view, kv_layout=layout, **shared) as llm:
+        first = llm.engine.memory.groups[0].layout
+        assert (first.extent_blocks > 1) == (layout == "sliced" and view == "auto" and name == "llama")
+        assert layout != "sliced" or first.num_slices == (1 if num_layers == 3 else 2)
         assert generate(llm, prompts()) == expected
 
 

@@ -69,7 +69,7 @@ def test_pages_are_whole_granules_of_the_device(make_checkpoint: MakeCheckpoint)
     folder = str(make_checkpoint("llama", **SMALL))
     for device, granularity in GRANULARITY_BYTES.items():
         room = ModelSize(EngineConfig(model=folder, device=device)).room(16 * GIB)
-        assert all(group.layout.page_bytes % granularity == 0 for group in room.groups)
+        assert all(group.layout.handle_bytes % granularity == 0 for group in room.groups)
     assert room.budget_bytes == pytest.approx(0.9 * 14 * GIB, rel=0.01)
 
 

@@ -292,10 +292,14 @@ def block_tokens_for(lengths: workloads.Lengths) -> int:
 
 
 def planned_waste() -> dict[str, float]:
-    """Expected waste of the planner's layout on CUDA, whose smallest page is 2 MiB, for sequences of 1,024 tokens."""
+    """Expected waste of the planner's layout on CUDA, whose granularity is 2 MiB, for sequences of 1,024 tokens."""
     return {
         f"cuda_waste_{name}": plan_layout(
-            [LayerSpec(heads, dim, dim)] * layers, torch.bfloat16, granularity_bytes=CUDA_PAGE_BYTES
+            [LayerSpec(heads, dim, dim)] * layers,
+            torch.bfloat16,
+            granularity_bytes=CUDA_PAGE_BYTES,
+            kind="sliced",
+            shares_handles=True,
         ).expected_waste(CUDA_TOKENS)
         for name, (layers, heads, dim) in CUDA_SHAPES.items()
     }

@@ -41,6 +41,7 @@ from vmem import (
     KVMemory,
     LayerGroup,
     LayerSpec,
+    LayoutKind,
     MappingOptions,
     plan_layout,
     select_backend,
@@ -193,7 +194,8 @@ def replay(
 ) -> Replay:
     """Replay all requests, as many at once as the scheduler admits, beginning with empty memory."""
     backend = make_backend(args, 1 << 40)
-    layout = plan_layout(model.layers, torch.bfloat16, granularity_bytes=backend.granularity_bytes)
+    kind: LayoutKind = "sliced" if args.device == "cuda" else "interleaved"  # the engine's defaults
+    layout = plan_layout(model.layers, torch.bfloat16, granularity_bytes=backend.granularity_bytes, kind=kind)
     budget = NUM_SEQS * 3 * layout.num_blocks(MEAN_PROMPT) * layout.block_bytes
     budget = max(budget, 2 * layout.num_blocks(MAX_TOKENS) * layout.block_bytes)
     memory = KVMemory(
@@ -227,7 +229,7 @@ def replay(
         memory.plan(next_demands(scheduled))
         num_tokens = sum(s.num_tokens for s in scheduled)
         num_cached = sum(s.request.num_computed + s.num_tokens for s in scheduled)
-        step_s = model.step_s(num_tokens, num_cached, layout.token_bytes)
+        step_s = model.step_s(num_tokens, num_cached, layout.payload_bytes)
         busy(min(step_s, LONGEST_STEP_S), memory.launched)
         steps_s += step_s
         num_steps += 1

@@ -272,6 +272,7 @@ def hand_over(engine: Engine, num_tokens: int) -> None:
     other = memory.create_sequence()
     memory.append(other, num_tokens)
     memory.ensure([StepDemand(other, 0, num_tokens)])
+    memory.map_home(other)
     [group] = memory.groups
     for layer in group.layers:
         for side in memory.tensors.home_view(layer):

@@ -90,6 +90,7 @@ class Walkthrough:
         position = len(sequence.keys)
         self.memory.append(sequence.memory, position + 1)
         self.memory.ensure([StepDemand(sequence.memory, position, position + 1)])
+        self.memory.map_home(sequence.memory)  # read and written through both views
         key, value = (torch.randn(NUM_KV_HEADS, DIM, generator=self.random) for _ in range(2))
         sequence.keys.append(key)
         sequence.values.append(value)

@@ -406,6 +406,17 @@ class KVMemory:
                 if self.tables.only_grow:
                     sequence.readable_tokens = self.regions.readable_tokens(sequence)
 
+    def map_home(self, sequence: SequenceMemory) -> None:
+        """Map the sequence's blocks at home, too, for readers of its block table beside its region.
+
+        Raises:
+            MapError: the device refused.
+        """
+        with self.mapper.call():
+            self.tables.check_open(sequence)
+            for group, table in self.tables.tables_of(sequence):
+                self.regions.map_homes(group, table.owned)
+
     def plan(self, demands: Iterable[StepDemand]) -> None:
         """Announce the needs of the step after the coming one, for the mapper to prepare (vAttention §6.2.1)."""
         with self.mapper.call():

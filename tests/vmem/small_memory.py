@@ -222,6 +222,7 @@ def make_memory(
     prefix_cache: bool = True,
     swap_pages: int = 0,
     hash: Hash = stable_hash,
+    pin_quota: float = 0.25,
     retain_quota: float = 0.25,
     clock: Callable[[], float] = time.monotonic,
     **options: Any,
@@ -243,6 +244,7 @@ def make_memory(
         prefix_cache=prefix_cache,
         swap_bytes=swap_pages * PAGE_BYTES,
         hash=hash,
+        pin_quota=pin_quota,
         retain_quota=retain_quota,
         clock=clock,
         contents=contents,
@@ -310,8 +312,8 @@ def use_home(memory: KVMemory, demand: StepDemand) -> None:
             assert not group.not_at_home(block_ids)
             continue
         for _ in range(3):  # a failure may be injected
-            with contextlib.suppress(MapError), memory.mapper.call():
-                memory.regions.map_homes(group, block_ids)
+            with contextlib.suppress(MapError):
+                memory.map_home(demand.sequence)
         assert not group.not_at_home(block_ids)
 
 

@@ -103,3 +103,22 @@ def test_check_finds_a_leak() -> None:
     pool.allocate_free(1)
     with pytest.raises(IntegrityError, match="too many"):
         pool.check_integrity(Counter(), Counter())
+
+
+def test_extents_get_and_lose_their_pages_together() -> None:
+    pool = BlockPool(range(4, 16), ReturnOrder(lambda: 0, lambda num_units: num_units).new_queue(), 4)
+    blocks = pool.begin_attach(1)
+    assert blocks == [4, 5, 6, 7]
+    pool.end_move(blocks, has_pages=True, freed_at=0.0)
+    assert (pool.num_free, pool.num_detachable, pool.num_unbacked) == (4, 4, 8)
+    pool.end_move(pool.begin_attach(5), has_pages=True, freed_at=0.0)
+    assert pool.allocate_free(6) == [4, 5, 6, 7, 8, 9]
+    assert pool.detachable(9, freed_before=math.inf) == ([12, 13, 14, 15], 0)
+    free(pool, 4, 5, 6, now=1.0, fence=3)
+    assert pool.num_detachable == 4
+    free(pool, 7, now=2.0, fence=5)
+    assert pool.num_detachable == 8
+    assert pool.detachable(9, freed_before=1.5) == ([12, 13, 14, 15], 0)
+    assert pool.detachable(5, freed_before=2.0) == ([*range(4, 8), *range(12, 16)], 5)
+    assert pool.oldest_free_since() == 0.0
+    pool.check_integrity(Counter([8, 9]), Counter())

@@ -43,6 +43,7 @@ from vmem import (
     MapError,
     MappingOptions,
     OutOfPages,
+    OutOfSwap,
     SequenceMemory,
     StepDemand,
     VmemError,
@@ -1019,4 +1020,187 @@ def test_pages_a_sequence_still_needs(kind: LayoutKind) -> None:
     assert memory.pages_still_needed(None, 64) == 4 * slices
     assert memory.pages_still_needed(sequence, 96) == 2 * slices
     assert memory.pages_still_needed(sequence, 64) == memory.pages_still_needed(sequence, 16) == 0
+    finish(memory, sequence)
+
+
+# ---- homes ----
+
+
+def test_blocks_of_regions_are_mapped_once(no_thread: None) -> None:
+    """Regression: every block was mapped twice, at home and in its region, whether anything read it at home or not."""
+    memory, backend = make_memory()
+    sequence = begin(memory, 80)
+    assert backend.num_mappings == NUM_ANCHORS + 5
+    other = begin(memory, 40, "block_table")
+    assert backend.num_mappings == NUM_ANCHORS + 5 + 3
+    memory.map_home(sequence)
+    assert backend.num_mappings == NUM_ANCHORS + 5 + 3 + 5
+    memory.map_home(sequence)
+    assert backend.num_mappings == NUM_ANCHORS + 5 + 3 + 5
+    memory.check_integrity()
+    finish(memory, sequence, other)
+
+
+def test_a_copied_block_is_read_at_home(no_thread: None) -> None:
+    """Copy-on-write of a block that only a region mapped, into a block that only a region will map."""
+    memory, backend = make_memory()
+    parent = begin(memory, 40)
+    child = memory.fork(parent, 40)
+    memory.append(child, 41)
+    memory.ensure([StepDemand(child, 40, 41)])
+    assert backend.num_mappings == NUM_ANCHORS + 3 + 3 + 2  # source and target of the copy
+    write(memory, StepDemand(child, 40, 41), [40.0], "own")
+    assert read(memory, StepDemand(child, 0, 41), 0, "region") == list(range(41))
+    memory.check_integrity()
+    finish(memory, parent, child)
+
+
+def test_swapped_blocks_are_read_at_home(no_thread: None) -> None:
+    memory, backend = make_memory(swap_pages=10, prefix_cache=False)
+    sequence = begin(memory, 40)
+    swapped = memory.swap_out([sequence])
+    assert backend.num_mappings == NUM_ANCHORS + 3 + 3
+    filler = begin(memory, 48)
+    [back] = memory.swap_in(swapped)
+    memory.ensure([StepDemand(back, 39, 40)])
+    assert read(memory, StepDemand(back, 0, 40), 0, "own") == list(range(40))
+    finish(memory, filler, back)
+
+
+@pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda])
+def test_a_swap_that_cannot_read_its_blocks_changes_nothing(backend: type, no_thread: None) -> None:
+    """The engine then recomputes the sequence, as without swap space."""
+    memory, device = make_memory(backend, swap_pages=10)
+    sequence = begin(memory, 40)
+    device.fail_at = device.num_calls + 1
+    with pytest.raises(OutOfSwap, match="cannot be copied"):
+        memory.swap_out([sequence])
+    assert memory.report().swapped_bytes == 0
+    assert read(memory, StepDemand(sequence, 0, 40), 0, "region") == list(range(40))
+    memory.check_integrity()
+    finish(memory, sequence)
+
+
+def test_a_demoted_sequence_finds_its_blocks_at_home(no_thread: None) -> None:
+    """The bound on mappings has room for every block at home."""
+    memory, backend = make_memory(max_mappings=NUM_ANCHORS + 12)
+    first, second = begin(memory, 48, "auto"), begin(memory, 48, "auto")
+    assert (first.view, second.view) == ("region", "region")
+    memory.append(first, 64)
+    memory.ensure([StepDemand(first, 48, 64)])
+    assert first.view == "block_table"
+    assert backend.num_mappings <= NUM_ANCHORS + 12
+    assert read(memory, StepDemand(first, 0, 48), 0, "own")[:48] == list(range(48))
+    memory.check_integrity()
+    finish(memory, first, second)
+
+
+# ---- handles that several blocks share ----
+
+
+@pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda, FlakyStandIn])
+def test_sequences_share_handles(backend: type, no_thread: None) -> None:
+    """Two blocks of 16 tokens share a handle of 4 KiB in each of two slices: an extent is 8 KiB."""
+    memory, device = make_memory(backend, kind="sliced", num_pages=41, idle_release_s=0.0)
+    assert memory.report().budget_bytes == 40 * PAGE_BYTES  # whole extents
+    first, second = (begin(memory, 16, policy) for policy in ("region", "auto"))
+    assert (first.view, second.view) == ("block_table", "block_table")
+    assert memory.report().physical_bytes == 2 * PAGE_BYTES
+    assert memory.report().active_bytes == 2 * PAGE_BYTES
+    third = begin(memory, 17)
+    report = memory.report()
+    assert (report.physical_bytes, report.active_bytes) == (4 * PAGE_BYTES, 4 * PAGE_BYTES)
+    assert report.num_mappings == device.num_mappings == 6  # with the anchor's extent
+    for sequence, length in ((first, 16), (second, 16), (third, 17)):
+        for layer in (0, 1):
+            assert read(memory, StepDemand(sequence, 0, length), layer, "own") == list(range(length))
+    if isinstance(device, FlakyCuda):
+        device.fake.finish_work()
+    memory.free(first)
+    do_background(memory)
+    assert memory.report().physical_bytes == 4 * PAGE_BYTES  # the other block of its extent is owned
+    memory.check_integrity()
+    memory.free(second)
+    do_background(memory)
+    assert memory.report().physical_bytes == 2 * PAGE_BYTES
+    memory.check_integrity()
+    finish(memory, third)
+
+
+def test_a_block_in_a_used_extent_needs_no_page(no_thread: None) -> None:
+    memory, _ = make_memory(kind="sliced", num_pages=20)
+    one = begin(memory, 16)
+    free = memory.num_free_pages
+    assert free == 40 - 2  # pages of half a handle
+    others = [begin(memory, 16) for _ in range(19)]
+    assert memory.num_free_pages == 0
+    others.append(memory.create_sequence())
+    with pytest.raises(OutOfPages):
+        memory.append(others[-1], 16)
+    memory.free(others.pop(0))
+    assert memory.num_free_pages == 2
+    memory.append(others[-1], 16)
+    finish(memory, one, *others)
+
+
+def test_a_budget_of_shared_handles_is_whole_extents(no_thread: None) -> None:
+    memory, _ = make_memory(kind="sliced", num_pages=40, max_tokens=48, pin_quota=0.5)
+    assert memory.least_budget_bytes == 2 * 2 * PAGE_BYTES  # three blocks, in two extents
+    sequence = begin(memory, 16)
+    memory.pin("one", sequence, 16)
+    memory.free(sequence)
+    assert memory.least_budget_bytes == 2 * 2 * PAGE_BYTES
+    assert memory.set_budget(memory.least_budget_bytes, 1) == "applied"
+    with pytest.raises(BudgetError):
+        memory.set_budget(memory.least_budget_bytes - 1, 2)
+    whole = begin(memory, 48)  # the longest sequence fits beside the pin
+    memory.free(whole)
+    memory.unpin("one")
+    memory.check_idle()
+    memory.close()
+
+
+def test_several_groups_share_no_handles() -> None:
+    layouts = [layout("sliced", shares_handles=True)] * 2
+    with pytest.raises(LayoutError, match="single layer group"):
+        KVMemory(
+            FlakyHost(1 << 20),
+            [LayerGroup((0, 1), layouts[0]), LayerGroup((2, 3), layouts[1], 40)],
+            budget_bytes=1 << 19,
+            num_regions=2,
+            max_tokens=64,
+        )
+
+
+# ---- launches ----
+
+
+def test_driver_time_beside_launched_steps_is_counted(no_thread: None) -> None:
+    memory, device = make_memory(FlakyCuda)
+    assert isinstance(device, FlakyCuda)
+    device.fake.finish_work()
+    first = begin(memory, 16)
+    assert memory.report().in_flight_us == 0
+    device.fake.launch(pages_read(memory, [StepDemand(first, 0, 16)]))
+    memory.launched()
+    second = begin(memory, 16)
+    counted = memory.report().in_flight_us
+    assert 0 < counted <= memory.report().exposed_us
+    device.fake.finish_work()
+    third = begin(memory, 16)
+    assert memory.report().in_flight_us == counted
+    finish(memory, first, second, third)
+
+
+def test_the_mapper_counts_its_time_beside_launched_steps() -> None:
+    memory, device = make_memory(FlakyCuda)
+    assert isinstance(device, FlakyCuda)
+    sequence = begin(memory, 16)
+    device.fake.launch(pages_read(memory, [StepDemand(sequence, 0, 16)]))
+    memory.launched()
+    memory.plan([StepDemand(sequence, 16, 40)])
+    until(lambda: memory.report().num_hidden >= 2)
+    report = memory.report()
+    assert 0 < report.in_flight_us <= report.hidden_us + report.exposed_us
+    device.fake.finish_work()
     finish(memory, sequence)

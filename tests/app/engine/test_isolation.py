@@ -71,11 +71,15 @@ def written_rows(engine: Engine, g: int) -> dict[int, int]:
 def poison(engine: Engine) -> int:
     """Fill what nobody may read; returns how many places that were."""
     memory, count = engine.memory, 0
+    with memory.mapper.call():
+        memory.mapper.wait_until_idle()
+        for group_memory in memory.group_memories:
+            memory.regions.map_homes(group_memory, group_memory.handles)
     with memory.lock:
         memory.mapper.wait_until_idle()
         for g, group in enumerate(memory.groups):
             rows = written_rows(engine, g)
-            for block_id in (0, *memory.group_memories[g].handles):
+            for block_id in (0, *memory.group_memories[g].at_home):
                 start = rows.get(block_id, 0)
                 if group.is_state:
                     if start <= 0:

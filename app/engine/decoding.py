@@ -17,8 +17,10 @@ from app.engine.generation import BestOf, EndedOutputs, Generation
 from app.engine.load_report import LoadMeter
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.beam import BeamSearch, likeliest
+from app.engine.sampling.choice import compiled_kernels
+from app.engine.sampling.logprobs import prompt_logprobs
 from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.sampler import Sampled, prompt_logprobs, sample, sample_apart
+from app.engine.sampling.sampler import Sampled, sample, sample_apart
 from app.engine.sampling.state import SamplingState
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.speculation import Speculation
@@ -114,6 +116,7 @@ class Decoder:
         self._meter = meter
         self._speculation = speculation
         self.ended = EndedOutputs()
+        compiled_kernels()  # before there are requests
 
     def select(self, scheduled: Sequence[Scheduled]) -> TokenSelection:
         """Select the rows of a step's logits to choose tokens from. A call that fails for one request fails that

@@ -11,7 +11,7 @@ from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.recurrent import state_bytes
 from app.engine.execution.work_queue import QueuedContents, ThreadQueue
 from app.engine.model.loader import LoadedModel
-from app.engine.sampling.sampler import CHUNK_ELEMENTS
+from app.engine.sampling.logprobs import CHUNK_ELEMENTS
 from app.errors import ConfigError
 from kernels import select_block_copy
 from vmem import (

@@ -1,21 +1,25 @@
-"""Logits processors: grammar masks, bad words, biases and penalties, applied before a token is sampled."""
+"""Logits processors: grammar masks, bad words, biases and penalties, applied before a token is sampled.
+
+The host gathers them for many rows at once; they are applied where the logits are.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 
-from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.settings import BIASED, FORBIDDING, MASKED, PENALISED
 from app.errors import RequestError
 
 if TYPE_CHECKING:
-    from app.engine.sampling.reasoning import Matcher
     from app.engine.sampling.state import SamplingState
 
 _FIRST_ROOM = 64
+_Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 
 
 class TokenCounts:
@@ -64,26 +68,6 @@ class TokenCounts:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[self._num] = token_id
         self._num += 1
-
-
-def penalise(
-    logits: torch.Tensor, rows: Sequence[int], params: Sequence[SamplingParams], counts: Sequence[TokenCounts]
-) -> None:
-    """Change some `rows` of `logits [num_rows, vocab_size]` (float32) in place: first repetition, as in CTRL §4.1, then
-    frequency and presence. `params` and `counts` have one entry for each row."""
-    lengths = [len(c.token_ids) for c in counts]
-    where = torch.from_numpy(np.repeat(rows, lengths)), torch.from_numpy(np.concatenate([c.token_ids for c in counts]))
-    times = torch.from_numpy(np.concatenate([c.in_output for c in counts]))
-
-    def each(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.repeat([getattr(p, name) for p in params], lengths).astype(np.float32))
-
-    penalty = each("repetition_penalty")
-    values = logits[where]
-    values = torch.where(values < 0, values * penalty, values / penalty)
-    values -= each("frequency_penalty") * times
-    values -= each("presence_penalty") * (times > 0)
-    logits[where] = values
 
 
 # Text before a word, for tokenizers that treat the beginning of a text like a space.
@@ -155,57 +139,115 @@ def _variants(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
     return variants
 
 
-def apply_logits_processors(logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
-    """Change `logits [len(states), vocab_size]` (float32) in place, in vLLM's order.
+class Edits(NamedTuple, Generic[_Array]):
+    """Changes of the logits of some rows, for one step. Places are `row * width + token id` of logits of that width.
 
-    Forbidden tokens become minus infinity: by the structure, beside the allowed tokens, by bad words, and stop tokens
-    before `min_tokens`. Then biases are added. Penalties come last and see the biases.
+    Attributes:
+        masked: rows with a mask, `[m]`.
+        masks: their allowed tokens, `[m, ceil(vocab_size / 32)]` int32, 32 tokens a number.
+        forbidden: places, with duplicates.
+        biased, bias: places, and the addends.
+        penalised, times: places, and counts in the output, float32.
+        penalties: of all rows: repetition, frequency and presence, `[rows, 3]` float32.
+    """
+
+    masked: _Array
+    masks: _Array
+    forbidden: _Array
+    biased: _Array
+    bias: _Array
+    penalised: _Array
+    times: _Array
+    penalties: _Array
+
+
+def gather_edits(
+    states: Sequence[SamplingState], settings: np.ndarray, positions: Sequence[int], vocab_size: int, width: int
+) -> Edits[np.ndarray]:
+    """The edits of rows with these states and `SETTINGS`.
 
     Args:
         positions: for each row, the number of preceding tokens that its state lacks (draft tokens).
+        width: of the logits that are edited, at least `vocab_size`.
     """
-    _mask_structures(logits, states)
-    for i, state in enumerate(states):
-        if len(state.allowed):
-            allowed = torch.from_numpy(state.allowed)
-            kept = logits[i, allowed]
-            logits[i] = -torch.inf
-            logits[i, allowed] = kept
-    forbidden = [state.forbidden(position) for state, position in zip(states, positions, strict=True)]
-    if any(forbidden):
-        where = _places([np.asarray(tokens, np.int64) for tokens in forbidden])
-        logits[where] = -torch.inf
-    if any(len(state.bias) for state in states):
-        where = _places([state.bias_ids for state in states])
-        logits[where] += torch.from_numpy(np.concatenate([state.bias for state in states]))
-    penalised = [i for i, state in enumerate(states) if state.params.penalises]
-    if penalised:
-        rows = [states[i] for i in penalised]
-        penalise(logits, penalised, [row.params for row in rows], [row.counts for row in rows])
+
+    def rows(feature: int) -> list[int]:
+        found: list[int] = np.flatnonzero(settings["features"] & feature).tolist()
+        return found
+
+    masked, biased, penalised = rows(MASKED), rows(BIASED), rows(PENALISED)
+    masks = np.empty((len(masked), -(-vocab_size // 32)), np.int32)
+    for mask, row in zip(masks, masked, strict=True):
+        _fill_mask(mask, states[row], vocab_size)
+    forbidden = [
+        row * width + token_id for row in rows(FORBIDDING) for token_id in states[row].forbidden(positions[row])
+    ]
+    counts = [states[row].counts for row in penalised]
+    return Edits(
+        np.array(masked, np.int64),
+        masks,
+        np.array(forbidden, np.int64),
+        _places(biased, [states[row].bias_ids for row in biased], width),
+        _joined([states[row].bias for row in biased], np.float32),
+        _places(penalised, [own.token_ids for own in counts], width),
+        _joined([own.in_output for own in counts], np.float32),
+        np.stack([settings[name] for name in ("repetition", "frequency", "presence")], axis=-1),
+    )
 
 
-def _places(token_ids: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = np.repeat(np.arange(len(token_ids)), [len(tokens) for tokens in token_ids])
-    return torch.from_numpy(rows), torch.from_numpy(np.concatenate(token_ids))
-
-
-def _mask_structures(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    matchers: list[tuple[int, Matcher]] = []
-    for i, state in enumerate(states):
-        if state.matcher is not None:
-            matchers.append((i, state.matcher))
-        else:
-            assert state.params.structure is None, "a structure without its matcher"
-    if not matchers:
-        return
-    vocab_size = logits.shape[-1]
-    masks = np.zeros((len(matchers), -(-vocab_size // 32)), "<i4")
-    for mask, (_, matcher) in zip(masks, matchers, strict=True):
-        matcher.fill(mask)
-    allowed = np.unpackbits(masks.view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
-    forbidden = torch.from_numpy(allowed) == 0
-    if len(matchers) == len(states):  # always, in calls from `sample`: no copy
-        logits.masked_fill_(forbidden, -torch.inf)
+def _fill_mask(mask: np.ndarray, state: SamplingState, vocab_size: int) -> None:
+    allowed = state.allowed(vocab_size)
+    if state.matcher is not None:
+        state.matcher.fill(mask)
+        if allowed is not None:
+            mask &= allowed
     else:
-        rows = [i for i, _ in matchers]
-        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+        assert allowed is not None, "a structure without its matcher"
+        mask[:] = allowed
+
+
+def _places(rows: Sequence[int], token_ids: Sequence[np.ndarray], width: int) -> np.ndarray:
+    places: np.ndarray = np.repeat(np.array(rows, np.int64) * width, [len(own) for own in token_ids])
+    return places + _joined(token_ids, np.int64)
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
+def apply_edits(logits: torch.Tensor, edits: Edits[torch.Tensor]) -> None:
+    """Change `logits [rows, width]` (float32, contiguous) in place, in vLLM's order, without waiting for the device.
+
+    Forbidden tokens become minus infinity: by masks, by bad words, and stop tokens before `min_tokens`. Then biases are
+    added. Penalties come last and see the biases: first repetition, as in CTRL §4.1, then frequency and presence.
+    """
+    num_rows, width = logits.shape
+    if len(edits.masked):
+        # Eight tokens at once, by their byte; masks may have more bits than there are tokens.
+        eight = _addends_by_byte(logits.device).index_select(0, edits.masks.view(torch.uint8).flatten().int())
+        addends = eight.view(len(edits.masked), -1)[:, :width]
+        if len(edits.masked) == num_rows:
+            logits[:, : addends.shape[-1]] += addends
+        else:
+            rows = logits.index_select(0, edits.masked)
+            rows[:, : addends.shape[-1]] += addends
+            logits.index_copy_(0, edits.masked, rows)
+    values = logits.view(-1)
+    if len(edits.forbidden):
+        values.index_fill_(0, edits.forbidden, -torch.inf)
+    if len(edits.biased):
+        values.index_copy_(0, edits.biased, values.index_select(0, edits.biased) + edits.bias)
+    if len(edits.penalised):
+        repetition, frequency, presence = edits.penalties[edits.penalised // width].unbind(-1)
+        own = values.index_select(0, edits.penalised)
+        own = torch.where(own < 0, own * repetition, own / repetition)
+        own -= frequency * edits.times
+        own -= presence * (edits.times > 0)
+        values.index_copy_(0, edits.penalised, own)
+
+
+@functools.cache
+def _addends_by_byte(device: torch.device) -> torch.Tensor:
+    """For each byte of a mask, eight addends: -inf for a token that it does not allow, else 0. `[256, 8]` float32"""
+    allowed = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=-1, bitorder="little")
+    return torch.from_numpy(np.where(allowed, 0, -np.inf).astype(np.float32)).to(device)

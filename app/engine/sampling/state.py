@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 
 import numpy as np
@@ -10,6 +11,16 @@ from app.engine.sampling.logits import BadWords, TokenCounts
 from app.engine.sampling.noise import noise_key
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.reasoning import Matcher
+from app.engine.sampling.settings import (
+    BIASED,
+    FORBIDDING,
+    GREEDY,
+    MASKED,
+    MIN_P,
+    PENALISED,
+    SETTINGS,
+    TRUNCATED,
+)
 from app.errors import RequestError
 
 # Division of logits by a lower temperature overflows, and the result is greedy in any case.
@@ -27,7 +38,7 @@ class SamplingState:
         eos_token_ids: the model's; only `params.min_tokens` needs them.
 
     Attributes:
-        allowed: token ids of `params.allowed_token_ids`, int64; empty: all.
+        settings: one of `SETTINGS` as bytes; its key is that of the output, not yet of a token.
         is_greedy: no noise is drawn.
         takes_likeliest: the next token is the likeliest by the unprocessed logits.
         is_plain_greedy: the same, and no log probabilities are requested.
@@ -48,7 +59,7 @@ class SamplingState:
         self.is_greedy = params.temperature < _GREEDY_BELOW
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self.bias = np.fromiter(params.logit_bias.values(), np.float32)
-        self.allowed = np.unique(np.asarray(params.allowed_token_ids, np.int64))
+        self._allowed: np.ndarray | None = None  # `allowed`, for one vocabulary
         self._index = index
         self._bad_words = bad_words
         self._eos_token_ids = eos_token_ids
@@ -63,8 +74,9 @@ class SamplingState:
             or params.structure
             or matcher is not None
         )
+        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
+        self._key = noise_key(seed, index)
         self._note_length()
-        self._seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
 
     @property
     def num_output_tokens(self) -> int:
@@ -85,10 +97,13 @@ class SamplingState:
             self._counts = TokenCounts(prompt, self._output)
         return self._counts
 
-    def noise_key(self, position: int = 0) -> int:
-        """Key of the noise for the output token after `position` further ones; independent of the batch and of earlier
-        draws."""
-        return noise_key(self._seed, self._index, len(self._output) + position)
+    def allowed(self, vocab_size: int) -> np.ndarray | None:
+        """Bits of `params.allowed_token_ids`, `[ceil(vocab_size / 32)]` int32; `None`: all are allowed."""
+        if self.params.allowed_token_ids and (self._allowed is None or len(self._allowed) != -(-vocab_size // 32)):
+            bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+            bits[list(self.params.allowed_token_ids)] = 1
+            self._allowed = np.packbits(bits, bitorder="little").view("<i4")
+        return self._allowed
 
     def forbidden(self, position: int = 0) -> list[int]:
         """Tokens that would complete a bad word, or end the output before `min_tokens`, after `position` further
@@ -152,6 +167,28 @@ class SamplingState:
     def _note_length(self) -> None:
         self.takes_likeliest = self.is_greedy and self._choice_is_free and len(self._output) >= self.params.min_tokens
         self.is_plain_greedy = self.takes_likeliest and self.params.logprobs is None
+        params = self.params
+        features = (
+            (GREEDY if self.is_greedy else 0)
+            | (TRUNCATED if params.top_k > 0 or params.top_p < 1 else 0)
+            | (MIN_P if params.min_p else 0)
+            | (MASKED if params.structure or self.matcher is not None or params.allowed_token_ids else 0)
+            | (FORBIDDING if params.bad_words or len(self._output) < params.min_tokens else 0)
+            | (BIASED if params.logit_bias else 0)
+            | (PENALISED if params.penalises else 0)
+        )
+        settings = (
+            self._key,
+            params.top_p,
+            0.0 if self.is_greedy else params.temperature,
+            math.log(params.min_p) if params.min_p else -math.inf,
+            params.top_k,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+            features,
+        )
+        self.settings = np.array([settings], SETTINGS).tobytes()
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -28,6 +28,7 @@ from app.engine.engine import Engine
 from app.engine.sampling.noise import gumbel
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.sampler import sample
+from app.engine.sampling.settings import gather_settings
 from app.engine.sampling.state import SamplingState
 from app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
@@ -177,7 +178,7 @@ class Reference:
         for i, token in enumerate(tokens):
             logits = self.logits(prompt + tokens[:i])
             expected = sample(logits[None], [state]).token_ids[0]
-            key = torch.tensor([[state.noise_key()]])
+            key = torch.from_numpy(gather_settings([state], [0], len(logits))["key"])[:, None]
             state.append(token)
             if params.temperature:
                 sums = logits / params.temperature + gumbel(key, torch.arange(len(logits))[None])[0]

@@ -35,6 +35,7 @@ REGISTERS = 255  # the most per thread
 PAGE_BYTES = 2 << 20
 THREADS = 128  # of a program of the write kernel
 NUM_SEQS, NUM_BLOCKS = 3, 8
+VOCAB_SIZE = 128_256
 NUM_PROCESSES, TIMEOUT_S = 2, 600
 ROOT = Path(__file__).parents[3]
 PTXAS = "backends/nvidia/bin/ptxas"  # in Triton's package
@@ -57,7 +58,7 @@ GEMMA = Model(21, 16, 8, 256, Masking(1 / 16, window_left=4095, softcap=50.0), 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A call of "write", "copy", "decode", "prefill", "rotary", "norm" or "gate".
+    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate" or "choose".
 
     Attributes:
         block_tokens: of the block-table view, 0 for as many as `plan_layout` chooses; None is the region view.
@@ -124,6 +125,8 @@ SHAPES = (
     Shape("prefill", LLAMA, cache_dtype=FP8),
     Shape("prefill", LLAMA, 16, dtype=F32, cache_dtype=F32),
     Shape("prefill", GEMMA, dtype=F32, cache_dtype=F32),
+    Shape("choose", LLAMA),
+    Shape("choose", LLAMA, dtype=F32),
     MISALIGNED,
 )
 
@@ -202,6 +205,9 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
     elif shape.call == "copy":
         if compiled.loads.get(16, 0) < 4 or set(compiled.stores) != {16}:
             wrong.append("does not copy by 16 bytes")
+    elif shape.call == "choose":  # 4,096 logits by 512 threads
+        if compiled.loads.get(16, 0) < 5:
+            wrong.append(f"reads logits by {dict(compiled.loads)} bytes")
     else:
         # As the second factor of a product of few rows, 8-bit values are copied to shared memory by 8 bytes.
         least = 8 if shape.call == "decode" and shape.cache_dtype == FP8 else 16
@@ -285,7 +291,13 @@ def _call(shape: Shape) -> None:
     from kernels.triton.decode import SplitDecode
     from kernels.triton.elementwise import TritonElementwise
     from kernels.triton.prefill import prepare_prefill
+    from kernels.triton.sampling import choose
 
+    if shape.call == "choose":
+        integers, numbers = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+        logits = torch.empty(2, VOCAB_SIZE, dtype=shape.dtype)
+        choose(logits, integers, integers, numbers.double(), numbers, numbers, integers.int())
+        return
     model = shape.model
     if shape.call in ("norm", "gate"):
         x = torch.empty(NUM_SEQS, 2 * model.num_q_heads * model.dim, dtype=shape.dtype)

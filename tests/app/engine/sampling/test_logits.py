@@ -18,10 +18,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from app.engine.sampling.logits import BadWords, apply_logits_processors
+from app.engine.sampling.logits import BadWords, Edits, apply_edits, gather_edits
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.sampler import sample
+from app.engine.sampling.settings import gather_settings
 from app.engine.sampling.state import SamplingState
+from app.engine.sampling.transfer import to_device
 from tests.app.engine.sampling.helpers import Allowed, chi_square_excess
 
 VOCAB_SIZE = 300
@@ -41,8 +43,9 @@ def state(prompt: list[int], output: list[int], words: BadWords | None = None, *
 
 
 def processed(logits: torch.Tensor, *states: SamplingState) -> torch.Tensor:
-    changed = logits.clone()
-    apply_logits_processors(changed, states, [0] * len(states))
+    changed, positions, width = logits.clone(), [0] * len(states), logits.shape[-1]
+    edits = gather_edits(states, gather_settings(states, positions, width), positions, width, width)
+    apply_edits(changed, Edits(*to_device(edits, logits.device)))
     return changed
 
 
@@ -138,9 +141,11 @@ def test_allowed_tokens_keep_their_logits_and_others_have_none() -> None:
 def test_structures_allow_what_their_bits_say(vocab_size: int) -> None:
     """Also in a last word that is not full, and beside rows that have no structure."""
     logits = torch.randn(4, vocab_size)
-    states = [state([1], []) for _ in range(4)]
-    for i, allowed in ((0, range(vocab_size)), (2, [0, 30, vocab_size - 1]), (3, [5])):
-        states[i].matcher = Allowed(allowed)
+    structures = (range(vocab_size), None, [0, 30, vocab_size - 1], [5])
+    states = [
+        SamplingState(SamplingParams(), [1], matcher=None if allowed is None else Allowed(allowed))
+        for allowed in structures
+    ]
     changed = processed(logits, *states)
     for i, made in enumerate(states):
         allowed = made.matcher.token_ids if isinstance(made.matcher, Allowed) else range(vocab_size)

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from app.engine.delta import TokenLogprobs
-from app.engine.sampling import sampler
-from app.engine.sampling import sampler as logprobs
+from app.engine.sampling import choice, logprobs, noise, sampler
 from app.engine.sampling.logits import BadWords
+from app.engine.sampling.logprobs import prompt_logprobs
 from app.engine.sampling.params import SamplingParams, Structure
-from app.engine.sampling.sampler import prompt_logprobs
 from app.engine.sampling.state import SamplingState
 from app.errors import RequestError
 from tests.app.engine.sampling.helpers import Allowed, chi_square_excess, exact_distribution
@@ -103,8 +102,13 @@ def test_every_combination_draws_by_the_exact_distribution(features: tuple[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_is_independent_of_the_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_sequence_is_independent_of_the_batch(
+    dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows with all kinds of parameters, in any order and in chunks of any size; their log probabilities too."""
+    if not compiled:
+        monkeypatch.setattr(choice, "compiled_kernels", lambda: None)
     generator = torch.Generator().manual_seed(0)
     # so many that many of the random settings differ, and tokens up to 15 likely, for what is special about them
     mixed = random.Random(0)
@@ -156,7 +160,8 @@ def test_top_p_cuts_a_single_row_of_a_large_vocabulary_like_several(monkeypatch:
             continue
         num_different += 1
         # So the least likely token of all that can be drawn is drawn.
-        monkeypatch.setattr(sampler, "gumbel", lambda keys, token_ids, row=logits[0]: -2 * row[token_ids].double())
+        monkeypatch.setattr(choice, "compiled_kernels", lambda: None)
+        monkeypatch.setattr(noise, "gumbel", lambda keys, token_ids, row=logits[0]: -2 * row[token_ids].double())
         ordered = logits[0].sort(descending=True).values
         between = (ordered[:20] - sums[:, None]).double().exp().cumsum(-1).mean(0)
         for top_p in between.tolist():
@@ -214,13 +219,13 @@ def test_contradictory_parameters_are_distinguished_from_broken_logits() -> None
 def test_plain_greedy_rows_cost_one_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are never copied or processed, alone or beside others, and logits do not change."""
     seen = []
-    process = sampler.apply_logits_processors
+    process = sampler.apply_edits
 
     def note(logits: torch.Tensor, *rest: Any) -> None:
         seen.append(len(logits))
         process(logits, *rest)
 
-    monkeypatch.setattr(sampler, "apply_logits_processors", note)
+    monkeypatch.setattr(sampler, "apply_edits", note)
     logits = torch.randn(40, 50).bfloat16()
     before = logits.clone()
     greedy = [request(temperature=0) for _ in range(39)]
@@ -251,7 +256,8 @@ def test_equal_logits_do_not_depend_on_the_neighbours() -> None:
 def test_the_lowest_of_equals_is_drawn_whatever_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise that makes up for the logits leaves equal sums; top_k sorts the likeliest, here the last, first."""
     logits = torch.arange(400.0)[None] / 8
-    monkeypatch.setattr(sampler, "gumbel", lambda keys, token_ids: -token_ids.double() / 8)
+    monkeypatch.setattr(choice, "compiled_kernels", lambda: None)
+    monkeypatch.setattr(noise, "gumbel", lambda keys, token_ids: -token_ids.double() / 8)
     assert sample(logits, [request(top_k=50)]) == [350]
 
 

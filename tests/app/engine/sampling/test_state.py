@@ -6,6 +6,7 @@ import pytest
 
 from app.engine.sampling.logits import BadWords
 from app.engine.sampling.params import SamplingParams, Structure
+from app.engine.sampling.settings import gather_settings
 from app.engine.sampling.state import SamplingState, check_token_ids
 from app.errors import RequestError
 from tests.app.engine.sampling.helpers import Allowed
@@ -13,11 +14,15 @@ from tests.app.engine.sampling.helpers import Allowed
 EOS = frozenset({2})
 
 
+def key_of(state: SamplingState, position: int = 0) -> int:
+    return int(gather_settings([state], [position], 100)["key"][0])
+
+
 def keys(state: SamplingState, count: int) -> list[int]:
     """The keys of the next tokens, one after the other."""
     drawn = []
     for _ in range(count):
-        drawn.append(state.noise_key())
+        drawn.append(key_of(state))
         state.append(7)
     return drawn
 
@@ -29,9 +34,9 @@ def test_a_key_belongs_to_a_position() -> None:
     ahead = SamplingState(SamplingParams(seed=3), [1])
     seen = []
     for step in range(60):
-        assert ahead.noise_key(5) == plain[len(seen) + 5]
+        assert key_of(ahead, 5) == plain[len(seen) + 5]
         accepted = step % 6 + 1
-        seen += [ahead.noise_key(i) for i in range(accepted)]
+        seen += [key_of(ahead, i) for i in range(accepted)]
         for _ in range(accepted):
             ahead.append(7)
     assert seen == plain[: len(seen)]

@@ -1,0 +1,71 @@
+"""Log probabilities of tokens, with the likeliest alternatives; computed where the logits are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from app.engine.delta import TokenLogprobs
+from app.engine.sampling.choice import sort_keys
+from app.engine.sampling.transfer import Readback, to_device
+
+# Logits processed at once: on CPUs some tens of MB with all intermediate results.
+CHUNK_ELEMENTS = 1 << 21
+# On other devices a chunk costs launches.
+_DEVICE_CHUNK_ELEMENTS = 1 << 26
+
+
+def chunks(num_rows: int, row_elements: int, device: torch.device) -> Iterator[slice]:
+    """Rows to process at once; a row's results must not depend on the rest of its chunk."""
+    step = max(1, (CHUNK_ELEMENTS if device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS) // row_elements)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of `token_ids[i]` by row i of `logits [n, vocab_size]`, each with `num_top` alternatives. Equal
+    tokens are ordered by id."""
+    (tokens,) = to_device([np.array(token_ids, np.int64)], logits.device)
+    numbers = Readback(launch_logprobs(logits, tokens, num_top).flatten()).wait()
+    return tuple(read_logprobs(numbers, token_ids, [num_top] * len(token_ids)))
+
+
+def launch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """For each row of `logits [n, vocab_size]` the numbers of which `read_logprobs` makes log probabilities, `[n, 2 + 2
+    * most]` int32: the bits of the log probability of `tokens [n]`, its rank, and the likeliest tokens with theirs.
+    """
+    most = min(most, logits.shape[-1])
+    return torch.cat(
+        [
+            _chunk(logits[rows].float(), tokens[rows], most)
+            for rows in chunks(len(logits), logits.shape[-1], logits.device)
+        ]
+    )
+
+
+def _chunk(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = tokens[:, None]
+    own = logits.gather(-1, chosen)
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    before = (logits > own) | ((logits == own) & (ids < chosen))
+    ranks = before.sum(dim=-1, keepdim=True) + 1
+    parts = [logprobs.gather(-1, chosen).view(torch.int32), ranks.int()]
+    if most:
+        top_ids = sort_keys(logits).topk(most, dim=-1).indices
+        parts += [top_ids.int(), logprobs.gather(-1, top_ids).view(torch.int32)]
+    return torch.cat(parts, dim=-1)
+
+
+def read_logprobs(numbers: np.ndarray, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Log probabilities of tokens by the flat numbers of `launch_logprobs`, with `num_top` alternatives for each."""
+    rows = numbers.reshape(len(token_ids), -1)
+    most = rows.shape[-1] // 2 - 1
+    own, values = rows[:, 0].copy().view(np.float32).tolist(), rows[:, 2 + most :].copy().view(np.float32).tolist()
+    ranks, ids = rows[:, 1].tolist(), rows[:, 2 : 2 + most].tolist()
+    return [
+        TokenLogprobs(token_ids[i], own[i], ranks[i], tuple(zip(ids[i][:num], values[i][:num], strict=True)))
+        for i, num in enumerate(num_top)
+    ]

@@ -20,7 +20,7 @@ from app.engine.sampling.beam import BeamSearch, likeliest
 from app.engine.sampling.choice import compiled_kernels
 from app.engine.sampling.logprobs import prompt_logprobs
 from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.sampler import Sampled, sample, sample_apart
+from app.engine.sampling.sampler import PendingSample, Sampled, launch_sampling, sample_apart
 from app.engine.sampling.state import SamplingState
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.speculation import Speculation
@@ -67,6 +67,7 @@ class TokenSelection:
         where, states, positions: of each row to sample: its row of the logits, its state, the drafts before it.
         beam_rows: of each beam search, its beams and their rows of the logits.
         prompt_rows: rows of the logits for prompt log probabilities.
+        pending, sampled: the sampled tokens, on the device or, if they had to be sampled request by request, here.
         failed: sequences for which choosing has failed.
     """
 
@@ -77,6 +78,7 @@ class TokenSelection:
     positions: list[int] = field(default_factory=list)
     beam_rows: list[tuple[Generation, dict[Request, int]]] = field(default_factory=list)
     prompt_rows: list[tuple[Scheduled, slice]] = field(default_factory=list)
+    pending: PendingSample | None = None
     sampled: Sampled | None = None
     beams: list[_Beams] = field(default_factory=list)
     prompts: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
@@ -171,7 +173,7 @@ class Decoder:
             rows = logits if where == list(range(len(logits))) else logits[where]
             offsets = selection.positions if any(selection.positions) else None
             try:
-                selection.sampled = sample(rows, states, offsets)
+                selection.pending = launch_sampling(rows, states, offsets)
             except BaseException as error:  # noqa: BLE001 - as in `select`
                 selection.sampled = self._sample_apart(selection, rows, states, offsets, error)
         for generation, beam_rows in selection.beam_rows:
@@ -206,10 +208,11 @@ class Decoder:
                 deltas.append(self.fail(self._generations[request.request_id], error))
         for request, logprobs in selection.prompts:
             request.prompt_logprobs += logprobs
-        if selection.sampled is not None:
-            self._append_plain(selection.plain, selection.sampled, deltas)
+        sampled = selection.sampled if selection.pending is None else selection.pending.read()
+        if sampled is not None:
+            self._append_plain(selection.plain, sampled, deltas)
             for rows in selection.rows:
-                self._add(rows.request, self._append(rows, selection.sampled), deltas)
+                self._add(rows.request, self._append(rows, sampled), deltas)
         for beams in selection.beams:
             self._add(beams.requests[0], self._advance(beams), deltas)
         return deltas

@@ -65,9 +65,11 @@ class _Step:
     def sampled(self) -> torch.Tensor:
         """The sampled tokens `[rows]` int64, on the device. Within the queue of the device's work."""
         assert self.selection is not None
-        sampled = self.selection().sampled
-        assert sampled is not None
-        return torch.tensor(sampled.token_ids)
+        selection = self.selection()
+        if selection.pending is not None:
+            return selection.pending.token_ids
+        assert selection.sampled is not None
+        return torch.tensor(selection.sampled.token_ids, device=self.forward().logits.device)
 
 
 class StepLoop:

@@ -583,7 +583,7 @@ def test_a_call_for_all_rows_that_fails_for_none_alone_is_tried_row_by_row(
             many.append(len(logits))
             raise RuntimeError("not enough memory")
 
-    patch(monkeypatch, "app.engine.decoding.sample", note)
+    patch(monkeypatch, "app.engine.decoding.launch_sampling", note)
     assert run() == (expected, {})
     assert many
 

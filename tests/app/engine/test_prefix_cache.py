@@ -423,7 +423,7 @@ def test_a_sampler_that_fails_loses_nothing(counted: Counted, monkeypatch: pytes
     counted.engine.submit("0", tokens(40), GREEDY)
     counted.engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "sample", fail)
+        patch.setattr(decoding, "launch_sampling", fail)
         patch.setattr(decoding, "sample_apart", fail)
         with pytest.raises(IndexError):
             counted.engine.step()

@@ -1,4 +1,11 @@
-"""Engine overhead beside the model: scheduling, mapping, batch layout, sampling, text."""
+"""Engine overhead beside the model: scheduling, mapping, planning, sampling, text.
+
+    python -m benchmarks.overhead --quick
+
+Plans and builds decode steps of up to 256 sequences and 32,768 tokens of context; measures the host's time of steps
+whose forward is a stub, and what asynchronous scheduling hides of it; counts launches, copies and synchronisations of a
+step of Qwen2's layers. `benchmarks.throughput` and `benchmarks.sweep` call the measurements above `main`.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +13,23 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-import app.engine.engine
-import app.engine.execution.executor
 from app.engine import LLM, SamplingParams
+from app.engine.execution.batch import StepBatch
+from app.engine.sampling.params import Structure
+from benchmarks import harness, planning
+from benchmarks.step_counts import HostCalls, Launches
+from vmem import View
 
 NEW_TOKENS = 64
 STUB_SEQS, STUB_VOCAB, STUB_LATENCY_S, STUB_STEPS = 256, 32000, 0.02, 60
@@ -58,49 +70,86 @@ def host_share(folder: Path, prompts: list[list[int]]) -> float:
     return statistics.median(shares)
 
 
+def stub_folder(folder: str, num_layers: int = 2) -> None:
+    """A model whose forward costs next to nothing beside a stub's."""
+    config = Qwen2Config(
+        vocab_size=STUB_VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1 << 16,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(STUB_VOCAB)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
+
+
+class Stub:
+    """In place of the model's forward: waits, and returns the same logits in each step.
+
+    Attributes:
+        latency_s: seconds of each call.
+        seconds: of all calls so far.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._logits = torch.randn(STUB_SEQS, STUB_VOCAB, generator=generator).bfloat16()
+        self.latency_s = self.seconds = 0.0
+        llm.engine.executor._runner.run = self  # type: ignore[method-assign]
+
+    def __call__(self, batch: StepBatch) -> torch.Tensor:
+        start = time.perf_counter()
+        if self.latency_s:
+            time.sleep(self.latency_s)
+        logits = self._logits[: len(batch.logit_rows)]
+        self.seconds += time.perf_counter() - start
+        return logits
+
+
+def begin(llm: LLM, num_seqs: int, context: int, params: SamplingParams, common: int = 0) -> None:
+    """Submit requests, and compute their prompts of `context` tokens, of which they share the first `common`."""
+    engine, generator = llm.engine, torch.Generator().manual_seed(1)
+    shared = torch.randint(STUB_VOCAB, (common,), generator=generator).tolist()
+    for i in range(num_seqs):
+        own = torch.randint(STUB_VOCAB, (context - common,), generator=generator).tolist()
+        engine.submit(str(i), shared + own, params)
+    while engine.scheduler.num_waiting or any(r.num_uncomputed > 1 for r in engine.scheduler.unfinished()):
+        engine.step()
+
+
+def step_us(llm: LLM, stub: Stub, num_steps: int) -> float:
+    """Median microseconds of a step beside the stub's; all requests decode."""
+    times = []
+    for _ in range(num_steps):
+        before, start = stub.seconds, time.perf_counter()
+        llm.engine.step()
+        times.append(time.perf_counter() - start - (stub.seconds - before))
+    return statistics.median(times) * 1e6
+
+
 def step_us_stub() -> float:
     """Microseconds of the host's work in a step of 256 greedy sequences with 32,000 tokens of vocabulary; a stub that
     only waits takes the place of the model."""
     with tempfile.TemporaryDirectory() as folder:
-        config = Qwen2Config(
-            vocab_size=STUB_VOCAB,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-        llm = LLM(
+        stub_folder(folder)
+        with LLM(
             folder,
             skip_tokenizer_init=True,
             max_model_len=1024,
             max_num_seqs=STUB_SEQS,
             max_num_batched_tokens=4096,
             kv_memory_bytes=1 << 30,
-        )
-        engine = llm.engine
-        generator = torch.Generator().manual_seed(0)
-        logits = torch.randn(STUB_SEQS, STUB_VOCAB, generator=generator).bfloat16()
-        params = SamplingParams(max_tokens=STUB_STEPS + 10, temperature=0, ignore_eos=True)
-        for i in range(STUB_SEQS):
-            engine.submit(str(i), torch.randint(STUB_VOCAB, (32,), generator=generator).tolist(), params)
-        while any(request.num_uncomputed > 1 for request in engine.scheduler.unfinished()):
-            engine.step()
-
-        def wait(*_: Any) -> torch.Tensor:
-            time.sleep(STUB_LATENCY_S)
-            return logits
-
-        forward = _Timed(wait)
-        engine.executor.run = forward  # type: ignore[assignment, method-assign]
-        times = []
-        for _ in range(STUB_STEPS):
-            forward.seconds, start = 0.0, time.perf_counter()
-            engine.step()
-            times.append(time.perf_counter() - start - forward.seconds)
-        llm.close()
-    return statistics.median(times) * 1e6
+        ) as llm:
+            stub = Stub(llm)
+            params = SamplingParams(max_tokens=STUB_STEPS + 10, temperature=0, ignore_eos=True)
+            begin(llm, STUB_SEQS, 32, params)
+            stub.latency_s = STUB_LATENCY_S
+            us = step_us(llm, stub, STUB_STEPS)
+            llm.engine.cancel_all()
+    return us
 
 
 def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
@@ -109,7 +158,7 @@ def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
     - `schedule`; `map`: exposed mapping; `plan`: tokens and block tables as numbers; `ahead`: announcing the next
       step's needs to the mapper; `build`: tensors, copied to the device
     - `launch`: the forward's time on the host; `wait`: from then on until the device has computed it; `fence`;
-      `copy_out`: logits to the host; `sample`; `apply`; `other`
+      `submit`: the rest of launching; `sample`; `apply`; `other`
     - `step`: the sum of these
     - `device`: from the forward's first kernel to its last, by events; on the CPU the same as `launch`
     """
@@ -145,10 +194,10 @@ def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
     parts: dict[str, tuple[Any, str]] = {
         "schedule": (engine.scheduler, "schedule"),
         "map": (engine.memory, "ensure"),
-        "plan": (app.engine.engine, "plan_step"),
+        "plan": (engine.executor.planner, "plan"),
         "ahead": (engine.memory, "plan"),
-        "executor": (engine.executor, "run"),
-        "build": (app.engine.execution.executor, "build_batch"),
+        "executor": (engine.executor, "launch"),
+        "build": (engine.executor._builder, "build"),
         "fence": (engine.memory, "launched"),
         "sample": (engine.decoder, "choose"),
         "apply": (engine.decoder, "apply"),
@@ -163,6 +212,121 @@ def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
                 raise RuntimeError("no step was computed: the requests have ended")
         seconds["step"] = time.perf_counter() - start
     device, step = seconds.pop("device"), seconds.pop("step")
-    seconds["copy_out"] = seconds.pop("executor") - sum(seconds[name] for name in ("build", "launch", "wait", "fence"))
+    seconds["submit"] = seconds.pop("executor") - sum(seconds[name] for name in ("build", "launch", "wait", "fence"))
     seconds["other"] = step - sum(seconds.values())
     return {part: value / num_steps * 1e6 for part, value in (seconds | {"device": device, "step": step}).items()}
+
+
+# ---- the benchmark ----
+
+NUM_SEQS, CONTEXTS = (1, 16, 64, 256), (256, 4096, 32768)
+VIEWS: tuple[View, ...] = ("region", "block_table")
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "top_p": {"top_p": 0.9, "seed": 1},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "grammar": {"temperature": 0, "structure": Structure("regex", "(?s:.*)")},
+}
+OWN_TOKENS = 48  # of each prompt; the rest is shared, so that memory does not limit contexts
+_MOST_STEPS = 40
+
+
+def host_us(folder: str, num_seqs: tuple[int, ...], contexts: tuple[int, ...], num_steps: int) -> dict[str, float]:
+    """Host time of a step, block table view, by sequences, context and sampling."""
+    found = {}
+    for context in contexts:
+        with stub_llm(folder, context) as (llm, stub):
+            for count in num_seqs:
+                for name, settings in SAMPLINGS.items():
+                    params = SamplingParams(max_tokens=_MOST_STEPS, ignore_eos=True, **settings)
+                    begin(llm, count, context, params, common=context - OWN_TOKENS)
+                    key = f"host_us_{count}_{context}_{name}"
+                    found[key] = step_us(llm, stub, num_steps)
+                    print(f"{key:36s}{found[key]:12.4g}", flush=True)
+                    llm.engine.cancel_all()
+    return found
+
+
+@contextmanager
+def stub_llm(folder: str, context: int, **settings: Any) -> Iterator[tuple[LLM, Stub]]:
+    """An engine for 256 sequences of this context, and its stub."""
+    with LLM(
+        folder,
+        kv_view="block_table",
+        max_model_len=context + 2 * _MOST_STEPS,
+        max_num_seqs=STUB_SEQS,
+        max_num_batched_tokens=4096,
+        kv_memory_bytes=1 << 29,
+        **settings,
+    ) as llm:
+        yield llm, Stub(llm)
+
+
+def hidden_share(folder: str, num_steps: int) -> float:
+    """Share of the host's time in a step of 256 greedy sequences that asynchronous scheduling hides behind a forward of
+    20 ms."""
+    params = SamplingParams(max_tokens=_MOST_STEPS, temperature=0, ignore_eos=True)
+    exposed_us = {}
+    for setting in ("off", "on"):
+        with stub_llm(folder, 256, async_scheduling=setting) as (llm, stub):
+            begin(llm, STUB_SEQS, 256, params)
+            stub.latency_s = STUB_LATENCY_S
+            llm.engine.step()
+            exposed_us[setting] = step_us(llm, stub, num_steps)
+            llm.engine.cancel_all()
+    return 1 - exposed_us["on"] / exposed_us["off"]
+
+
+def counts(folder: Path) -> dict[str, float]:
+    """Launches a layer, copies and synchronisations of a greedy decode step of 16 sequences."""
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompts = [[i + 1] * 20 for i in range(16)]
+    launches, calls = {}, HostCalls()
+    for num_layers in (2, 4):
+        stub_folder(str(folder / str(num_layers)), num_layers)
+        mode = Launches()
+        with mode.of_kernels(), LLM(folder / str(num_layers)) as llm:
+            for i, prompt in enumerate(prompts):
+                llm.engine.submit(str(i), prompt, params)
+            for _ in range(3):
+                llm.engine.step()
+            mode.count = 0
+            with mode:
+                llm.engine.step()
+            launches[num_layers] = mode.count
+            with HostCalls() as calls:
+                llm.engine.step()
+            llm.engine.cancel_all()
+    return {
+        "launches_per_layer": (launches[4] - launches[2]) / 2,
+        "copies_per_step": calls.uploads + 1,  # the step's plan
+        "syncs_per_step": len(calls.read),
+    }
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    num_seqs, contexts = (NUM_SEQS, CONTEXTS) if not args.quick else ((16, 256), (256, 4096))
+    plans = {
+        f"plan_us_{count}_{context}_{view}": planning.plan_us(count, context, view, 48, torch.device("cpu"))
+        for count in num_seqs
+        for context in contexts
+        for view in VIEWS
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        stub_folder(folder)
+        times = host_us(folder, num_seqs, contexts, 3 if args.quick else 20)
+        hidden = hidden_share(folder, 10 if args.quick else 30)
+    with tempfile.TemporaryDirectory() as folder:
+        counted = counts(Path(folder))
+    most = max(us for key, us in plans.items() if key.startswith("plan_us_256_"))
+    figures = {"plan_us_256": most, "hidden_share": hidden, **counted, **plans, **times}
+    for key, value in {"plan_us_256": most, "hidden_share": hidden, **counted, **plans}.items():
+        print(f"{key:36s}{value:12.4g}")
+    harness.finish("overhead", args, figures, {})
+
+
+if __name__ == "__main__":
+    main()

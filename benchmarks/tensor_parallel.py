@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from app.config.machine import num_threads
 from app.engine import LLM, SamplingParams
-from app.engine.execution.batch import StepPlan
+from app.engine.execution.batch import PlanHeader, PlanRun, StepPlan
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import MemoryCommunicator
 from app.engine.tensor_parallel.processes import ChildProcesses, pack_step, unpack_step
@@ -70,16 +70,25 @@ def make_checkpoint(folder: Path, num_layers: int) -> int:
 
 def make_plan(num_seqs: int, num_tokens: int) -> StepPlan:
     """A step plan of sequences of some length, read through their regions, with this many tokens of each."""
+    count = num_seqs * num_tokens
+    starts = np.arange(num_seqs + 1, dtype=np.int64) * num_tokens
     return StepPlan(
+        header=PlanHeader(2, 1, num_seqs),
+        runs=(PlanRun(True, num_seqs, count, num_tokens, 1000 + num_tokens, True),),
         num_tokens=np.full(num_seqs, num_tokens, dtype=np.int32),
-        num_computed=np.full(num_seqs, 1000, dtype=np.int32),
-        num_logits=np.ones(num_seqs, dtype=np.int32),
-        in_region=np.ones(num_seqs, dtype=np.bool_),
-        token_ids=np.arange(num_seqs * num_tokens, dtype=np.int32),
-        pending=np.empty((2, 0), dtype=np.int64),
         states=np.array([], dtype=np.int32),
         adapters=np.array([], dtype=np.int32),
-        tables=(np.arange(num_seqs, dtype=np.int32)[:, None],),
+        token_ids=np.arange(count, dtype=np.int64),
+        positions=np.tile(np.arange(1000, 1000 + num_tokens), num_seqs),
+        logit_rows=starts[1:] - 1,
+        pending=np.empty((2, 0), dtype=np.int64),
+        rows=np.arange(num_seqs, dtype=np.int64),
+        slots=np.arange(count, dtype=np.int64)[None],
+        changed=np.array([], dtype=np.int64),
+        cu_seqlens=starts.astype(np.int32),
+        cache_seqlens=np.full(num_seqs, 1000 + num_tokens, dtype=np.int32),
+        regions=np.arange(num_seqs, dtype=np.int32)[None],
+        block_ids=np.array([], dtype=np.int32),
     )
 
 

@@ -148,20 +148,21 @@ class StepBatch:
         logit_rows: `[num_logits]` int64, tokens with logits.
         parts: for each layer group the parts of the batch; none for a group of states.
         states: places of recurrent states; `None` for models without.
-        pending: see `StepPlan`.
         adapters: rows of each adapter; `None` if no sequence has one.
+        pending: see `StepPlan`.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
     parts: tuple[tuple[BatchPart, ...], ...]
-    pending: torch.Tensor
     states: StateBatch | None = None
     adapters: AdapterBatch | None = None
+    pending: torch.Tensor | None = None
 
     def fill_pending(self, sampled: torch.Tensor) -> None:
         """Put the previous step's sampled tokens, `[rows]` int64 on the device, in the places of pending ones."""
+        assert self.pending is not None
         places, rows = self.pending
         self.token_ids.index_copy_(0, places, sampled.index_select(0, rows))
 

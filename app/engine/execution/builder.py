@@ -89,11 +89,11 @@ class BatchBuilder:
             positions=positions,
             logit_rows=logit_rows,
             parts=tuple(map(tuple, parts)),
-            pending=pending,
             states=_states(plan) if len(plan.states) else None,
             adapters=adapter_batch(plan.adapters, plan.num_tokens, plan.logit_rows, self._device)
             if len(plan.adapters)
             else None,
+            pending=pending,
         )
 
     def _table(self, g: int, run: PlanRun, first: int, rows: torch.Tensor) -> torch.Tensor:

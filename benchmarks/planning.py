@@ -1,0 +1,73 @@
+"""Time to plan and build a decode step, over a memory without contents."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from app.engine.execution.builder import BatchBuilder
+from app.engine.execution.planner import StepPlanner
+from app.engine.request import Request, SequenceGroup
+from app.engine.sampling.params import SamplingParams
+from app.engine.scheduler import Scheduled
+from benchmarks.simulator.backend import CountingBackend
+from vmem import KVMemory, LayerGroup, LayerSpec, MappingOptions, View, plan_layout
+
+BLOCK_TOKENS, PAGE_BYTES = 16, 4096
+_NEVER_S, _NO_LIMIT = 1e9, 1 << 60
+
+
+def make_memory(num_seqs: int, num_tokens: int) -> KVMemory:
+    """Memory for sequences of this length: one layer, blocks of 16 tokens, and so many of them."""
+    dim = PAGE_BYTES // (2 * BLOCK_TOKENS)
+    layout = plan_layout([LayerSpec(1, dim, dim)], torch.int8, granularity_bytes=PAGE_BYTES, block_tokens=BLOCK_TOKENS)
+    return KVMemory(
+        CountingBackend(),
+        [LayerGroup((0,), layout)],
+        budget_bytes=num_seqs * layout.num_blocks(num_tokens) * layout.block_bytes,
+        num_regions=num_seqs,
+        max_tokens=num_tokens,
+        prefix_cache=False,
+        options=MappingOptions(
+            background=False,
+            overlap=False,
+            eager_allocation=False,
+            idle_release_s=_NEVER_S,
+            max_mappings=_NO_LIMIT,
+        ),
+    )
+
+
+def plan_us(num_seqs: int, context: int, view: View, num_steps: int, device: torch.device) -> float:
+    """Median microseconds to plan and to build a decode step, blocks that begin in it included. Sequences begin blocks
+    at different steps."""
+    memory = make_memory(num_seqs, context + num_steps)
+    params, requests = SamplingParams(), []
+    for i in range(num_seqs):
+        ids, sequence = [1] * (context - i % BLOCK_TOKENS), memory.create_sequence(view)
+        chain, group = memory.prefixes.chain(), SequenceGroup(0, i)
+        requests.append(Request(str(i), ids, params, 1, None, chain, group, ids.copy(), memory=sequence))
+    builder = BatchBuilder(memory.tensors, device, num_seqs)
+    planner = StepPlanner(memory, builder, num_seqs)
+    times = []
+    for _ in range(num_steps):
+        scheduled = []
+        for request in requests:
+            assert request.memory is not None
+            request.num_computed = len(request.token_ids) - 1
+            memory.append(request.memory, len(request.token_ids))
+            scheduled.append(Scheduled(request, 1))
+        start = time.perf_counter()
+        plan = planner.plan(scheduled)
+        builder.expected = plan.header.number
+        builder.build(plan)
+        times.append(time.perf_counter() - start)
+        for request in requests:
+            request.token_ids.append(2)
+    for request in requests:
+        assert request.memory is not None
+        memory.free(request.memory)
+    memory.close()
+    return statistics.median(times[num_steps // 4 :]) * 1e6  # the first plans have all tables

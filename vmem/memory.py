@@ -130,7 +130,8 @@ class KVMemory:
             backend.destroy(self._anchor)
             raise
         ranges = [memory.homes for memory in memories], [memory.ranges for memory in memories]
-        self.tensors = CacheTensors(backend, groups, *ranges, [memory.region_tokens for memory in memories])
+        region_tokens = [memory.region_tokens for memory in memories]
+        self.tensors = CacheTensors(backend, groups, *ranges, region_tokens, max_tokens)
         self.tree = tree = PrefixTree(memories, unit_tokens, hash, counts)
         self.policy = MappingPolicy(backend, pages, memories, tree, order, options, floor)
         self.lock = lock = MemoryLock()

@@ -18,6 +18,7 @@ class CacheTensors:
     Args:
         homes, regions: of each group the address ranges, one for each home of its layout; none for regions of states.
         region_tokens: of each group, tokens from one region to the next in `region_view`.
+        max_tokens: of a sequence.
     """
 
     def __init__(
@@ -27,10 +28,11 @@ class CacheTensors:
         homes: Sequence[Sequence[AddressRange]],
         regions: Sequence[Sequence[AddressRange]],
         region_tokens: Sequence[int],
+        max_tokens: int,
     ) -> None:
         self.groups = tuple(groups)
         self.homes, self.regions = homes, regions
-        self.region_tokens = tuple(region_tokens)
+        self.region_tokens, self.max_tokens = tuple(region_tokens), max_tokens
         self._homes = [[backend.tensor(reserved) for reserved in ranges] for ranges in homes]
         self._regions = [[backend.tensor(reserved) for reserved in ranges] for ranges in regions]
         self._place_of_layer = {

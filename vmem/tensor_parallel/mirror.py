@@ -243,7 +243,7 @@ class MirroredContents:
             [[backend.index_of(reserved) for reserved in ranges] for ranges in kind]
             for kind in (tensors.homes, tensors.regions)
         ]
-        shape = (tensors.groups, indices, tensors.region_tokens)
+        shape = (tensors.groups, indices, tensors.region_tokens, tensors.max_tokens)
         self._peers.post_order(message(self._number, MemoryOrder.TENSORS) + pickle.dumps(shape))
 
     def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -108,9 +108,9 @@ class PeerMemory:
         memory, order = self._memories[message[0]], message[1:]
         kind = MemoryOrder(order[0])
         if kind is MemoryOrder.TENSORS:
-            groups, indices, region_tokens = pickle.loads(order[1:])
+            groups, indices, region_tokens, max_tokens = pickle.loads(order[1:])
             homes, regions = ([[memory.ranges[i] for i in of_group] for of_group in kind] for kind in indices)
-            memory.tensors = CacheTensors(memory.backend, groups, homes, regions, region_tokens)
+            memory.tensors = CacheTensors(memory.backend, groups, homes, regions, region_tokens, max_tokens)
             memory.contents = self._make_contents(memory.tensors)
             return pack(ReplyStatus.DONE)
         first, *numbers = unpack(order)

@@ -97,7 +97,7 @@ class TableLayout:
     a table of one block.
 
     Args:
-        region_tokens: of each group, most tokens of a sequence, see `CacheTensors`.
+        max_tokens: of a sequence.
 
     Attributes:
         block_tokens, widths: of each group.
@@ -105,10 +105,10 @@ class TableLayout:
         size: number of entries.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], region_tokens: Sequence[int], num_rows: int) -> None:
+    def __init__(self, groups: Sequence[LayerGroup], max_tokens: int, num_rows: int) -> None:
         self.num_rows = num_rows
         self.block_tokens = [1 if group.is_state else group.layout.block_tokens for group in groups]
-        self.widths = [max(1, most // per) for most, per in zip(region_tokens, self.block_tokens, strict=True)]
+        self.widths = [1 if group.is_state else group.layout.num_blocks(max_tokens) for group in groups]
         self.starts = [num_rows * sum(self.widths[:g]) for g in range(len(groups))]
         self.size = num_rows * sum(self.widths)
 

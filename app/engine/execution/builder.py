@@ -41,7 +41,7 @@ class BatchBuilder:
         self._allocate(num_rows)
 
     def _allocate(self, num_rows: int) -> None:
-        self._layout = TableLayout(self._tensors.groups, self._tensors.region_tokens, num_rows)
+        self._layout = TableLayout(self._tensors.groups, self._tensors.max_tokens, num_rows)
         self._entries = torch.zeros(self._layout.size, dtype=torch.int32, device=self._device)
         self.tables = [self._entries[span].view(shape) for span, shape in self._layout.spans()]
 

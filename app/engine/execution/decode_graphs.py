@@ -204,16 +204,14 @@ class DecodeInputs:
         self._view: View = view
         self._token_ids, self._positions, self._rows = torch.zeros(3, num_seqs, dtype=torch.int64, device=device)
         self._rows += torch.arange(num_seqs, device=device)
-        self._no_pending = torch.empty(2, 0, dtype=torch.int64, device=device)
         self._starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
         self._groups: list[_GroupInputs | None] = []
-        for g, group in enumerate(tensors.groups):
+        for group in tensors.groups:
             if group.is_state:
                 self._groups.append(None)
                 continue
-            most_tokens = tensors.region_tokens[g]
-            width = 1 if view == "region" else most_tokens // group.layout.block_tokens
-            self._groups.append(_GroupInputs(num_seqs, width, most_tokens, device))
+            width = 1 if view == "region" else group.layout.num_blocks(tensors.max_tokens)
+            self._groups.append(_GroupInputs(num_seqs, width, tensors.max_tokens, device))
         self._num_loaded = 0
 
     def batch(self, bucket: int) -> StepBatch:
@@ -221,8 +219,7 @@ class DecodeInputs:
         parts = tuple(
             () if group is None else (group.part(self._view, self._starts, bucket),) for group in self._groups
         )
-        rows = self._rows[:bucket]
-        return StepBatch(self._token_ids[:bucket], self._positions[:bucket], rows, parts, self._no_pending)
+        return StepBatch(self._token_ids[:bucket], self._positions[:bucket], self._rows[:bucket], parts)
 
     @torch.inference_mode()
     def load(self, batch: StepBatch) -> None:

@@ -38,7 +38,7 @@ class SequenceRows:
 
     def _allocate(self, num_rows: int) -> None:
         groups = self._memory.groups
-        self.layout = TableLayout(groups, self._memory.tensors.region_tokens, num_rows)
+        self.layout = TableLayout(groups, self._memory.max_tokens, num_rows)
         self._entries = np.zeros(self.layout.size, dtype=np.int32)
         self.tables = [self._entries[span].reshape(shape) for span, shape in self.layout.spans()]
         self.regions = np.full((len(groups), num_rows), -1, dtype=np.int64)

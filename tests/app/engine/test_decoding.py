@@ -296,9 +296,9 @@ def fail_to_sample(failing: str, error: type[Exception], patch: pytest.MonkeyPat
             raise error("injected")
         return real(logits, states, positions)
 
-    real = sampler.sample
+    real = sampler.launch_sampling
     for module in (decoding, sampler):
-        patch.setattr(module, "sample", sample)
+        patch.setattr(module, "launch_sampling", sample)
 
 
 # ---- forks ----

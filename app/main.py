@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -69,7 +70,7 @@ def build(args: AppArgs) -> Application:
         replica,
         tuple(args.engine.adapters),
         args.http,
-        config.max_num_seqs,
+        most_seqs(config),
         args.routing.wait_for_replica_s,
         (args.tool_call_parser, args.reasoning_parser),
         args.engine.adapter_dir is not None,
@@ -82,7 +83,7 @@ def bounded(engine: EngineConfig) -> EngineConfig:
     """The engine's settings with a server's default bound of the waiting queue."""
     if engine.max_queued_requests != "auto":
         return engine
-    return replace(engine, max_queued_requests=QUEUED_PER_SEQUENCE * engine.max_num_seqs)
+    return replace(engine, max_queued_requests=QUEUED_PER_SEQUENCE * most_seqs(engine))
 
 
 def max_ongoing_requests(engine: EngineConfig) -> int:
@@ -90,7 +91,19 @@ def max_ongoing_requests(engine: EngineConfig) -> int:
     most = engine.max_queued_requests
     if not isinstance(most, int):
         return UNBOUNDED_ONGOING_REQUESTS
-    return engine.max_num_seqs + most + MORE_ONGOING_REQUESTS
+    return most_seqs(engine) + most + MORE_ONGOING_REQUESTS
+
+
+def most_seqs(engine: EngineConfig) -> int:
+    """Most sequences that run at once in a replica, on the device that it asks Ray for."""
+    return engine.on_device("cuda" if wants_gpu(engine) else "cpu").max_num_seqs
+
+
+def wants_gpu(engine: EngineConfig) -> bool:
+    """Whether replicas ask Ray for GPUs: also with device auto, in a cluster that has any."""
+    if engine.device == "auto" and ray.is_initialized():
+        return ray.cluster_resources().get("GPU", 0) > 0
+    return engine.device == "cuda"
 
 
 def shared_engine(args: AppArgs) -> EngineConfig:
@@ -113,7 +126,7 @@ def router_config(args: AppArgs) -> RequestRouterConfig:
 
 def replica_resources(config: EngineConfig) -> dict[str, Any]:
     """Options of the replica's deployment: resources, and a bundle on the same node for each rank."""
-    gpu = {"GPU": 1.0} if config.device == "cuda" else {}
+    gpu = {"GPU": 1.0} if wants_gpu(config) else {}
     options: dict[str, Any] = {"ray_actor_options": {"num_cpus": REPLICA_CPUS, "num_gpus": gpu.get("GPU", 0.0)}}
     if config.tensor_parallel_size > 1:
         rank = {"CPU": RANK_CPUS} | gpu

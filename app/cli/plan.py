@@ -18,12 +18,14 @@ from app.cli.sizes import parse_size, show_size
 from app.cli.text import console, table
 
 if TYPE_CHECKING:
+    from app.engine.model.memory_profile import DevicePlan
     from app.engine.model.size import ModelSize
 
 EXAMPLES = """
 folio plan builtin --memory 4GiB
 folio plan Qwen/Qwen2.5-7B-Instruct --device h100 --tokens 8192
 folio plan ./my-checkpoint --device a100-40 --tensor-parallel-size 2
+folio plan Qwen/Qwen2.5-7B-Instruct --device l4 --kv-dtype fp8_e4m3 --gpu-memory-utilization 0.95
 folio plan Qwen/Qwen2.5-0.5B-Instruct --memory 16GiB --json
 """
 
@@ -65,8 +67,14 @@ def plan(
     tokens: Annotated[int, typer.Option(min=1, help="Length of a sequence, prompt and output.")] = 4096,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of a replica, a GPU each.")] = 1,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of weights and KV cache.")
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of weights and computation.")
     ] = "auto",
+    kv_dtype: Annotated[
+        Literal["auto", "fp8_e4m3", "fp8_e5m2"], typer.Option(help="Of the KV cache; by default the model's.")
+    ] = "auto",
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a GPU's memory for everything: weights, steps and KV cache.")
+    ] = 0.9,
     kv_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV cache of each rank; by default Folio's.")
     ] = None,
@@ -97,6 +105,8 @@ def plan(
                 model=model,
                 device=target.kind,
                 dtype=dtype,
+                kv_dtype=kv_dtype,
+                gpu_memory_utilization=gpu_memory_utilization,
                 tensor_parallel_size=tensor_parallel_size,
                 kv_memory_bytes=kv_memory,
                 block_tokens=block_tokens,
@@ -163,6 +173,7 @@ def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, 
         "model": size.config.model,
         "architecture": size.model.module.config.model_type,
         "dtype": str(size.model.dtype).removeprefix("torch."),
+        "kv_dtype": str(size.model.cache_dtype).removeprefix("torch."),
         "num_parameters": size.num_parameters,
         "max_model_len": size.model.max_positions,
         "device": target.kind,
@@ -170,6 +181,7 @@ def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, 
         "memory_bytes": target.memory_bytes,
         "tensor_parallel_size": size.config.tensor_parallel_size,
         "weight_bytes": size.weight_bytes,
+        "device_plan": _device_figures(room.device_plan),
         "granularity_bytes": GRANULARITY_BYTES[target.kind],
         "kv_layout": layout_kind(size.config),
         "groups": [_group_figures(group, size.config.expected_tokens) for group in room.groups],
@@ -185,6 +197,20 @@ def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, 
             {"num_replicas": number, "kv_budget_bytes": each.budget_bytes, "sequences": each.sequences(num_tokens)}
             for number, each in enumerate(rooms, 1)
         ],
+    }
+
+
+def _device_figures(plan: DevicePlan | None) -> dict[str, Any] | None:
+    """Parts of a GPU's memory, in bytes."""
+    if plan is None:
+        return None
+    return {
+        "gpu_memory_utilization": plan.utilization,
+        "weight_bytes": plan.weight_bytes,
+        "activation_bytes": plan.activation_bytes,
+        "graph_bytes": plan.graph_bytes,
+        "headroom_bytes": plan.headroom_bytes,
+        "kv_bytes": plan.kv_bytes,
     }
 
 
@@ -220,7 +246,7 @@ def _print(figures: dict[str, Any]) -> None:
         screen.print(shown)
         screen.print()
     room = (
-        "CUDA: 90 % of what weights and 2 GiB for torch leave."
+        "CUDA: what --gpu-memory-utilization leaves. Activations are estimated here, and measured at the start."
         if figures["device"] == _CUDA
         else "CPU: a quarter of the memory, or less where weights and a step leave less; --kv-memory sets it."
     )
@@ -245,7 +271,10 @@ def _model_table(figures: dict[str, Any]) -> Any:
     by = "the model's context" if longest == figures["max_model_len"] else "by memory"
     shown.add_row("model", f"{figures['architecture']}, {parameters} parameters, {figures['dtype']}")
     shown.add_row("weights", show_size(figures["weight_bytes"]) + a_rank)
-    shown.add_row("KV cache", f"{show_size(figures['kv_budget_bytes'])}{a_rank}: {pages}")
+    if (device := figures["device_plan"]) is not None:
+        for name in ("activations", "graphs", "headroom"):
+            shown.add_row(name, show_size(device[f"{name.removesuffix('s')}_bytes"]) + a_rank)
+    shown.add_row("KV cache", f"{show_size(figures['kv_budget_bytes'])}{a_rank}: {pages} of {figures['kv_dtype']}")
     shown.add_row("room", f"{figures['room_tokens']:,} tokens")
     shown.add_row("longest sequence", f"{longest:,} tokens ({by})")
     shown.add_row(f"sequences of {figures['tokens']:,}", f"{figures['sequences']:,} at once")

@@ -80,10 +80,17 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences that run at once in a replica.")] = None,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Device of the replicas; auto is the CPU for now.")
+        Literal["auto", "cpu", "cuda"] | None,
+        typer.Option(help="Device of the replicas; auto takes CUDA where it works."),
     ] = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"] | None, typer.Option(help="Of weights and KV cache.")
+        Literal["auto", "float32", "bfloat16", "float16"] | None, typer.Option(help="Of weights and computation.")
+    ] = None,
+    kv_dtype: Annotated[
+        Literal["auto", "fp8_e4m3", "fp8_e5m2"] | None, typer.Option(help="Of the KV cache; auto is the model's.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of a GPU's memory for everything; by default 0.9.")
     ] = None,
     quantization: Annotated[Literal["none", "int8"] | None, typer.Option(help="Of linear layers, on CPUs.")] = None,
     speculation: Annotated[
@@ -130,6 +137,8 @@ def serve(
         "--max-num-seqs": max_num_seqs,
         "--device": device,
         "--dtype": dtype,
+        "--kv-dtype": kv_dtype,
+        "--gpu-memory-utilization": gpu_memory_utilization,
         "--quantization": quantization,
         "--speculation": speculation,
         "--adapter": dict(adapter) if adapter else None,

@@ -28,6 +28,8 @@ OF_APPLICATION = {
     "--tensor-parallel-size": ("args", "engine", "tensor_parallel_size"),
     "--device": ("args", "engine", "device"),
     "--dtype": ("args", "engine", "dtype"),
+    "--kv-dtype": ("args", "engine", "kv_dtype"),
+    "--gpu-memory-utilization": ("args", "engine", "gpu_memory_utilization"),
     "--quantization": ("args", "engine", "quantization"),
     "--speculation": ("args", "engine", "speculation"),
     "--adapter": ("args", "engine", "adapters"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from app.errors import ConfigError
@@ -18,8 +18,18 @@ Speculation = Literal["off", "ngram", "draft"]
 Quantization = Literal["none", "int8"]
 AsyncScheduling = Literal["auto", "on", "off"]
 DecodeGraphs = Literal["auto", "on", "off"]
+KVDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
+DeviceName = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Pooling = Literal["auto", "none", "last", "mean"]
+
+# By device, the values of settings that are `None`.
+DEVICE_DEFAULTS: Mapping[DeviceName, Mapping[str, Any]] = {
+    "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "kv_idle_release_s": 0.5},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "kv_idle_release_s": 30.0},
+}
+# Kernels that read no cache of 8-bit floats.
+_WITHOUT_FP8 = ("cpu", "torch-flash")
 
 _AT_LEAST_1 = (
     "max_model_len",
@@ -45,8 +55,9 @@ _AT_LEAST_0 = (
 # (settings, whether a value is within the bound, the bound). NaN is within none.
 _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_AT_LEAST_1, lambda value: not isinstance(value, int) or value >= 1, "be at least 1"),
-    (_AT_LEAST_0, lambda value: value >= 0, "not be negative"),
+    (_AT_LEAST_0, lambda value: value is None or value >= 0, "not be negative"),
     (("step_timeout_s",), lambda value: value > 0, "be above 0"),
+    (("gpu_memory_utilization",), lambda value: 0 < value <= 1, "be above 0 and at most 1"),
     (("pin_quota", "retain_quota"), lambda value: 0 <= value <= 1, "be between 0 and 1"),
 )
 
@@ -57,17 +68,22 @@ class EngineConfig:
 
     Attributes:
         model: "builtin", a local checkpoint folder, or a Hugging Face Hub id.
-        dtype: of weights and cache; "auto" takes the checkpoint's.
-        device: "cpu" or "cuda"; "auto" is the CPU for now: CUDA has been tested over a fake driver and in Triton's
-            interpreter only.
+        dtype: of weights and computation; "auto" takes the checkpoint's.
+        device: "cpu" or "cuda"; "auto" takes a CUDA device on which mapping and kernels pass a test at the start, else
+            the CPU, with the reason in the log.
         max_model_len: longest prompt plus output in tokens; by default the model's own limit.
-        max_num_seqs: sequences that run at once; never more than `max_num_batched_tokens`.
-        max_num_batched_tokens: token budget of a step, decodes and prefill chunks together.
+        max_num_seqs: sequences that run at once; never more than `max_num_batched_tokens`. By default 64, on CUDA 256.
+        max_num_batched_tokens: token budget of a step, decodes and prefill chunks together. By default 1,024, on CUDA
+            8,192.
+        gpu_memory_utilization: share of a CUDA device's memory that the engine takes in all: weights, a step, graphs,
+            headroom, and the KV cache with what they leave. Memory of other processes is never counted in.
         kv_memory_bytes: ceiling of the KV cache, taken as needed. By default a quarter of the memory of the machine or
             container, less where less is available or vm.max_map_count allows fewer pages (the log says so); on a CUDA
-            device most of what the weights leave.
+            device by `gpu_memory_utilization`, after a measured step.
         kv_memory_floor_bytes: the part of it that is taken at the start and never given back.
-        kv_idle_release_s: cache memory unused for this long goes back to the machine.
+        kv_idle_release_s: cache memory unused for this long goes back to the machine. By default 0.5, on CUDA 30.
+        kv_dtype: of the KV cache: the model's ("auto"), or 8-bit floats, with scales for each layer's KV heads: the
+            checkpoint's, or measured at the start. Half the memory of bfloat16, slightly other outputs.
         expected_tokens: length of a typical request, prompt and output; decides the size of blocks.
         prefix_cache: share cached prefixes between requests.
         prefix_cache_release_s: cached prefixes without a hit for this long go back to the machine.
@@ -136,11 +152,13 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
     kv_memory_bytes: int | None = None
     kv_memory_floor_bytes: int = 0
-    kv_idle_release_s: float = 0.5
+    kv_idle_release_s: float | None = None
+    kv_dtype: KVDtype = "auto"
     expected_tokens: int = 1024
     prefix_cache: bool = True
     prefix_cache_release_s: float = 60.0
@@ -184,6 +202,12 @@ class EngineConfig:
         if problems := list(self._problems()):
             raise ConfigError("\n".join(problems))
 
+    def on_device(self, device: DeviceName) -> ResolvedConfig:
+        """The settings for a device, with its defaults."""
+        given = {setting.name: getattr(self, setting.name) for setting in fields(self)}
+        defaults = {name: value for name, value in DEVICE_DEFAULTS[device].items() if given[name] is None}
+        return ResolvedConfig(**(given | defaults | {"device": device}))
+
     def _problems(self) -> Iterator[str]:
         """Each begins with the setting's name."""
         for name, allowed in _CHOICES.items():
@@ -204,6 +228,16 @@ class EngineConfig:
             most is not None and self.kv_memory_floor_bytes > most,
             f"kv_memory_floor_bytes is {self.kv_memory_floor_bytes}; it must not be above the ceiling, "
             f"kv_memory_bytes, which is {most}",
+        )
+        yield (
+            self.device == "cpu" and self.gpu_memory_utilization != 0.9,
+            f"gpu_memory_utilization is {self.gpu_memory_utilization} and device 'cpu'; it is for CUDA devices: set "
+            "kv_memory_bytes",
+        )
+        yield (
+            self.kv_dtype != "auto" and self.attention in _WITHOUT_FP8,
+            f"kv_dtype is {self.kv_dtype!r} and attention {self.attention!r}, which reads no 8-bit floats; choose "
+            "attention 'auto', 'triton' (CUDA), 'sdpa' or 'reference'",
         )
         yield (
             (self.speculation == "draft") != (self.draft_model is not None),
@@ -243,6 +277,16 @@ class EngineConfig:
             bool(both),
             f"pinned_prompts and pinned_system_prompts both have {', '.join(sorted(both))}; rename one of them",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """Settings of an engine on a known device, made by `EngineConfig.on_device`: no value depends on the device."""
+
+    device: DeviceName
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_idle_release_s: float
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -30,6 +30,7 @@ class Machine:
         limited: a control group limits the memory.
         num_cores: by affinity and by the control groups' processor quota, rounded up.
         max_map_count: most memory mappings of one process (vm.max_map_count).
+        has_gpu: NVIDIA's driver is loaded.
     """
 
     memory_bytes: int
@@ -37,6 +38,7 @@ class Machine:
     limited: bool
     num_cores: int
     max_map_count: int
+    has_gpu: bool = False
 
     @classmethod
     def detect(cls, root: Path = Path("/")) -> Self:
@@ -58,6 +60,7 @@ class Machine:
             limited=lowest < memory,
             num_cores=min([len(os.sched_getaffinity(0)), *_quotas(root)]),
             max_map_count=_number(root / "proc/sys/vm/max_map_count") or DEFAULT_MAP_COUNT,
+            has_gpu=(root / "proc/driver/nvidia/version").exists(),
         )
 
     def __str__(self) -> str:
@@ -96,7 +99,7 @@ def check_resources(config: EngineConfig, machine: Machine, *, reserved_bytes: i
     ranks = config.tensor_parallel_size
     why = f"{machine}" if ranks == 1 else f"{machine}, and {ranks} ranks share them"
     most_bytes = machine.memory_bytes // ranks
-    if config.device != "cuda":
+    if config.device == "cpu" or (config.device == "auto" and not machine.has_gpu):
         taken = f"; weights and steps take {_gib(reserved_bytes)}" if reserved_bytes else ""
         at_most("kv_memory_bytes", most_bytes - reserved_bytes, why + taken)
         at_most("kv_memory_floor_bytes", machine.available_bytes // ranks, why)

@@ -26,7 +26,9 @@ from app.engine.load_report import LoadMeter, LoadReporter
 from app.engine.lora.source import AdapterSource
 from app.engine.lora.store import AdapterStore
 from app.engine.lora.weights import check_sources
+from app.engine.model.device import resolve
 from app.engine.model.kv_plan import build_memory
+from app.engine.model.memory_profile import plan_device
 from app.engine.pooler import Pooler
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StartTimes, process_age_s
@@ -80,9 +82,9 @@ class Engine:
         admit: Callable[[KVMemory], None] | None = None,
         loaded: Collection[AdapterSource] = (),
     ) -> None:
-        self.config = config
         check_sources(config.adapters, config.adapter_dir)
         self.start_times = StartTimes(process_s=process_age_s())
+        self.config = config = resolve(config)
         with ExitStack() as undo, kernel_errors_as_config_errors():
             self.executor = Executor(config, launch)
             undo.callback(self.executor.close)
@@ -93,6 +95,7 @@ class Engine:
             if self.speculation is not None:
                 undo.callback(self.speculation.close)
                 share = self.speculation.memory_share
+            plan = plan_device(config, self.executor)
             try:
                 queue = self.executor.queue
                 self.memory = build_memory(
@@ -101,6 +104,7 @@ class Engine:
                     self.executor.layers,
                     ranks,
                     share=share,
+                    plan=plan,
                     queue=queue if isinstance(queue, ThreadQueue) else None,
                 )
             except VmemError as error:
@@ -118,7 +122,7 @@ class Engine:
             self.start_times.lap("self_test_s")
             self.recovery = PreemptionCostModel(config.max_num_batched_tokens)
             if self.speculation is not None:
-                self.speculation.open(self.max_model_len, lambda: self.recovery.step_times)
+                self.speculation.open(self.max_model_len, lambda: self.recovery.step_times, plan)
             self.scheduler = Scheduler(
                 self.memory,
                 max_num_seqs=config.max_num_seqs,

@@ -499,9 +499,7 @@ class Scheduler:
             return False
         needed = self._prefixes.pages_needed(match, len(first.token_ids))
         needed += sum(self._memory.pages_for(len(request.token_ids)) for request in others)
-        needed += self.groups.pages_per_token * (
-            group.num_sequences - len(group.members)
-        )
+        needed += self.groups.pages_per_token * (group.num_sequences - len(group.members))
         if needed + reserve <= self._memory.num_free_pages:
             return True
         self._refused = group, group.num_sequences, needed

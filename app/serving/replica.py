@@ -85,6 +85,7 @@ class EngineReplica:
         # Imported here, in the replica: Serve's controller and the process that builds the application import this
         # module, too, and would take seconds to import torch and transformers.
         from app.engine import AsyncEngine
+        from app.engine.model.device import resolve
         from app.serving.tp_actors import actors_of_this_replica
 
         configure_logs()
@@ -94,6 +95,11 @@ class EngineReplica:
                 f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
                 "have num_gpus: 1, or be left out"
             )
+        resolved = resolve(config)
+        if config.device == "auto" and resolved.device == "cuda" and not ray.get_gpu_ids():
+            logger.warning("device auto is the CPU: Ray gave this replica no GPU")
+            resolved = config.on_device("cpu")
+        config = resolved
         self._audit = RoutingAudit()
         self._meter = EngineMeter()
         self._shared = SharedStreams()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import ray
 from pydantic import ValidationError
 
 from app.config.args import AppArgs, RoutingArgs, StreamingArgs
 from app.config.engine import EngineConfig
 from app.errors import ConfigError
-from app.main import bounded, build, max_ongoing_requests, replica_resources, shared_engine
+from app.main import bounded, build, max_ongoing_requests, most_seqs, replica_resources, shared_engine
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,30 @@ def test_the_engines_queue_is_the_bound_not_serves() -> None:
     assert [config.max_queued_requests for config in (default, small, none)] == [32, 3, None]
     assert max_ongoing_requests(default) > 8 + 32 + 500
     assert max_ongoing_requests(none) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "num_gpus", "num_seqs"),
+    [
+        ("auto", None, 0.0, 64),  # no cluster yet
+        ("auto", 0, 0.0, 64),
+        ("auto", 2, 1.0, 256),
+        ("cpu", 2, 0.0, 64),
+        ("cuda", 0, 1.0, 256),
+    ],
+)
+def test_replicas_ask_for_gpus_that_the_cluster_has(
+    device: str, gpus: int | None, num_gpus: float, num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: gpus is not None)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0} | ({"GPU": gpus} if gpus else {}))
+    config = EngineConfig(model="builtin", device=device)
+    assert replica_resources(config)["ray_actor_options"]["num_gpus"] == num_gpus
+    assert most_seqs(config) == num_seqs
+    assert bounded(config).max_queued_requests == 4 * num_seqs
+    assert bounded(config).max_num_seqs is None  # the replica may be on the CPU nevertheless
+    ranks = replica_resources(EngineConfig(model="builtin", device=device, tensor_parallel_size=2))
+    assert [bundle.get("GPU", 0.0) for bundle in ranks["placement_group_bundles"]] == [num_gpus] * 2
 
 
 def test_a_bound_of_the_queue_is_a_positive_number() -> None:

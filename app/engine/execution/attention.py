@@ -6,7 +6,7 @@ several engines can live in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from app.engine.execution.batch import BatchPart, StepBatch
 from app.errors import ModelError
-from kernels import AttentionProvider, Elementwise, HeadNorm, Masking, RotaryWrite, VarlenBatch
+from kernels import AttentionProvider, CacheScales, Elementwise, HeadNorm, Masking, RotaryWrite, VarlenBatch
 from kernels.provider import AttendLayer, AttentionCall, CacheWrite
 from vmem import CacheTensors, LayerSpec, View
 
@@ -80,7 +80,7 @@ class AttentionHandler(Protocol):
     ) -> torch.Tensor:
         """`attend` with queries, keys and values side by side in `heads [num_tokens, num_heads, dim]`, before norms and
         rotation; `cos` and `sin` as in `RotaryWrite`. Overwrites `heads`."""
-        ...
+        return self.attend(layer.layer, *layer.rotated(heads, cos, sin), layer.masking)
 
 
 def folio_attention(
@@ -126,7 +126,7 @@ def bound(module: nn.Module) -> AttentionHandler | None:
     return getattr(module, _HANDLER, None)
 
 
-class GeometryProbe:
+class GeometryProbe(AttentionHandler):
     """Attention over the call's own tokens only; records each layer's geometry, which configs name in many ways."""
 
     def __init__(self, provider: AttentionProvider) -> None:
@@ -144,11 +144,6 @@ class GeometryProbe:
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
         batch = VarlenBatch(starts, num_tokens, torch.zeros(1, 1, dtype=torch.int32), len(query), len(query))
         return self._provider.attend(query, key[None], value[None], batch.to(query.device), masking)
-
-    def attend_rotary(
-        self, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        return self.attend(layer.layer, *layer.rotated(heads, cos, sin), layer.masking)
 
     def layers(self, *, required: frozenset[int], allowed: frozenset[int]) -> dict[int, LayerSpec]:
         """The geometry of every attention layer, after one forward.
@@ -191,11 +186,17 @@ class CachedAttention:
     forward.
 
     Calls are checked and prepared once a step for all layers of one kind: with tensors of equal shapes, strides and
-    alignment, and with equal masks.
+    alignment, and with equal masks. Layers with scales are of a kind each.
+
+    Args:
+        scales: of each layer, for a cache of 8-bit floats.
     """
 
-    def __init__(self, tensors: CacheTensors, provider: AttentionProvider) -> None:
+    def __init__(
+        self, tensors: CacheTensors, provider: AttentionProvider, scales: Mapping[int, CacheScales] | None = None
+    ) -> None:
         self._provider = provider
+        self._scales = scales or {}
         layers = [layer for group in tensors.groups for layer in group.layers]
         self._group_of = {layer: tensors.group_of(layer) for layer in layers}
         self._caches: dict[View, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {
@@ -229,7 +230,9 @@ class CachedAttention:
         if parts is None:
 
             def prepare_write(part: BatchPart, keys: torch.Tensor, values: torch.Tensor) -> _Write:
-                new = CacheWrite(key[part.tokens], value[part.tokens], keys, values, part.slots)
+                new = CacheWrite(
+                    key[part.tokens], value[part.tokens], keys, values, part.slots, self._scales.get(layer)
+                )
                 return self._provider.prepare_write(new)
 
             parts = self._prepared[kind] = self._prepare(layer, query, masking, prepare_write)
@@ -271,6 +274,7 @@ class CachedAttention:
                     part.slots,
                     layer.query_norm,
                     layer.key_norm,
+                    self._scales.get(at),
                 )
                 return layer.ops.prepare_rotary_write(call)
 
@@ -293,7 +297,8 @@ class CachedAttention:
         prepared = []
         for part in parts:
             keys, values = self._caches[part.view][layer]
-            call = AttentionCall(query[part.tokens], keys, values, part.attention, masking)
+            scales = self._scales.get(layer)
+            call = AttentionCall(query[part.tokens], keys, values, part.attention, masking, scales)
             write, attend = prepare_write(part, keys, values), self._provider.prepare_attend(call)
             prepared.append(PreparedPart(part.view, part.tokens if len(parts) > 1 else None, write, attend))
         return prepared
@@ -305,7 +310,7 @@ class CachedAttention:
     def _cache_kind(self, layer: int) -> tuple[object, ...]:
         caches = [cache for view in self._caches.values() for cache in view[layer]]
         geometry = ((cache.dtype, cache.shape, cache.stride(), cache.data_ptr() % _ALIGNMENT) for cache in caches)
-        return self._group_of[layer], *geometry
+        return self._group_of[layer], layer if layer in self._scales else -1, *geometry
 
 
 def _masking_kind(masking: Masking) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from app.config.engine import EngineConfig
+from app.config.engine import ResolvedConfig
 from app.config.machine import num_threads
 from app.engine.execution.batch import StepPlan
 from app.engine.execution.builder import BatchBuilder
@@ -19,7 +19,7 @@ from app.engine.execution.model_runner import ModelRunner, ObservedLayers
 from app.engine.execution.planner import StepPlanner
 from app.engine.execution.recorded_graph import RecordableProvider, Recorder
 from app.engine.execution.work_queue import InlineQueue, ThreadQueue, WorkQueue
-from app.engine.model.loader import load_model, resolve_device
+from app.engine.model.loader import load_model
 from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrder, pack_arrays, pack_step
 from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import FolioError, ModelError, UnavailableError
@@ -61,16 +61,16 @@ class Executor:
         queue: where the device's work is submitted.
     """
 
-    def __init__(self, config: EngineConfig, launch: Launch) -> None:
+    def __init__(self, config: ResolvedConfig, launch: Launch) -> None:
         torch.set_num_threads(num_threads(config))
         self._max_num_seqs = config.max_num_seqs
         self._limit_s: float | None = LOAD_TIMEOUT_S  # the first forwards may compile kernels
-        on_cpu = resolve_device(config.device).type == "cpu"
+        on_cpu = config.device == "cpu"
         self.is_async = config.async_scheduling == "on" or (config.async_scheduling == "auto" and not on_cpu)
         self.queue: WorkQueue = ThreadQueue(num_threads(config)) if on_cpu and self.is_async else InlineQueue()
         self.ranks = RankGroup(config, launch) if config.tensor_parallel_size > 1 else None
         try:
-            self._comm = comm = None if self.ranks is None else self.ranks.connect(resolve_device(config.device))
+            self._comm = comm = None if self.ranks is None else self.ranks.connect(torch.device(config.device))
             if self.ranks is None:
                 self.model = load_model(config)
             else:
@@ -80,7 +80,7 @@ class Executor:
             self.close()
             raise
 
-    def _observe(self, config: EngineConfig) -> ModelRunner:
+    def _observe(self, config: ResolvedConfig) -> ModelRunner:
         device, setting = self.model.module.device, config.decode_graphs
         provider = select_provider(config.attention, device)
         new_graph: Callable[[], Graph] | None = None
@@ -114,6 +114,12 @@ class Executor:
     @property
     def layers(self) -> ObservedLayers:
         return self._runner.layers
+
+    def run_largest(self, num_tokens: int, num_logits: int) -> torch.Tensor:
+        """Logits `[num_logits, vocab_size]` of a step without a cache, on the CPU: see `ModelRunner.run_largest`."""
+        sizes = np.array([num_tokens, num_logits], dtype=np.int64)
+        with self._on_peers(RankOrder.LARGEST, pack_arrays([sizes])):
+            return self._runner.run_largest(num_tokens, num_logits).cpu()
 
     def bind_memory(self, memory: KVMemory) -> None:
         """Use this memory from now on."""
@@ -175,6 +181,11 @@ class Executor:
         """Logits `[num_tokens, vocab_size]` of one sequence by the model's own attention, on the CPU."""
         with self._on_peers(RankOrder.OWN_LOGITS, pack_arrays([token_ids.numpy().astype(np.int64)])):
             return self._runner.own_logits(token_ids)
+
+    def rounded_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits `[num_tokens, vocab_size]` of one sequence without a cache: see `ModelRunner.rounded_logits`."""
+        with self._on_peers(RankOrder.ROUNDED_LOGITS, pack_arrays([token_ids.numpy().astype(np.int64)])):
+            return self._runner.rounded_logits(token_ids)
 
     def enforce_step_timeout(self) -> None:
         """Limit forwards to `step_timeout_s` from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,14 +12,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from app.engine.execution import recurrent
-from app.engine.execution.attention import IMPLEMENTATION, CachedAttention, GeometryProbe, bind_attention
+from app.engine.execution.attention import (
+    IMPLEMENTATION,
+    AttentionHandler,
+    CachedAttention,
+    GeometryProbe,
+    bind_attention,
+)
 from app.engine.execution.batch import StepBatch
 from app.engine.execution.decode_graphs import DecodeGraphs, GraphPlan
 from app.engine.execution.recurrent import CachedStates, RecurrentLayer, StateProbe
+from app.engine.model.kv_scales import RoundingProbe, ScaleProbe, measured_tokens
 from app.engine.model.loader import LoadedModel
 from app.errors import ModelError
-from kernels import AttentionProvider
+from kernels import AttentionProvider, CacheScales
 from vmem import CacheTensors, KVMemory, LayerSpec
+
+logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 6
 
@@ -58,10 +68,11 @@ class ModelRunner:
         self._states: CachedStates | None = None
         self.layers = observe_layers(model, provider)
         self.graphs: DecodeGraphs | None = None
+        self._scales = cache_scales(model, provider, self.layers) if model.cache_dtype != model.dtype else {}
 
     def attach_caches(self, tensors: CacheTensors) -> None:
         """Use these caches from now on, without graphs."""
-        self._attention = CachedAttention(tensors, self._provider)
+        self._attention = CachedAttention(tensors, self._provider, self._scales)
         self._states = CachedStates(tensors.state_view(), self.layers.states) if self.layers.states else None
         bind_attention(self._module, self._attention)
         recurrent.bind_mixers(self._module, self._states)
@@ -91,6 +102,26 @@ class ModelRunner:
         logits = forward(self._module, batch.token_ids, batch.positions, batch.logit_rows)
         self._attention.forget_calls()
         return logits
+
+    def run_largest(self, num_tokens: int, num_logits: int) -> torch.Tensor:
+        """Logits `[num_logits, vocab_size]` of a step of random tokens that attend to each other, without a cache."""
+        tokens = torch.arange(num_tokens) % self._model.vocab_size
+        return self._without_cache(GeometryProbe(self._provider), tokens, num_logits)
+
+    def rounded_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits `[num_tokens, vocab_size]` of one sequence without a cache, on the CPU. Keys and values are rounded as
+        a cache of 8-bit floats does."""
+        handler = RoundingProbe(GeometryProbe(self._provider), self._model.cache_dtype, self._scales)
+        return self._without_cache(handler, token_ids, len(token_ids)).float().cpu()
+
+    def _without_cache(self, handler: AttentionHandler, token_ids: torch.Tensor, num_logits: int) -> torch.Tensor:
+        if self._model.adapters is not None:
+            self._model.adapters.set_batch(None)
+        try:
+            return _probe(self._model, handler, StateProbe(), token_ids, num_logits)
+        finally:
+            bind_attention(self._module, self._attention)
+            recurrent.bind_mixers(self._module, self._states)
 
     @torch.inference_mode()
     def run_pooled(self, batch: StepBatch, pooled: Sequence[slice]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,18 +170,51 @@ def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor,
 
 
 @torch.inference_mode()
+def _probe(
+    model: LoadedModel, handler: AttentionHandler, states: StateProbe, token_ids: torch.Tensor, num_logits: int
+) -> torch.Tensor:
+    """Logits of the last `num_logits` of `token_ids`, as one sequence; positions wrap at the model's limit."""
+    bind_attention(model.module, handler)
+    recurrent.bind_mixers(model.module, states)
+    positions = torch.arange(len(token_ids))
+    return forward(model.module, token_ids, positions % model.max_positions, positions[-num_logits:])
+
+
+def cache_scales(model: LoadedModel, provider: AttentionProvider, layers: ObservedLayers) -> dict[int, CacheScales]:
+    """Scales `[num_kv_heads]` of each attention layer for a cache of 8-bit floats: the checkpoint's, or measured in one
+    forward, on each rank for its own heads."""
+    device = model.module.device
+    scales = {
+        layer: CacheScales(*(torch.full((layers.attention[layer].num_heads,), scale, device=device) for scale in pair))
+        for layer, pair in model.stored_scales.items()
+        if layer in layers.attention
+    }
+    num_stored = len(scales)
+    if missing := layers.attention.keys() - scales.keys():
+        probe = ScaleProbe(GeometryProbe(provider))
+        _probe(model, probe, StateProbe(), measured_tokens(model.vocab_size, model.max_positions), 1)
+        measured = probe.scales(model.cache_dtype)
+        scales |= {layer: measured[layer] for layer in missing}
+    logger.info(
+        "KV cache of %s: scales of %d layers from the checkpoint, of %d measured",
+        model.cache_dtype,
+        num_stored,
+        len(missing),
+    )
+    return scales
+
+
+@torch.inference_mode()
 def observe_layers(model: LoadedModel, provider: AttentionProvider) -> ObservedLayers:
     """Observe the geometry of every layer in one small forward. Raises `ModelError` if a layer does not attend."""
     probe, state_probe = GeometryProbe(provider), StateProbe()
-    bind_attention(model.module, probe)
-    recurrent.bind_mixers(model.module, state_probe)
     tokens = torch.arange(PROBE_TOKENS) % model.vocab_size
     none: list[torch.Tensor] = []
     with (
         nullcontext() if model.adapters is None else model.adapters.observed(PROBE_TOKENS, 1),
         nullcontext(none) if model.pooling is None else hidden_states(model.module) as states,
     ):
-        logits = forward(model.module, tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
+        logits = _probe(model, probe, state_probe, tokens, 1)
     kind = model.module.config.model_type
     if len(logits) != 1:
         raise ModelError(f"{kind} ignores logits_to_keep: it returned {len(logits)} rows of logits instead of 1")

@@ -2,6 +2,9 @@
 
 Some models ignore a registered attention function, others silently mix the sequences of a packed batch. Two short
 prompts are computed by Folio, in chunks that mix prefill and decode, and by transformers, one prompt at a time.
+
+With a cache of 8-bit floats the packed logits are compared with those of one prompt at a time whose keys and values are
+rounded in the same way; these may differ from transformers' by no more than rounding explains.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 
 from app.engine.execution.batch import demands
 from app.engine.execution.executor import Executor
+from app.engine.model.loader import LoadedModel
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduled
@@ -26,6 +30,9 @@ logger = logging.getLogger(__name__)
 # Most relative difference of a row of logits. Mixed sequences give about 1 in nearly every row; rounding gives far less
 # than these.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
+# The least of these with a cache of 8-bit floats: a difference in the last bit can round to another one. And the most
+# by which such a cache may change transformers' logits.
+TOLERANCE_8_BITS, TOLERANCE_OF_ROUNDING = 0.03, 0.8
 # Tokens of both prompts in each step: prefill, a mixed step, a chunk beside a decode, decodes.
 STEPS = ((11, 0), (1, 7), (1, 13), (1, 1))
 
@@ -39,7 +46,11 @@ def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy
     generator = torch.Generator().manual_seed(0)
     lengths = [sum(counts) for counts in zip(*STEPS, strict=True)]
     prompts = [torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths]
-    expected = [executor.own_logits(prompt) for prompt in prompts]
+    expected, tolerance = [executor.own_logits(prompt) for prompt in prompts], TOLERANCE[model.dtype]
+    if model.cache_dtype != model.dtype:
+        own, expected = expected, [executor.rounded_logits(prompt) for prompt in prompts]
+        _check_rounding(model, expected, own)
+        tolerance = max(tolerance, TOLERANCE_8_BITS)
     views: tuple[ViewPolicy, ...] = ("block_table", "region") if view == "auto" else (view, view)
     num_pages = sum(len(prompts) * group.most_pages(max(lengths), max(lengths)) for group in groups)
     page_bytes = groups[0].layout.page_bytes
@@ -62,16 +73,27 @@ def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy
         fresh, cached = _differences(executor, memory, prompts, expected, views)
     finally:
         memory.close()
-    # In half precision rounding can change a router's choice of experts, and with that single rows; mixed sequences
-    # change nearly all rows that read the cache, or nearly all that do not.
-    summary = max if model.dtype == torch.float32 else statistics.median
+    # With few bits rounding can change a router's choice of experts, and with that single rows; mixed sequences change
+    # nearly all rows that read the cache, or nearly all that do not.
+    summary = max if model.cache_dtype == torch.float32 else statistics.median
     difference = max(summary(fresh), summary(cached))
-    if not difference <= TOLERANCE[model.dtype]:  # NaN fails too
+    if not difference <= tolerance:  # NaN fails too
         raise ModelError(
             f"self-test failed: {model.module.config.model_type} gives other logits in a packed batch than alone "
-            f"(relative difference {difference:.2g}, allowed {TOLERANCE[model.dtype]}); outputs would be wrong"
+            f"(relative difference {difference:.2g}, allowed {tolerance}); outputs would be wrong"
         )
     logger.info("self-test passed: relative difference %.2g", difference)
+
+
+def _check_rounding(model: LoadedModel, rounded: list[torch.Tensor], own: list[torch.Tensor]) -> None:
+    kind = model.module.config.model_type
+    difference = statistics.median(_relative(torch.cat(rounded), torch.cat(own)))
+    logger.info("KV cache of %s: relative difference of logits %.2g", model.cache_dtype, difference)
+    if not difference <= TOLERANCE_OF_ROUNDING:
+        raise ModelError(
+            f"self-test failed: a KV cache of {model.cache_dtype} changes the logits of {kind} "
+            f"(relative difference {difference:.2g}, allowed {TOLERANCE_OF_ROUNDING}); set kv_dtype to auto"
+        )
 
 
 def _differences(
@@ -99,10 +121,15 @@ def _differences(
             for s, rows in zip(scheduled, actual.split([s.num_tokens for s in scheduled]), strict=True):
                 start = s.request.num_computed
                 correct = expected[requests.index(s.request)][start : start + s.num_tokens]
-                relative = (rows.float() - correct).norm(dim=-1) / correct.norm(dim=-1)
-                differences[start > 0].extend(relative.tolist())
+                differences[start > 0].extend(_relative(rows, correct))
                 s.request.num_computed += s.num_tokens
     finally:
         for sequence in sequences:
             memory.free(sequence)
     return differences
+
+
+def _relative(actual: torch.Tensor, correct: torch.Tensor) -> list[float]:
+    """Relative difference of each row."""
+    relative: list[float] = ((actual.float() - correct).norm(dim=-1) / correct.norm(dim=-1)).tolist()
+    return relative

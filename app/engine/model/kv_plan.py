@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from app.config.engine import EngineConfig, LayoutKind
+from app.config.engine import EngineConfig, LayoutKind, ResolvedConfig
 from app.config.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.recurrent import state_bytes
 from app.engine.execution.work_queue import QueuedContents, ThreadQueue
 from app.engine.model.loader import LoadedModel
+from app.engine.model.memory_profile import HEADROOM_BYTES, DevicePlan
 from app.engine.sampling.logprobs import CHUNK_ELEMENTS
 from app.errors import ConfigError
 from kernels import select_block_copy
@@ -35,22 +36,21 @@ logger = logging.getLogger(__name__)
 MAX_PAGES = {"cpu": 24_000, "cuda": 200_000}
 MAX_MAPPINGS = {"cpu": 50_000, "cuda": 400_000}
 _MAP_COUNT = 65_530
-# On a CUDA device: bytes left to torch, and the cache's largest share of the rest.
-HEADROOM_BYTES, CUDA_SHARE = 2 << 30, 0.9
 # Block lengths to try while the budget has more than the most pages.
 _LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
-# Memory that sampling takes for each logit of a chunk: float32, ranks, masks, noise.
+# Memory that sampling takes for each logit of a chunk: float32, ranks, masks, noise. On a CUDA device it is measured.
 _SAMPLING_BYTES_A_LOGIT = 40
 
 
 def build_memory(
-    config: EngineConfig,
+    config: ResolvedConfig,
     model: LoadedModel,
     layers: ObservedLayers,
     ranks: PeerRanks | None = None,
     *,
     share: float = 1.0,
     queue: ThreadQueue | None = None,
+    plan: DevicePlan | None = None,
 ) -> KVMemory:
     """The KV memory of a model.
 
@@ -58,6 +58,7 @@ def build_memory(
         ranks: peers with the same memory; the settings are for each rank.
         share: part of the configured budget; another model's memory has the rest.
         queue: where another thread computes, on a CPU with asynchronous scheduling.
+        plan: of a CUDA device's memory, if `kv_memory_bytes` is not set.
 
     Raises:
         ConfigError: the settings do not fit the machine, or are too small for two blocks of each group.
@@ -89,8 +90,10 @@ def build_memory(
         int(part * bound_of_mappings(most, machine, on_cpu=on_cpu)) for most in (MAX_PAGES, MAX_MAPPINGS)
     )
     try:
-        if not on_cpu and not config.kv_memory_bytes:
-            budget = int(share * CUDA_SHARE * backend.memory_info().available_bytes)
+        if plan is not None:
+            # Of all ranks the one with the least memory; the plan is of this rank's device.
+            available = backend.memory_info().available_bytes - plan.activation_bytes - plan.graph_bytes
+            budget = min(int(share * plan.kv_bytes), available)
         groups, num_pages = plan_pages(config, model, layers, backend.granularity_bytes, budget, most_pages, machine)
         page_bytes = groups[0].layout.page_bytes
         step_tokens = config.max_num_batched_tokens
@@ -152,7 +155,7 @@ def bound_of_mappings(most: Mapping[str, int], machine: Machine, *, on_cpu: bool
 
 
 def plan_pages(
-    config: EngineConfig,
+    config: ResolvedConfig,
     model: LoadedModel,
     layers: ObservedLayers,
     granularity_bytes: int,
@@ -177,7 +180,7 @@ def plan_pages(
 
 
 def ceilings(
-    config: EngineConfig, model: LoadedModel, machine: Machine, weight_bytes: int, *, on_cpu: bool
+    config: ResolvedConfig, model: LoadedModel, machine: Machine, weight_bytes: int, *, on_cpu: bool
 ) -> tuple[int, int]:
     """Most bytes of KV cache and of swap space on one rank; 0 for an unconfigured cache on a CUDA device.
 
@@ -214,6 +217,14 @@ def ceilings(
     return ceiling, swap_bytes
 
 
+def estimated_activations(config: ResolvedConfig, model: LoadedModel) -> int:
+    """Approximate memory of the largest step on a CUDA device, where it is measured once the model is loaded."""
+    logits = min(config.max_num_seqs, config.max_num_batched_tokens) * model.vocab_size
+    sampling = _SAMPLING_BYTES_A_LOGIT * max(CHUNK_ELEMENTS, model.vocab_size)
+    own = _step_bytes_a_token(model) - model.vocab_size * model.dtype.itemsize
+    return own * config.max_num_batched_tokens + logits * model.dtype.itemsize + sampling
+
+
 def _step_bytes_a_token(model: LoadedModel) -> int:
     """Approximate memory of a step for each token: a layer holds two rows of the hidden size and three of the
     intermediate size at once, and every token has logits if prompt log probabilities are requested."""
@@ -232,7 +243,7 @@ def layout_kind(config: EngineConfig) -> LayoutKind:
 
 
 def _plan_groups(
-    config: EngineConfig, model: LoadedModel, layers: ObservedLayers, granularity_bytes: int, smallest_page_bytes: int
+    config: ResolvedConfig, model: LoadedModel, layers: ObservedLayers, granularity_bytes: int, smallest_page_bytes: int
 ) -> list[LayerGroup]:
     """Layers with the same window share a block table; recurrent states are a group of their own. Blocks are longer
     than the planner's while what is mapped as a whole is smaller than `smallest_page_bytes`, to limit the mappings."""
@@ -243,7 +254,7 @@ def _plan_groups(
     for block_tokens in (config.block_tokens, *(_LONGER_BLOCK_TOKENS if config.block_tokens is None else ())):
         layouts = plan_groups(
             specs,
-            model.dtype,
+            model.cache_dtype,
             granularity_bytes=granularity_bytes,
             kind=layout_kind(config),
             block_tokens=block_tokens,

@@ -6,7 +6,7 @@ import copy
 import logging
 import pickle
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +24,14 @@ from transformers import (
 
 from app.builtin import resolve_model
 from app.compat.transformers import uses_attention_interface
-from app.config.engine import EngineConfig
+from app.config.engine import KVDtype, ResolvedConfig
 from app.config.machine import Machine, check_resources
 from app.engine.execution import attention, recurrent
 from app.engine.lora.layers import LoRALayers
 from app.engine.model.cpu_layer import run_in_one_call
 from app.engine.model.fused_layer import fuse_layers
 from app.engine.model.fusion import fuse_attention, fuse_modules
+from app.engine.model.kv_scales import StoredScales, cache_dtype, stored_scales
 from app.engine.model.linear import choose_product, pack_linears
 from app.engine.model.pooling import Pooling, find_pooling, is_classifier
 from app.engine.model.tokenizer import load_tokenizer, one_line
@@ -65,6 +66,8 @@ class LoadedModel:
         recurrent_layers: layers with a state other than keys and values.
         windowed_layers: layers with a sliding window according to the config.
         max_positions: longest context that the model supports, in tokens.
+        cache_dtype: of the KV cache.
+        stored_scales: the checkpoint's, for a cache of 8-bit floats.
         eos_token_ids: tokens that end an output.
         adapters: layers that LoRA adapters can change; `None` if the settings have no adapter and no `adapter_dir`.
         pooling: of embeddings or scores; `None` for a model without.
@@ -80,16 +83,11 @@ class LoadedModel:
     windowed_layers: frozenset[int]
     max_positions: int
     eos_token_ids: frozenset[int]
+    cache_dtype: torch.dtype
+    stored_scales: StoredScales = field(default_factory=dict)
     adapters: LoRALayers | None = None
     pooling: Pooling | None = None
     generates: bool = True
-
-
-def resolve_device(name: str) -> torch.device:
-    """The torch device. Raises `ConfigError` for CUDA on a machine without it."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no CUDA device here; use cpu")
-    return torch.device("cuda" if name == "cuda" else "cpu")
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -119,7 +117,7 @@ def context_length(config: PreTrainedConfig) -> int:
     return longest
 
 
-def load_model(config: EngineConfig, comm: Communicator | None = None) -> LoadedModel:
+def load_model(config: ResolvedConfig, comm: Communicator | None = None) -> LoadedModel:
     """Load weights and tokenizer, with Folio's attention function and fused layers; on a CPU, pack linear layers.
 
     Args:
@@ -138,7 +136,7 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the {max_positions} positions of {config.model!r}"
         )
-    device = resolve_device(config.device)
+    device = torch.device(config.device)
     module: Any
     pooling = find_pooling(config, hf_config)
     module, plan, generates = _load_module(config, hf_config, device, comm, pooling)
@@ -150,10 +148,12 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     tokenizer = None if config.skip_tokenizer_init else _matching_tokenizer(config.model, text_config.vocab_size)
     adapters = LoRALayers(module, plan) if config.adapters or config.adapter_dir is not None else None
     loaded = replace(
-        describe_model(module, max_positions, recurrent_layers, tokenizer, adapters),
+        describe_model(module, max_positions, recurrent_layers, config.kv_dtype, tokenizer, adapters),
         pooling=pooling,
         generates=generates,
     )
+    if loaded.cache_dtype != loaded.dtype and config.load_format == "auto":
+        loaded = replace(loaded, stored_scales=stored_scales(_weight_files(resolve_model(config.model))))
     if comm is not None and plan is not None:
         install_collectives(module, plan, comm)
     elif adapters is None and device.type == "cpu":
@@ -165,6 +165,7 @@ def describe_model(
     module: PreTrainedModel,
     max_positions: int,
     recurrent_layers: frozenset[int],
+    kv_dtype: KVDtype,
     tokenizer: PreTrainedTokenizerBase | None = None,
     adapters: LoRALayers | None = None,
 ) -> LoadedModel:
@@ -180,12 +181,13 @@ def describe_model(
         windowed_layers=_windowed_layers(text_config),
         max_positions=max_positions,
         eos_token_ids=_eos_token_ids(module.generation_config),
+        cache_dtype=cache_dtype(kv_dtype, module.dtype),
         adapters=adapters,
     )
 
 
 def _load_module(
-    config: EngineConfig,
+    config: ResolvedConfig,
     hf_config: PreTrainedConfig,
     device: torch.device,
     comm: Communicator | None,

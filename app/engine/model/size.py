@@ -19,6 +19,7 @@ from app.engine.execution import attention, recurrent
 from app.engine.execution.model_runner import ObservedLayers, observe_layers
 from app.engine.model import kv_plan
 from app.engine.model.loader import LoadedModel, context_length, describe_model, load_config, random_model
+from app.engine.model.memory_profile import DevicePlan
 from app.engine.model.tokenizer import one_line
 from app.engine.tensor_parallel.sharding import plan_shards
 from app.errors import ConfigError, ModelError
@@ -36,6 +37,7 @@ class Room:
     Attributes:
         budget_bytes: ceiling of the KV cache, `num_pages` pages.
         longest_tokens: the longest sequence that fits alone, which may be longer than the model's context.
+        device_plan: of a CUDA device, with an estimate of a step; `None` on a CPU.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -43,6 +45,7 @@ class Room:
     budget_bytes: int
     longest_tokens: int
     step_tokens: int
+    device_plan: DevicePlan | None
 
     def sequences(self, num_tokens: int) -> int:
         """Sequences of that length that fit at once without a shared prefix."""
@@ -65,8 +68,8 @@ class ModelSize:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config = config
         self.on_cpu = config.device != "cuda"
+        self.config = config = config.on_device("cpu" if self.on_cpu else "cuda")
         hf_config = load_config(config.model)
         attention.register()
         module = _on_meta(hf_config, config.dtype)
@@ -74,7 +77,9 @@ class ModelSize:
         if config.tensor_parallel_size > 1:
             _keep_share(module, config.tensor_parallel_size)
         self.weight_bytes = sum(parameter.nbytes for parameter in module.parameters())
-        self.model: LoadedModel = describe_model(module, context_length(hf_config), recurrent.install(module))
+        self.model: LoadedModel = describe_model(
+            module, context_length(hf_config), recurrent.install(module), config.kv_dtype
+        )
         try:
             self.layers: ObservedLayers = observe_layers(self.model, _Shapes())  # type: ignore[arg-type]
         except RuntimeError as error:  # of torch: shapes that do not fit, or an operation that needs values
@@ -98,18 +103,23 @@ class ModelSize:
         Raises:
             ConfigError: there is no room.
         """
-        config = self.config
+        config, share_bytes = self.config, memory_bytes // num_replicas
         ranks = config.tensor_parallel_size if self.on_cpu else 1
         weights, spare = self.weight_bytes * ranks, int(SPARE_SHARE * memory_bytes) if self.on_cpu else 0
-        left = (memory_bytes - spare) // num_replicas - weights
+        left = share_bytes - spare // num_replicas - weights
         if left <= 0:
-            raise ConfigError(f"the weights take {weights} bytes of the {memory_bytes // num_replicas} for a replica")
+            raise ConfigError(f"the weights take {weights} bytes of the {share_bytes} for a replica")
         machine = Machine(memory_bytes, left + spare, False, 1, DEFAULT_MAP_COUNT)
+        plan = None
         if self.on_cpu:
             budget, _ = kv_plan.ceilings(config, self.model, machine, self.weight_bytes, on_cpu=True)
         else:
-            left = max(0, left - kv_plan.HEADROOM_BYTES)
-            budget = config.kv_memory_bytes or int(kv_plan.CUDA_SHARE * left)
+            share = config.gpu_memory_utilization if config.kv_memory_bytes is None else 1.0
+            plan = DevicePlan(share_bytes, share, weights, kv_plan.estimated_activations(config, self.model))
+            if config.kv_memory_bytes is None:
+                plan.check(config)
+            left = max(0, plan.kv_bytes)
+            budget = config.kv_memory_bytes or left
         if budget * ranks > left:
             raise ConfigError(f"kv_memory_bytes is {budget}; weights and steps leave {left // ranks}")
         most_pages = int(kv_plan.bound_of_mappings(kv_plan.MAX_PAGES, machine, on_cpu=self.on_cpu))
@@ -120,7 +130,7 @@ class ModelSize:
         step_tokens = config.max_num_batched_tokens
         budget_bytes = num_pages * groups[0].layout.page_bytes
         return Room(
-            tuple(groups), num_pages, budget_bytes, longest_sequence(groups, num_pages, step_tokens), step_tokens
+            tuple(groups), num_pages, budget_bytes, longest_sequence(groups, num_pages, step_tokens), step_tokens, plan
         )
 
 

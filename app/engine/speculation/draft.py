@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.config.engine import EngineConfig
+from app.config.engine import ResolvedConfig
 from app.config.machine import num_threads
 from app.engine.execution.executor import Executor
 from app.engine.execution.model_runner import ObservedLayers
@@ -30,6 +30,7 @@ from app.engine.execution.self_test import self_test
 from app.engine.faults import SequenceFailure, attribute_failures
 from app.engine.model.kv_plan import build_memory
 from app.engine.model.loader import LoadedModel
+from app.engine.model.memory_profile import DevicePlan
 from app.engine.preemption import LinearCost
 from app.engine.report import StepTimes
 from app.engine.request import Request, SequenceGroup
@@ -111,7 +112,7 @@ class DraftProposer:
         ModelError: the model cannot be loaded.
     """
 
-    def __init__(self, config: EngineConfig, target: LoadedModel, layers: ObservedLayers) -> None:
+    def __init__(self, config: ResolvedConfig, target: LoadedModel, layers: ObservedLayers) -> None:
         assert config.draft_model is not None
         self._num_ranks = config.tensor_parallel_size
         self._step_tokens = config.max_num_batched_tokens
@@ -143,15 +144,16 @@ class DraftProposer:
                 raise ConfigError(f"draft_model {config.draft_model!r} cannot run here: {error}") from error
             undo.callback(self._executor.close)
             _check_compatible(config.draft_model, self._executor, target)
-            own = bytes_per_token(self._executor.layers, self._executor.model.dtype)
-            self.share = own / (own + bytes_per_token(layers, target.dtype))
+            own = bytes_per_token(self._executor.layers, self._executor.model.cache_dtype)
+            self.share = own / (own + bytes_per_token(layers, target.cache_dtype))
             self._undo = undo.pop_all()
 
-    def open(self, max_model_len: int) -> None:
+    def open(self, max_model_len: int, plan: DevicePlan | None = None) -> None:
         """Create the memory, after the target's KV memory, and run the self-test on it.
 
         Args:
             max_model_len: the target's context; the draft model's may be shorter.
+            plan: of a CUDA device's memory, of which this model's cache gets its share.
 
         Raises:
             ConfigError: the share of the budget is too small, or no kernel reads the cache.
@@ -164,7 +166,7 @@ class DraftProposer:
             tensor_parallel_size=self._num_ranks,  # divides the machine's memory
         )
         try:
-            self.memory = build_memory(config, model, self._executor.layers, share=self.share)
+            self.memory = build_memory(config, model, self._executor.layers, share=self.share, plan=plan)
             self._undo.callback(self.memory.close)
             self_test(self._executor, self.memory.groups, config.kv_view)
             self._executor.bind_memory(self.memory)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from app.engine.faults import attribute_failures
+from app.engine.model.memory_profile import DevicePlan
 from app.engine.report import StepTimes
 from app.engine.request import Request
 from vmem import IntegrityError
@@ -140,7 +141,7 @@ class NgramProposer:
         self._least, self._most = min_ngram, max_ngram
         self._indexes: dict[Request, NgramIndex] = {}
 
-    def open(self, max_model_len: int) -> None:
+    def open(self, max_model_len: int, plan: DevicePlan | None = None) -> None:
         pass
 
     @property

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.config.engine import EngineConfig
+from app.config.engine import ResolvedConfig
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.faults import SequenceFailure, is_request_failure
 from app.engine.model.loader import LoadedModel
+from app.engine.model.memory_profile import DevicePlan
 from app.engine.report import StepTimes
 from app.engine.request import Request
 from app.engine.speculation.draft import DraftProposer
@@ -26,8 +27,9 @@ class Proposer(Protocol):
     share: float
     """Part of the KV budget that the proposer takes."""
 
-    def open(self, max_model_len: int) -> None:
-        """Prepare to propose, after the model's KV memory is created, within the engine's context."""
+    def open(self, max_model_len: int, plan: DevicePlan | None = None) -> None:
+        """Prepare to propose, after the model's KV memory is created, within the engine's context and the plan of a
+        CUDA device's memory."""
         ...
 
     @property
@@ -82,7 +84,7 @@ class Speculation:
         counts: of draft tokens so far. From any thread.
     """
 
-    def __init__(self, config: EngineConfig, target: LoadedModel, proposer: Proposer) -> None:
+    def __init__(self, config: ResolvedConfig, target: LoadedModel, proposer: Proposer) -> None:
         self._config = config
         self._eos_token_ids = target.eos_token_ids
         self._proposer = proposer
@@ -92,7 +94,7 @@ class Speculation:
         self.counts = SpeculationCounts(config.speculation)
 
     @classmethod
-    def load(cls, config: EngineConfig, target: LoadedModel, layers: ObservedLayers) -> Speculation | None:
+    def load(cls, config: ResolvedConfig, target: LoadedModel, layers: ObservedLayers) -> Speculation | None:
         """Load the configured method; `None` if speculation is off.
 
         Args:
@@ -117,17 +119,18 @@ class Speculation:
         """The model's own share of the KV budget."""
         return 1 - self._proposer.share
 
-    def open(self, max_model_len: int, step_times: Callable[[], StepTimes]) -> None:
+    def open(self, max_model_len: int, step_times: Callable[[], StepTimes], plan: DevicePlan | None = None) -> None:
         """Prepare to propose.
 
         Args:
             max_model_len: the engine's context.
             step_times: measured times of the model's steps, without the time of proposing.
+            plan: of a CUDA device's memory (`plan_device`).
 
         Raises:
             ConfigError, ModelError: the draft model cannot run with these settings; call `close` nevertheless.
         """
-        self._proposer.open(max_model_len)
+        self._proposer.open(max_model_len, plan)
         self._step_times = step_times
         self.begin()
 

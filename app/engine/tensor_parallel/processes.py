@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from app.config.engine import EngineConfig
+from app.config.engine import ResolvedConfig
 from app.engine.execution.batch import Array, PlanHeader, PlanRun, StepPlan
 from app.engine.tensor_parallel.shared_memory import MemoryAddress
 from app.engine.tensor_parallel.sockets import SocketAddress
@@ -42,7 +42,7 @@ class RankSpec:
         may_kill_leader: whether peers kill a hanging rank 0, so that its replica is replaced.
     """
 
-    config: EngineConfig
+    config: ResolvedConfig
     rank: int
     link: MemoryAddress | SocketAddress
     store: tuple[str, int]
@@ -140,6 +140,8 @@ class RankOrder(enum.IntEnum):
     OWN_LOGITS = 7  # compute one sequence by the model's own attention
     STOP = 8
     ADAPTER = 9  # see `lora.store.RankAdapters`
+    LARGEST = 10  # compute the largest step without a cache
+    ROUNDED_LOGITS = 11  # compute one sequence without a cache, rounded as if by one of 8-bit floats
 
 
 def pack_arrays(arrays: Sequence[Array]) -> bytes:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from app.config.engine import EngineConfig
+from app.config.engine import ResolvedConfig
 from app.engine.tensor_parallel import processes as limits
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator
@@ -47,7 +47,7 @@ class RankGroup:
         UnavailableError: the processes cannot be started.
     """
 
-    def __init__(self, config: EngineConfig, launch: Launch) -> None:
+    def __init__(self, config: ResolvedConfig, launch: Launch) -> None:
         self._config = config
         self._num_peers = config.tensor_parallel_size - 1
         self._reason: str | None = None  # why the group has ended

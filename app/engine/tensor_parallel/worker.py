@@ -131,6 +131,12 @@ class RankWorker:
             case RankOrder.OWN_LOGITS:
                 [token_ids] = unpack_arrays(message)
                 self._runner.own_logits(torch.from_numpy(token_ids))
+            case RankOrder.ROUNDED_LOGITS:
+                [token_ids] = unpack_arrays(message)
+                self._runner.rounded_logits(torch.from_numpy(token_ids))
+            case RankOrder.LARGEST:
+                [sizes] = unpack_arrays(message)
+                self._runner.run_largest(*sizes.tolist())
             case RankOrder.ADAPTER:
                 if self._adapters is None:
                     assert self._model.adapters is not None

@@ -21,6 +21,11 @@ def test_a_plan(make_checkpoint: MakeCheckpoint, capsys: pytest.CaptureFixture[s
     assert figures["granularity_bytes"] == 2 << 20
     assert figures["weight_bytes"] == 2 * figures["num_parameters"]
     assert figures["kv_budget_bytes"] == figures["num_pages"] * figures["page_bytes"]
+    device = figures["device_plan"]
+    parts = ("weight_bytes", "activation_bytes", "graph_bytes", "headroom_bytes", "kv_bytes")
+    assert sum(device[name] for name in parts) == int(0.9 * (16 << 30))
+    handle_bytes = figures["groups"][0]["handle_bytes"]
+    assert device["kv_bytes"] - handle_bytes < figures["kv_budget_bytes"] <= device["kv_bytes"]
     [group] = figures["groups"]
     # Three layers are one slice; 64 tokens are 24 KiB, so that many blocks share an allocation.
     assert (group["block_tokens"], group["num_slices"], group["block_bytes"]) == (64, 1, 64 * 384)
@@ -28,7 +33,7 @@ def test_a_plan(make_checkpoint: MakeCheckpoint, capsys: pytest.CaptureFixture[s
     assert group["handle_bytes"] % (2 << 20) == 0
     assert group["bytes_per_token"] == 3 * 2 * 2 * 16 * 2  # layers, K and V, heads, dimension, bytes
     assert figures["longest_sequence_tokens"] == 1024  # the model's context
-    assert figures["num_replicas"] == len(figures["replicas"]) == 7
+    assert figures["num_replicas"] == len(figures["replicas"]) == 6
     assert figures["replicas"][0]["sequences"] == figures["sequences"]
     assert main(arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())  # a long path wraps
@@ -36,9 +41,8 @@ def test_a_plan(make_checkpoint: MakeCheckpoint, capsys: pytest.CaptureFixture[s
         "on l4, 16 GiB",
         "llama, ",
         "(the model's context)",
-        "memory in whole 2 MiB",
-        "blocks share 2 MiB",
-        "on one device: 7 fit",
+        "graphs 1 GiB headroom 1 GiB KV cache 12.31 GiB: ",
+        "on one device: 6 fit",
     ):
         assert part in shown
 
@@ -64,6 +68,10 @@ def test_targets() -> None:
         (["--memory", "lots"], "'lots' is no size"),
         (["--memory", "1MiB"], "the weights take"),
         (["--memory", "0", "--device", "h100"], "the weights take"),  # regression: 0 was as if not given
+        (
+            ["--gpu-memory-utilization", "1.5", "--device", "l4"],
+            "gpu_memory_utilization is 1.5; it must be above 0 and at most 1",
+        ),
         (["--kv-layout", "columns"], "'columns' is not one of 'auto', 'interleaved', 'sliced', 'per_layer'"),
     ],
 )

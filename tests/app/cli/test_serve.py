@@ -132,7 +132,8 @@ def test_options_are_put_over_the_default(printed: Callable[..., Any], tmp_path:
     keys.write_text("keys: []")
     shown = printed(
         *("Qwen/Qwen2.5-0.5B-Instruct", "--port", "8001", "--host", "0.0.0.0", "--name", "qwen", "--kv-memory", "1GiB"),
-        *("--max-model-len", "512", "--max-num-seqs", "8", "--device", "cpu", "--dtype", "float32"),
+        *("--max-model-len", "512", "--max-num-seqs", "8", "--device", "cuda", "--dtype", "float32"),
+        *("--kv-dtype", "fp8_e5m2", "--gpu-memory-utilization", "0.8"),
         *("--quantization", "int8", "--speculation", "ngram", "--adapter", "a=owner/a", "--adapter", "b=owner/b"),
         *("--api-keys", str(keys), "--replicas", "2"),
     )
@@ -142,10 +143,11 @@ def test_options_are_put_over_the_default(printed: Callable[..., Any], tmp_path:
         "engine": {
             "model": "Qwen/Qwen2.5-0.5B-Instruct",
             "max_num_seqs": 8,
-            "max_num_batched_tokens": 1024,
+            "kv_dtype": "fp8_e5m2",
+            "gpu_memory_utilization": 0.8,
             "kv_memory_bytes": 1 << 30,
             "max_model_len": 512,
-            "device": "cpu",
+            "device": "cuda",
             "dtype": "float32",
             "quantization": "int8",
             "speculation": "ngram",

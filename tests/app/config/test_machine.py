@@ -155,3 +155,24 @@ def test_nothing_heavy_is_imported() -> None:
     modules = [n.module or "" for n in tree.body if isinstance(n, ast.ImportFrom)]
     modules += [alias.name for n in tree.body if isinstance(n, ast.Import) for alias in n.names]
     assert {module.split(".")[0] for module in modules} <= sys.stdlib_module_names
+
+
+def test_a_gpu_is_known_by_its_driver(tmp_path: Path) -> None:
+    assert not machine(tmp_path, "", {}).has_gpu
+    version = tmp_path / "proc/driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06")
+    assert machine(tmp_path, "", {}).has_gpu
+
+
+def test_a_cache_on_a_gpu_may_exceed_the_machines_memory() -> None:
+    """With device auto it may become one where there is a GPU; the replica checks again once the device is known."""
+    config = EngineConfig(model="builtin", kv_memory_bytes=60 * GIB)
+    with_gpu = replace(ROOMY, has_gpu=True)
+    assert check_resources(config, with_gpu) == []
+    assert check_resources(replace(config, device="cuda"), ROOMY) == []
+    for device, here in (("auto", ROOMY), ("cpu", with_gpu)):
+        [problem] = check_resources(replace(config, device=device), here)
+        assert problem.startswith("kv_memory_bytes is 64424509440; it must be at most")
+    [problem] = check_resources(config.on_device("cpu"), with_gpu)
+    assert problem.startswith("kv_memory_bytes is")

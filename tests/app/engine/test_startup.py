@@ -71,7 +71,7 @@ def test_a_truncated_file_is_named(damaged: Path, num_bytes: int) -> None:
     path = damaged / "model.safetensors"
     path.write_bytes(path.read_bytes()[:num_bytes])
     with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged") as refused:
-        load_model(EngineConfig(model=str(damaged)))
+        load_model(EngineConfig(model=str(damaged)).on_device("cpu"))
     assert "\n" not in str(refused.value)
 
 
@@ -80,7 +80,7 @@ def test_damaged_weights_of_the_older_format_are_told_in_one_line(damaged: Path,
     (damaged / "model.safetensors").unlink()
     (damaged / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(ModelError, match=r"pytorch_model\.bin is truncated or damaged") as refused:
-        load_model(EngineConfig(model=str(damaged)))
+        load_model(EngineConfig(model=str(damaged)).on_device("cpu"))
     assert "\n" not in str(refused.value)
 
 
@@ -93,7 +93,7 @@ def test_another_models_tokenizer_is_refused(damaged: Path) -> None:
     vocabulary[max(vocabulary, key=vocabulary.__getitem__)] = vocab_size
     path.write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match=rf"token ids up to {vocab_size}, but the model's vocab_size is {vocab_size}"):
-        load_model(EngineConfig(model=str(damaged)))
+        load_model(EngineConfig(model=str(damaged)).on_device("cpu"))
 
 
 # ---- times ----
@@ -314,7 +314,7 @@ def test_engines_whose_token_ids_mean_the_same() -> None:
         return prefix_fingerprint(replace(engine_config, **settings), replace(model, tokenizer=tokenizer))
 
     engine_config = EngineConfig(model="builtin", kv_memory_bytes=16 << 20)
-    model = load_model(engine_config)
+    model = load_model(engine_config.on_device("cpu"))
     own = fingerprint()
     assert own == fingerprint() == fingerprint(kv_memory_bytes=32 << 20, max_num_seqs=3)
     others = [

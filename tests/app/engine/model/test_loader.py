@@ -59,7 +59,9 @@ def test_weights_are_in_the_dtype_of_the_config_and_tied(
     folder = config_folder(tmp_path, "qwen2", dtype="bfloat16", tie_word_embeddings=True)
     state = torch.random.get_rng_state()
     with caplog.at_level(logging.WARNING):
-        model = load_model(EngineConfig(model=str(folder), load_format="dummy", skip_tokenizer_init=True)).module
+        model = load_model(
+            EngineConfig(model=str(folder), load_format="dummy", skip_tokenizer_init=True).on_device("cpu")
+        ).module
     assert "random weights" in caplog.text
     assert torch.equal(state, torch.random.get_rng_state())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

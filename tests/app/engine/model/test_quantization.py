@@ -28,7 +28,7 @@ def avx512() -> None:
 def load(folder: Path, quantization: str) -> tuple[torch.Tensor, int]:
     """Logits of some tokens, and the bytes of all linear layers."""
     config = EngineConfig(model=str(folder), quantization=quantization, skip_tokenizer_init=True)  # type: ignore[arg-type]
-    module = load_model(config).module
+    module = load_model(config.on_device("cpu")).module
     module.set_attn_implementation("eager")
     with torch.inference_mode():
         logits = module(input_ids=torch.arange(3, 90)[None], use_cache=False).logits[0]
@@ -77,4 +77,8 @@ def test_outputs_are_independent_of_the_batch_in_half_precision(
 def test_a_dtype_without_8_bit_products_is_refused(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     with pytest.raises(ConfigError, match=r"'int8'.*float16.*use 'none'"):
-        load_model(EngineConfig(model=str(folder), dtype="float16", quantization="int8", skip_tokenizer_init=True))
+        load_model(
+            EngineConfig(model=str(folder), dtype="float16", quantization="int8", skip_tokenizer_init=True).on_device(
+                "cpu"
+            )
+        )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
+from app.config.engine import EngineConfig, ResolvedConfig
 from app.engine.execution.executor import Executor
 from app.engine.request import Request
 from app.engine.sampling.params import SamplingParams
@@ -31,7 +31,7 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=None)
 class Drafting:
     """A draft proposer, and the tokens of every forward of its model."""
 
-    def __init__(self, config: EngineConfig, target: Executor, max_model_len: int) -> None:
+    def __init__(self, config: ResolvedConfig, target: Executor, max_model_len: int) -> None:
         self.proposer = DraftProposer(config, target.model, target.layers)
         self.proposer.open(max_model_len)
         self.target = target
@@ -78,7 +78,7 @@ def make_drafting(make_checkpoint: MakeCheckpoint) -> Iterator[MakeDrafting]:
             speculation="draft",
             draft_model=str(make_checkpoint(model_type, **(draft or TINY))),
             **(defaults | settings),
-        )
+        ).on_device("cpu")
         target = Executor(dataclasses.replace(config, speculation="off", draft_model=None), spawn_ranks)
         made.append(Drafting(config, target, max_model_len))
         return made[-1]

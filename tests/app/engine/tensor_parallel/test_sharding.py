@@ -138,13 +138,13 @@ def test_shares_add_up(name: str, dtype: str, tmp_path: Path) -> None:
     out."""
     make_lively(name, MODELS[name], tmp_path)
     shared = {"model": str(tmp_path), "dtype": dtype, "skip_tokenizer_init": True}
-    expected = logits_of(load_model(EngineConfig(**shared)).module)
+    expected = logits_of(load_model(EngineConfig(**shared).on_device("cpu")).module)
     for size in (2, 4):
         together = Together(size)
         comms = [ThreadCommunicator(rank, size, together) for rank in range(size)]
 
         def run(comm: ThreadCommunicator) -> torch.Tensor:
-            model = load_model(EngineConfig(**shared, tensor_parallel_size=comm.size), comm)
+            model = load_model(EngineConfig(**shared, tensor_parallel_size=comm.size).on_device("cpu"), comm)
             return logits_of(model.module)
 
         with ThreadPoolExecutor(size) as pool:

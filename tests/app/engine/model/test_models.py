@@ -57,6 +57,7 @@ CASES = [
     *itertools.product(
         ARCHITECTURES, [("region", "interleaved"), ("block_table", "interleaved"), ("auto", "per_layer")]
     ),
+    *itertools.product(("llama", "gemma2", "gpt2", "gpt_oss"), [("auto", "sliced")]),
     *itertools.product(HYBRIDS, [("auto", "interleaved")]),
     # One or the other of two memories that have everything in them; both for all of them would take too long.
     *zip(FURTHER, itertools.cycle([("region", "interleaved"), ("block_table", "per_layer")]), strict=False),

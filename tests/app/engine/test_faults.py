@@ -434,6 +434,8 @@ EXEMPT = {
     "app.engine.execution.planner.*": "lays the step out",
     "app.engine.execution.rows.SequenceRows.*": "the same",
     "app.engine.execution.batch.*": "lays the step out",
+    "app.engine.execution.planner._slot": "lays the step out",
+    "app.engine.execution.rows.*": "lays the step out",
     "vmem.*": "the memory's accounting: a call happens or changes nothing, else the engine stops",
     "app.engine.decoding.Decoder._add": "the boundary itself",
     "app.engine.faults.attribute_failures.*": "the boundary itself",

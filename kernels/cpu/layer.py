@@ -154,7 +154,7 @@ class CpuLayer:
             "layer", "folio_layer_workspace", ctypes.POINTER(_LayerCall), result=_INT64
         )
         self._weights, self._workspace = weights, workspace  # kept: the fields have the addresses of the weights
-        query_weight, key_weight = [norm.weight for norm in weights.head_norms] or [None, None]
+        query_weight, key_weight = [norm.weight for norm in weights.head_norms] or (None, None)
         self._fields = _LayerCall(
             query_weight=address(query_weight),
             key_weight=address(key_weight),

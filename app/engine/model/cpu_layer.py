@@ -74,9 +74,10 @@ def run_in_one_call(model: nn.Module) -> int:
     layers be complete: without collectives or adapters."""
     step, num_layers = LayerStep(), 0
     for layer in model.modules():
-        weights = _weights(layer) if type(layer) is FusedLayer else None
-        if weights is not None:
-            layer.one_call = LayerInOneCall(layer.self_attn, weights, step)
+        if isinstance(layer, FusedLayer) and (weights := _weights(layer)) is not None:
+            attention: Any = layer.self_attn
+            one_call: Any = LayerInOneCall(attention, weights, step)
+            layer.one_call = one_call
             num_layers += 1
     return num_layers
 
@@ -89,13 +90,10 @@ def _weights(layer: Any) -> LayerWeights | None:
         return None
     if type(attention) is not FusedAttention or type(mlp) is not FusedGatedMLP:
         return None
-    linears = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+    linears: list[Any] = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
     if not all(type(linear) is PackedLinear and isinstance(linear.packed, PackedWeight) for linear in linears):
         return None
     norms = [HeadNorm(norm.weight, norm.eps, norm.offset) for norm in (before_attention, before_mlp)]
-    return LayerWeights(
-        (norms[0], norms[1]),
-        tuple(norm for norm in (attention.rotary.query_norm, attention.rotary.key_norm) if norm is not None),
-        *(Product(linear.packed, linear.bias) for linear in linears),
-        mlp.activation,
-    )
+    head_norms = tuple(norm for norm in (attention.rotary.query_norm, attention.rotary.key_norm) if norm is not None)
+    qkv, attention_out, gate_up, down = (Product(linear.packed, linear.bias) for linear in linears)
+    return LayerWeights((norms[0], norms[1]), head_norms, qkv, attention_out, gate_up, down, mlp.activation)

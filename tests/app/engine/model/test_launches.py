@@ -122,13 +122,10 @@ def launches_of(name: str, num_layers: int) -> list[str]:
     """Launches of a decode step of a fused model with so many layers."""
     model_type, settings = (ARCHITECTURES | FURTHER)[name]
     settings = settings | {"num_hidden_layers": num_layers}
-    for key in ("layer_types", "no_rope_layers", "mlp_only_layers"):
-        if key in settings:
-            settings[key] = (
-                [i for i in settings[key] if i < num_layers]
-                if key == "mlp_only_layers"
-                else (list(settings[key][:1]) * num_layers)
-            )
+    if "mlp_only_layers" in settings:
+        settings["mlp_only_layers"] = []  # experts in every layer
+    if "layer_types" in settings:
+        settings["layer_types"] = list(settings["layer_types"][:1]) * num_layers
     attention.register()
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
@@ -175,3 +172,4 @@ def test_experts_keep_their_own_code(name: str) -> None:
     around = ["rms_norm", "linear", "rotary_write", "attend", "linear", "add_rms_norm", "add"]
     assert not Counter(around) - Counter(launches), launches
     assert launches.count("rms_norm") == launches.count("add_rms_norm") == 1
+    assert "topk" in launches  # the layer has a router

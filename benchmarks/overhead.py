@@ -26,7 +26,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from app.engine import LLM, SamplingParams
 from app.engine.execution.batch import StepBatch
+from app.engine.execution.work_queue import InlineQueue
 from app.engine.sampling.params import Structure
+from app.engine.sampling.sampler import PendingSample, Sampled, launch_sampling
 from benchmarks import harness, planning
 from benchmarks.step_counts import HostCalls, Launches
 from vmem import View
@@ -229,6 +231,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 OWN_TOKENS = 48  # of each prompt; the rest is shared, so that memory does not limit contexts
 _MOST_STEPS = 40
+EXPOSED = {"async": "on", "sync": "off"}
 
 
 def host_us(folder: str, num_seqs: tuple[int, ...], contexts: tuple[int, ...], num_steps: int) -> dict[str, float]:
@@ -262,19 +265,67 @@ def stub_llm(folder: str, context: int, **settings: Any) -> Iterator[tuple[LLM, 
         yield llm, Stub(llm)
 
 
-def hidden_share(folder: str, num_steps: int) -> float:
-    """Share of the host's time in a step of 256 greedy sequences that asynchronous scheduling hides behind a forward of
-    20 ms."""
-    params = SamplingParams(max_tokens=_MOST_STEPS, temperature=0, ignore_eos=True)
-    exposed_us = {}
-    for setting in ("off", "on"):
-        with stub_llm(folder, 256, async_scheduling=setting) as (llm, stub):
-            begin(llm, STUB_SEQS, 256, params)
-            stub.latency_s = STUB_LATENCY_S
-            llm.engine.step()
-            exposed_us[setting] = step_us(llm, stub, num_steps)
+class FixedLatencyDevice:
+    """In place of the model's forward: a device that computes each forward in a fixed time, one after the other, while
+    the host goes on. What is sampled from it can be read when it is done."""
+
+    def __init__(self, llm: LLM, latency_s: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._logits = torch.randn(STUB_SEQS, STUB_VOCAB, generator=generator).bfloat16()
+        self._latency_s = latency_s
+        self._done_at = 0.0
+        llm.engine.executor._runner.run = self._forward  # type: ignore[method-assign]
+
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
+        self._done_at = max(time.perf_counter(), self._done_at) + self._latency_s
+        return self._logits[: len(batch.logit_rows)]
+
+    def launch_sampling(self, *args: Any) -> _Late:
+        return _Late(launch_sampling(*args), self._done_at)
+
+
+class _Late:
+    """Sampled tokens that can be read from some time on."""
+
+    def __init__(self, pending: PendingSample, done_at: float) -> None:
+        self.token_ids = pending.token_ids
+        self._pending, self._done_at = pending, done_at
+
+    def read(self) -> Sampled:
+        time.sleep(max(0.0, self._done_at - time.perf_counter()))
+        return self._pending.read()
+
+
+def exposed_us(async_scheduling: str, num_steps: int = STUB_STEPS) -> float:
+    """Microseconds by which a step of 256 greedy sequences takes longer than the device's 20 ms."""
+    with tempfile.TemporaryDirectory() as folder, patch("app.engine.execution.executor.ThreadQueue", _inline_queue):
+        stub_folder(folder)
+        with LLM(
+            folder,
+            skip_tokenizer_init=True,
+            max_model_len=1024,
+            max_num_seqs=STUB_SEQS,
+            max_num_batched_tokens=4096,
+            kv_memory_bytes=1 << 30,
+            async_scheduling=async_scheduling,
+        ) as llm:
+            params = SamplingParams(max_tokens=num_steps + 20, temperature=0, ignore_eos=True)
+            begin(llm, STUB_SEQS, 32, params)
+            device = FixedLatencyDevice(llm, STUB_LATENCY_S)
+            with patch("app.engine.decoding.launch_sampling", device.launch_sampling):
+                for _ in range(5):
+                    llm.engine.step()
+                start = time.perf_counter()
+                for _ in range(num_steps):
+                    llm.engine.step()
+                seconds = (time.perf_counter() - start) / num_steps
             llm.engine.cancel_all()
-    return 1 - exposed_us["on"] / exposed_us["off"]
+    return (seconds - STUB_LATENCY_S) * 1e6
+
+
+def _inline_queue(_: int) -> InlineQueue:
+    """The queue of a CUDA device, whose calls return before their work is done."""
+    return InlineQueue()
 
 
 def counts(folder: Path) -> dict[str, float]:
@@ -318,12 +369,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         stub_folder(folder)
         times = host_us(folder, num_seqs, contexts, 3 if args.quick else 20)
-        hidden = hidden_share(folder, 10 if args.quick else 30)
     with tempfile.TemporaryDirectory() as folder:
         counted = counts(Path(folder))
+    num_steps = 20 if args.quick else STUB_STEPS
+    exposed = {f"exposed_us_256_{name}": exposed_us(setting, num_steps) for name, setting in EXPOSED.items()}
+    hidden = 1 - exposed["exposed_us_256_async"] / exposed["exposed_us_256_sync"]
     most = max(us for key, us in plans.items() if key.startswith("plan_us_256_"))
-    figures = {"plan_us_256": most, "hidden_share": hidden, **counted, **plans, **times}
-    for key, value in {"plan_us_256": most, "hidden_share": hidden, **counted, **plans}.items():
+    figures = {"plan_us_256": most, "hidden_share": hidden, **exposed, **counted, **plans, **times}
+    for key, value in {"plan_us_256": most, "hidden_share": hidden, **exposed, **counted, **plans}.items():
         print(f"{key:36s}{value:12.4g}")
     harness.finish("overhead", args, figures, {})
 

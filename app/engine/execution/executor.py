@@ -116,10 +116,10 @@ class Executor:
         return self._runner.layers
 
     def run_largest(self, num_tokens: int, num_logits: int) -> torch.Tensor:
-        """Logits `[num_logits, vocab_size]` of a step without a cache, on the CPU: see `ModelRunner.run_largest`."""
+        """Logits `[num_logits, vocab_size]` of a step without a cache, on the device: see `ModelRunner.run_largest`."""
         sizes = np.array([num_tokens, num_logits], dtype=np.int64)
         with self._on_peers(RankOrder.LARGEST, pack_arrays([sizes])):
-            return self._runner.run_largest(num_tokens, num_logits).cpu()
+            return self._runner.run_largest(num_tokens, num_logits)
 
     def bind_memory(self, memory: KVMemory) -> None:
         """Use this memory from now on."""

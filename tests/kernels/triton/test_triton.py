@@ -151,7 +151,8 @@ def test_buffers_that_a_graph_may_have_captured_stay(provider: TritonProvider) -
     seen: list[list[int]] = []
     for count in (1, 2):
         case = make_case([(1, 300)] * count, (2, 1))
-        decode.attend(AttentionCall(*case.arguments, num_splits=4), torch.empty_like(case.query))
+        attend = decode.prepare(AttentionCall(*case.arguments, num_splits=4))
+        attend(*case.arguments[:3], torch.empty_like(case.query))
         [buffers] = decode._partial.values()
         seen.append([buffer.data_ptr() for buffer in buffers])
     assert seen[1][:1] == seen[0]

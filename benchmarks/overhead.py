@@ -135,6 +135,16 @@ def step_us(llm: LLM, stub: Stub, num_steps: int) -> float:
 def step_us_stub() -> float:
     """Microseconds of the host's work in a step of 256 greedy sequences with 32,000 tokens of vocabulary; a stub that
     only waits takes the place of the model."""
+    with _of_short_prompts(STUB_STEPS) as llm:
+        stub = Stub(llm)
+        stub.latency_s = STUB_LATENCY_S
+        return step_us(llm, stub, STUB_STEPS)
+
+
+@contextmanager
+def _of_short_prompts(num_steps: int, **settings: Any) -> Iterator[LLM]:
+    """An engine in which 256 greedy sequences decode, at least as many steps."""
+    params = SamplingParams(max_tokens=num_steps + 20, temperature=0, ignore_eos=True)
     with tempfile.TemporaryDirectory() as folder:
         stub_folder(folder)
         with LLM(
@@ -144,14 +154,11 @@ def step_us_stub() -> float:
             max_num_seqs=STUB_SEQS,
             max_num_batched_tokens=4096,
             kv_memory_bytes=1 << 30,
+            **settings,
         ) as llm:
-            stub = Stub(llm)
-            params = SamplingParams(max_tokens=STUB_STEPS + 10, temperature=0, ignore_eos=True)
             begin(llm, STUB_SEQS, 32, params)
-            stub.latency_s = STUB_LATENCY_S
-            us = step_us(llm, stub, STUB_STEPS)
+            yield llm
             llm.engine.cancel_all()
-    return us
 
 
 def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
@@ -298,28 +305,18 @@ class _Late:
 
 def exposed_us(async_scheduling: str, num_steps: int = STUB_STEPS) -> float:
     """Microseconds by which a step of 256 greedy sequences takes longer than the device's 20 ms."""
-    with tempfile.TemporaryDirectory() as folder, patch("app.engine.execution.executor.ThreadQueue", _inline_queue):
-        stub_folder(folder)
-        with LLM(
-            folder,
-            skip_tokenizer_init=True,
-            max_model_len=1024,
-            max_num_seqs=STUB_SEQS,
-            max_num_batched_tokens=4096,
-            kv_memory_bytes=1 << 30,
-            async_scheduling=async_scheduling,
-        ) as llm:
-            params = SamplingParams(max_tokens=num_steps + 20, temperature=0, ignore_eos=True)
-            begin(llm, STUB_SEQS, 32, params)
-            device = FixedLatencyDevice(llm, STUB_LATENCY_S)
-            with patch("app.engine.decoding.launch_sampling", device.launch_sampling):
-                for _ in range(5):
-                    llm.engine.step()
-                start = time.perf_counter()
-                for _ in range(num_steps):
-                    llm.engine.step()
-                seconds = (time.perf_counter() - start) / num_steps
-            llm.engine.cancel_all()
+    with (
+        patch("app.engine.execution.executor.ThreadQueue", _inline_queue),
+        _of_short_prompts(num_steps, async_scheduling=async_scheduling) as llm,
+    ):
+        device = FixedLatencyDevice(llm, STUB_LATENCY_S)
+        with patch("app.engine.decoding.launch_sampling", device.launch_sampling):
+            for _ in range(5):
+                llm.engine.step()
+            start = time.perf_counter()
+            for _ in range(num_steps):
+                llm.engine.step()
+            seconds = (time.perf_counter() - start) / num_steps
     return (seconds - STUB_LATENCY_S) * 1e6
 
 
@@ -329,14 +326,19 @@ def _inline_queue(_: int) -> InlineQueue:
 
 
 def counts(folder: Path) -> dict[str, float]:
-    """Launches a layer, copies and synchronisations of a greedy decode step of 16 sequences."""
+    """Launches a layer, copies and synchronisations of a greedy decode step of 16 sequences. Layers are computed
+    operation by operation, as on a GPU, and not in one call of C++."""
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     prompts = [[i + 1] * 20 for i in range(16)]
     launches, calls = {}, HostCalls()
     for num_layers in (2, 4):
         stub_folder(str(folder / str(num_layers)), num_layers)
         mode = Launches()
-        with mode.of_kernels(), LLM(folder / str(num_layers)) as llm:
+        with (
+            patch("app.engine.model.loader.run_in_one_call", lambda _: 0),
+            mode.of_kernels(),
+            LLM(folder / str(num_layers)) as llm,
+        ):
             for i, prompt in enumerate(prompts):
                 llm.engine.submit(str(i), prompt, params)
             for _ in range(3):
@@ -350,7 +352,7 @@ def counts(folder: Path) -> dict[str, float]:
             llm.engine.cancel_all()
     return {
         "launches_per_layer": (launches[4] - launches[2]) / 2,
-        "copies_per_step": calls.uploads + 1,  # the step's plan
+        "copies_per_step": calls.uploads,
         "syncs_per_step": len(calls.read),
     }
 

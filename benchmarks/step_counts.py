@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.cpu.ops
 import kernels.cpu.provider
+from app.engine.execution.builder import Staging
 
 # Calls that read a tensor's values on the host, and calls that make a tensor of the host's values.
 _READS = frozenset({"cpu", "item", "tolist", "numpy", "nonzero"})
@@ -55,7 +56,7 @@ class HostCalls:
     """What the host exchanges with tensors within the context.
 
     Attributes:
-        uploads: tensors made of numbers of the host; on a GPU each is a copy.
+        uploads: tensors made of numbers of the host, and stagings of a plan; on a GPU each is a copy.
         read: addresses of the tensors whose values it read; on a GPU each is a wait, and a copy.
     """
 
@@ -70,6 +71,8 @@ class HostCalls:
         sys.setprofile(None)
 
     def _note(self, frame: object, event: str, called: Any) -> None:
+        if event == "call":
+            self.uploads += getattr(frame, "f_code", None) is Staging.copy.__code__
         if event != "c_call":
             return
         if called in _UPLOADS:

@@ -337,12 +337,13 @@ class Engine:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
         self.executor.check_ranks()
+        deltas = self._steps.take_applied()
         if time.monotonic() >= self._next_deadline and (late := self._expired()):
             text = "request {!r} has not finished within its timeout_s; raise it, or send the request later"
-            return [self._fail(request_id, DeadlineError(text.format(request_id))) for request_id in late]
+            return deltas + [self._fail(request_id, DeadlineError(text.format(request_id))) for request_id in late]
         if not_loaded := self.adapters.advance():
-            return [self._fail(request_id, error) for request_id, error in not_loaded.items()]
-        return self._steps.step()
+            return deltas + [self._fail(request_id, error) for request_id, error in not_loaded.items()]
+        return deltas + self._steps.step()
 
     @property
     def step_s(self) -> float | None:

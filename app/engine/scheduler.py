@@ -301,15 +301,15 @@ class Scheduler:
         if are_staged:
             self._prefixes.commit_prefixes()
 
-    def discard_steps(self, steps: Sequence[Sequence[Scheduled]], committed: Sequence[Committed]) -> None:
+    def discard_steps(self, steps: Sequence[tuple[Sequence[Scheduled], Committed]]) -> None:
         """Undo committed steps that have failed: all running groups are computed again, and what these steps computed
         is not cached."""
         self.groups.is_ahead = False
-        for s in (s for step in steps for s in step):
+        for s in (s for scheduled, _ in steps for s in scheduled):
             s.request.num_awaited, s.request.pending_row = 0, None
         for group in list(self.running):
             self.groups.preempt(group, "recompute")
-        self._prefixes.discard_prefixes([unit for step in committed for unit in step.units])
+        self._prefixes.discard_prefixes([unit for _, committed in steps for unit in committed.units])
 
     def abort_step(self) -> None:
         """Roll back the step. Sharers of its pending prefixes recompute, and so do scheduled recurrent sequences."""

@@ -119,7 +119,7 @@ class StepLoop:
 
     @property
     def has_deltas(self) -> bool:
-        """Whether `step` has deltas to return although all requests may have ended."""
+        """Whether `take_applied` has deltas to return although all requests may have ended."""
         return bool(self._applied)
 
     def step(self) -> list[Delta]:
@@ -133,12 +133,12 @@ class StepLoop:
             self.settle()  # draft tokens follow known ones
         if self._launched is not None and all(s.request.is_ended for s in self._launched.scheduled):
             self._launched = None
-        deltas = self._applied
+        deltas = self.take_applied()
         before, step = self._launched, None
         try:
             step = self._launch()
-            if step is None and before is None and not deltas:
-                return self._wait_for_pages()
+            if step is None and before is None:
+                return deltas or self._wait_for_pages()
         except TokensAwaited:
             self._scheduler.abort_step()
         except SequenceFailure as failure:  # the other requests go on
@@ -151,7 +151,7 @@ class StepLoop:
         except BaseException:
             self._scheduler.abort_step()
             raise
-        self._launched, self._applied = None, []
+        self._launched = None
         try:
             if before is not None:
                 deltas += self._apply(before)
@@ -166,8 +166,14 @@ class StepLoop:
             raise
         return deltas
 
+    def take_applied(self) -> list[Delta]:
+        """The deltas of steps that were settled, for the next call of `Engine.step` to return first: they come before
+        any error of their requests."""
+        deltas, self._applied = self._applied, []
+        return deltas
+
     def settle(self) -> None:
-        """Apply the tokens of the launched step; the next call of `step` returns its deltas."""
+        """Apply the tokens of the launched step, whose deltas `take_applied` returns."""
         if (step := self._launched) is None:
             return
         self._launched = None
@@ -256,10 +262,10 @@ class StepLoop:
 
     def _discard(self, steps: list[_Step]) -> None:
         """Undo launched steps of which one has failed."""
-        committed = [step.committed for step in steps if step.committed is not None]
-        if len(committed) < len(steps):
+        if any(step.committed is None for step in steps):
             self._scheduler.abort_step()
-        self._scheduler.discard_steps([step.scheduled for step in steps if step.committed is not None], committed)
+        if committed := [(step.scheduled, step.committed) for step in steps if step.committed is not None]:
+            self._scheduler.discard_steps(committed)
 
     # ---- details ----
 

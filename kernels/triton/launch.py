@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _ALIGNMENT = 16  # bytes, of addresses from which kernels load vectors
@@ -68,26 +67,21 @@ class Launch:
         # Not the first layer's tensors: they would be kept as long as this launch.
         self._others = {name: value for name, value in arguments.items() if name not in changing}
         self._device = torch.cuda.device_of(arguments[changing[0]])
-        self._run: Any = None
+        self._compiled = compiled
         if compiled is not None:
-            with self._device:
-                self._run = compiled.run  # loads the kernel onto the device
-            self._binary = compiled.function, compiled.packed_metadata
             self._values = [_address(arguments[name]) for name in function.arg_names]
             self._places = [function.arg_names.index(name) for name in changing]
 
     def __call__(self, grid: tuple[int, int, int], *tensors: torch.Tensor) -> None:
         """Launch with these tensors in place of the changing ones, in their order."""
         with self._device:
-            if self._run is not None:
+            if self._compiled is not None:
                 values, bits = self._values, 0
                 for place, tensor in zip(self._places, tensors, strict=True):
                     address = values[place] = tensor.data_ptr()
                     bits |= address
                 if not bits % _ALIGNMENT:
-                    stream = driver.active.get_current_stream(driver.active.get_current_device())
-                    # `compiled[grid](…)` without the arguments for profilers' hooks, which took 3 of its 4 us.
-                    self._run(*grid, stream, *self._binary, None, None, None, *values)
+                    self._compiled[grid](*values)
                     return
             # The interpreter, or addresses of which the compiled kernel would assume too much.
             replaced = zip(self._changing, tensors, strict=True)

@@ -354,3 +354,40 @@ def test_a_small_cache_limits_the_context(make_checkpoint: MakeCheckpoint) -> No
     engine = make_engine(make_checkpoint, kv_memory_bytes=4 * BLOCK_BYTES)
     assert engine.max_model_len == 64
     engine.close()
+
+
+def test_tokens_in_flight_come_before_the_error_of_their_request(make_checkpoint: MakeCheckpoint) -> None:
+    """A fork waits for them. They were returned one step late, after the request had ended: `AsyncEngine` stopped."""
+    engine = make_engine(make_checkpoint, async_scheduling="on")
+    engine.submit("0", prompts(20)[0], GREEDY, timeout_s=600)
+    seen = [delta for _ in range(5) for delta in engine.step()]
+    num_before = sum(len(delta.token_ids) for delta in seen)
+    engine.fork("0", "fork", GREEDY)
+    assert len(engine.generations["0"].sequences[0].token_ids) == 20 + num_before + 1
+    engine.generations["0"].deadline = engine._next_deadline = 0.0
+    deltas = engine.step()
+    assert [(delta.request_id, delta.error is not None) for delta in deltas] == [("0", False), ("0", True)]
+    assert len(deltas[0].token_ids) == 1
+    while engine.has_work:
+        assert all(delta.request_id == "fork" for delta in engine.step())
+    engine.check_integrity()
+    engine.close()
+
+
+def test_a_sampler_that_fails_preempts_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All running requests were computed again, although nothing of the step had been committed."""
+
+    def fail(*_: object) -> None:
+        raise IndexError("injected")
+
+    for i, prompt in enumerate(prompts(20, 30)):
+        engine.submit(str(i), prompt, GREEDY)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("app.engine.decoding.launch_sampling", fail)
+        patch.setattr("app.engine.decoding.sample_apart", fail)
+        with pytest.raises(IndexError):
+            engine.step()
+    assert sum(engine.scheduler.groups.num_preempted.values()) == 0
+    engine.cancel_all()
+    engine.check_integrity()

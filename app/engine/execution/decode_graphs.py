@@ -23,7 +23,7 @@ from app.engine.execution.batch import BatchPart, StepBatch
 from app.engine.execution.graph import CaptureError, Graph
 from app.errors import ModelError
 from kernels import VarlenBatch, note_compilation
-from vmem import CacheTensors, KVMemory, View
+from vmem import CacheTensors, KVMemory, View, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +113,15 @@ class DecodeGraphs:
         assert self._logits is not None
         return self._logits[:num_seqs]
 
-    def capture_all(self, view: View) -> None:
-        """Capture the view's buckets, the largest first: smaller ones take their memory from its pool.
+    def capture_all(self, policy: ViewPolicy) -> None:
+        """Capture the buckets of the view that sequences have first, the largest first: smaller ones take their memory
+        from its pool.
 
         Raises:
             ModelError: the model cannot be captured, and the plan requires it.
         """
+        has_regions = any(self._memory.tensors.region_tokens)
+        view: View = "region" if has_regions and policy != "block_table" else "block_table"
         taken, largest = 0, 0
         for bucket in reversed(self._plan.buckets):
             if taken + largest > _START_SHARE * self._budget_bytes:

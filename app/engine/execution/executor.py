@@ -136,7 +136,7 @@ class Executor:
         """Capture decode steps of the view that sequences have first, as many as fit. Raises `ModelError` if the
         settings require it and the model cannot be captured."""
         if (graphs := self._runner.graphs) is not None:
-            self.queue.submit(lambda: graphs.capture_all("region" if view == "auto" else view))()
+            self.queue.submit(lambda: graphs.capture_all(view))()
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step, on the CPU."""

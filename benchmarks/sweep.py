@@ -8,7 +8,8 @@ Random weights in bfloat16, made on the device (`load_format: dummy`), and rando
 - 1 and 16 requests of 1,024 tokens with 64 new ones over their whole time, beside `transformers.generate` with the same
   weights on the same device, in turn
 
-or, with `--parts`, the parts of ten greedy decode steps of each batch (`overhead.step_parts`).
+or, with `--parts`, the parts of ten greedy decode steps of each batch (`overhead.step_parts`), and on
+CUDA the kernels of three.
 
 Each result is printed and recorded when it is known (`benchmarks.facts`); outside of gpu_day it is appended to
 `throughput.jsonl` in the folder that `FOLIO_RESULTS` names. --quick has batches of 1 and 16 with 128 tokens.
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, PreTrainedConfig
 
 from app.engine import LLM, SamplingParams
@@ -83,6 +85,7 @@ LOGIT_STD = 4.8
 MODES: dict[str, dict[str, float]] = {"greedy": {"temperature": 0.0}, "top_p": {"temperature": 1.0, "top_p": 0.9}}
 MAX_NUM_SEQS, STEP_TOKENS = 256, 8192
 WARM_UP_STEPS, LEAST_STEPS, PROFILED_STEPS = 3, 5, 10
+KERNEL_STEPS, MOST_KERNELS = 3, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +235,21 @@ class Sweep:
             **{f"batch{batch}_vs_{rival.name}": ratio, f"batch{batch}_tokens_per_s": medians["folio"]},
         )
 
+    def kernels(self, batch: int) -> None:
+        """Record the kernels of a device that take longest in the next three steps."""
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(KERNEL_STEPS):
+                self._llm.engine.step()
+            torch.cuda.synchronize()
+        for event in sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)[:MOST_KERNELS]:
+            us, launches = event.self_device_time_total / KERNEL_STEPS, event.count / KERNEL_STEPS
+            facts.record(f"kernel of a step of {batch}", "", name=event.key[:90], us_a_step=us, launches=launches)
+
     def parts(self, batch: int) -> None:
         with self.decoding(batch, **MODES["greedy"]):
             parts = overhead.step_parts(self._llm, PROFILED_STEPS)
+            if self._llm.engine.model.module.device.type == "cuda":
+                self.kernels(batch)
         self.note(
             f"parts of a step, batch {batch}, us",
             ", ".join(f"{part} {us:.0f}" for part, us in sorted(parts.items(), key=lambda item: -item[1])),
@@ -313,7 +328,7 @@ def make_llm(config: PreTrainedConfig, device: str, sizes: Sizes, **settings: An
 def most_new_tokens(sizes: Sizes) -> int:
     """Most new tokens of a sequence. The first sequences decode while other prompts are computed, at least one in each
     step."""
-    return max(sizes.batches) + WARM_UP_STEPS + max(sizes.steps, PROFILED_STEPS) + 1
+    return max(sizes.batches) + WARM_UP_STEPS + max(sizes.steps, PROFILED_STEPS + KERNEL_STEPS) + 1
 
 
 def parameter_shapes(config: PreTrainedConfig) -> list[torch.Size]:

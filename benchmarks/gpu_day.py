@@ -110,6 +110,7 @@ def facts(fake: bool) -> list[Job]:
         ),
         _probe("costs", fake, 75),
         _probe("stall", fake, 60),
+        _probe("splits", fake, 60),
         _benchmark("attention", fake, 180, "--footprints"),
         _throughput("parts", fake, 120, "qwen2.5-0.5b", "--parts"),
         _probe("ceiling_one", fake, 60),  # last: a process with so many mappings may take long to end

@@ -124,7 +124,7 @@ class EngineConfig:
             `None`: only `adapters` are served.
         max_loaded_adapters: adapters kept in memory; the least recently used one goes first.
         quantization: "int8": weights of linear layers, the output layer included, as 8-bit integers with a scale for
-            each output (CPU with AVX-512, float32 or bfloat16). Embeddings keep their dtype.
+            each output (CPU with AVX2 or NEON, float32 or bfloat16). Embeddings keep their dtype.
         fair_tenants: deficit round robin over tenants in the waiting queue.
         max_queued_requests: bound of the waiting queue, beyond the requests that may begin with the next step; more
             are refused with `OverloadedError`. `None`: no bound. "auto": four times `max_num_seqs` in a server, no

@@ -23,7 +23,10 @@ CPP_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TILE = 32  # outputs that the kernel computes together
 _WORD_BYTES = 4
 _HUGE_PAGE = 2 << 20
-_NEEDS = {torch.float32: "AVX-512", torch.bfloat16: "AVX-512 BF16"}
+AVX512_PRODUCTS = "linear"
+# Libraries with products, the faster first: of AVX-512, bfloat16 with BF16; in float32, of AVX2 with FMA or Arm's NEON.
+_PRODUCTS = (AVX512_PRODUCTS, "linear_float")
+_PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +36,7 @@ class PackedWeight:
     Attributes:
         scales: `[outputs]` float32, factors of 8-bit weights; `None` for weights of the dtype itself.
         dtype: of inputs, biases and results.
+        library: whose products read this order.
     """
 
     data: torch.Tensor
@@ -40,11 +44,22 @@ class PackedWeight:
     outputs: int
     inputs: int
     dtype: torch.dtype
+    library: str
 
     @property
     def nbytes(self) -> int:
         """Bytes of the data and scales."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+class _Product:
+    """The functions of one library of products."""
+
+    def __init__(self, name: str, march: str) -> None:
+        self.library = name
+        self.supports = load_function(name, "folio_linear_supports", _INT, result=_INT, march=march)
+        self.pack = load_function(name, "folio_linear_pack", _INT, *[_POINTER] * 3, *[_INT64] * 2, march=march)
+        self.multiply = load_function(name, "folio_linear", _INT, *[_POINTER] * 6, *[_INT64] * 3, march=march)
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
@@ -63,15 +78,17 @@ class CpuLinear:
     """
 
     def __init__(self, march: str = "native") -> None:
-        self._supports = load_function("linear", "folio_linear_supports", _INT, result=_INT, march=march)
-        self._pack = load_function("linear", "folio_linear_pack", _INT, *[_POINTER] * 3, *[_INT64] * 2, march=march)
-        self._linear = load_function("linear", "folio_linear", _INT, *[_POINTER] * 6, *[_INT64] * 3, march=march)
+        self._products: dict[torch.dtype, _Product] = {}
+        for name in _PRODUCTS:
+            if missing := [dtype for dtype in _PACKED_DTYPES if dtype not in self._products]:
+                product = _Product(name, march)
+                self._products |= {dtype: product for dtype in missing if product.supports(CPP_DTYPES[dtype])}
 
     def unsupported(self, dtype: torch.dtype) -> str | None:
         """The reason why weights of this dtype cannot be packed, as a sentence; `None` if they can."""
-        if dtype not in _NEEDS:
+        if dtype not in _PACKED_DTYPES:
             return f"there is no kernel for {dtype}"
-        return None if self._supports(CPP_DTYPES[dtype]) else f"the processor lacks {_NEEDS[dtype]}"
+        return None if dtype in self._products else "the processor lacks AVX2 with FMA"
 
     def pack(self, weight: torch.Tensor, *, int8: bool = False) -> PackedWeight:
         """Copy `weight [outputs, inputs]` for `__call__`.
@@ -85,14 +102,14 @@ class CpuLinear:
         reason = self.unsupported(weight.dtype)
         if reason:
             raise KernelError(f"a weight of {weight.dtype} cannot be packed: {reason}")
-        weight = weight.contiguous()
+        product, weight = self._products[weight.dtype], weight.contiguous()
         outputs, inputs = weight.shape
         num_bytes = -(-outputs // _TILE) * _TILE * _words(inputs, weight.dtype) * _WORD_BYTES
         data = on_huge_pages(num_bytes // weight.element_size() if int8 else num_bytes)
         scales = torch.empty(outputs) if int8 else None
         pointers = weight.data_ptr(), data.data_ptr(), address(scales)
-        self._pack(CPP_DTYPES[weight.dtype], *pointers, outputs, inputs)
-        return PackedWeight(data, scales, outputs, inputs, weight.dtype)
+        product.pack(CPP_DTYPES[weight.dtype], *pointers, outputs, inputs)
+        return PackedWeight(data, scales, outputs, inputs, weight.dtype, product.library)
 
     def __call__(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x [..., inputs]`, `bias [outputs]`; returns `[..., outputs]`, all of the weight's dtype."""
@@ -105,9 +122,9 @@ class CpuLinear:
         out = x.new_empty(*x.shape[:-1], weight.outputs)
         if rows == 0:
             return out
-        panels = torch.empty(rows * _words(weight.inputs, x.dtype), dtype=torch.int32)
+        panels = torch.empty(rows * (weight.inputs + 1), dtype=torch.int32)
         pointers = (address(tensor) for tensor in (x, weight.data, weight.scales, bias, out, panels))
-        self._linear(CPP_DTYPES[x.dtype], *pointers, rows, weight.outputs, weight.inputs)
+        self._products[x.dtype].multiply(CPP_DTYPES[x.dtype], *pointers, rows, weight.outputs, weight.inputs)
         return out
 
 

@@ -13,7 +13,7 @@ from app.engine.model.fusion import FusedAttention, FusedGatedMLP
 from app.engine.model.linear import PackedLinear
 from kernels import HeadNorm
 from kernels.cpu.layer import CpuLayer, LayerPart, LayerWeights, Product, StepParts, Workspace
-from kernels.cpu.ops import CpuRotaryWrite, PackedWeight
+from kernels.cpu.ops import AVX512_PRODUCTS, CpuRotaryWrite, PackedWeight
 from kernels.cpu.provider import CpuAttend
 
 
@@ -92,6 +92,8 @@ def _weights(layer: Any) -> LayerWeights | None:
         return None
     linears: list[Any] = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
     if not all(type(linear) is PackedLinear and isinstance(linear.packed, PackedWeight) for linear in linears):
+        return None
+    if any(linear.packed.library != AVX512_PRODUCTS for linear in linears):
         return None
     norms = [HeadNorm(norm.weight, norm.eps, norm.offset) for norm in (before_attention, before_mlp)]
     head_norms = tuple(norm for norm in (attention.rotary.query_norm, attention.rotary.key_norm) if norm is not None)

@@ -21,12 +21,18 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef uint32_t BitsVec __attribute__((vector_size(64)));
+typedef uint16_t ShortVec __attribute__((vector_size(32)));
 typedef float UnalignedVec __attribute__((vector_size(64), aligned(4)));
 
 struct BFloat16 {
   uint16_t bits;
 };
+#if defined(__aarch64__)
+typedef __fp16 Half;  // GCC 12 has no _Float16 there
+#else
 typedef _Float16 Half;
+#endif
 
 inline float to_float(float x) { return x; }
 inline float to_float(Half x) { return static_cast<float>(x); }
@@ -50,7 +56,7 @@ inline void from_float(float x, BFloat16* out) {
 
 inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
-inline Vec broadcast(float x) { return Vec{} + x; }
+inline Vec broadcast(float x) { return x - Vec{}; }  // + would keep an addition, for -0
 
 // 2^x by splitting off the integer part; x <= 0 here, and below -126 the result is flushed to 0.
 inline Vec exp2_vec(Vec x) {
@@ -178,6 +184,22 @@ inline void store_some<BFloat16>(Vec v, BFloat16* to, int64_t count) {
   _mm256_mask_storeu_epi16(to, first_lanes(count), reinterpret_cast<__m256i>(narrow));
 }
 #endif
+#else
+template <>
+inline Vec load_some<BFloat16>(const BFloat16* from, int64_t count) {
+  ShortVec bits = {};
+  if (count >= kLanes) std::memcpy(&bits, from, sizeof bits);
+  else std::memcpy(&bits, from, count * sizeof *from);
+  return reinterpret_cast<Vec>(__builtin_convertvector(bits, BitsVec) << 16);
+}
+template <>
+inline void store_some<BFloat16>(Vec v, BFloat16* to, int64_t count) {
+  BitsVec bits = reinterpret_cast<BitsVec>(v);
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // round to nearest even
+  const ShortVec narrow = __builtin_convertvector(v == v ? bits : BitsVec{} + 0x7fc0, ShortVec);
+  if (count >= kLanes) std::memcpy(to, &narrow, sizeof narrow);
+  else std::memcpy(to, &narrow, count * sizeof *to);
+}
 #endif
 
 // The floats as a T would hold them.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,9 +15,14 @@ LINEAR_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}
 LINEAR_SHAPES = [(1, 1), (5, 2), (32, 64), (77, 123), (300, 1500)]  # outputs, inputs
 
 
-@pytest.fixture(scope="module")
-def linear() -> CpuLinear:
-    return CpuLinear()
+# This processor, and lesser ones whose instructions it has: with AVX2 only, and AVX-512 without products of bfloat16.
+NEEDED = {"native": set(), "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl"}}
+MARCHES = [march for march, needed in NEEDED.items() if needed <= set(Path("/proc/cpuinfo").read_text().split())]
+
+
+@pytest.fixture(scope="module", params=MARCHES)
+def linear(request: pytest.FixtureRequest) -> CpuLinear:
+    return CpuLinear(request.param)
 
 
 def random_layer(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,9 +101,50 @@ def test_wrong_arguments_are_named(linear: CpuLinear) -> None:
         linear(torch.ones(2, 8), packed, torch.ones(5))
 
 
+@pytest.mark.parametrize("rows", [*range(1, 14), 18, 19, 48, 49, 100, 400])
+@pytest.mark.parametrize("dtype", LINEAR_TOLERANCE)
+def test_any_number_of_rows(linear: CpuLinear, rows: int, dtype: torch.dtype) -> None:
+    """One to several panels of rows, and inputs of more than one chunk, with and without a rest."""
+    if linear.unsupported(dtype):
+        pytest.skip(linear.unsupported(dtype))
+    torch.manual_seed(rows)
+    for outputs, inputs in [(70, 255), (33, 256), (130, 513)]:
+        weight, bias = random_layer(outputs, inputs, dtype)
+        x = torch.randn(rows, inputs).to(dtype)
+        expected = x.double() @ weight.double().T + bias.double()
+        actual = linear(x, linear.pack(weight), bias)
+        difference = ((actual.double() - expected).abs().max() / expected.abs().max()).item()
+        assert difference <= LINEAR_TOLERANCE[dtype], f"[{outputs}, {inputs}]: maximum difference {difference:.2e}"
+
+
+@pytest.mark.skipif("x86-64-v3" not in MARCHES, reason="this processor lacks AVX2")
+def test_widened_weights_give_the_sums_of_float32() -> None:
+    linear = CpuLinear("x86-64-v3")
+    torch.manual_seed(0)
+    weight, _ = random_layer(100, 700, torch.bfloat16)
+    for rows in (1, 5, 40):
+        x = torch.randn(rows, 700).bfloat16()
+        exact = linear(x.float(), linear.pack(weight.float()))
+        assert torch.equal(linear(x, linear.pack(weight)), exact.bfloat16()), f"{rows} rows"
+
+
+def test_infinite_and_undefined_inputs(linear: CpuLinear) -> None:
+    for dtype in LINEAR_TOLERANCE:
+        if linear.unsupported(dtype):
+            continue
+        packed = linear.pack(torch.ones(40, 30, dtype=dtype))
+        x = torch.ones(3, 30, dtype=dtype)
+        x[1, 7], x[2, 9] = float("inf"), float("nan")
+        out = linear(x, packed)
+        assert (out[0] == 30).all()
+        assert (out[1] == float("inf")).all()
+        assert out[2].isnan().all()
+
+
 def test_unsupported_dtypes_and_processors(linear: CpuLinear) -> None:
     assert linear.unsupported(torch.float16) == "there is no kernel for torch.float16"
-    plain = CpuLinear(march="x86-64-v3")
-    assert plain.unsupported(torch.bfloat16) == "the processor lacks AVX-512 BF16"
-    with pytest.raises(KernelError, match="lacks AVX-512"):
-        plain.pack(torch.ones(4, 8))
+    if platform.machine() == "x86_64":
+        plain = CpuLinear(march="x86-64-v2")
+        assert plain.unsupported(torch.bfloat16) == "the processor lacks AVX2 with FMA"
+        with pytest.raises(KernelError, match="lacks AVX2"):
+            plain.pack(torch.ones(4, 8))

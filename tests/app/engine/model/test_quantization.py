@@ -15,14 +15,14 @@ from app.errors import ConfigError
 from kernels import CpuLinear
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 
-needs_avx512 = pytest.mark.usefixtures("avx512")
+needs_products = pytest.mark.usefixtures("products")
 
 
 @pytest.fixture(scope="module")
-def avx512() -> None:
+def products() -> None:
     """Not at import: that compiles the kernel, and fails on a machine without a compiler."""
     if CpuLinear().unsupported(torch.float32) is not None:
-        pytest.skip("8-bit weights need a processor with AVX-512")
+        pytest.skip("8-bit weights need a processor with AVX2 or NEON")
 
 
 def load(folder: Path, quantization: str) -> tuple[torch.Tensor, int]:
@@ -35,7 +35,7 @@ def load(folder: Path, quantization: str) -> tuple[torch.Tensor, int]:
     return logits, sum(part.packed.nbytes for part in module.modules() if isinstance(part, PackedLinear))
 
 
-@needs_avx512
+@needs_products
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_logits_are_nearly_the_same(name: str, make_checkpoint: MakeCheckpoint) -> None:
     """Random weights are the hard case: no logits stand out."""
@@ -47,9 +47,9 @@ def test_logits_are_nearly_the_same(name: str, make_checkpoint: MakeCheckpoint) 
     assert quantized_bytes < 0.3 * whole_bytes, "float32 weights should have become bytes, and a scale for each output"
 
 
-@needs_avx512
+@needs_products
 def test_the_builtin_model_answers_the_same() -> None:
-    """In float32: the checkpoint's bfloat16 needs more than AVX-512, and failed on processors without that."""
+    """The greedy tokens of 8-bit weights are those of float32."""
     prompts = ["The key of room 417 is 93. The key of room 417 is", "What is Folio?", "Hello"]
     params = SamplingParams(max_tokens=8, temperature=0)
     with LLM("builtin", dtype="float32", kv_memory_bytes=16 << 20) as llm:

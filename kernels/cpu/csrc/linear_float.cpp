@@ -1,0 +1,319 @@
+// Matrix products for processors without products of bfloat16: weights stay short in memory, and are widened to float32
+// in registers. AVX2 with FMA, AVX-512 without BF16, and Arm's NEON.
+//
+// Weights are packed in tiles of 16 outputs, [tiles][words][16][inputs of a word]: a word is 2 bfloat16, a float, or an
+// 8-bit integer. Rows are widened once, in panels [inputs][rows]. The sums of a panel × some tiles stay in registers.
+//
+//     few rows    a panel × several tiles at a time, else each sum would wait for the one before
+//     many rows   256 inputs of a tile are widened once into the first-level cache, and multiplied with many panels
+//
+// Either way a result is one sum in the order of the inputs: it depends neither on other rows nor on the number of
+// threads.
+
+#include <omp.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "vector.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if (defined(__AVX2__) && defined(__FMA__)) || defined(__aarch64__)
+#define FOLIO_WIDE_PRODUCTS
+#endif
+
+#if defined(FOLIO_WIDE_PRODUCTS)
+
+namespace {
+
+using namespace folio;
+
+#if defined(__AVX512F__)
+constexpr int kNative = 16, kSums = 24, kMaxRows = 12;
+#elif defined(__AVX2__)
+constexpr int kNative = 8, kSums = 12, kMaxRows = 6;  // 12 sums, 2 vectors of weights and one of x are 15 of 16 registers
+#else
+constexpr int kNative = 4, kSums = 24, kMaxRows = 6;  // 29 of 32
+#endif
+constexpr int kTile = 16;                   // outputs
+constexpr int kParts = kTile / kNative;     // vectors of a tile
+constexpr int kMostTiles = 4;               // multiplied at a time
+constexpr int64_t kDirectPanels = 2;        // up to here rows are few
+constexpr int64_t kChunk = 256;             // inputs that are widened at a time: 16 KiB
+constexpr int64_t kCacheBytes = 384 << 10;  // of a core's second-level cache, for panels
+constexpr int64_t kMinPanels = 8, kMaxPanels = 64;  // multiplied with a widened tile
+constexpr int64_t kParallelProducts = 1 << 16;  // below, a second thread costs more than it saves
+
+typedef float Native __attribute__((vector_size(4 * kNative)));
+typedef float Unaligned __attribute__((vector_size(4 * kNative), aligned(4)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kNative)));
+typedef int32_t Integers __attribute__((vector_size(4 * kNative)));
+typedef int8_t Bytes __attribute__((vector_size(kNative)));
+
+constexpr int kMaxSums = std::max(kSums * kNative, kMaxRows * kTile);
+
+// Inputs of a word of weights that are stored as S.
+template <typename S>
+constexpr int kPerWord = sizeof(S) == 2 ? 2 : 1;
+
+constexpr int tiles_at_once(int rows) {
+  const int fitting = kSums / (rows * kParts);
+  return fitting < 1 ? 1 : fitting < kMostTiles ? fitting : kMostTiles;
+}
+
+// Words of kNative outputs, one vector for each input of the word.
+inline void widen_words(const float* p, Native* to) { std::memcpy(to, p, sizeof *to); }
+inline void widen_words(const BFloat16* p, Native* to) {
+  Bits bits;
+  std::memcpy(&bits, p, sizeof bits);
+  to[0] = reinterpret_cast<Native>(bits << 16);
+  to[1] = reinterpret_cast<Native>(bits & 0xffff0000u);
+}
+inline void widen_words(const int8_t* p, Native* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const Integers lanes = (Integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  const Integers lanes = __builtin_convertvector(bytes, Integers);
+#endif
+  to[0] = __builtin_convertvector(lanes, Native);
+}
+
+// sums [rows][tiles][16] += kRows × kTiles tiles, `tile_size` weights apart.
+template <typename S, int kRows, int kTiles>
+void block(const float* x, const S* weights, int64_t words, int64_t tile_size, float* to) {
+  constexpr int kWide = kPerWord<S>;
+  constexpr int kVectors = kRows * kTiles * kParts;
+  Native sums[kVectors];
+#pragma GCC unroll 24
+  for (int v = 0; v < kVectors; v++) sums[v] = reinterpret_cast<const Unaligned*>(to)[v];
+  for (int64_t k = 0; k < words; k++) {
+    Native w[kTiles][kParts][kWide];
+#pragma GCC unroll 4
+    for (int t = 0; t < kTiles; t++)
+#pragma GCC unroll 4
+      for (int p = 0; p < kParts; p++)
+        widen_words(weights + t * tile_size + (k * kTile + p * kNative) * kWide, w[t][p]);
+#pragma GCC unroll 2
+    for (int i = 0; i < kWide; i++)
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; r++) {
+        const Native value = x[(k * kWide + i) * kRows + r] - Native{};  // + would keep an addition, for -0
+#pragma GCC unroll 4
+        for (int t = 0; t < kTiles; t++)
+#pragma GCC unroll 4
+          for (int p = 0; p < kParts; p++) sums[(r * kTiles + t) * kParts + p] += w[t][p][i] * value;
+      }
+  }
+#pragma GCC unroll 24
+  for (int v = 0; v < kVectors; v++) reinterpret_cast<Unaligned*>(to)[v] = sums[v];
+}
+
+template <typename S>
+using Block = void (*)(const float*, const S*, int64_t, int64_t, float*);
+
+// The block of a number of rows, and of at most `tiles` tiles, whose number it is reduced to.
+template <typename S, int kRows, int kTiles = tiles_at_once(kRows)>
+Block<S> choose_block(int64_t* tiles) {
+  if constexpr (kTiles > 1)
+    if (*tiles < kTiles) return choose_block<S, kRows, kTiles - 1>(tiles);
+  *tiles = kTiles;
+  return block<S, kRows, kTiles>;
+}
+
+template <typename S, int kRows = kMaxRows>
+Block<S> choose_block(int64_t rows, int64_t* tiles) {
+  if constexpr (kRows > 1)
+    if (rows < kRows) return choose_block<S, kRows - 1>(rows, tiles);
+  return choose_block<S, kRows>(tiles);
+}
+
+template <typename S>
+int64_t words_of(int64_t inputs) {
+  return (inputs + kPerWord<S> - 1) / kPerWord<S>;
+}
+
+// Widen the rows of one panel as [inputs][count], zeros up to the last word.
+template <typename T>
+void pack_rows(const T* x, float* to, int64_t count, int64_t inputs, int64_t padded) {
+  alignas(64) float lanes[kMaxRows][kLanes];
+  for (int64_t i = 0; i < inputs; i += kLanes) {
+    for (int64_t r = 0; r < count; r++) store(lanes[r], load_some(x + r * inputs + i, inputs - i));
+    for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, inputs - i); lane++)
+      for (int64_t r = 0; r < count; r++) to[(i + lane) * count + r] = lanes[r][lane];
+  }
+  std::memset(to + inputs * count, 0, (padded - inputs) * count * sizeof(float));
+}
+
+// `scales`, for 8-bit weights: an output's largest weight is 127 times its scale.
+template <typename T, typename S>
+void pack(const T* weight, S* packed, float* scales, int64_t outputs, int64_t inputs) {
+  constexpr int kWide = kPerWord<S>;
+  const int64_t tile_size = words_of<S>(inputs) * kTile * kWide, tiles = (outputs + kTile - 1) / kTile;
+#pragma omp parallel for
+  for (int64_t tile = 0; tile < tiles; tile++) {
+    S* to = packed + tile * tile_size;
+    std::memset(to, 0, tile_size * sizeof(S));
+    for (int64_t i = 0; i < std::min<int64_t>(kTile, outputs - tile * kTile); i++) {
+      const int64_t output = tile * kTile + i;
+      const T* row = weight + output * inputs;
+      float largest = 0.0f;
+      if constexpr (sizeof(S) == 1) {
+        for (int64_t j = 0; j < inputs; j++) largest = std::max(largest, std::fabs(to_float(row[j])));
+        scales[output] = largest / 127.0f;
+      }
+      const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+      for (int64_t j = 0; j < inputs; j++) {
+        S* at = to + (j / kWide * kTile + i) * kWide + j % kWide;
+        if constexpr (sizeof(S) == 1) *at = static_cast<S>(std::lrintf(to_float(row[j]) * inverse));
+        else *at = row[j];
+      }
+    }
+  }
+}
+
+// A product, without the division among threads.
+template <typename T, typename S>
+struct Product {
+  const S* packed;
+  const float* scales;
+  const T* bias;
+  T* out;
+  const float* panels;
+  int64_t rows, outputs, inputs;
+
+  int64_t words() const { return words_of<S>(inputs); }
+  int64_t padded() const { return words() * kPerWord<S>; }
+  int64_t num_panels() const { return (rows + kMaxRows - 1) / kMaxRows; }
+  int64_t height() const { return (rows + num_panels() - 1) / num_panels(); }
+  int64_t count(int64_t panel) const { return std::min(height(), rows - panel * height()); }
+
+  // Tiles from `tile` on, `step` of them, × one panel.
+  void few_rows(int64_t panel, int64_t tile, int64_t step) const {
+    for (int64_t at_once; step > 0; tile += at_once, step -= at_once) {
+      alignas(64) float sums[kMaxSums] = {};
+      at_once = step;
+      const Block<S> multiply = choose_block<S>(count(panel), &at_once);
+      multiply(panels + panel * height() * padded(), packed + tile * kTile * padded(), words(), kTile * padded(), sums);
+      for (int64_t t = 0; t < at_once; t++) write(panel, tile + t, sums + t * kTile, at_once * kTile);
+    }
+  }
+
+  // One tile × the panels begin … end - 1.
+  void many_rows(int64_t begin, int64_t end, int64_t tile) const {
+    alignas(64) float sums[kMaxPanels][kMaxRows * kTile];
+    alignas(64) float wide[kChunk * kTile];
+    std::memset(sums, 0, (end - begin) * sizeof sums[0]);
+    for (int64_t k = 0; k < padded(); k += kChunk) {
+      const int64_t depth = std::min(kChunk, padded() - k);
+      const S* weights = packed + (tile * padded() + k) * kTile;
+      if constexpr (sizeof(S) < sizeof(float)) widen_tile(weights, depth, wide);
+      for (int64_t panel = begin; panel < end; panel++) {
+        int64_t one = 1;
+        const Block<float> multiply = choose_block<float>(count(panel), &one);
+        const float* x = panels + panel * height() * padded() + k * count(panel);
+        if constexpr (sizeof(S) < sizeof(float)) multiply(x, wide, depth, 0, sums[panel - begin]);
+        else multiply(x, weights, depth, 0, sums[panel - begin]);
+      }
+    }
+    for (int64_t panel = begin; panel < end; panel++) write(panel, tile, sums[panel - begin], kTile);
+  }
+
+ private:
+  static void widen_tile(const S* weights, int64_t depth, float* to) {
+    constexpr int kWide = kPerWord<S>;
+    for (int64_t k = 0; k < depth; k += kWide)
+      for (int p = 0; p < kParts; p++) {
+        Native lanes[kWide];
+        widen_words(weights + k * kTile + p * kNative * kWide, lanes);
+        for (int i = 0; i < kWide; i++) std::memcpy(to + (k + i) * kTile + p * kNative, &lanes[i], sizeof lanes[i]);
+      }
+  }
+
+  // Sums of a panel's rows, `stride` apart, for one tile.
+  void write(int64_t panel, int64_t tile, const float* sums, int64_t stride) const {
+    const int64_t output = tile * kTile, left = outputs - output;
+    const Vec scale = sizeof(S) == 1 ? load_some(scales + output, left) : broadcast(1.0f);
+    const Vec offset = bias ? load_some(bias + output, left) : Vec{};
+    T* to = out + panel * height() * outputs + output;
+    for (int64_t r = 0; r < count(panel); r++)
+      store_some(load(sums + r * stride) * scale + offset, to + r * outputs, left);
+  }
+};
+
+template <typename T, typename S>
+void linear(const T* x, const S* packed, const float* scales, const T* bias, T* out, float* panels, int64_t rows,
+            int64_t outputs, int64_t inputs) {
+  const Product<T, S> product{packed, scales, bias, out, panels, rows, outputs, inputs};
+  const int64_t num_panels = product.num_panels(), height = product.height(), padded = product.padded();
+  const int64_t tiles = (outputs + kTile - 1) / kTile;
+  const int64_t fitting = kCacheBytes / (height * padded * static_cast<int64_t>(sizeof(float)));
+  const int64_t group = std::min(num_panels, std::clamp(fitting, kMinPanels, kMaxPanels));
+#pragma omp parallel if (rows * outputs * inputs > kParallelProducts)
+  {
+#pragma omp for
+    for (int64_t panel = 0; panel < num_panels; panel++) {
+      const int64_t first = panel * height;
+      pack_rows(x + first * inputs, panels + first * padded, product.count(panel), inputs, padded);
+    }
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t first = tiles * thread / threads, last = tiles * (thread + 1) / threads;
+    if (num_panels <= kDirectPanels) {
+      const int64_t at_once = tiles_at_once(static_cast<int>(height));
+      for (int64_t tile = first; tile < last; tile += at_once)
+        for (int64_t panel = 0; panel < num_panels; panel++)
+          product.few_rows(panel, tile, std::min(at_once, last - tile));
+    } else {
+      for (int64_t begin = 0; begin < num_panels; begin += group)
+        for (int64_t tile = first; tile < last; tile++)
+          product.many_rows(begin, std::min(num_panels, begin + group), tile);
+    }
+  }
+}
+
+}  // namespace
+
+#endif
+
+extern "C" {
+
+// True if this processor has the products; dtype: 0 float32, 1 bfloat16, 2 float16.
+int folio_linear_supports(int dtype) {
+#if defined(FOLIO_WIDE_PRODUCTS)
+  return dtype == 0 || dtype == 1;
+#else
+  return 0;
+#endif
+}
+
+// With scales, which are filled, weights are packed as 8-bit integers.
+void folio_linear_pack(int dtype, const void* weight, void* packed, float* scales, int64_t outputs, int64_t inputs) {
+#if defined(FOLIO_WIDE_PRODUCTS)
+  const auto run = [&](auto type, auto stored) {
+    pack(static_cast<const decltype(type)*>(weight), static_cast<decltype(stored)*>(packed), scales, outputs, inputs);
+  };
+  if (dtype == 0) scales ? run(float{}, int8_t{}) : run(float{}, float{});
+  if (dtype == 1) scales ? run(BFloat16{}, int8_t{}) : run(BFloat16{}, BFloat16{});
+#endif
+}
+
+// x [rows, inputs], out [rows, outputs]; scales or bias may be null; panels: rows × (inputs + 1) floats.
+void folio_linear(int dtype, const void* x, const void* packed, const float* scales, const void* bias, void* out,
+                  void* panels, int64_t rows, int64_t outputs, int64_t inputs) {
+#if defined(FOLIO_WIDE_PRODUCTS)
+  const auto run = [&](auto type, auto stored) {
+    using T = decltype(type);
+    linear(static_cast<const T*>(x), static_cast<const decltype(stored)*>(packed), scales, static_cast<const T*>(bias),
+           static_cast<T*>(out), static_cast<float*>(panels), rows, outputs, inputs);
+  };
+  if (dtype == 0) scales ? run(float{}, int8_t{}) : run(float{}, float{});
+  if (dtype == 1) scales ? run(BFloat16{}, int8_t{}) : run(BFloat16{}, BFloat16{});
+#endif
+}
+
+}  // extern "C"

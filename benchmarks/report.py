@@ -8,7 +8,7 @@ quick results.
 
     <!--f throughput.batch16_vs_transformers_cb .2f-->2.45<!--/f-->
 
-which name a result, a key, optionally a factor (`x100`, `x1e-3`) and a format of Python. Text around it stays: a page
+which name a result (`cuda/…` of a GPU), a key, optionally a factor (`x100`, `x1e-3`) and a format of Python. Text around it stays: a page
 is its own template. A test holds that writing again changes nothing. `--draw` draws all pictures again, without
 measuring.
 """
@@ -43,7 +43,7 @@ DRAWN = {
 }
 ALL_FIGURES = harness.ROOT / "docs" / "benchmarks" / "all-figures.md"
 PICTURES = harness.ROOT / "docs" / "benchmarks" / "pictures"
-_FIGURE = re.compile(r"<!--f ([\w-]+)\.(\S+)((?: x[\d.e-]+)?) ([^\s>]+)-->(.*?)<!--/f-->")
+_FIGURE = re.compile(r"<!--f ((?:cuda/)?(?:[\w-]|\.(?=\d))+)\.(\S+)((?: x[\d.e-]+)?) ([^\s>]+)-->(.*?)<!--/f-->")
 
 
 @cache
@@ -166,9 +166,10 @@ def renewed(text: str) -> str:
 
     def value_of(match: re.Match[str]) -> str:
         name, key, factor, form, _ = match.groups()
-        found = result(name)
+        device, _, own = name.rpartition("/")
+        found = result(own, harness.RESULTS / (device or "cpu"))
         if found is None or key not in found["figures"]:
-            raise KeyError(f"there is no figure {name}.{key} in {COMMITTED}")
+            raise KeyError(f"there is no figure {name}.{key} in {harness.RESULTS}")
         value = found["figures"][key] * float(factor.strip().removeprefix("x") or 1)
         return match[0][: match.start(5) - match.start()] + format(value, form) + "<!--/f-->"
 

@@ -8,9 +8,9 @@ quick results.
 
     <!--f throughput.batch16_vs_transformers_cb .2f-->2.45<!--/f-->
 
-which name a result (`cuda/…` of a GPU), a key, optionally a factor (`x100`, `x1e-3`) and a format of Python. Text around
-it stays: a page is its own template. A test holds that writing again changes nothing. `--draw` draws all pictures again, without
-measuring.
+which name a result (`cuda/…` of a GPU), a key, optionally a factor (`x100`, `x1e-3`) and a format of Python. Text
+around it stays: a page is its own template. A test holds that writing again changes nothing. `--draw` draws all
+pictures again, without measuring.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class CudaGraph:
     those of another engine's mapper, or of a garbage collector that frees an event.
 
     Args:
-        pool: of `torch.cuda.graph_pool_handle`.
+        pool: of `torch.cuda.graph_pool_handle`; not to be used again after a capture that failed.
         stream: a side stream; the default stream cannot be captured.
     """
 

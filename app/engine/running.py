@@ -71,8 +71,8 @@ class RunningGroups:
 
     def grow(self, request: Request, num_tokens: int, victim: SequenceGroup | None = None) -> bool:
         """Allocate the blocks of the next tokens, preempting the `victim` while blocks run out, by default the last
-        running group whose prompt is not part of this step: others may share what that prompt's chunk computes. False
-        if the request itself was preempted, or must wait for such later groups."""
+        running group. No group is preempted whose prompt is part of this step: others, also of the same group, may
+        share what that prompt's chunk computes. False if the request itself was preempted, or must wait."""
         self.serving = request
         while request.memory is not None:
             try:
@@ -80,7 +80,7 @@ class RunningGroups:
                 return True
             except OutOfPages:
                 last = victim or self._last_preemptible(request.group)
-                if last is None:
+                if last is None or last in self.staged:
                     return False
                 self.preempt(last)
         return False
@@ -89,7 +89,7 @@ class RunningGroups:
         """The last running group that a group may preempt: itself, if it is the last of all."""
         for last in reversed(self.running):
             if last is group:
-                return group if group is self.running[-1] and group not in self.staged else None
+                return group if group is self.running[-1] else None
             if last not in self.staged:
                 return last
         return None

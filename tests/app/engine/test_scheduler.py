@@ -374,6 +374,54 @@ def test_a_prompt_preempts_nobody_who_comes_first(make: Any, monkeypatch: pytest
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("is_async", ["on", "off"])
+@pytest.mark.parametrize("then", ["goes on", "fails", "is cancelled"])
+@pytest.mark.parametrize("room", ["no longer", "not beside others"])
+def test_a_new_group_is_not_preempted_when_its_prompt_is_staged(
+    make: Any, monkeypatch: pytest.MonkeyPatch, room: str, then: str, is_async: str
+) -> None:
+    """Regression: forks of a request that waits begin together with it. One that had no room preempted their group,
+    and with it the sequence whose staged prompt it shared: the next step could not be committed (`IntegrityError`)."""
+    engine = make(max_num_seqs=8, max_model_len=200, kv_memory_bytes=60 * BLOCK_BYTES, async_scheduling=is_async).engine
+    rng = random.Random(7)
+    if room == "not beside others":
+        engine.submit("first", ids(rng, 20), greedy(60))
+        engine.step()
+    engine.submit("parent", ids(rng, 170), greedy(20))
+    engine.fork("parent", "forks", greedy(20, n=3))
+    parent, fork, *_ = engine.scheduler.waiting.peek().members
+    if room == "no longer":  # for the parent and one fork: 6 blocks and 1
+        engine.set_budget(engine.memory.least_budget_bytes, 1)
+        assert engine.memory.least_budget_bytes == 7 * BLOCK_BYTES
+    else:
+        refuse_pages(monkeypatch, fork, 1)
+    deltas = []
+    if then == "fails":
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.executor, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+            with pytest.raises(RuntimeError, match="broken"):
+                engine.step()
+    else:
+        deltas += engine.step()
+        assert parent.num_computed == 170
+        assert engine.scheduler.preempted == []
+    engine.check_integrity()
+    if then == "is cancelled":
+        engine.cancel("parent")
+    while engine.has_work:
+        deltas += engine.step()
+        engine.check_integrity()
+    outputs: dict[tuple[str, int], list[int]] = {}
+    for delta in deltas:
+        assert delta.error is None
+        outputs.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+    forks = [outputs["forks", index] for index in range(3)]
+    assert len(forks[0]) == 20
+    assert forks[1:] == forks[:1] * 2, "all are greedy"
+    if then != "is cancelled":
+        assert outputs["parent", 0] == forks[0]
+
+
 def refuse_pages(monkeypatch: pytest.MonkeyPatch, request: Request, times: int) -> list[int]:
     """Let no block be allocated for a request, so many times; returns its tokens at each of them."""
     append: Any = KVMemory.append

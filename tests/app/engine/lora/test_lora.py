@@ -26,7 +26,11 @@ from app.engine.engine import Engine
 from app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
 from app.engine.lora.store import RankAdapters
 from app.engine.lora.weights import LowRank, check_sources, read_config
+from app.engine.preemption import PreemptionCostModel
+from app.engine.report import StepTimes
+from app.engine.request import Request
 from app.engine.sampling.params import SamplingParams
+from app.engine.speculation.ngram import NgramProposer
 from app.errors import ConfigError, ModelError, UnknownModelError
 from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens, write_adapter
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
@@ -324,16 +328,30 @@ def test_forks_have_their_adapter(llama: Path, three: dict[str, Path], expected:
     engine.close()
 
 
-def test_drafts_are_verified_with_the_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
-    """Rows of draft tokens have the sequence's adapter."""
-    engine = make_engine(llama, three, speculation="ngram")
-    repeated = {name: prompt * 3 for name, prompt in zip((*"abc", None), prompts(5, 6, 7, 5), strict=True)}
-    for name, prompt in repeated.items():
-        engine.submit(str(name), prompt, replace(GREEDY, max_tokens=40), adapter=name)
-    outputs = {request_id: tokens(deltas) for request_id, deltas in run(engine).items()}
-    assert outputs == {str(name): expected(name, prompt, 40) for name, prompt in repeated.items()}
+def test_drafts_are_verified_with_the_adapter(
+    llama: Path, three: dict[str, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of draft tokens have the sequence's adapter: the merged model's tokens are accepted, and no others.
+
+    Regression: only the sequence without an adapter repeated itself and had drafts, and none when measured step times
+    said that they do not pay."""
+    jobs = {str(name): (name, prompt) for name, prompt in zip((*"abc", None), prompts(5, 6, 7, 5), strict=True)}
+    wanted = {request_id: expected(name, prompt, 40) for request_id, (name, prompt) in jobs.items()}
+
+    def all_but_the_last_right(_: NgramProposer, requests: list[Request], most: list[int]) -> list[list[int]]:
+        drafts = [wanted[r.request_id][r.num_output_tokens :][:count] for r, count in zip(requests, most, strict=True)]
+        return [[*draft[:-1], draft[-1] ^ 1] if draft else [] for draft in drafts]
+
+    monkeypatch.setattr(NgramProposer, "propose", all_but_the_last_right)
+    monkeypatch.setattr(PreemptionCostModel, "step_times", StepTimes(fixed_s=10.0))  # the longest drafts pay
+    engine = make_engine(llama, three, speculation="ngram", max_draft_tokens=8)
+    for request_id, (name, prompt) in jobs.items():
+        engine.submit(request_id, prompt, replace(GREEDY, max_tokens=40), adapter=name)
+    assert {request_id: tokens(deltas) for request_id, deltas in run(engine).items()} == wanted
     assert engine.speculation is not None
-    assert engine.speculation.counts.draft_tokens
+    counts = engine.speculation.counts
+    assert counts.checks == 4 * 5  # of outputs of 1 + 8 + 8 + 8 + 8 + 6 + 1 tokens
+    assert counts.accepted_tokens == counts.draft_tokens - counts.checks == 4 * (7 + 7 + 7 + 7 + 5)
     engine.close()
 
 

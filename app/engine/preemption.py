@@ -25,8 +25,8 @@ _HALF_LIFE = 200
 _TRIED_BLOCKS, _TRIALS, _MOST_TRIED_BYTES = (1, 8, 64), 5, 64 << 20
 # Keeps the equations solvable before there are as many different steps as unknowns; far below any measured step.
 _RIDGE = 1e-9
-# Typical step: one overhead, 100 tokens, 100,000 attended tokens.
-_STEP_SCALES = 1.0, 1e2, 1e5
+# Typical step: one overhead, 100 tokens, 100,000 attended tokens, one verification of draft tokens.
+_STEP_SCALES = 1.0, 1e2, 1e5, 1.0
 
 
 class LinearCost:
@@ -102,8 +102,9 @@ class PreemptionCostModel:
         self._step = LinearCost(_STEP_SCALES)
         self._swap = LinearCost((1.0, 1e6))
 
-    def observe_step(self, num_tokens: int, num_attended: int, seconds: float) -> None:
-        self._step.observe((1.0, num_tokens, num_attended), seconds)
+    def observe_step(self, num_tokens: int, num_attended: int, seconds: float, *, verifies: bool = False) -> None:
+        """Note the time of a step; `verifies`: it had draft tokens."""
+        self._step.observe((1.0, num_tokens, num_attended, float(verifies)), seconds)
 
     def forget_steps(self) -> None:
         """Forget the steps so far: warm-up steps are unlike others."""
@@ -126,7 +127,7 @@ class PreemptionCostModel:
         recompute_s = 0.0
         for num_tokens, num_before in sequences:
             num_steps = -(-num_tokens // self._step_tokens)
-            recompute_s += self._step.seconds((num_steps, num_tokens, attended_tokens(num_tokens, num_before)))
+            recompute_s += self._step.seconds((num_steps, num_tokens, attended_tokens(num_tokens, num_before), 0.0))
         return PreemptionCost(self._swap.seconds((1.0, num_bytes)), recompute_s)
 
     def choose_mode(self, memory: KVMemory, members: list[Request]) -> PreemptionMode:

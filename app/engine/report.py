@@ -20,12 +20,13 @@ def attended_tokens(num_tokens: Amount, num_cached: Amount) -> Amount:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Measured cost of a step: `fixed_s`, plus `token_s` per token, plus `attended_s` per attended token. All 0 before
-    the first step."""
+    """Measured cost of a step: `fixed_s`, plus `token_s` per token, plus `attended_s` per attended token, plus
+    `verify_s` if it verifies draft tokens. All 0 before the first step."""
 
     fixed_s: float = 0.0
     token_s: float = 0.0
     attended_s: float = 0.0
+    verify_s: float = 0.0
 
     def prefill_s(self, num_tokens: int, num_cached: int, step_tokens: int) -> float:
         """Seconds to compute the prompt's last `num_tokens` tokens behind `num_cached`, in steps of `step_tokens`."""

@@ -300,7 +300,8 @@ class StepLoop:
 
     def _note_step(self, scheduled: list[Scheduled], seconds: float) -> None:
         num_tokens = sum(s.num_tokens for s in scheduled)
-        self._recovery.observe_step(num_tokens, sum(s.num_attended for s in scheduled), seconds)
+        num_attended, verifies = sum(s.num_attended for s in scheduled), any(s.drafts for s in scheduled)
+        self._recovery.observe_step(num_tokens, num_attended, seconds, verifies=verifies)
         self._meter.step_s.append(seconds)
         self._meter.step_tokens.append(num_tokens)
         if num_tokens > sum(s.samples for s in scheduled):  # not only decodes

@@ -62,9 +62,10 @@ def choose_lengths(
     """The number of draft tokens for each request that maximises the step's tokens per second.
 
     With an acceptance rate p, k draft tokens give p + p² + … + pᵏ further tokens. A draft token costs the step and the
-    draft model one token each; the largest number also costs as many forwards of the draft model. For each number of
-    forwards, draft tokens are added by gain per time (for one request that is their order) until a further one would
-    lower the speed. Where `budget` ends that earlier, the choice may be a few percent slower than the best one.
+    draft model one token each; the step's first one also costs a verification, and the largest number as many forwards
+    of the draft model. For each number of forwards, draft tokens are added by gain per time (for one request that is
+    their order) until a further one would lower the speed. Where `budget` ends that earlier, the choice may be a few
+    percent slower than the best one.
 
     Args:
         rates: acceptance rates.
@@ -90,7 +91,7 @@ def choose_lengths(
         rows = np.nonzero(allowed)[0]
         order = np.argsort(-worth[allowed], kind="stable")[:budget]
         tokens = len(rates) + gains[allowed][order].cumsum()
-        speed = tokens / (seconds + num_forwards * draft.fixed_s + draft_s[rows[order]].cumsum())
+        speed = tokens / (seconds + step.verify_s + num_forwards * draft.fixed_s + draft_s[rows[order]].cumsum())
         if len(speed) and speed.max() > best:
             best = float(speed.max())
             lengths = np.bincount(rows[order][: int(speed.argmax()) + 1], minlength=len(rates))
@@ -123,6 +124,8 @@ class LengthControl:
         self._num_steps = 0
         self._all = Acceptance(_ENGINE_HALF_LIFE)
         self._records: dict[Request, _Record] = {}
+        self._chosen: list[int] | None = None  # without probes; `None` after a verification and after new times
+        self._chosen_for: tuple[list[Request], list[int], int] = [], [], 0
 
     @property
     def num_requests(self) -> int:
@@ -133,19 +136,24 @@ class LengthControl:
         """Draft lengths of the requests in the next step, at most `budget` together."""
         if self._num_steps % _UPDATE_INTERVAL == 0:
             self._step, self._draft = self._step_times(), self._draft_times()
+            self._chosen = None
         self._num_steps += 1
         records = [self._records.setdefault(request, _Record()) for request in requests]
         # The last token of an output always comes from the model.
         most = [max(min(self._most, r.max_tokens - r.num_output_tokens - 1), 0) for r in requests]
-        prior = self._all.rate(_FIRST_RATE)
-        lengths = choose_lengths(
-            [record.acceptance.rate(prior) for record in records],
-            most,
-            [len(request.token_ids) for request in requests],
-            step=self._step,
-            draft=self._draft,
-            budget=budget,
-        )
+        given = list(requests), most, budget
+        if self._chosen is None or given != self._chosen_for:  # texts longer by a few tokens change no choice
+            prior = self._all.rate(_FIRST_RATE)
+            self._chosen, self._chosen_for = None, given
+            self._chosen = choose_lengths(
+                [record.acceptance.rate(prior) for record in records],
+                most,
+                [len(request.token_ids) for request in requests],
+                step=self._step,
+                draft=self._draft,
+                budget=budget,
+            )
+        lengths = self._chosen.copy()
         budget -= sum(lengths)
         for i, record in enumerate(records):
             record.probed = not lengths[i] and self._num_steps % 2**record.rest == 0
@@ -156,6 +164,7 @@ class LengthControl:
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Record that the first `num_accepted` of a request's draft tokens were accepted."""
+        self._chosen = None
         self._all.note(num_drafts, num_accepted)
         record = self._records.setdefault(request, _Record())
         record.acceptance.note(num_drafts, num_accepted)
@@ -167,3 +176,4 @@ class LengthControl:
 
     def forget_request(self, request: Request) -> None:
         self._records.pop(request, None)
+        self._chosen, self._chosen_for = None, ([], [], 0)

@@ -105,11 +105,11 @@ class NgramIndex:
                 keys.append(key)
         if not keys:
             return None
-        hashes = np.array(keys, dtype=np.uint64)
         found: list[int | None] = [self.recent.get(key) for key in keys]
         for piece in reversed(self.pieces):
             if found[-1] is not None:
                 break
+            hashes = np.array(keys, dtype=np.uint64)
             places = np.searchsorted(piece.keys, hashes)
             for i, place in enumerate(places.tolist()):
                 if found[i] is None and place < len(piece.keys) and piece.keys[place] == hashes[i]:

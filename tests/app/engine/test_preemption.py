@@ -52,6 +52,23 @@ def test_it_takes_the_cheaper_way(bytes_per_token: int, better: str) -> None:
     assert cost.swap_s == pytest.approx(2 * bytes_per_token * 1e-6, rel=0.01)
 
 
+def test_verifications_are_told_from_other_steps() -> None:
+    """Tokens keep their cost whether or not a step verifies draft tokens."""
+    model = PreemptionCostModel(step_tokens=512)
+    for i in range(400):
+        drafts = i % 9
+        attended = 400 * (1 + drafts)
+        seconds = 0.001 + 1e-4 * (1 + drafts) + 0.0005 * bool(drafts)
+        model.observe_step(1 + drafts, attended, seconds, verifies=bool(drafts))
+    times = model.step_times
+    assert times.verify_s == pytest.approx(0.0005, rel=0.01)
+    assert times.fixed_s == pytest.approx(0.001, rel=0.01)
+    plain = PreemptionCostModel(step_tokens=512)
+    for tokens in (1, 16, 100, 300, 512):
+        plain.observe_step(tokens, tokens * tokens // 2, 0.001 + 1e-4 * tokens)
+    assert plain.step_times.verify_s == 0
+
+
 def test_what_stays_cached_is_not_computed_again() -> None:
     model = PreemptionCostModel(step_tokens=512)
     for num_bytes in (10**4, 10**6, 10**8):

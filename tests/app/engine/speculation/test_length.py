@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ def speed(
 ) -> float:
     """Tokens per second by the definition."""
     tokens = sum(sum(p**j for j in range(k + 1)) for p, k in zip(rates, lengths, strict=True))
-    seconds = step.fixed_s + max(lengths) * draft.fixed_s
+    seconds = step.fixed_s + bool(max(lengths)) * step.verify_s + max(lengths) * draft.fixed_s
     for k, cached in zip(lengths, num_cached, strict=True):
         seconds += (k + 1) * (step.token_s + step.attended_s * cached)
         seconds += k * (draft.token_s + draft.attended_s * cached)
@@ -29,7 +30,13 @@ def speed(
 
 
 milliseconds = st.floats(0.01, 20).map(lambda ms: ms / 1000)
-times = st.builds(StepTimes, milliseconds, milliseconds.map(lambda s: s / 10), milliseconds.map(lambda s: s / 1e5))
+times = st.builds(
+    StepTimes,
+    milliseconds,
+    milliseconds.map(lambda s: s / 10),
+    milliseconds.map(lambda s: s / 1e5),
+    st.one_of(st.just(0.0), milliseconds),
+)
 
 
 @given(
@@ -66,6 +73,17 @@ def test_no_drafts_where_a_token_costs_as_much_as_a_step() -> None:
     assert choose_lengths([0.9], [8], [100], step=STEP, draft=STEP, budget=100) == [0]
 
 
+def test_no_drafts_where_a_verification_costs_more_than_it_gains() -> None:
+    """Regression: single drafts were verified at low acceptance, because only their token counted, not the verification
+    (0.9 times the speed without speculation)."""
+    step = StepTimes(fixed_s=0.001, token_s=0.00003)
+    costly = replace(step, verify_s=0.0005)
+    assert choose_lengths([0.2], [8], [100], step=step, draft=FREE, budget=100) != [0]
+    assert choose_lengths([0.2], [8], [100], step=costly, draft=FREE, budget=100) == [0]
+    # It is paid once a step: a request joins others for which it pays.
+    assert choose_lengths([0.2, 0.9], [8, 8], [100, 100], step=costly, draft=FREE, budget=100) == [1, 8]
+
+
 def test_the_longest_drafts_before_any_measurement() -> None:
     assert choose_lengths([0.6, 0.6], [4, 2], [10, 10], step=FREE, draft=FREE, budget=100) == [4, 2]
     assert choose_lengths([], [], [], step=STEP, draft=FREE, budget=100) == []
@@ -94,6 +112,31 @@ def test_the_last_token_is_never_drafted() -> None:
     assert lengths.choose([request], 100) == [1]
     generate(request, 7)
     assert lengths.choose([request], 100) == [0]
+
+
+def test_a_choice_follows_verifications_requests_and_times() -> None:
+    """A choice is kept while nothing has changed that it depends on."""
+    request, other = (make_request([1, 2, 3], max_tokens=10_000) for _ in range(2))
+    times = [STEP]
+    lengths = LengthControl(8, lambda: times[-1], lambda: FREE)
+    for _ in range(60):
+        lengths.note(request, 8, 8)
+        lengths.note(other, 8, 8)
+    assert lengths.choose([request], 100) == lengths.choose([request], 100) == [8]
+    assert lengths.choose([request], 3) == [3]
+    assert lengths.choose([request, other], 100) == [8, 8]
+    lengths.forget_request(other)
+    assert lengths.choose([request], 100) == [8]
+    for _ in range(20):
+        lengths.note(request, 8, 0)
+    assert lengths.choose([request], 100)[0] < 8
+    for _ in range(60):
+        lengths.note(request, 8, 8)
+    assert lengths.choose([request], 100) == [8]
+    times.append(StepTimes(token_s=0.01))
+    later = [lengths.choose([request], 100) for _ in range(15)]
+    assert later[0] == [8]  # the times are read in every 16th step
+    assert later[-1] == [0]
 
 
 def test_probes_become_rare_and_drafting_recovers() -> None:

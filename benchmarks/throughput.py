@@ -13,9 +13,10 @@ and the engine's overhead beside the model: its share of a step of 16 sequences 
 with a stub that only waits in place of the model. Tokens are counted over the whole wall time, prefill included, and
 prompts of a run are new, because of prefix caches.
 
---quick keeps 4 of 24 layers and runs once. --rivals starts the servers that `benchmarks.rival_servers` has installed.
-Others are started by hand on the same machine, on a checkpoint that `--checkpoint FOLDER` leaves there, and named by
-`--vllm URL`, `--openvino URL` (`benchmarks/openvino_server.py`) and `--llamacpp URL`.
+--quick keeps 4 of 24 layers and runs once, look-ups 3 times. --rivals starts the servers that
+`benchmarks.rival_servers` has installed. Others are started by hand on the same machine, on a checkpoint that
+`--checkpoint FOLDER` leaves there, and named by `--vllm URL`, `--openvino URL` (`benchmarks/openvino_server.py`) and
+`--llamacpp URL`.
 
 `--device cuda`, or `--shape NAME` on any device, measures something else, `benchmarks.sweep`: decode steps and prefills
 of one shape by batch, beside transformers on the same device, or with `--parts` the parts of a decode step.
@@ -78,7 +79,12 @@ SCENARIOS = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Size of the measurements. `repeats`: runs of all candidates in turn, after one to warm up."""
+    """Size of the measurements.
+
+    Attributes:
+        repeats: runs of all candidates in turn, after one to warm up.
+        lookup_new: new tokens of each look-up, as many in a quick run: the first 16 repeat nothing.
+    """
 
     num_layers: int = 24
     repeats: int = 3
@@ -88,6 +94,7 @@ class Sizes:
     sampled_prompts: int = 4
     beam_prompts: int = 2
     lookups: int = 12
+    lookup_new: int = 64
 
 
 QUICK = Sizes(
@@ -98,7 +105,7 @@ QUICK = Sizes(
     shared_new=8,
     sampled_prompts=2,
     beam_prompts=1,
-    lookups=2,
+    lookups=4,
 )
 
 
@@ -149,7 +156,7 @@ def single_stream(llm: LLM, prompt: list[int], new_tokens: int) -> float:
 
 
 def lookups(count: int) -> list[str]:
-    """Prompts that the built-in model can answer, with answers that repeat parts of them."""
+    """Prompts about the keys of rooms, cut within a word. The built-in model's outputs repeat themselves."""
     generator = torch.Generator().manual_seed(SEED)
 
     def number() -> int:
@@ -164,15 +171,15 @@ def lookups(count: int) -> list[str]:
 
 def speculated(llms: dict[str, LLM], prompts: list[str], sizes: Sizes) -> dict[str, list[float]]:
     """Tokens per second of one request after the other, with each engine; the engines must give the same tokens."""
-    params = SamplingParams(max_tokens=sizes.new_tokens, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=sizes.lookup_new, temperature=0, ignore_eos=True)
     outputs: dict[str, list[list[int]]] = {}
 
     def rate(name: str) -> float:
         start = time.perf_counter()
         outputs[name] = [llms[name].generate([prompt], params)[0].token_ids for prompt in prompts]
-        return len(prompts) * sizes.new_tokens / (time.perf_counter() - start)
+        return len(prompts) * sizes.lookup_new / (time.perf_counter() - start)
 
-    rates = harness.alternate({name: partial(rate, name) for name in llms}, sizes.repeats)
+    rates = harness.alternate({name: partial(rate, name) for name in llms}, max(sizes.repeats, 3))  # short runs
     if len({str(tokens) for tokens in outputs.values()}) > 1:
         raise RuntimeError("speculation has changed the outputs")
     return rates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from vmem import CacheTensors
 # Copied tables have a width of whole units, so that a step needs no kernel of its own.
 _WIDTH_UNIT = 16
 _LEAST_WORDS = 1 << 13
+
+# Tensors of int64 arrays, of int32 arrays, and of the changed entries with their values.
+Copied = tuple[list[torch.Tensor], list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class BatchBuilder:
@@ -44,6 +48,8 @@ class BatchBuilder:
         self._layout = TableLayout(self._tensors.groups, self._tensors.max_tokens, num_rows)
         self._entries = torch.zeros(self._layout.size, dtype=torch.int32, device=self._device)
         self.tables = [self._entries[span].view(shape) for span, shape in self._layout.spans()]
+        # Of each group the adjacent rows of the last step, and their tables.
+        self._in_place = [(slice(0, num_rows), table) for table in self.tables]
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Build the tensors of a plan. Pending tokens are 0, see `StepBatch.fill_pending`."""
@@ -60,30 +66,31 @@ class BatchBuilder:
             self._allocate(header.num_rows)
         elif not header.base:
             self._entries.zero_()
-        longs = plan.token_ids, plan.positions, plan.logit_rows, plan.pending, plan.rows, plan.slots
-        ints = plan.cu_seqlens, plan.cache_seqlens, plan.regions
-        token_ids, positions, logit_rows, pending, rows, slots, cu_seqlens, cache_seqlens, regions, *changes = (
-            self._staging.copy(longs, ints, (plan.changed, plan.block_ids))
-        )
+        longs, ints = [plan.token_ids, plan.positions, plan.logit_rows, plan.pending], []
+        begin = first = 0
+        for number, run in enumerate(plan.runs):
+            end, past = begin + run.num_seqs, first + run.num_tokens
+            longs += [plan.rows[begin:end], *plan.slots[:, first:past]]
+            ints += [plan.cu_seqlens[begin + number : end + number + 1], plan.cache_seqlens[begin:end]]
+            ints += [*plan.regions[:, begin:end, None]]
+            begin, first = end, past
+        given = longs, ints, (plan.changed, plan.block_ids)
+        (token_ids, positions, logit_rows, pending, *longs_of_runs), ints_of_runs, changes = self._staging.copy(*given)
         if len(plan.changed):
             self._entries.index_copy_(0, *changes)
         self.number = header.number
         parts: list[list[BatchPart]] = [[] for _ in self._tensors.groups]
+        num_groups, of_longs, of_ints = len(self._groups), iter(longs_of_runs), iter(ints_of_runs)
         begin = first = 0
-        for number, run in enumerate(plan.runs):
-            end = begin + run.num_seqs
+        for run in plan.runs:
+            rows, *slots = islice(of_longs, 1 + num_groups)
+            cu_seqlens, cache_seqlens, *regions = islice(of_ints, 2 + num_groups)
             tokens = slice(first, first + run.num_tokens)
-            lengths = cu_seqlens[begin + number : end + number + 1], cache_seqlens[begin:end]
-            for i, g in enumerate(self._groups):
-                if run.in_region:
-                    table = regions[i, begin:end, None]
-                else:
-                    table = self._table(g, run, int(plan.rows[begin]), rows[begin:end])
-                attention = VarlenBatch(*lengths, table, run.max_seqlen_q, run.max_seqlen_k)
-                parts[g].append(
-                    BatchPart("region" if run.in_region else "block_table", tokens, slots[i, tokens], attention)
-                )
-            begin, first = end, tokens.stop
+            for g, places, region in zip(self._groups, slots, regions, strict=True):
+                table = region if run.in_region else self._table(g, run, int(plan.rows[begin]), rows)
+                attention = VarlenBatch(cu_seqlens, cache_seqlens, table, run.max_seqlen_q, run.max_seqlen_k)
+                parts[g].append(BatchPart("region" if run.in_region else "block_table", tokens, places, attention))
+            begin, first = begin + run.num_seqs, tokens.stop
         return StepBatch(
             token_ids=token_ids,
             positions=positions,
@@ -98,11 +105,13 @@ class BatchBuilder:
 
     def _table(self, g: int, run: PlanRun, first: int, rows: torch.Tensor) -> torch.Tensor:
         """`[num_seqs, width]`, the block tables of a run: in place if its rows are adjacent."""
-        table = self.tables[g]
         if run.adjacent:
-            return table[first : first + run.num_seqs]
+            adjacent = slice(first, first + run.num_seqs)
+            if self._in_place[g][0] != adjacent:
+                self._in_place[g] = adjacent, self.tables[g][adjacent]
+            return self._in_place[g][1]
         width = -(-run.max_seqlen_k // self._layout.block_tokens[g])
-        return table[:, : -(-width // _WIDTH_UNIT) * _WIDTH_UNIT].index_select(0, rows)
+        return self.tables[g][:, : -(-width // _WIDTH_UNIT) * _WIDTH_UNIT].index_select(0, rows)
 
 
 class Staging:
@@ -112,9 +121,9 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._buffers = [_Buffer(device), _Buffer(device)]
 
-    def copy(self, longs: Sequence[Array], ints: Sequence[Array], changes: tuple[Array, Array]) -> list[torch.Tensor]:
-        """Tensors of int64 and of int32 arrays, and of an int64 and an int32 array of any size, on the device; valid
-        until the call after the next one."""
+    def copy(self, longs: Sequence[Array], ints: Sequence[Array], changes: tuple[Array, Array]) -> Copied:
+        """Tensors of int64 arrays, of int32 arrays, and of an int64 and an int32 array of any size, on the device;
+        valid until the call after the next one."""
         self._buffers.reverse()
         return self._buffers[0].copy(longs, ints, changes)
 
@@ -122,7 +131,8 @@ class Staging:
 class _Buffer:
     """One buffer on the host, its copy on the device, and the end of its last transfer.
 
-    Arrays of the last shapes are in the same places, and their tensors are made once.
+    Arrays of the last shapes are in the same places, and their tensors are made once, those of changes once for each
+    number of them: a view takes microseconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -138,7 +148,7 @@ class _Buffer:
         self._on_device = self._host if is_here else torch.empty(num_words, dtype=torch.int64, device=self._device)
         self._ints_on_device = self._on_device.view(torch.int32)
 
-    def copy(self, longs: Sequence[Array], ints: Sequence[Array], changes: tuple[Array, Array]) -> list[torch.Tensor]:
+    def copy(self, longs: Sequence[Array], ints: Sequence[Array], changes: tuple[Array, Array]) -> Copied:
         if self._copied is not None:
             self._copied.synchronize()  # two steps ago
         shapes = [array.shape for array in (*longs, *ints)]
@@ -153,20 +163,23 @@ class _Buffer:
             self._allocate(past + num_changes)
         if grows or shapes != self._shapes:
             self._shapes = shapes
-            self._tensors = [
-                *_cut(self._on_device[: self._num_longs], longs),
-                *_cut(self._ints_on_device[2 * self._num_longs : self._end], ints),
-            ]
-        np.concatenate([array.ravel() for array in longs], out=self._longs[: self._num_longs])
-        np.concatenate([array.ravel() for array in ints], out=self._ints[2 * self._num_longs : self._end])
+            self._tensors = (
+                _cut(self._on_device[: self._num_longs], longs),
+                _cut(self._ints_on_device[2 * self._num_longs : self._end], ints),
+            )
+            self._of_changes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        np.concatenate(longs, axis=None, out=self._longs[: self._num_longs])
+        np.concatenate(ints, axis=None, out=self._ints[2 * self._num_longs : self._end])
         self._longs[first : first + num_changes], self._ints[past : past + num_changes] = changes
         if self._on_device is not self._host:
             num_words = -(-(past + num_changes) // 2)
             self._on_device[:num_words].copy_(self._host[:num_words], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        changed, values = self._on_device[first : first + num_changes], self._ints_on_device[past : past + num_changes]
-        return [*self._tensors, changed, values]
+        if num_changes not in self._of_changes:
+            values = self._ints_on_device[past : past + num_changes]
+            self._of_changes[num_changes] = self._on_device[first : first + num_changes], values
+        return *self._tensors, self._of_changes[num_changes]
 
 
 def _cut(tensor: torch.Tensor, arrays: Sequence[Array]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from app.engine.scheduler import Scheduled
 from vmem import KVMemory, SequenceMemory
 
 _NONE: Array = np.zeros(0, dtype=np.int32)
+_NO_PENDING: Array = np.zeros((2, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,8 +24,7 @@ class _Arrangement:
     """The order of a step's sequences, and what follows from it whatever tokens are computed.
 
     Attributes:
-        given: the sequences as they were scheduled.
-        order: the places in `given`; empty if it is in order.
+        order: the places in the schedule; empty if it is in order.
         rows, regions, adapters: see `StepPlan`.
         runs: (in the region view, begin, end, adjacent rows) of each run.
         starts: `[num_seqs + 1]` int64, 0, 1, 2 …, the starts of sequences with one token.
@@ -32,7 +32,6 @@ class _Arrangement:
         cu_seqlens: see `StepPlan`, for sequences with one token.
     """
 
-    given: list[SequenceMemory]
     order: list[int]
     rows: Array
     regions: Array
@@ -81,18 +80,18 @@ class StepPlanner:
         arranged = self._arrange(scheduled, adapter_slots)
         counts = [s.num_tokens for s in scheduled]
         num_logits = counts if all_logits else [s.num_logits for s in scheduled]
-        firsts = [s.start for s in scheduled]
-        num_seqs, num_tokens = len(counts), sum(counts)
-        positions, rows = np.array(firsts, dtype=np.int64), arranged.rows
-        starts, counted, cu_seqlens = arranged.starts, arranged.ones, arranged.cu_seqlens
+        num_seqs = len(counts)
+        num_tokens = num_seqs if counts.count(1) == num_seqs else sum(counts)
+        positions, rows = np.array([s.start for s in scheduled], dtype=np.int64), arranged.rows
+        starts, cu_seqlens = arranged.starts, arranged.cu_seqlens
+        counted = arranged.ones if num_tokens == num_seqs else np.array(counts, dtype=np.int32)
+        cached = positions + counted
         if num_tokens > num_seqs:
-            counted = np.array(counts, dtype=np.int32)
             starts = np.concatenate(([0], np.cumsum(counts)))
             cu_seqlens = _cu_seqlens(starts, arranged.runs)
             sequence_of = np.repeat(np.arange(num_seqs), counts)
             positions = np.arange(num_tokens) + (positions - starts[:-1])[sequence_of]
             rows = rows[sequence_of]
-        cached = positions[starts[1:] - 1] + 1
         token_ids, pending = _tokens(scheduled, num_tokens)
         header, changed, block_ids = self._tell()
         return StepPlan(
@@ -129,7 +128,7 @@ class StepPlanner:
         given = cast(list[SequenceMemory], [s.request.memory for s in scheduled])
         self._rows.follow(given)
         last = self._arrangement
-        if last is None or last.given != given or self._rows.version != self._version or adapter_slots:
+        if last is None or self._rows.version != self._version or adapter_slots:
             adapters = _NONE
             if adapter_slots:
                 adapters = np.array([_slot(s, adapter_slots) for s in scheduled], dtype=np.int32)
@@ -151,7 +150,6 @@ class StepPlanner:
         ]
         starts = np.arange(len(given) + 1)
         return _Arrangement(
-            given=given,
             order=order.tolist() if (np.diff(order) < 0).any() else [],
             rows=rows,
             regions=self._rows.regions[self._groups][:, rows].astype(np.int32),
@@ -181,8 +179,8 @@ class StepPlanner:
                 if in_region:
                     slots[i, tokens] = self._rows.regions[g, of] * self._region_tokens[i] + at
                 else:
-                    blocks, offsets = np.divmod(at, self._block_tokens[i])
-                    slots[i, tokens] = self._rows.tables[g][of, blocks] * np.int64(self._block_tokens[i]) + offsets
+                    blocks = at // self._block_tokens[i]
+                    slots[i, tokens] = (self._rows.tables[g][of, blocks] - blocks) * self._block_tokens[i] + at
         return slots
 
 
@@ -205,7 +203,9 @@ def _tokens(scheduled: Sequence[Scheduled], num_tokens: int) -> tuple[Array, Arr
             else:
                 found.append(-1 - s.pending_row)
     token_ids = np.array(found, dtype=np.int64)
-    (at,) = np.nonzero(token_ids < 0)
+    (at,) = (token_ids < 0).nonzero()
+    if not len(at):
+        return token_ids, _NO_PENDING
     pending = np.empty((2, len(at)), dtype=np.int64)
     pending[0], pending[1] = at, -1 - token_ids[at]
     token_ids[at] = 0
@@ -214,7 +214,7 @@ def _tokens(scheduled: Sequence[Scheduled], num_tokens: int) -> tuple[Array, Arr
 
 def _last_rows(ends: Array, counts: Sequence[int]) -> Array:
     """The last `counts` rows of each sequence, of which `ends` are the ends."""
-    if counts == [1] * len(counts):
+    if counts.count(1) == len(counts):
         last: Array = ends - 1
         return last
     past = np.cumsum(counts)

@@ -9,6 +9,8 @@ import numpy as np
 from app.engine.execution.batch import Array, TableLayout
 from vmem import GroupTable, KVMemory, SequenceMemory
 
+_NO_ENTRIES: Array = np.zeros(0, dtype=np.int64)
+
 
 class SequenceRows:
     """Block tables and regions of the sequences that run, brought up to date by what the memory reports as changed.
@@ -24,7 +26,7 @@ class SequenceRows:
         tables: of each group `[num_rows, width]` int32, views of one array: blocks of sequences in the block table
             view, and of states. After the last block there are zeros; before the window there is anything.
         regions: `[num_groups, num_rows]` int64, slots of the regions, -1 without one.
-        version: changes whenever a sequence's row or region does.
+        version: changes whenever the sequences do, or the row or region of one.
     """
 
     def __init__(self, memory: KVMemory, num_rows: int) -> None:
@@ -43,16 +45,29 @@ class SequenceRows:
         self.tables = [self._entries[span].reshape(shape) for span, shape in self.layout.spans()]
         self.regions = np.full((len(groups), num_rows), -1, dtype=np.int64)
         self._ends = [[0] * num_rows for _ in groups]  # of each row: there are zeros from there on
-        # Of each group, rows with entries that ranks have not been told of, the first of these and their end.
-        self._untold: list[dict[int, tuple[int, int]]] = [{} for _ in groups]
+        self._untold: list[Array] = []  # entries that ranks have not been told of
 
     def follow(self, sequences: Sequence[SequenceMemory]) -> None:
         """Give these sequences rows, and take over what has changed in the memory since the last call."""
+        starts, widths = self.layout.starts, self.layout.widths
+        entries, blocks = [], []  # of tables with one more block, as nearly all are
         for table, first in self._memory.take_changes().items():
-            if (place := self._places.get(table)) is not None:
-                self._update(*place, table, first)
+            if (place := self._places.get(table)) is None:
+                continue
+            g, row = place
+            ends, block_ids = self._ends[g], table.block_ids
+            if first and table.region is None and ends[row] <= first + 1 == len(block_ids):
+                ends[row] = first + 1
+                entries.append(starts[g] + row * widths[g] + first)
+                blocks.append(block_ids[first])
+            else:
+                self._update(g, row, table, first)
+        if entries:
+            self._untold.append(np.array(entries))
+            self._entries[self._untold[-1]] = blocks
         if sequences != self._seen:
             self._seen = list(sequences)
+            self.version += 1
             closed = self._memory.closed(self._rows)
             self._replace(closed, [sequence for sequence in sequences if sequence not in self._rows])
 
@@ -61,27 +76,18 @@ class SequenceRows:
         return np.array([self._rows[sequence] for sequence in sequences], dtype=np.int64)
 
     def tell(self) -> tuple[Array, Array]:
-        """Entries `[num_changes]` int64 that have changed since the last call, and their values, int32."""
-        single: list[int] = []
-        several: list[Array] = []
-        for start, width, untold in zip(self.layout.starts, self.layout.widths, self._untold, strict=True):
-            for row, (first, end) in untold.items():
-                begin = start + row * width
-                if end == first + 1:
-                    single.append(begin + first)
-                else:
-                    several.append(np.arange(begin + first, begin + end))
-            untold.clear()
-        entries = np.concatenate([np.array(single, dtype=np.int64), *several])
+        """Entries `[num_changes]` int64 that have changed since the last call, some twice, and their values, int32."""
+        untold, self._untold = self._untold, []
+        entries = np.concatenate(untold) if untold else _NO_ENTRIES
         return entries, self._entries[entries]
 
     def tell_again(self) -> None:
         """Have `tell` return the tables of all sequences: ranks have lost theirs."""
-        self._untold = [{} for _ in self._untold]
+        self._untold = []
         for sequence, row in self._rows.items():
             for g, table in enumerate(sequence.groups):
                 if table.region is None:
-                    self._untold[g][row] = table.first, self._ends[g][row]
+                    self._note(g, row, table.first, self._ends[g][row])
 
     # ---- inside ----
 
@@ -93,18 +99,15 @@ class SequenceRows:
         if table.region is not None:  # its entries are not read
             return
         first, end, old_end = max(first, table.first), len(table.block_ids), self._ends[g][row]
-        if end == first + 1:  # nearly always: the next block
-            self.tables[g][row, first] = table.block_ids[first]
-        else:
-            self.tables[g][row, first:end] = table.block_ids[first:]
+        self.tables[g][row, first:end] = table.block_ids[first:]
         if old_end > end:
             self.tables[g][row, end:old_end] = 0
         self._ends[g][row] = end
         self._note(g, row, first, max(end, old_end))
 
     def _note(self, g: int, row: int, first: int, end: int) -> None:
-        untold = self._untold[g].get(row, (first, end))
-        self._untold[g][row] = min(untold[0], first), max(untold[1], end)
+        begin = self.layout.starts[g] + row * self.layout.widths[g]
+        self._untold.append(np.arange(begin + first, begin + end))
 
     def _replace(self, closed: Sequence[SequenceMemory], new: Sequence[SequenceMemory]) -> None:
         """Take the rows of closed sequences away, and give new ones rows, so that no row is free between others."""

@@ -235,6 +235,23 @@ def test_rows_in_use_stay_the_first_ones(memory: KVMemory) -> None:
     assert not plan.runs[0].adjacent, "a part of the sequences: their tables are gathered"
 
 
+def test_a_block_table_moves_and_changes_in_one_step(memory: KVMemory) -> None:
+    """A row that moves, new blocks, a block copied on write and a table cut short, all between two steps."""
+    ranks = Ranks(memory, num_rows=8)
+    scheduled = make_sequences(memory, (16, 32, 90, 40, 48))
+    ranks.check(list(scheduled))
+    fork = memory.fork(memory_of(scheduled[3]), 40)  # the next token of either is written to a block of its own
+    memory.free(memory_of(scheduled.pop(0)))
+    memory.truncate(memory_of(scheduled[1]), 32)
+    scheduled[1].request.token_ids[32:] = []
+    scheduled = [grow(memory, s) for s in scheduled]
+    scheduled.append(grow(memory, scheduled_of(memory, fork, list(range(40)), 39, 40)))
+    for _ in range(20):  # some tables have one more block in most of these
+        plan = ranks.check(list(scheduled))
+        scheduled = [grow(memory, s) for s in scheduled]
+    assert len(plan.changed) <= len(scheduled)
+
+
 def test_batches_last_until_the_one_after_the_next(memory: KVMemory) -> None:
     """A step may run while the next one is built; a longer one moves the numbers to a new buffer."""
     ranks = Ranks(memory)

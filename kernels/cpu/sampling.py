@@ -7,24 +7,26 @@ import ctypes
 import torch
 
 from kernels.cpu.build import load_function
+from kernels.cpu.ops import CPP_DTYPES
 
-SETTING_NAMES = ("key", "top_p", "temperature", "min_p", "top_k")
+SETTING_NAMES = ("key", "top_p", "temperature", "min_p", "top_k", "repetition", "frequency", "presence")
 
-_BLOCK_TOKENS = 64
-_POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
+_COLUMNS = (*SETTING_NAMES, "entries", "num_entries")
+_INT64, _FLOAT = torch.int64, torch.float32
+_DTYPES = [_INT64, torch.float64, _FLOAT, _FLOAT, torch.int32, _FLOAT, _FLOAT, _FLOAT, _INT64, _INT64]
 
 
 class _ChooseCall(ctypes.Structure):
     """`ChooseCall` of sampling.cpp."""
 
     _fields_ = [
-        *[(name, _POINTER) for name in ("logits", *SETTING_NAMES, "tokens", "possible")],
-        *[(name, _INT64) for name in ("rows", "width")],
+        *[(name, ctypes.c_void_p) for name in ("logits", "where", *_COLUMNS, "tokens", "possible")],
+        *[(name, ctypes.c_int64) for name in ("dtype", "rows", "vocab_size", "stride")],
     ]
 
 
 class CpuChoice:
-    """As `kernels.triton.sampling.choose`, for float32 logits in rows of whole blocks of 64.
+    """As `kernels.triton.sampling.choose`, after penalties.
 
     Args:
         march: the compiler's name of the processor.
@@ -36,21 +38,25 @@ class CpuChoice:
     def __init__(self, march: str = "native") -> None:
         self._choose = load_function("sampling", "folio_choose", ctypes.POINTER(_ChooseCall), march=march)
 
-    def __call__(self, logits: torch.Tensor, *settings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token for each row of `logits [rows, width]`, contiguous and -inf beyond the vocabulary, and whether any
-        token has a logit above -inf.
+    def __call__(
+        self, logits: torch.Tensor, where: torch.Tensor, *columns: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each of the rows `where [n]` (int64) of `logits [*, vocab_size]`, and whether any token has a
+        logit above -inf.
 
         Args:
-            settings: key, top_p, temperature, min_p and top_k of the rows.
+            columns: `SETTING_NAMES` of the rows; addresses of `entries [num_entries]` in int64, each `token id << 32 |
+                count` of a token to penalise; and `num_entries`.
         """
-        rows, width = logits.shape
-        dtypes = [torch.int64, torch.float64, torch.float32, torch.float32, torch.int32]
-        assert logits.dtype == torch.float32
-        assert logits.is_contiguous()
-        assert width % _BLOCK_TOKENS == 0
-        assert [column.dtype for column in settings] == dtypes
-        assert all(column.shape == (rows,) and column.is_contiguous() for column in settings)
+        if logits.dtype not in CPP_DTYPES or logits.stride(1) != 1:
+            logits = logits.float().contiguous()
+        rows = len(where)
+        assert where.dtype == torch.int64
+        assert where.is_contiguous()
+        assert [column.dtype for column in columns] == _DTYPES
+        assert all(column.shape == (rows,) and column.is_contiguous() for column in columns)
         tokens, possible = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
-        pointers = (tensor.data_ptr() for tensor in (logits, *settings, tokens, possible))
-        self._choose(ctypes.byref(_ChooseCall(*pointers, rows, width)))
+        pointers = (tensor.data_ptr() for tensor in (logits, where, *columns, tokens, possible))
+        dtype, vocab_size, stride = CPP_DTYPES[logits.dtype], logits.shape[1], logits.stride(0)
+        self._choose(ctypes.byref(_ChooseCall(*pointers, dtype, rows, vocab_size, stride)))
         return tokens, possible

@@ -1,4 +1,4 @@
-"""Choice of a token for each row on CPUs: temperature, min_p, top_k, top_p, and noise.
+"""Choice of a token for each row on CPUs: penalties, temperature, min_p, top_k, top_p, and noise.
 
 `kernels/triton/sampling.py` is the same for GPUs. The definition, with tokens ordered by their scaled logit and equal
 ones by id: a token is kept if fewer than top_k precede it, and if those that precede it have less than top_p of the
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from app.engine.sampling.noise import draw, highest_of, sums_of
+from app.engine.sampling.penalties import TokenCounts, penalise
 from app.engine.sampling.settings import GREEDY, MIN_P, TRUNCATED
 from kernels import KernelError
 from kernels.cpu.row_max import CpuRowMax
@@ -39,18 +41,44 @@ def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return highest, token_ids
 
 
-def choose(logits: torch.Tensor, settings: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row of `logits`, and whether any token was allowed.
+def choose(
+    logits: torch.Tensor, rows: np.ndarray, settings: np.ndarray, counts: Sequence[TokenCounts | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token for each of `rows [n]` (int64) of `logits [*, vocab_size]`, and whether any token was allowed.
 
     Args:
-        logits: `[rows, width]` float32, contiguous; width is a multiple of `BLOCK_TOKENS`, and tokens beyond the
-            vocabulary are -inf. They are changed.
-        settings: `SETTINGS` of the rows, `[rows]`; all of them or none are greedy, all or none are truncated.
+        logits: of any floating type; not changed.
+        settings: `SETTINGS` of the rows, `[n]`; all of them or none are greedy, all or none are truncated.
+        counts: of each row that is penalised.
     """
     if (compiled := compiled_kernels()) is not None:
         columns = (torch.from_numpy(np.ascontiguousarray(settings[name])) for name in SETTING_NAMES)
-        return compiled.choose(logits, *columns)
-    return choose_by_torch(logits, settings)
+        addresses = torch.tensor([0 if own is None else own.address for own in counts])
+        nums = torch.tensor([0 if own is None else own.num for own in counts])
+        return compiled.choose(logits, torch.from_numpy(rows), *columns, addresses, nums)
+    values = copy_rows(logits, rows)
+    penalise(values, counts, settings)
+    return choose_by_torch(values, settings)
+
+
+def copy_rows(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    """`padded` of some rows."""
+    are_neighbours = rows[-1] - rows[0] == len(rows) - 1
+    some = logits[rows[0] : rows[-1] + 1] if are_neighbours else logits.index_select(0, torch.from_numpy(rows))
+    return padded(some)
+
+
+def padded_width(vocab_size: int) -> int:
+    return -(-vocab_size // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def padded(logits: torch.Tensor) -> torch.Tensor:
+    """A copy in float32, with columns of -inf up to a multiple of `BLOCK_TOKENS`."""
+    num_rows, vocab_size = logits.shape
+    values = logits.new_empty(num_rows, padded_width(vocab_size), dtype=torch.float32)
+    values[:, :vocab_size].copy_(logits)
+    values[:, vocab_size:].fill_(-torch.inf)
+    return values
 
 
 class CompiledKernels(NamedTuple):
@@ -70,7 +98,12 @@ def compiled_kernels() -> CompiledKernels | None:
 
 
 def choose_by_torch(logits: torch.Tensor, settings: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `choose`, without a compiler."""
+    """As `choose`, without a compiler, for all rows.
+
+    Args:
+        logits: `[rows, width]` float32, contiguous; width is a multiple of `BLOCK_TOKENS`, and tokens beyond the
+            vocabulary are -inf. They are changed.
+    """
     features = int(np.bitwise_or.reduce(settings["features"]))
     highest, tokens = likeliest(logits)
     possible = highest > -torch.inf

@@ -1,4 +1,4 @@
-"""Logits processors: grammar masks, bad words, biases and penalties, applied before a token is sampled.
+"""Logits processors: grammar masks, bad words and biases, applied before penalties and before a token is sampled.
 
 The host gathers them for many rows at once; they are applied where the logits are.
 """
@@ -7,68 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from app.engine.sampling.settings import BIASED, FORBIDDING, MASKED, PENALISED
+from app.engine.sampling.settings import BIASED, FORBIDDING, MASKED
 from app.errors import RequestError
 
 if TYPE_CHECKING:
     from app.engine.sampling.state import SamplingState
 
-_FIRST_ROOM = 64
 _Array = TypeVar("_Array", np.ndarray, torch.Tensor)
-
-
-class TokenCounts:
-    """Distinct tokens of prompt and output with their counts in the output: the only tokens whose logits are
-    penalised."""
-
-    def __init__(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
-        distinct = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
-        self._num = self._num_in_prompt = len(distinct)
-        # The prompt's, sorted; then further ones of the output.
-        self._ids = np.concatenate([distinct, np.zeros(_FIRST_ROOM, np.int64)])
-        self._counts = np.zeros(len(self._ids), np.float32)
-        self._places: dict[int, int] = {}  # of the further ones
-        for token_id in output_token_ids:
-            self.add(token_id)
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        """`[num]` int64, a view that the next `add` may replace."""
-        return self._ids[: self._num]
-
-    @property
-    def in_output(self) -> np.ndarray:
-        """`[num]` float32, counts of `token_ids` in the output."""
-        return self._counts[: self._num]
-
-    def add(self, token_id: int) -> None:
-        """Count a token of the output."""
-        place = int(self._ids[: self._num_in_prompt].searchsorted(token_id))
-        if place == self._num_in_prompt or self._ids[place] != token_id:
-            place = self._places.setdefault(token_id, self._num)
-            if place == self._num:
-                self._append(token_id)
-        self._counts[place] += 1
-
-    def fork(self) -> Self:
-        """An independent copy."""
-        other = type(self)((), ())
-        other._num, other._num_in_prompt = self._num, self._num_in_prompt
-        other._ids, other._counts, other._places = self._ids.copy(), self._counts.copy(), self._places.copy()
-        return other
-
-    def _append(self, token_id: int) -> None:
-        if self._num == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[self._num] = token_id
-        self._num += 1
-
 
 # Text before a word, for tokenizers that treat the beginning of a text like a space.
 _PREFIX = "\n"
@@ -147,8 +97,6 @@ class Edits(NamedTuple, Generic[_Array]):
         masks: their allowed tokens, `[m, ceil(vocab_size / 32)]` int32, 32 tokens a number.
         forbidden: places, with duplicates.
         biased, bias: places, and the addends.
-        penalised, times: places, and counts in the output, float32.
-        penalties: of all rows: repetition, frequency and presence, `[rows, 3]` float32.
     """
 
     masked: _Array
@@ -156,9 +104,6 @@ class Edits(NamedTuple, Generic[_Array]):
     forbidden: _Array
     biased: _Array
     bias: _Array
-    penalised: _Array
-    times: _Array
-    penalties: _Array
 
 
 def gather_edits(
@@ -175,23 +120,19 @@ def gather_edits(
         found: list[int] = np.flatnonzero(settings["features"] & feature).tolist()
         return found
 
-    masked, biased, penalised = rows(MASKED), rows(BIASED), rows(PENALISED)
+    masked, biased = rows(MASKED), rows(BIASED)
     masks = np.empty((len(masked), -(-vocab_size // 32)), np.int32)
     for mask, row in zip(masks, masked, strict=True):
         _fill_mask(mask, states[row], vocab_size)
     forbidden = [
         row * width + token_id for row in rows(FORBIDDING) for token_id in states[row].forbidden(positions[row])
     ]
-    counts = [states[row].counts for row in penalised]
     return Edits(
         np.array(masked, np.int64),
         masks,
         np.array(forbidden, np.int64),
         _places(biased, [states[row].bias_ids for row in biased], width),
         _joined([states[row].bias for row in biased], np.float32),
-        _places(penalised, [own.token_ids for own in counts], width),
-        _joined([own.in_output for own in counts], np.float32),
-        np.stack([settings[name] for name in ("repetition", "frequency", "presence")], axis=-1),
     )
 
 
@@ -219,7 +160,7 @@ def apply_edits(logits: torch.Tensor, edits: Edits[torch.Tensor]) -> None:
     """Change `logits [rows, width]` (float32, contiguous) in place, in vLLM's order, without waiting for the device.
 
     Forbidden tokens become minus infinity: by masks, by bad words, and stop tokens before `min_tokens`. Then biases are
-    added. Penalties come last and see the biases: first repetition, as in CTRL §4.1, then frequency and presence.
+    added. Penalties come later and see the biases.
     """
     num_rows, width = logits.shape
     if len(edits.masked):
@@ -237,13 +178,6 @@ def apply_edits(logits: torch.Tensor, edits: Edits[torch.Tensor]) -> None:
         values.index_fill_(0, edits.forbidden, -torch.inf)
     if len(edits.biased):
         values.index_copy_(0, edits.biased, values.index_select(0, edits.biased) + edits.bias)
-    if len(edits.penalised):
-        repetition, frequency, presence = edits.penalties[edits.penalised // width].unbind(-1)
-        own = values.index_select(0, edits.penalised)
-        own = torch.where(own < 0, own * repetition, own / repetition)
-        own -= frequency * edits.times
-        own -= presence * (edits.times > 0)
-        values.index_copy_(0, edits.penalised, own)
 
 
 @functools.cache

@@ -10,10 +10,10 @@ import torch
 
 from app.engine.delta import TokenLogprobs
 from app.engine.sampling import choice
-from app.engine.sampling.choice import BLOCK_TOKENS
 from app.engine.sampling.logits import Edits, apply_edits, gather_edits
 from app.engine.sampling.logprobs import chunks, launch_logprobs, read_logprobs
-from app.engine.sampling.settings import GREEDY, MASKED, PROCESSED, TRUNCATED, gather_settings
+from app.engine.sampling.penalties import counts_of, gather_penalties
+from app.engine.sampling.settings import EDITED, GREEDY, MASKED, PROCESSED, TRUNCATED, gather_settings
 from app.engine.sampling.state import SamplingState
 from app.engine.sampling.transfer import Readback, to_device
 
@@ -76,8 +76,8 @@ def launch_sampling(
     """Sample the next token of each sequence, from its row of `logits [len(rows), vocab_size]`, where the logits are;
     on a GPU without waiting for it.
 
-    The order is vLLM's: forbidden tokens, biases and penalties (`apply_edits`) on float32 logits; temperature; min_p,
-    top_k, and top_p among the remaining tokens. The token with the highest sum of logit and noise (`noise.py`) is
+    The order is vLLM's: forbidden tokens and biases (`apply_edits`), then penalties, on float32 logits; temperature;
+    min_p, top_k, and top_p among the remaining tokens. The token with the highest sum of logit and noise (`noise.py`) is
     drawn, the lower id among equals. Log probabilities are by the unprocessed logits.
 
     A row's token depends only on its logits and its state, to the last bit: sums are row by row, or of integers.
@@ -163,7 +163,10 @@ def _choose(
 def _alike(features: np.ndarray, device: torch.device) -> Iterator[np.ndarray]:
     """Groups of rows to choose for together: on a CPU those that take the same course, so that no row is copied or
     masked for others; elsewhere those whose logits change, and the others."""
-    kinds = features & (MASKED | GREEDY | TRUNCATED) if device.type == "cpu" else (features & PROCESSED) > 0
+    if device.type == "cpu":
+        kinds = features & (MASKED | GREEDY | TRUNCATED) | np.where(features & EDITED, EDITED, 0)
+    else:
+        kinds = (features & PROCESSED) > 0
     for kind in np.unique(kinds):
         yield np.flatnonzero(kinds == kind)
 
@@ -175,14 +178,13 @@ def _choose_on_cpu(
     settings: np.ndarray,
     positions: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows, a token for each of them, and whether any is allowed."""
-    where, vocab_size = torch.from_numpy(indices), logits.shape[-1]
-    are_neighbours = indices[-1] - indices[0] == len(indices) - 1
-    values = _copy(logits[indices[0] : indices[-1] + 1] if are_neighbours else logits.index_select(0, where))
-    if (settings["features"] & PROCESSED).any():
-        edits = gather_edits(states, settings, positions, vocab_size, values.shape[-1])
-        apply_edits(values, Edits(*to_device(edits, logits.device)))
-    return where, *choice.choose(values, settings)
+    """The rows, a token for each of them, and whether any is allowed. Only logits with edits are copied."""
+    where, vocab_size, rows = torch.from_numpy(indices), logits.shape[-1], indices
+    if (settings["features"] & EDITED).any():
+        logits, rows = choice.copy_rows(logits, indices), np.arange(len(indices))
+        edits = gather_edits(states, settings, positions, vocab_size, logits.shape[-1])
+        apply_edits(logits, Edits(*to_device(edits, logits.device)))
+    return where, *choice.choose(logits, rows, settings, counts_of(states, settings))
 
 
 def _choose_on_gpu(
@@ -193,25 +195,24 @@ def _choose_on_gpu(
     positions: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `_choose_on_cpu`. Only logits that change are copied."""
-    from kernels.triton import sampling  # a machine without a GPU has no Triton
+    from kernels.triton import penalties, sampling  # a machine without a GPU has no Triton
 
-    vocab_size = logits.shape[-1]
+    vocab_size, device = logits.shape[-1], logits.device
     arrays = [indices, *(np.ascontiguousarray(settings[name]) for name in sampling.SETTINGS)]
     if not (settings["features"] & PROCESSED).any():
-        where, *columns = to_device(arrays, logits.device)
+        where, *columns = to_device(arrays, device)
         return where, *sampling.choose(logits, where, *columns)
-    edits = gather_edits(states, settings, positions, vocab_size, -(-vocab_size // BLOCK_TOKENS) * BLOCK_TOKENS)
-    where, *columns = to_device([*arrays, *edits], logits.device)
-    values = _copy(logits.index_select(0, where))
-    apply_edits(values, Edits(*columns[len(sampling.SETTINGS) :]))
-    own_rows = torch.arange(len(values), device=logits.device)
-    return where, *sampling.choose(values, own_rows, *columns[: len(sampling.SETTINGS)])
-
-
-def _copy(logits: torch.Tensor) -> torch.Tensor:
-    """In float32, with columns of -inf up to a multiple of `BLOCK_TOKENS`."""
-    num_rows, vocab_size = logits.shape
-    values = logits.new_empty(num_rows, -(-vocab_size // BLOCK_TOKENS) * BLOCK_TOKENS, dtype=torch.float32)
-    values[:, :vocab_size].copy_(logits)
-    values[:, vocab_size:].fill_(-torch.inf)
-    return values
+    edits = gather_edits(states, settings, positions, vocab_size, choice.padded_width(vocab_size))
+    counts = counts_of(states, settings)
+    table = gather_penalties(counts, settings, device)
+    where, *columns = to_device([*arrays, *edits, *table], device)
+    num_settings, num_edits = len(sampling.SETTINGS), len(edits)
+    values = choice.padded(logits.index_select(0, where))
+    apply_edits(values, Edits(*columns[num_settings : num_settings + num_edits]))
+    if len(table.rows):
+        penalties.penalise(values, *columns[num_settings + num_edits :], most_entries=int(table.nums.max()))
+        for own in counts:
+            if own is not None:
+                own.changed.clear()
+    own_rows = torch.arange(len(values), device=device)
+    return where, *sampling.choose(values, own_rows, *columns[:num_settings])

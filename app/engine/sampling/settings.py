@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 # What a row needs, as bits of `SETTINGS["features"]`: no noise; top_k or top_p; min_p; and changes of its logits.
 GREEDY, TRUNCATED, MIN_P = 1, 2, 4
 MASKED, FORBIDDING, BIASED, PENALISED = 8, 16, 32, 64
-PROCESSED = MASKED | FORBIDDING | BIASED | PENALISED
+EDITED = MASKED | FORBIDDING | BIASED
+PROCESSED = EDITED | PENALISED
 
 # A row's settings in a step, for all devices: packed, so that many are gathered by joining bytes.
 SETTINGS = np.dtype(

@@ -7,9 +7,10 @@ import secrets
 
 import numpy as np
 
-from app.engine.sampling.logits import BadWords, TokenCounts
+from app.engine.sampling.logits import BadWords
 from app.engine.sampling.noise import noise_key
 from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.reasoning import Matcher
 from app.engine.sampling.settings import (
     BIASED,

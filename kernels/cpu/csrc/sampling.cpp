@@ -1,4 +1,4 @@
-// Choice of a token for each row of logits: temperature, min_p, top_k, top_p, and noise; a row on one core.
+// Choice of a token for each row of logits: penalties, temperature, min_p, top_k, top_p, and noise; a row on one core.
 //
 // The definition is in app/engine/sampling/choice.py. Loops that are sums of floating-point numbers have the same order
 // in every row, so a row's token depends on nothing else.
@@ -10,19 +10,25 @@
 #include <limits>
 #include <vector>
 
+#include "vector.h"
+
 extern "C" {
 
 // Mirrored field by field in kernels/cpu/sampling.py.
 struct ChooseCall {
-  const float* logits;  // [rows, width], whole blocks; -inf beyond the vocabulary
-  const int64_t* key;   // [rows] each
+  const void* logits;    // [*, vocab_size], rows `stride` elements apart
+  const int64_t* where;  // [rows] each: the row of the logits
+  const int64_t* key;
   const double* top_p;
   const float* temperature;  // 0: the likeliest
   const float* min_p;        // its logarithm
   const int32_t* top_k;      // 0: all
+  const float *repetition, *frequency, *presence;
+  const int64_t* const* entries;  // of tokens to penalise, each once: token id << 32 | count in the output
+  const int64_t* num_entries;
   int64_t* tokens;
   bool* possible;
-  int64_t rows, width;
+  int64_t dtype, rows, vocab_size, stride;
 };
 
 }  // extern "C"
@@ -54,26 +60,72 @@ struct Token {
   int64_t id;
 };
 
-inline bool precedes(const Token& a, const Token& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+// Without branches, for loops over many tokens.
+inline bool precedes(const Token& a, const Token& b) {
+  return (a.logit > b.logit) | ((a.logit == b.logit) & (a.id < b.id));
+}
+
+// Rounded to float, which a product is not that is fused with a sum.
+inline float product(float a, float b) { return float(double(a) * double(b)); }
+
+// Scale kBlock or, of the last block, `count` logits; returns the highest one. A division takes longer than the rest.
+template <typename T>
+inline float scale_block(const T* raw, float* own, int64_t count, float temperature) {
+  float most = -kInfinity;
+  if (temperature == 1) {
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < count; i++) {
+      own[i] = folio::to_float(raw[i]);
+      most = own[i] > most ? own[i] : most;
+    }
+  } else {
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < count; i++) {
+      own[i] = folio::to_float(raw[i]) / temperature;
+      most = own[i] > most ? own[i] : most;
+    }
+  }
+  return most;
+}
 
 struct Row {
-  int64_t width;
+  int64_t width;  // the vocabulary's, in whole blocks; logits beyond the vocabulary are -inf
   std::vector<float> logits, maxima, masses;  // scaled logits, their maxima by blocks, exp(logit - highest)
   std::vector<float> sorted;
   std::vector<Token> candidates;
   float highest;
 
-  void scale(const float* raw, float temperature) {
-    for (int64_t block = 0; block < width / kBlock; block++) {
-      float* own = logits.data() + block * kBlock;
-      float most = -kInfinity;
-#pragma omp simd reduction(max : most)
-      for (int64_t i = 0; i < kBlock; i++) {
-        own[i] = raw[block * kBlock + i] / temperature;
-        most = own[i] > most ? own[i] : most;
-      }
-      maxima[block] = most;
+  template <typename T>
+  void scale(const T* raw, int64_t vocab_size, float temperature) {
+    const int64_t whole = vocab_size / kBlock, rest = vocab_size % kBlock;
+    for (int64_t block = 0; block < whole; block++)
+      maxima[block] = scale_block(raw + block * kBlock, logits.data() + block * kBlock, kBlock, temperature);
+    if (!rest) return;
+    float* own = logits.data() + whole * kBlock;
+    maxima[whole] = scale_block(raw + whole * kBlock, own, rest, temperature);
+    std::fill(own + rest, own + kBlock, -kInfinity);
+  }
+
+  // Like torch's operations one after the other, to the last bit.
+  void penalise(const int64_t* entries, int64_t num, float repetition, float frequency, float presence) {
+    float* own = logits.data();
+#pragma omp simd
+    for (int64_t i = 0; i < num; i++) {
+      const int32_t id = int32_t(entries[i] >> 32), times = int32_t(entries[i]);
+      float logit = own[id];
+      logit = logit < 0 ? product(logit, repetition) : logit / repetition;
+      logit -= product(frequency, float(times));
+      logit -= times > 0 ? presence : 0.f;
+      own[id] = logit;
     }
+  }
+
+  template <typename T>
+  void load(const ChooseCall& call, const T* raw, int64_t row, float temperature) {
+    if (!call.num_entries[row]) return scale(raw, call.vocab_size, temperature);
+    for (int64_t i = 0; i < call.vocab_size; i++) logits[i] = folio::to_float(raw[i]);
+    penalise(call.entries[row], call.num_entries[row], call.repetition[row], call.frequency[row], call.presence[row]);
+    scale(logits.data(), call.vocab_size, temperature);
   }
 
   Token likeliest() const {
@@ -124,12 +176,17 @@ struct Row {
       std::nth_element(sorted.begin(), sorted.begin() + (least - 1), sorted.end(), std::greater<float>());
       floor = sorted[least - 1];
     }
-    candidates.clear();
+    floor = std::max(floor, std::numeric_limits<float>::lowest());  // above -inf
+    size_t num = 0;
     for (int64_t block = 0; block < width / kBlock; block++) {
-      if (!(maxima[block] >= floor && maxima[block] > -kInfinity)) continue;
-      for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i++)
-        if (logits[i] >= floor && logits[i] > -kInfinity) candidates.push_back({logits[i], i});
+      if (!(maxima[block] >= floor)) continue;
+      if (candidates.size() < num + kBlock) candidates.resize(2 * num + kBlock);
+      for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i++) {
+        candidates[num] = {logits[i], i};
+        num += logits[i] >= floor;
+      }
     }
+    candidates.resize(num);
     const int64_t count = std::min(least, int64_t(candidates.size()));
     if (count < int64_t(candidates.size())) {
       std::nth_element(candidates.begin(), candidates.begin() + count, candidates.end(), precedes);
@@ -202,19 +259,19 @@ struct Row {
   double mass_before(const Token& token) const {
     double sum = 0;
     const int64_t own = token.id / kBlock;
+    const float above = std::nextafter(token.logit, kInfinity);
     for (int64_t block = 0; block < width / kBlock; block++) {
       if (maxima[block] < token.logit) continue;
       const float *there = logits.data() + block * kBlock, *mass = masses.data() + block * kBlock;
+      const float least = block < own ? token.logit : above;
+      const int64_t num_before = block == own ? token.id % kBlock : 0;  // that precede it if they equal it
       float part = 0;
-      if (block < own) {
 #pragma omp simd reduction(+ : part)
-        for (int64_t i = 0; i < kBlock; i++) part += there[i] >= token.logit ? mass[i] : 0.f;
-      } else if (block > own) {
-#pragma omp simd reduction(+ : part)
-        for (int64_t i = 0; i < kBlock; i++) part += there[i] > token.logit ? mass[i] : 0.f;
-      } else {
-        for (int64_t i = 0; i < kBlock; i++) part += precedes({there[i], block * kBlock + i}, token) ? mass[i] : 0.f;
+      for (int64_t i = 0; i < kBlock; i++) {
+        const float other = mass[i];  // not only where it counts, which would be a branch
+        part += there[i] >= least ? other : 0.f;
       }
+      for (int64_t i = 0; i < num_before; i++) part += there[i] == token.logit ? mass[i] : 0.f;
       sum += part;
     }
     return sum;
@@ -234,7 +291,10 @@ struct Row {
 
   int64_t choose(const ChooseCall& call, int64_t row, bool* possible) {
     const float temperature = call.temperature[row];
-    scale(call.logits + row * width, temperature == 0 ? 1 : temperature);
+    folio::with_type(int(call.dtype), [&](auto type) {
+      const auto* raw = static_cast<const decltype(type)*>(call.logits) + call.where[row] * call.stride;
+      load(call, raw, row, temperature == 0 ? 1 : temperature);
+    });
     const Token first = likeliest();
     highest = first.logit;
     *possible = highest > -kInfinity;
@@ -262,13 +322,14 @@ struct Row {
 extern "C" {
 
 void folio_choose(const ChooseCall* call) {
-#pragma omp parallel if (call->rows > 1 && call->rows * call->width > 1 << 15)
+#pragma omp parallel if (call->rows > 1 && call->rows * call->vocab_size > folio::kParallelElements)
   {
     static thread_local Row row;  // fresh memory would cost as much as the choice
-    row.width = call->width;
-    row.logits.resize(call->width);
-    row.masses.resize(call->width);
-    row.maxima.resize(call->width / kBlock);
+    const int64_t num_blocks = (call->vocab_size + kBlock - 1) / kBlock;
+    row.width = num_blocks * kBlock;
+    row.logits.resize(row.width);
+    row.masses.resize(row.width);
+    row.maxima.resize(num_blocks);
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < call->rows; i++) call->tokens[i] = row.choose(*call, i, call->possible + i);
   }

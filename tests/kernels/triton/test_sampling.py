@@ -39,10 +39,7 @@ def chosen(logits: torch.Tensor, settings: np.ndarray, rows: list[int] | None = 
 
 
 def expected(logits: torch.Tensor, settings: np.ndarray) -> tuple[list[int], list[bool]]:
-    vocab_size = logits.shape[-1]
-    values = torch.full((len(logits), -(-vocab_size // choice.BLOCK_TOKENS) * choice.BLOCK_TOKENS), -torch.inf)
-    values[:, :vocab_size] = logits
-    tokens, possible = choice.choose(values, settings)
+    tokens, possible = choice.choose(logits, np.arange(len(logits)), settings, [None] * len(logits))
     return tokens.tolist(), possible.tolist()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.sampling import choice, logprobs, sampler
+from app.engine.sampling import choice, logprobs, penalties, sampler
 from app.engine.sampling import logits as processors
 from app.engine.sampling.choice import likeliest
 from app.engine.sampling.noise import gumbel, noise_key
@@ -123,8 +123,7 @@ def test_the_path_of_gpus_chooses_the_same(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_compiled_choice_equals_torchs() -> None:
     """All kinds of settings, of rows that are equal, flat, peaked or mostly forbidden."""
-    compiled = choice.compiled_kernels()
-    if compiled is None:
+    if choice.compiled_kernels() is None:
         pytest.skip("there is no C++ compiler")
     for seed in range(40):
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -142,8 +141,7 @@ def test_the_compiled_choice_equals_torchs() -> None:
             min_p=rng.choice([0.0, 0.0, 0.03, 1.0]),
         )
         settings = gather_settings([SamplingState(params, [1])] * 8, range(8), logits.shape[-1])
-        columns = [torch.from_numpy(np.ascontiguousarray(settings[name])) for name in choice.SETTING_NAMES]
-        tokens, possible = compiled.choose(logits, *columns)
+        tokens, possible = choice.choose(logits, np.arange(8), settings, [None] * 8)
         expected, expected_possible = choice.choose_by_torch(logits.clone(), settings)
         assert torch.equal(possible, expected_possible)
         assert torch.equal(tokens, expected), f"{params} of {list(logits.shape)}"
@@ -180,10 +178,16 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert all(column.shape == rows.shape and column.is_meta for column in settings)
         return torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
 
+    def penalise(values: torch.Tensor, *table: torch.Tensor, most_entries: int) -> None:
+        assert most_entries
+        assert all(column.is_meta for column in (values, *table))
+
     pytest.importorskip("triton")
     monkeypatch.setattr(sampler, "to_device", moved)
+    monkeypatch.setattr(penalties, "to_device", moved)
     monkeypatch.setattr(sampler, "Readback", Unread)
     monkeypatch.setattr("kernels.triton.sampling.choose", choose)
+    monkeypatch.setattr("kernels.triton.penalties.penalise", penalise)
     yield
     processors._addends_by_byte.cache_clear()
 

@@ -20,6 +20,7 @@ from transformers import (
 
 from app.engine.sampling.logits import BadWords, Edits, apply_edits, gather_edits
 from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.penalties import counts_of, penalise
 from app.engine.sampling.sampler import sample
 from app.engine.sampling.settings import gather_settings
 from app.engine.sampling.state import SamplingState
@@ -44,8 +45,10 @@ def state(prompt: list[int], output: list[int], words: BadWords | None = None, *
 
 def processed(logits: torch.Tensor, *states: SamplingState) -> torch.Tensor:
     changed, positions, width = logits.clone(), [0] * len(states), logits.shape[-1]
-    edits = gather_edits(states, gather_settings(states, positions, width), positions, width, width)
+    settings = gather_settings(states, positions, width)
+    edits = gather_edits(states, settings, positions, width, width)
     apply_edits(changed, Edits(*to_device(edits, logits.device)))
+    penalise(changed, counts_of(states, settings), settings)
     return changed
 
 

@@ -41,15 +41,15 @@ class CpuChoice:
     def __call__(
         self, logits: torch.Tensor, where: torch.Tensor, *columns: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token for each of the rows `where [n]` (int64) of `logits [*, vocab_size]`, and whether any token has a
-        logit above -inf.
+        """A token for each of the rows `where [n]` (int64) of `logits [*, vocab_size]` (float32, bfloat16 or
+        float16), and whether any token has a logit above -inf.
 
         Args:
             columns: `SETTING_NAMES` of the rows; addresses of `entries [num_entries]` in int64, each `token id << 32 |
                 count` of a token to penalise; and `num_entries`.
         """
-        if logits.dtype not in CPP_DTYPES or logits.stride(1) != 1:
-            logits = logits.float().contiguous()
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
         rows = len(where)
         assert where.dtype == torch.int64
         assert where.is_contiguous()

@@ -28,12 +28,6 @@ def _replace_kernel(
 
 
 @triton.jit
-def _product(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Rounded to float32, which a product is not that is fused with a sum."""
-    return (a.to(tl.float64) * b.to(tl.float64)).to(tl.float32)
-
-
-@triton.jit
 def _penalise_kernel(
     logits_ptr: tl.tensor,  # [*, width], rows row_stride apart
     rows_ptr: tl.tensor,  # [num_rows] int64
@@ -57,31 +51,31 @@ def _penalise_kernel(
         repetition = tl.load(penalties_ptr + row * 3)
         frequency = tl.load(penalties_ptr + row * 3 + 1)
         presence = tl.load(penalties_ptr + row * 3 + 2)
-        logits = tl.where(logits < 0, _product(logits, repetition), tl.div_rn(logits, repetition))
-        logits -= _product(times, frequency)
+        logits = tl.where(logits < 0, logits * repetition, tl.div_rn(logits, repetition))
+        logits -= frequency * times
         logits -= tl.where(times > 0, presence, 0.0)
         tl.store(logit_ptrs, logits, mask=there)
 
 
 def penalise(
     logits: torch.Tensor,
+    most_entries: int,
     rows: torch.Tensor,
     addresses: torch.Tensor,
     nums: torch.Tensor,
     penalties: torch.Tensor,
     changed: torch.Tensor,
     entries: torch.Tensor,
-    most_entries: int,
 ) -> None:
     """Replace entries, then change `logits [*, width]` (float32, contiguous) in place for the tokens of all entries.
     Does not wait for the device.
 
     Args:
+        most_entries: of a row.
         rows: of the logits, `[n]` int64.
         addresses, nums: of each row's entries, `[n]` int64 and int32. A row has a token once.
         penalties: repetition, frequency and presence, `[n, 3]` float32.
         changed, entries: addresses of entries, and what replaces them, `[changes]` int64.
-        most_entries: of a row.
     """
     with torch.cuda.device_of(logits):
         if len(changed):
@@ -96,4 +90,5 @@ def penalise(
             logits.stride(0),
             TILE=_TILE_ENTRIES,
             num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,  # products are rounded before they are subtracted, as on CPUs
         )

@@ -47,7 +47,7 @@ def choose(
     """A token for each of `rows [n]` (int64) of `logits [*, vocab_size]`, and whether any token was allowed.
 
     Args:
-        logits: of any floating type; not changed.
+        logits: in float32, bfloat16 or float16; not changed.
         settings: `SETTINGS` of the rows, `[n]`; all of them or none are greedy, all or none are truncated.
         counts: of each row that is penalised.
     """

@@ -1,7 +1,7 @@
 """Penalties: the tokens that a sequence has, with their counts, and the change of these tokens' logits.
 
-Counts are kept with a sequence's sampling state, from its first sampled token to its end: a sampled token changes one of
-them. Kernels read them where they are: on a CPU in the state's own array, on another device in a copy that each step
+Counts are kept with a sequence's sampling state, from its first sampled token to its end: a sampled token changes one
+of them. Kernels read them where they are: on a CPU in the state's own array, on another device in a copy that each step
 brings up to date.
 """
 
@@ -117,7 +117,7 @@ def penalise(logits: torch.Tensor, counts: Sequence[TokenCounts | None], setting
 
 
 class PenaltyTable(NamedTuple):
-    """What a step sends to a device of the counts there: 28 bytes for each penalised row and 16 for each change.
+    """What a step sends to a device of the counts there: 32 bytes for each penalised row and 16 for each change.
 
     Attributes:
         rows: of the logits, `[n]` int64.

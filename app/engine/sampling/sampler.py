@@ -77,8 +77,8 @@ def launch_sampling(
     on a GPU without waiting for it.
 
     The order is vLLM's: forbidden tokens and biases (`apply_edits`), then penalties, on float32 logits; temperature;
-    min_p, top_k, and top_p among the remaining tokens. The token with the highest sum of logit and noise (`noise.py`) is
-    drawn, the lower id among equals. Log probabilities are by the unprocessed logits.
+    min_p, top_k, and top_p among the remaining tokens. The token with the highest sum of logit and noise (`noise.py`)
+    is drawn, the lower id among equals. Log probabilities are by the unprocessed logits.
 
     A row's token depends only on its logits and its state, to the last bit: sums are row by row, or of integers.
 
@@ -166,7 +166,7 @@ def _alike(features: np.ndarray, device: torch.device) -> Iterator[np.ndarray]:
     if device.type == "cpu":
         kinds = features & (MASKED | GREEDY | TRUNCATED) | np.where(features & EDITED, EDITED, 0)
     else:
-        kinds = (features & PROCESSED) > 0
+        kinds = np.where(features & PROCESSED, PROCESSED, 0)
     for kind in np.unique(kinds):
         yield np.flatnonzero(kinds == kind)
 
@@ -210,7 +210,7 @@ def _choose_on_gpu(
     values = choice.padded(logits.index_select(0, where))
     apply_edits(values, Edits(*columns[num_settings : num_settings + num_edits]))
     if len(table.rows):
-        penalties.penalise(values, *columns[num_settings + num_edits :], most_entries=int(table.nums.max()))
+        penalties.penalise(values, int(table.nums.max()), *columns[num_settings + num_edits :])
         for own in counts:
             if own is not None:
                 own.changed.clear()

@@ -60,13 +60,7 @@ struct Token {
   int64_t id;
 };
 
-// Without branches, for loops over many tokens.
-inline bool precedes(const Token& a, const Token& b) {
-  return (a.logit > b.logit) | ((a.logit == b.logit) & (a.id < b.id));
-}
-
-// Rounded to float, which a product is not that is fused with a sum.
-inline float product(float a, float b) { return float(double(a) * double(b)); }
+inline bool precedes(const Token& a, const Token& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
 
 // Scale kBlock or, of the last block, `count` logits; returns the highest one. A division takes longer than the rest.
 template <typename T>
@@ -106,17 +100,24 @@ struct Row {
     std::fill(own + rest, own + kBlock, -kInfinity);
   }
 
-  // Like torch's operations one after the other, to the last bit.
+  // Like torch's operations one after the other, to the last bit: products are rounded before they are subtracted.
   void penalise(const int64_t* entries, int64_t num, float repetition, float frequency, float presence) {
     float* own = logits.data();
+    float repeated[kBlock], less[kBlock];
+    for (int64_t begin = 0; begin < num; begin += kBlock) {
+      const int64_t count = std::min(kBlock, num - begin);
 #pragma omp simd
-    for (int64_t i = 0; i < num; i++) {
-      const int32_t id = int32_t(entries[i] >> 32), times = int32_t(entries[i]);
-      float logit = own[id];
-      logit = logit < 0 ? product(logit, repetition) : logit / repetition;
-      logit -= product(frequency, float(times));
-      logit -= times > 0 ? presence : 0.f;
-      own[id] = logit;
+      for (int64_t i = 0; i < count; i++) {
+        const float logit = own[int32_t(entries[begin + i] >> 32)];
+        repeated[i] = logit < 0 ? logit * repetition : logit / repetition;
+        less[i] = frequency * float(int32_t(entries[begin + i]));
+      }
+      asm volatile("" : : "r"(repeated), "r"(less) : "memory");  // the compiler would fuse products and differences
+#pragma omp simd
+      for (int64_t i = 0; i < count; i++) {
+        const int64_t entry = entries[begin + i];
+        own[int32_t(entry >> 32)] = repeated[i] - less[i] - (int32_t(entry) > 0 ? presence : 0.f);
+      }
     }
   }
 
@@ -256,36 +257,42 @@ struct Row {
     return covered || before >= limit || int64_t(candidates.size()) < kCandidates ? best : -1;
   }
 
+  // The least logit of a block's tokens that precede a token of another block.
+  static float least_before(const Token& token, int64_t block) {
+    return block < token.id / kBlock ? token.logit : std::nextafter(token.logit, kInfinity);
+  }
+
   double mass_before(const Token& token) const {
     double sum = 0;
     const int64_t own = token.id / kBlock;
-    const float above = std::nextafter(token.logit, kInfinity);
     for (int64_t block = 0; block < width / kBlock; block++) {
-      if (maxima[block] < token.logit) continue;
+      if (maxima[block] < token.logit || block == own) continue;
       const float *there = logits.data() + block * kBlock, *mass = masses.data() + block * kBlock;
-      const float least = block < own ? token.logit : above;
-      const int64_t num_before = block == own ? token.id % kBlock : 0;  // that precede it if they equal it
-      float part = 0;
-#pragma omp simd reduction(+ : part)
-      for (int64_t i = 0; i < kBlock; i++) {
-        const float other = mass[i];  // not only where it counts, which would be a branch
-        part += there[i] >= least ? other : 0.f;
-      }
-      for (int64_t i = 0; i < num_before; i++) part += there[i] == token.logit ? mass[i] : 0.f;
-      sum += part;
+      const float least = least_before(token, block);
+      folio::Vec part = {};
+      for (int64_t i = 0; i < kBlock; i += folio::kLanes)
+        part += folio::load(there + i) >= least ? folio::load(mass + i) : folio::Vec{};
+      sum += folio::sum_lanes(part);
     }
+    for (int64_t i = own * kBlock; i < (own + 1) * kBlock; i++) sum += precedes({logits[i], i}, token) ? masses[i] : 0.f;
     return sum;
   }
 
   void exclude_all_but_before(const Token& token) {
+    const int64_t own = token.id / kBlock;
+    for (int64_t i = own * kBlock; i < (own + 1) * kBlock; i++)
+      logits[i] = precedes({logits[i], i}, token) ? logits[i] : -kInfinity;
     for (int64_t block = 0; block < width / kBlock; block++) {
-      float* own = logits.data() + block * kBlock;
-      float most = -kInfinity;
-      for (int64_t i = 0; i < kBlock; i++) {
-        if (!precedes({own[i], block * kBlock + i}, token)) own[i] = -kInfinity;
-        most = std::max(most, own[i]);
+      float* there = logits.data() + block * kBlock;
+      const float least = block == own ? -kInfinity : least_before(token, block);
+      folio::Vec most = folio::broadcast(-kInfinity);
+      for (int64_t i = 0; i < kBlock; i += folio::kLanes) {
+        const folio::Vec x = folio::load(there + i);
+        const folio::Vec kept = x >= least ? x : folio::broadcast(-kInfinity);
+        folio::store(there + i, kept);
+        most = folio::max_vec(most, kept);
       }
-      maxima[block] = most;
+      maxima[block] = folio::highest_lane(most);
     }
   }
 

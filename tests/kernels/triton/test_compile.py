@@ -58,7 +58,7 @@ GEMMA = Model(21, 16, 8, 256, Masking(1 / 16, window_left=4095, softcap=50.0), 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate" or "choose".
+    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "choose" or "penalise".
 
     Attributes:
         block_tokens: of the block-table view, 0 for as many as `plan_layout` chooses; None is the region view.
@@ -127,14 +127,15 @@ SHAPES = (
     Shape("prefill", GEMMA, dtype=F32, cache_dtype=F32),
     Shape("choose", LLAMA),
     Shape("choose", LLAMA, dtype=F32),
+    Shape("penalise", LLAMA, dtype=F32),
     MISALIGNED,
 )
 
 
 @dataclass
 class Compiled:
-    """Compilation result: registers and spilled bytes per thread, shared bytes per program, and the number of accesses
-    of each width in bytes."""
+    """Compilation result: registers and spilled bytes per thread, shared bytes per program, the number of accesses
+    of each width in bytes, and of products fused with sums."""
 
     registers: int
     spilled: int
@@ -142,6 +143,7 @@ class Compiled:
     copies: dict[int, int]  # from global to shared memory, past the registers
     loads: dict[int, int]
     stores: dict[int, int]
+    num_fused: int
 
 
 @pytest.mark.processes
@@ -205,6 +207,9 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
     elif shape.call == "copy":
         if compiled.loads.get(16, 0) < 4 or set(compiled.stores) != {16}:
             wrong.append("does not copy by 16 bytes")
+    elif shape.call == "penalise":
+        if compiled.num_fused:
+            wrong.append(f"fuses {compiled.num_fused} products with sums, which CPUs round alone")
     elif shape.call == "choose":  # 4,096 logits by 512 threads
         if compiled.loads.get(16, 0) < 5:
             wrong.append(f"reads logits by {dict(compiled.loads)} bytes")
@@ -267,6 +272,7 @@ def compile_shapes(index: int, count: int) -> None:
             copies=_copies(ptx),
             loads=_accesses(ptx, "ld"),
             stores=_accesses(ptx, "st"),
+            num_fused=len(re.findall(r"\bfma\.rn\.f32", ptx)),
         )
         print(json.dumps((i, vars(compiled))), flush=True)
 
@@ -290,9 +296,14 @@ def _call(shape: Shape) -> None:
     from kernels.triton.cache import copy_blocks, prepare_write
     from kernels.triton.decode import SplitDecode
     from kernels.triton.elementwise import TritonElementwise
+    from kernels.triton.penalties import penalise
     from kernels.triton.prefill import prepare_prefill
     from kernels.triton.sampling import choose
 
+    if shape.call == "penalise":
+        rows, logits = torch.zeros(2, dtype=torch.int64), torch.empty(2, VOCAB_SIZE)
+        penalise(logits, 1, rows, rows, rows.int(), torch.zeros(2, 3), rows[:0], rows[:0])
+        return
     if shape.call == "choose":
         integers, numbers = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
         logits = torch.empty(2, VOCAB_SIZE, dtype=shape.dtype)

@@ -178,7 +178,7 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert all(column.shape == rows.shape and column.is_meta for column in settings)
         return torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
 
-    def penalise(values: torch.Tensor, *table: torch.Tensor, most_entries: int) -> None:
+    def penalise(values: torch.Tensor, most_entries: int, *table: torch.Tensor) -> None:
         assert most_entries
         assert all(column.is_meta for column in (values, *table))
 

@@ -12,6 +12,7 @@
 #include "call.h"
 #include "decode.h"
 #include "prefill.h"
+#include "team.h"
 
 namespace folio {
 
@@ -105,8 +106,9 @@ class Attention {
 
   int64_t num_items() const { return plan_.prefills.size() + plan_.decodes.size(); }
 
-  // Ends with all threads.
-  void run() const {
+  static constexpr int kSteps = 2;  // calls of `Team::each`
+
+  void run(Team& team) const {
     const int group_size = call_.num_q_heads / call_.num_kv_heads;
     const int num_rows = padded_rows(group_size) * call_.num_kv_heads;
     const auto decode_item = group_size == 1   ? decode<T, 1, 1>
@@ -116,8 +118,7 @@ class Attention {
     const int64_t num_prefills = plan_.prefills.size();
     std::unique_ptr<PrefillScratch> for_prefill;
     std::unique_ptr<DecodeScratch> for_decode;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_items(); i++) {
+team.each(num_items(), [&](int64_t i) {
       if (i < num_prefills) {  // first, because they take longest
         if (!for_prefill)
           for_prefill = std::make_unique<PrefillScratch>(round_up(call_.key_dim, kLanes), value_stride_);
@@ -128,13 +129,12 @@ class Attention {
         const DecodeItem& item = plan_.decodes[i - num_prefills];
         decode_item(call_, item, item.part == kNoPart ? nullptr : parts_ + item.part * part_floats_, *for_decode);
       }
-    }
+    });
     if (plan_.splits.empty()) return;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < int64_t(plan_.splits.size()); i++) {
+team.each(plan_.splits.size(), [&](int64_t i) {
       const Split& split = plan_.splits[i];
       join_parts<T>(call_, split.sequence, split.num_parts, parts_ + split.first_part * part_floats_, value_stride_);
-    }
+    });
   }
 
  private:

@@ -6,6 +6,7 @@
 
 #include "attend.h"
 #include "call.h"
+#include "team.h"
 
 extern "C" {
 
@@ -17,8 +18,7 @@ int folio_attention(const AttentionCall* call) {
     // Kept between calls: fresh memory costs a page fault every 4 KiB.
     static thread_local std::vector<float> parts;
     const Attention<decltype(type)> attention(*call, parts);
-#pragma omp parallel if (attention.num_items() > 1)
-    attention.run();
+    in_team(attention.num_items() > 1, attention.kSteps, [&](Team& team) { attention.run(team); });
   }) ? kDone : kUnsupported;
 }
 

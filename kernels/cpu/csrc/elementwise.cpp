@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "rows.h"
+#include "team.h"
 #include "vector.h"
 
 extern "C" {
@@ -13,9 +14,10 @@ void folio_rms_norm(int dtype, const void* x, const void* residual, const void* 
   using namespace folio;
   with_type(dtype, [&](auto type) {
     using T = decltype(type);
-#pragma omp parallel if (rows * size > kParallelElements)
-    norm_rows(static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<const T*>(weight),
+    in_team(rows * size > kParallelElements, 1, [&](Team& team) {
+      norm_rows(team, static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<const T*>(weight),
               static_cast<T*>(out), static_cast<T*>(sum), rows, size, eps, offset);
+    });
   });
 }
 
@@ -24,8 +26,9 @@ void folio_gate(int dtype, int activation, const void* x, void* out, int64_t row
   using namespace folio;
   with_type(dtype, [&](auto type) {
     using T = decltype(type);
-#pragma omp parallel if (rows * size > kParallelElements)
-    gate_rows(activation, static_cast<const T*>(x), static_cast<T*>(out), rows, size);
+    in_team(rows * size > kParallelElements, 1, [&](Team& team) {
+      gate_rows(team, activation, static_cast<const T*>(x), static_cast<T*>(out), rows, size);
+    });
   });
 }
 

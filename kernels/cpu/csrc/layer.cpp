@@ -1,6 +1,6 @@
 // A decoder layer in one parallel region: norm, query, key and value, rotation and cache write, attention, its output
-// and the residual, norm, gate and up, activation, down and the residual. Threads meet at barriers between the steps, and
-// what one step leaves for the next is in a workspace. Every value is rounded where the single operations round it.
+// and the residual, norm, gate and up, activation, down and the residual. Threads share out each step (team.h), and what
+// one step leaves for the next is in a workspace. Every value is rounded where the single operations round it.
 
 #include <algorithm>
 #include <cstdint>
@@ -11,6 +11,7 @@
 #include "product.h"
 #include "rotary.h"
 #include "rows.h"
+#include "team.h"
 #include "vector.h"
 
 extern "C" {
@@ -64,7 +65,9 @@ struct Workspace {
   int64_t chunk, num_bytes = 0;
 
   explicit Workspace(const LayerCall& call) {
-    const int64_t chunks = (call.rows + kChunkRows - 1) / kChunkRows;
+    const T* const hidden = static_cast<const T*>(call.hidden);
+  T* const out = static_cast<T*>(call.out);
+  const int64_t chunks = (call.rows + kChunkRows - 1) / kChunkRows;
     chunk = (call.rows + chunks - 1) / chunks;
     const int64_t widest = std::max({call.qkv.inputs, call.attention_out.inputs, call.down.inputs});
     attended = take<T>(call, call.rows * call.attention_out.inputs);
@@ -84,9 +87,9 @@ struct Workspace {
 };
 
 template <typename T>
-void multiply(const ProductWeight& weight, const T* x, const T* residual, T* out, Word* panels, int64_t rows) {
-  if (weight.scales) products::multiply<T, int8_t>(weight, x, residual, out, panels, rows);
-  else products::multiply<T, T>(weight, x, residual, out, panels, rows);
+void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, Word* panels, int64_t rows) {
+  if (weight.scales) products::multiply<T, int8_t>(team, weight, x, residual, out, panels, rows);
+  else products::multiply<T, T>(team, weight, x, residual, out, panels, rows);
 }
 
 template <typename T>
@@ -115,29 +118,32 @@ Result run(const LayerCall& call) {
   }
   const T* const hidden = static_cast<const T*>(call.hidden);
   T* const out = static_cast<T*>(call.out);
-  const auto norm = [&](const NormWeight& by, const T* x, int64_t rows) {
-    norm_rows<T>(x, nullptr, static_cast<const T*>(by.weight), space.normed, nullptr, rows, size, by.eps, by.offset);
-  };
-#pragma omp parallel
-  {
+  const int64_t chunks = (call.rows + space.chunk - 1) / space.chunk;
+  const int64_t steps = chunks * (4 * products::kSteps + 3) + call.num_parts * (1 + Attention<T>::kSteps);
+  in_team(true, steps, [&](Team& team) {
+    const auto norm = [&](const NormWeight& by, const T* x, int64_t rows) {
+      const T* const weight = static_cast<const T*>(by.weight);
+      norm_rows<T>(team, x, nullptr, weight, space.normed, nullptr, rows, size, by.eps, by.offset);
+    };
     for (int64_t first = 0; first < call.rows; first += space.chunk) {
       const int64_t rows = std::min(space.chunk, call.rows - first);
       norm(call.before_attention, hidden + first * size, rows);
-      multiply<T>(call.qkv, space.normed, nullptr, heads + first * call.qkv.outputs, space.panels, rows);
+      multiply<T>(team, call.qkv, space.normed, nullptr, heads + first * call.qkv.outputs, space.panels, rows);
     }
     // All writes first: a sequence may share a prefix that another one computes in this step.
-    for (const RotaryCall& rotary : rotaries) rotary_write<T>(rotary);
-    for (const Attention<T>& attention : attentions) attention.run();
+    for (const RotaryCall& rotary : rotaries) rotary_write<T>(team, rotary);
+    for (const Attention<T>& attention : attentions) attention.run(team);
     for (int64_t first = 0; first < call.rows; first += space.chunk) {
       const int64_t rows = std::min(space.chunk, call.rows - first);
       T* const sums = out + first * size;
-      multiply<T>(call.attention_out, space.attended + first * width, hidden + first * size, sums, space.panels, rows);
+      const T* const attended = space.attended + first * width;
+      multiply<T>(team, call.attention_out, attended, hidden + first * size, sums, space.panels, rows);
       norm(call.before_mlp, sums, rows);
-      multiply<T>(call.gate_up, space.normed, nullptr, space.gate_up, space.panels, rows);
-      gate_rows(call.activation, space.gate_up, space.activated, rows, call.down.inputs);
-      multiply<T>(call.down, space.activated, sums, sums, space.panels, rows);
+      multiply<T>(team, call.gate_up, space.normed, nullptr, space.gate_up, space.panels, rows);
+      gate_rows(team, call.activation, space.gate_up, space.activated, rows, call.down.inputs);
+      multiply<T>(team, call.down, space.activated, sums, sums, space.panels, rows);
     }
-  }
+  });
   return kDone;
 }
 

@@ -79,9 +79,10 @@ void folio_linear(int dtype, const void* x, const void* packed, const float* sca
   const ProductWeight weight{packed, scales, bias, outputs, inputs};
   const auto run = [&](auto type, auto stored) {
     using T = decltype(type);
-#pragma omp parallel if (rows * outputs * inputs > kParallelProducts)
-    multiply<T, decltype(stored)>(weight, static_cast<const T*>(x), nullptr, static_cast<T*>(out),
-                                  static_cast<Word*>(panels), rows);
+    in_team(rows * outputs * inputs > kParallelProducts, kSteps, [&](Team& team) {
+      multiply<T, decltype(stored)>(team, weight, static_cast<const T*>(x), nullptr, static_cast<T*>(out),
+                                    static_cast<Word*>(panels), rows);
+    });
   };
   if (dtype == 0) scales ? run(float{}, int8_t{}) : run(float{}, float{});
 #if defined(__AVX512BF16__)

@@ -10,12 +10,11 @@
 // Either way a result is one sum in the order of the inputs: it depends neither on other rows nor on the number of
 // threads.
 
-#include <omp.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
+#include "team.h"
 #include "vector.h"
 
 #if defined(__AVX2__)
@@ -254,26 +253,25 @@ void linear(const T* x, const S* packed, const float* scales, const T* bias, T* 
   const int64_t tiles = (outputs + kTile - 1) / kTile;
   const int64_t fitting = kCacheBytes / (height * padded * static_cast<int64_t>(sizeof(float)));
   const int64_t group = std::min(num_panels, std::clamp(fitting, kMinPanels, kMaxPanels));
-#pragma omp parallel if (rows * outputs * inputs > kParallelProducts)
-  {
-#pragma omp for
-    for (int64_t panel = 0; panel < num_panels; panel++) {
+  in_team(rows * outputs * inputs > kParallelProducts, 2, [&](Team& team) {
+    team.each(num_panels, [&](int64_t panel) {
       const int64_t first = panel * height;
       pack_rows(x + first * inputs, panels + first * padded, product.count(panel), inputs, padded);
-    }
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t first = tiles * thread / threads, last = tiles * (thread + 1) / threads;
+    });
     if (num_panels <= kDirectPanels) {
       const int64_t at_once = tiles_at_once(static_cast<int>(height));
-      for (int64_t tile = first; tile < last; tile += at_once)
+      team.each((tiles + at_once - 1) / at_once, [&](int64_t i) {
+        const int64_t tile = i * at_once;
         for (int64_t panel = 0; panel < num_panels; panel++)
-          product.few_rows(panel, tile, std::min(at_once, last - tile));
+          product.few_rows(panel, tile, std::min(at_once, tiles - tile));
+      });
     } else {
-      for (int64_t begin = 0; begin < num_panels; begin += group)
-        for (int64_t tile = first; tile < last; tile++)
-          product.many_rows(begin, std::min(num_panels, begin + group), tile);
+      team.each((num_panels + group - 1) / group * tiles, [&](int64_t i) {
+        const int64_t begin = i / tiles * group;
+        product.many_rows(begin, std::min(num_panels, begin + group), i % tiles);
+      });
     }
-  }
+  });
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "team.h"
 #include "transpose.h"
 #include "vector.h"
 
@@ -126,10 +127,13 @@ void pack_rows(const T* x, Word* panel, int64_t count, int64_t inputs, int64_t b
   }
 }
 
-// out [rows, outputs] = x [rows, inputs] · weight, rounded, and then plus the residual unless it is null. Runs in all threads of a parallel region, and begins and ends with
-// all of them. panels: room for rows × words.
+// Calls of `Team::each` in a product.
+constexpr int kSteps = 2;
+
+// out [rows, outputs] = x [rows, inputs] · weight, rounded, and then plus the residual unless it is null. panels: room
+// for rows × words.
 template <typename T, typename S>
-void multiply(const ProductWeight& weight, const T* x, const T* residual, T* out, Word* panels,
+void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, Word* panels,
               int64_t rows) {
   const int64_t inputs = weight.inputs, outputs = weight.outputs;
   const S* const packed = static_cast<const S*>(weight.data);
@@ -146,43 +150,40 @@ void multiply(const ProductWeight& weight, const T* x, const T* residual, T* out
   if (rows == 1 && inputs % kPerWord<T> == 0) {
     panels = reinterpret_cast<Word*>(const_cast<T*>(x));
   } else {
-#pragma omp for collapse(2)
-    for (int64_t panel = 0; panel < num_panels; panel++)
-      for (int64_t begin = 0; begin < words; begin += kPackedWords) {
-        const int64_t first = panel * height, count = std::min(height, rows - first);
-        pack_rows(x + first * inputs, panels + first * words, count, inputs, begin,
-                  std::min(words, begin + kPackedWords));
-      }
+const int64_t pieces = (words + kPackedWords - 1) / kPackedWords;
+    team.each(num_panels * pieces, [&](int64_t i) {
+      const int64_t panel = i / pieces, begin = i % pieces * kPackedWords;
+      const int64_t first = panel * height, count = std::min(height, rows - first);
+      pack_rows(x + first * inputs, panels + first * words, count, inputs, begin,
+                std::min(words, begin + kPackedWords));
+    });
   }
-  for (int64_t begin = 0; begin < num_panels; begin += group) {
-    const int64_t end = std::min(num_panels, begin + group);
-#pragma omp for schedule(static) nowait
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      const S* weights = packed + tile * (tile_bytes / sizeof(S));
-      const char* ahead = reinterpret_cast<const char*>(weights) + tile_bytes;
-      const char* const ahead_end = ahead + (tile + 1 < tiles ? tile_bytes : 0);
-      for (int64_t panel = begin; panel < end; panel++) {
-        const int64_t first = panel * height, count = std::min(height, rows - first);
-        Vec sums[kPanelRows][2];
-        kBlocks<T, S>[count - 1](panels + first * words, weights, words, ahead, ahead < ahead_end ? lines : 0, sums);
-        ahead += chunks * lines * 64;
-        for (int half = 0; half < 2; half++) {
-          const int64_t output = tile * kTile + half * kLanes, left = outputs - output;
-          if (left <= 0) break;
-          const Vec scale = sizeof(S) == sizeof(T) ? broadcast(1.0f) : load_some(weight.scales + output, left);
-          const Vec offset = bias ? load_some(bias + output, left) : Vec{};
-          T* to = out + first * outputs + output;
-          const T* added = residual ? residual + first * outputs + output : nullptr;  // may be the output
-          for (int64_t r = 0; r < count; r++) {
-            Vec sum = sums[r][half] * scale + offset;
-            if (added) sum = rounded<T>(sum) + load_some(added + r * outputs, left);
-            store_some(sum, to + r * outputs, left);
-          }
+  const int64_t groups = (num_panels + group - 1) / group;
+  team.each(groups * tiles, [&](int64_t i) {
+    const int64_t begin = i / tiles * group, end = std::min(num_panels, begin + group), tile = i % tiles;
+    const S* weights = packed + tile * (tile_bytes / sizeof(S));
+    const char* ahead = reinterpret_cast<const char*>(weights) + tile_bytes;
+    const char* const ahead_end = ahead + (tile + 1 < tiles ? tile_bytes : 0);
+    for (int64_t panel = begin; panel < end; panel++) {
+      const int64_t first = panel * height, count = std::min(height, rows - first);
+      Vec sums[kPanelRows][2];
+      kBlocks<T, S>[count - 1](panels + first * words, weights, words, ahead, ahead < ahead_end ? lines : 0, sums);
+      ahead += chunks * lines * 64;
+      for (int half = 0; half < 2; half++) {
+        const int64_t output = tile * kTile + half * kLanes, left = outputs - output;
+        if (left <= 0) break;
+        const Vec scale = sizeof(S) == sizeof(T) ? broadcast(1.0f) : load_some(weight.scales + output, left);
+        const Vec offset = bias ? load_some(bias + output, left) : Vec{};
+        T* to = out + first * outputs + output;
+        const T* added = residual ? residual + first * outputs + output : nullptr;  // may be the output
+        for (int64_t r = 0; r < count; r++) {
+          Vec sum = sums[r][half] * scale + offset;
+          if (added) sum = rounded<T>(sum) + load_some(added + r * outputs, left);
+          store_some(sum, to + r * outputs, left);
         }
       }
     }
-  }
-#pragma omp barrier
+  });
 }
 
 }  // namespace folio::products

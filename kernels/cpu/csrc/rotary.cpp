@@ -12,8 +12,7 @@ int folio_rotary_write(const RotaryCall* call) {
   if (const Result result = check(*call)) return result;
   const int64_t elements = int64_t(call->num_tokens) * (call->num_q_heads + call->num_kv_heads) * call->dim;
   with_type(call->dtype, [&](auto type) {
-#pragma omp parallel if (elements > kParallelElements)
-    rotary_write<decltype(type)>(*call);
+    in_team(elements > kParallelElements, 1, [&](Team& team) { rotary_write<decltype(type)>(team, *call); });
   });
   return kDone;
 }

@@ -6,6 +6,7 @@
 
 #include "call.h"
 #include "rows.h"
+#include "team.h"
 #include "vector.h"
 
 extern "C" {
@@ -66,16 +67,14 @@ void turn(const RotaryCall& call, const T* from, T* to, const T* weight, float e
       store_some(normed(i, call.dim - i), to + i, call.dim - i);
 }
 
-// Runs in all threads of a parallel region, and ends with all of them.
 template <typename T>
-void rotary_write(const RotaryCall& call) {
+void rotary_write(Team& team, const RotaryCall& call) {
   const auto *cos = static_cast<const T*>(call.cos), *sin = static_cast<const T*>(call.sin);
   const auto *query_weight = static_cast<const T*>(call.query_weight),
              *key_weight = static_cast<const T*>(call.key_weight);
-#pragma omp for
-  for (int32_t t = 0; t < call.num_tokens; t++) {
+  team.each(call.num_tokens, [&](int64_t t) {
     T* head = static_cast<T*>(call.heads) + t * call.token_stride;
-    const T *c = cos + static_cast<int64_t>(t) * call.columns, *s = sin + static_cast<int64_t>(t) * call.columns;
+    const T *c = cos + t * call.columns, *s = sin + t * call.columns;
     for (int32_t h = 0; h < call.num_q_heads; h++, head += call.head_stride)
       turn(call, head, head, query_weight, call.query_eps, call.query_offset, c, s);
     T *key = head, *value = nullptr;
@@ -90,7 +89,7 @@ void rotary_write(const RotaryCall& call) {
     if (value)
       for (int32_t h = 0; h < call.num_kv_heads; h++, head += call.head_stride)
         std::memcpy(value + h * call.value_head_stride, head, call.dim * sizeof(T));
-  }
+  });
 }
 
 }  // namespace folio

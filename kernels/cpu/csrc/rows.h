@@ -1,10 +1,10 @@
-// Row-wise operations between the matrix products of a layer, each in one pass over memory. Operations on all rows run
-// in all threads of a parallel region, and end with all of them.
+// Row-wise operations between the matrix products of a layer, each in one pass over memory.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
+#include "team.h"
 #include "vector.h"
 
 namespace folio {
@@ -40,12 +40,12 @@ void norm_row(const T* x, const T* residual, const T* weight, T* out, T* sum, in
 
 // `norm_row` of each row; residual and sum may be null.
 template <typename T>
-void norm_rows(const T* x, const T* residual, const T* weight, T* out, T* sum, int64_t rows, int64_t size, float eps,
+void norm_rows(Team& team, const T* x, const T* residual, const T* weight, T* out, T* sum, int64_t rows, int64_t size, float eps,
                float offset) {
-#pragma omp for
-  for (int64_t r = 0; r < rows; r++)
+  team.each(rows, [&](int64_t r) {
     norm_row(x + r * size, residual ? residual + r * size : nullptr, weight, out + r * size,
              sum ? sum + r * size : nullptr, size, eps, offset);
+  });
 }
 
 // 1 / (1 + exp(-x)); exp never overflows
@@ -79,24 +79,24 @@ struct GeluTanh {  // (1 + tanh(u)) / 2 = sigmoid(2 u)
 
 // out[r][i] = activation(x[r][i]) * x[r][size + i]
 template <typename Activation, typename T>
-void gate_rows(const T* x, T* out, int64_t rows, int64_t size) {
+void gate_rows(Team& team, const T* x, T* out, int64_t rows, int64_t size) {
   constexpr int64_t kColumns = 64 * kLanes;
-#pragma omp for collapse(2)
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t begin = 0; begin < size; begin += kColumns) {
-      const T *gates = x + r * 2 * size, *ups = gates + size;
-      for (int64_t i = begin; i < std::min(size, begin + kColumns); i += kLanes) {
-        const Vec active = Activation::apply(load_some(gates + i, size - i));
-        store_some(active * load_some(ups + i, size - i), out + r * size + i, size - i);
-      }
+const int64_t pieces = (size + kColumns - 1) / kColumns;
+  team.each(rows * pieces, [&](int64_t piece) {
+    const int64_t row = piece / pieces, begin = piece % pieces * kColumns;
+    const T *gates = x + row * 2 * size, *ups = gates + size;
+    for (int64_t i = begin; i < std::min(size, begin + kColumns); i += kLanes) {
+      const Vec active = Activation::apply(load_some(gates + i, size - i));
+      store_some(active * load_some(ups + i, size - i), out + row * size + i, size - i);
     }
+  });
 }
 
 // activation: 0 silu, 1 gelu, 2 gelu by tanh.
 template <typename T>
-void gate_rows(int activation, const T* x, T* out, int64_t rows, int64_t size) {
+void gate_rows(Team& team, int activation, const T* x, T* out, int64_t rows, int64_t size) {
   const auto run = activation == 0 ? gate_rows<Silu, T> : activation == 1 ? gate_rows<Gelu, T> : gate_rows<GeluTanh, T>;
-  run(x, out, rows, size);
+  run(team, x, out, rows, size);
 }
 
 }  // namespace folio

@@ -1,0 +1,86 @@
+// Sharing out the items of several steps among the threads of one parallel region.
+//
+// A thread takes the items of its own range one by one, then those that are left of other ranges. A step is over when
+// all of its items are done; threads that have none of them are not waited for. So a thread that the system has
+// suspended, or not woken yet, delays the others by one item at most, where a barrier would wait until it runs.
+#pragma once
+
+#include <omp.h>
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace folio {
+
+constexpr int kSpins = 1000;  // looks at a step's end before the processor is offered to other threads
+
+struct alignas(64) Counter {
+  std::atomic<int64_t> value{0};
+};
+
+// One thread's view of the steps; all threads call `each` with the same counts in the same order.
+class Team {
+ public:
+  // counters: (num_threads + 1) for each step, zero.
+  Team(Counter* counters, int thread, int num_threads)
+      : counters_(counters), thread_(thread), num_threads_(num_threads) {}
+
+  // Calls item(i) for i in 0 … count - 1, in any thread; returns when all calls have returned.
+  template <typename Item>
+  void each(int64_t count, Item item) {
+    if (num_threads_ == 1) {
+      for (int64_t i = 0; i < count; i++) item(i);
+      return;
+    }
+    std::atomic<int64_t>& done = counters_->value;
+    Counter* const taken = counters_ + 1;
+    counters_ += num_threads_ + 1;
+    for (int turn = 0; turn < num_threads_; turn++) {
+      const int owner = (thread_ + turn) % num_threads_;
+      const int64_t begin = owner * count / num_threads_, size = (owner + 1) * count / num_threads_ - begin;
+      int64_t own = 0;
+      while (taken[owner].value.load(std::memory_order_relaxed) < size) {
+        const int64_t i = taken[owner].value.fetch_add(1, std::memory_order_relaxed);
+        if (i >= size) break;
+        item(begin + i);
+        own++;
+      }
+      if (own) done.fetch_add(own, std::memory_order_release);
+    }
+    for (int spins = 0; done.load(std::memory_order_acquire) < count; spins++) {
+      if (spins > kSpins) sched_yield();
+#if defined(__x86_64__)
+      else _mm_pause();
+#endif
+    }
+  }
+
+ private:
+  Counter* counters_;
+  int thread_, num_threads_;
+};
+
+// Calls body(team) in all threads, or only in this one. most_steps: calls of `each` that a thread makes at most.
+template <typename Body>
+void in_team(bool parallel, int64_t most_steps, Body body) {
+  const int most_threads = parallel ? omp_get_max_threads() : 1;
+  if (most_threads == 1) {
+    Team team(nullptr, 0, 1);
+    body(team);
+    return;
+  }
+  const std::unique_ptr<Counter[]> counters(new Counter[most_steps * (most_threads + 1)]);
+#pragma omp parallel num_threads(most_threads)
+  {
+    Team team(counters.get(), omp_get_thread_num(), omp_get_num_threads());
+    body(team);
+  }
+}
+
+}  // namespace folio

@@ -118,7 +118,7 @@ class Attention {
     const int64_t num_prefills = plan_.prefills.size();
     std::unique_ptr<PrefillScratch> for_prefill;
     std::unique_ptr<DecodeScratch> for_decode;
-team.each(num_items(), [&](int64_t i) {
+    team.each(num_items(), [&](int64_t i) {
       if (i < num_prefills) {  // first, because they take longest
         if (!for_prefill)
           for_prefill = std::make_unique<PrefillScratch>(round_up(call_.key_dim, kLanes), value_stride_);
@@ -131,7 +131,7 @@ team.each(num_items(), [&](int64_t i) {
       }
     });
     if (plan_.splits.empty()) return;
-team.each(plan_.splits.size(), [&](int64_t i) {
+    team.each(plan_.splits.size(), [&](int64_t i) {
       const Split& split = plan_.splits[i];
       join_parts<T>(call_, split.sequence, split.num_parts, parts_ + split.first_part * part_floats_, value_stride_);
     });
@@ -145,8 +145,7 @@ team.each(plan_.splits.size(), [&](int64_t i) {
   float* parts_;
 };
 
-// Returns a Result, without having read anything of the cache unless it is kDone. Unsupported: more grouped heads than a
-// tile has rows, an odd bf16 head size.
+// Returns a Result. Unsupported: more grouped heads than a tile has rows, an odd bf16 head size.
 inline Result check_attention(const AttentionCall& call) {
   if (call.num_q_heads / call.num_kv_heads > kMaxRows || (call.dtype == 1 && call.key_dim % 2)) return kUnsupported;
   return check(call, call.dtype == 0 ? 4 : 2);

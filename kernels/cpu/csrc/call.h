@@ -88,12 +88,18 @@ struct Rows {
         within(begin % call.block_tokens) {}
 
   void next(int count, const T** keys, const T** values) {
-    for (int t = 0; t < count; t++) {
+    while (count > 0) {
+      const int run = static_cast<int>(std::min<int64_t>(count, call.block_tokens - within));
       const int64_t block = table[index];
-      keys[t] = static_cast<const T*>(call.key) + block * call.key_block_stride + within * call.key_token_stride;
-      values[t] =
+      const T* key = static_cast<const T*>(call.key) + block * call.key_block_stride + within * call.key_token_stride;
+      const T* value =
           static_cast<const T*>(call.value) + block * call.value_block_stride + within * call.value_token_stride;
-      if (++within == call.block_tokens) within = 0, index++;
+      for (int t = 0; t < run; t++) {
+        keys[t] = key + t * call.key_token_stride;
+        values[t] = value + t * call.value_token_stride;
+      }
+      keys += run, values += run, count -= run, within += run;
+      if (within == call.block_tokens) within = 0, index++;
     }
   }
 };

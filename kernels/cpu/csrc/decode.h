@@ -75,34 +75,6 @@ struct DecodeScratch {
   }
 };
 
-// Prefetches the rows of the next tile, a few cache lines at a time while this one is computed. Consecutive tokens of a
-// layer can lie on different pages, where no hardware prefetcher follows; many requests at once would wait.
-struct Ahead {
-  const char* const* rows[2];  // of each token the keys, the values
-  int64_t first_byte[2];       // of the heads in a row
-  int64_t row_bytes[2];
-  int count, token = 0, side = 0;
-  int64_t at = 0;
-
-  inline void bring(int lines) {
-    if (token < count && at + lines * 64 < row_bytes[side]) {
-      const char* row = rows[side][token] + first_byte[side] + at;
-      for (int i = 0; i < lines; i++) __builtin_prefetch(row + 64 * i, 0, 2);
-      at += lines * 64;
-      return;
-    }
-    for (; lines > 0 && token < count; lines--) {
-      __builtin_prefetch(rows[side][token] + first_byte[side] + at, 0, 2);
-      at += 64;
-      if (at >= row_bytes[side]) {
-        at = 0;
-        token += side;
-        side ^= 1;
-      }
-    }
-  }
-};
-
 // 64 bytes of a key, `left` elements of them valid: pairs of bfloat16, other types as floats.
 template <typename T>
 inline Vec load_key(const T* from, int left) {
@@ -125,10 +97,12 @@ inline Vec multiply_add_as(Vec acc, Vec a, Vec b) {
 }
 
 #if defined(__AVX512F__)
-// Scores of kUnits vectors of tokens for kHeads heads, in kBlocks blocks: scores[block][unit].
+// Scores of kUnits vectors of tokens for kHeads heads, in kBlocks blocks: scores[block][unit]. Meanwhile as many keys,
+// `next`, are prefetched. Consecutive tokens of a layer can lie on different pages, where no hardware prefetcher
+// follows; many requests at once would wait.
 template <typename T, int kRows, int kHeads, int kBlocks, int kUnits>
-inline void dot(const T* const* keys, const float* queries, int query_stride, int dim, Vec (&scores)[kBlocks][kUnits],
-                Ahead& ahead, int lines) {
+inline void dot(const T* const* keys, const T* const* next, const float* queries, int query_stride, int dim,
+                Vec (&scores)[kBlocks][kUnits]) {
   constexpr int kTokens = kLanes / kRows, kQuads = 4 / kRows;
   constexpr int kElements = kPairs<T> ? 2 * kLanes : kLanes;  // of a key in a vector
   __m512 sums[kBlocks][kUnits][kQuads][kRows] = {};
@@ -150,12 +124,10 @@ inline void dot(const T* const* keys, const float* queries, int query_stride, in
         turned[u][q][2] = _mm512_shuffle_f32x4(ab_even, de_even, 0xdd);
         turned[u][q][3] = _mm512_shuffle_f32x4(ab_odd, de_odd, 0xdd);
       }
-    const int steps_left = 4 * ((dim - c + kElements - 1) / kElements);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      const int share = lines / (steps_left - i);
-      ahead.bring(share);
-      lines -= share;
+#pragma GCC unroll 8
+      for (int t = i; t < kUnits * kTokens; t += 4) __builtin_prefetch(next[t] + c, 0, 2);
 #pragma GCC unroll 8
       for (int head = 0; head < kHeads; head++) {
         const float* place = queries + head * query_stride + at + 4 * i;
@@ -185,9 +157,9 @@ inline void dot(const T* const* keys, const float* queries, int query_stride, in
 }
 #else
 template <typename T, int kRows, int kHeads, int kBlocks, int kUnits>
-inline void dot(const T* const* keys, const float* queries, int query_stride, int dim, Vec (&scores)[kBlocks][kUnits],
-                Ahead& ahead, int lines) {
-  ahead.bring(lines);
+inline void dot(const T* const* keys, const T* const* next, const float* queries, int query_stride, int dim,
+                Vec (&scores)[kBlocks][kUnits]) {
+  for (int t = 0; t < kUnits * kLanes / kRows; t++) prefetch(next[t], dim);
   for (int u = 0; u < kUnits; u++)
     for (int t = 0; t < kLanes / kRows; t++) {
       Vec sums[kHeads] = {};
@@ -202,10 +174,10 @@ inline void dot(const T* const* keys, const float* queries, int query_stride, in
 #endif
 
 // out[kHeads][columns] += weights · values, 16 * kVecs columns. Weights are in blocks of kRows heads, each
-// [tokens][kRows], or with pairs [tokens / 2][kRows].
+// [tokens][kRows], or with pairs [tokens / 2][kRows]. Meanwhile the values `next`, as many, are prefetched.
 template <typename T, int kRows, int kHeads, int kVecs>
-inline void add_values(const float* weights, const T* const* values, int count, int first, int columns, float* out,
-                       int stride, Ahead& ahead, int lines) {
+inline void add_values(const float* weights, const T* const* values, const T* const* next, int count, int first,
+                       int columns, float* out, int stride) {
   constexpr int kBlockFloats = kDecodeTile * 4;
   Vec acc[kHeads][kVecs];
   out += first;
@@ -215,7 +187,12 @@ inline void add_values(const float* weights, const T* const* values, int count, 
     for (int c = 0; c < kVecs; c++) acc[r][c] = load(out + r * stride + c * kLanes);
   constexpr int kStep = kPairs<T> ? 2 : 1;  // tokens
   for (int t = 0; t < count; t += kStep) {
-    ahead.bring(lines);
+    constexpr int kLine = 64 / sizeof(T);  // columns
+#pragma GCC unroll 8
+    for (int c = 0; c < kVecs * kLanes; c += kLine) {
+      __builtin_prefetch(next[t] + first + c, 0, 2);
+      if constexpr (kStep == 2) __builtin_prefetch(next[t + 1] + first + c, 0, 2);
+    }
     Vec value[kVecs];
 #if defined(__AVX512BF16__)
     if constexpr (kPairs<T>) {
@@ -303,11 +280,16 @@ struct Heads {
   float *highest, *sum, *out;     // of each block a vector, of each block a vector, of each head value_stride
 };
 
-// One tile of tokens; `keys` and `values` point at the KV head, `keys` at least at whole vectors of tokens.
+// Rows of a tile's tokens for one KV head; those past its last token repeat it.
+template <typename T>
+struct TileRows {
+  const T *keys[kDecodeTile], *values[kDecodeTile];
+};
+
+// One tile of tokens, while the next one is prefetched.
 template <typename T, int kRows, int kHeads>
-inline void decode_tile(const AttentionCall& call, const T* const* keys, const T* const* values, int count,
-                        int32_t distance, const Heads& heads, const DecodeScratch& scratch, Ahead& ahead,
-                        int lines_per_token) {
+inline void decode_tile(const AttentionCall& call, const TileRows<T>& rows, const TileRows<T>& next, int count,
+                        int32_t distance, const Heads& heads, const DecodeScratch& scratch) {
   constexpr int kTokens = kLanes / kRows, kBlocks = (kHeads + kRows - 1) / kRows, kUnits = 2;
   const int num_vecs = (count + kTokens - 1) / kTokens, value_stride = scratch.value_stride;
   auto scores_of = [&](int block, int vector) { return scratch.scores + block * kDecodeTile * 4 + vector * kLanes; };
@@ -315,8 +297,8 @@ inline void decode_tile(const AttentionCall& call, const T* const* keys, const T
   for (Vec& highest : tile_highest) highest = broadcast(-kInf);
   for (int v = 0; v < num_vecs; v += kUnits) {
     Vec scores[kBlocks][kUnits];
-    dot<T, kRows, kHeads, kBlocks, kUnits>(keys + v * kTokens, heads.queries, scratch.query_stride, call.key_dim,
-                                           scores, ahead, lines_per_token * kTokens * kUnits);
+    dot<T, kRows, kHeads, kBlocks, kUnits>(rows.keys + v * kTokens, next.keys + v * kTokens, heads.queries,
+                                           scratch.query_stride, call.key_dim, scores);
     for (int u = 0; u < kUnits && v + u < num_vecs; u++)
       for (int block = 0; block < kBlocks; block++) {
         Vec s = scores[block][u] * call.scale;
@@ -351,22 +333,22 @@ inline void decode_tile(const AttentionCall& call, const T* const* keys, const T
     }
     store(heads.sum + block * kLanes, total);
   }
-  const int columns = call.value_dim, lines = lines_per_token * (kPairs<T> ? 2 : 1);
   constexpr int kVecs = kHeads > 4 ? 2 : kHeads > 2 ? 4 : 8;
   int c = 0;
   for (; c + kVecs * kLanes <= value_stride; c += kVecs * kLanes)
-    add_values<T, kRows, kHeads, kVecs>(scratch.scores, values, count, c, columns, heads.out, value_stride, ahead,
-                                        lines * kVecs * kLanes / value_stride);
+    add_values<T, kRows, kHeads, kVecs>(scratch.scores, rows.values, next.values, count, c, call.value_dim, heads.out,
+                                        value_stride);
   if constexpr (kVecs > 2)
     for (; c < value_stride; c += 2 * kLanes)
-      add_values<T, kRows, kHeads, 2>(scratch.scores, values, count, c, columns, heads.out, value_stride, ahead, 1);
+      add_values<T, kRows, kHeads, 2>(scratch.scores, rows.values, next.values, count, c, call.value_dim, heads.out,
+                                      value_stride);
 }
 
 // Outputs of a head from its sums.
 template <typename T>
 inline void finish_row(const AttentionCall& call, int64_t token, int head, const float* sums, float highest,
                        float total) {
-  float norm = 0.0f, lse = -kInf;
+  float norm = 0.0f;
   if (total != 0.0f) {  // NaN stays NaN
     float scale = 1.0f;
     if (call.sinks) {  // a sink is one more score in the denominator, without a value
@@ -376,11 +358,23 @@ inline void finish_row(const AttentionCall& call, int64_t token, int head, const
       highest = top;
     }
     norm = scale / total;
-    lse = highest + std::log(total);
   }
+  if (call.lse) call.lse[token * call.num_q_heads + head] = total != 0.0f ? highest + std::log(total) : -kInf;
   T* out = static_cast<T*>(call.out) + (token * call.num_q_heads + head) * call.value_dim;
+#if defined(__AVX512BF16__)
+  if constexpr (kPairs<T>) {
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // as `column`
+    for (int c = 0; c < call.value_dim; c += 32) {
+      const __m512 first = (__m512)(load(sums + c) * norm), second = (__m512)(load(sums + c + kLanes) * norm);
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+      const int left = call.value_dim - c;
+      const __mmask32 mask = left >= 32 ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+      _mm512_mask_storeu_epi16(out + c, mask, _mm512_permutexvar_epi64(order, both));
+    }
+    return;
+  }
+#endif
   for (int c = 0; c < call.value_dim; c++) from_float(sums[column<T>(c)] * norm, out + c);
-  if (call.lse) call.lse[token * call.num_q_heads + head] = lse;
 }
 
 // Rows of scratch for the heads that share a KV head.
@@ -390,8 +384,7 @@ inline int padded_rows(int group_size) {
 
 template <typename T, int kRows, int kMostHeads>
 void decode(const AttentionCall& call, const DecodeItem& item, float* partial, DecodeScratch& scratch) {
-  constexpr int kTokens = kLanes / kRows, kTile = std::max(16, 2 * kTokens);
-  static_assert(kTile <= kDecodeTile);
+  static_assert(kDecodeTile % (2 * kLanes / kRows) == 0);
   const int group_size = call.num_q_heads / call.num_kv_heads, group_rows = padded_rows(group_size);
   const int num_rows = group_rows * item.num_heads, num_blocks = num_rows / kRows;
   const int query_stride = scratch.query_stride, value_stride = scratch.value_stride;
@@ -424,35 +417,32 @@ void decode(const AttentionCall& call, const DecodeItem& item, float* partial, D
   // Rows of two tiles: of this one, and of the next one.
   const T *keys[2][kDecodeTile], *values[2][kDecodeTile];
   Rows<T> rows(call, item.sequence, item.tokens.begin);
-  // The first tile is small, because it has not been prefetched.
-  auto tile_at = [&](int start) {
-    return std::max(0, std::min(start == item.tokens.begin ? kTokens : kTile, item.tokens.end - start));
+  const auto locate = [&](int start, int slot) {
+    const int count = std::max(0, std::min(kDecodeTile, item.tokens.end - start));
+    rows.next(count, keys[slot], values[slot]);
+    for (int t = count; count && t < kDecodeTile; t++)
+      keys[slot][t] = keys[slot][t - 1], values[slot][t] = values[slot][t - 1];
+    return count;
   };
-  rows.next(tile_at(item.tokens.begin), keys[0], values[0]);
-  // Only adjacent heads are prefetched together; others are left to the hardware.
-  const bool together = call.key_head_stride <= 2 * call.key_dim && call.value_head_stride <= 2 * call.value_dim;
-  const int64_t key_bytes = ((item.num_heads - 1) * call.key_head_stride + call.key_dim) * int64_t(sizeof(T));
-  const int64_t value_bytes = ((item.num_heads - 1) * call.value_head_stride + call.value_dim) * int64_t(sizeof(T));
-  const int steps = item.num_heads * (group_rows / kMostHeads);
-  for (int start = item.tokens.begin, slot = 0, count; start < item.tokens.end; start += count, slot ^= 1) {
-    count = tile_at(start);
-    const int next = tile_at(start + count);
-    rows.next(next, keys[slot ^ 1], values[slot ^ 1]);
-    Ahead ahead{{reinterpret_cast<const char* const*>(keys[slot ^ 1]),
-                 reinterpret_cast<const char* const*>(values[slot ^ 1])},
-                {item.first_head * call.key_head_stride * int64_t(sizeof(T)),
-                 item.first_head * call.value_head_stride * int64_t(sizeof(T))},
-                {key_bytes, value_bytes},
-                together ? next : 0};
-    // Half of the lines during the scores, half during the values.
-    const int lines_per_token = together ? static_cast<int>((key_bytes + value_bytes) / 64 / 2 / steps) + 1 : 0;
+  const auto of_head = [&](int slot, int head) {
+    TileRows<T> tile;
+    for (int t = 0; t < kDecodeTile; t++) {
+      tile.keys[t] = keys[slot][t] + head * call.key_head_stride;
+      tile.values[t] = values[slot][t] + head * call.value_head_stride;
+    }
+    return tile;
+  };
+  int count = locate(item.tokens.begin, 0);
+  for (int t = 0; t < count; t++)
+    for (int head = item.first_head; head < item.first_head + item.num_heads; head++) {
+      prefetch(keys[0][t] + head * call.key_head_stride, call.key_dim);
+      prefetch(values[0][t] + head * call.value_head_stride, call.value_dim);
+    }
+  for (int start = item.tokens.begin, slot = 0; start < item.tokens.end; slot ^= 1) {
+    const int next_count = locate(start + count, slot ^ 1);
     for (int head = 0; head < item.num_heads; head++) {
-      const T *head_keys[kDecodeTile + 2 * kTokens], *head_values[kDecodeTile];
-      for (int t = 0; t < count; t++) {
-        head_keys[t] = keys[slot][t] + (item.first_head + head) * call.key_head_stride;
-        head_values[t] = values[slot][t] + (item.first_head + head) * call.value_head_stride;
-      }
-      for (int t = count; t < round_up(count, 2 * kTokens); t++) head_keys[t] = head_keys[count - 1];
+      const TileRows<T> tile = of_head(slot, item.first_head + head);
+      const TileRows<T> next = next_count ? of_head(slot ^ 1, item.first_head + head) : tile;
       for (int first = 0; first < group_size; first += kMostHeads) {
         const int row = head * group_rows + first, block = row / kRows;
         const Heads heads{scratch.queries + row * query_stride,
@@ -460,14 +450,14 @@ void decode(const AttentionCall& call, const DecodeItem& item, float* partial, D
                           scratch.highest + block * kLanes,
                           scratch.sum + block * kLanes,
                           scratch.out + row * value_stride};
-        auto tile = [&](auto num_heads) {
-          decode_tile<T, kRows, decltype(num_heads)::value>(call, head_keys, head_values, count, position - start,
-                                                            heads, scratch, ahead, lines_per_token);
-        };
         constexpr int kLeast = kMostHeads == 8 ? 4 : kMostHeads == 4 ? 3 : kMostHeads;
-        with_count<kLeast, kMostHeads>(std::min(kMostHeads, group_size - first), tile);
+        with_count<kLeast, kMostHeads>(std::min(kMostHeads, group_size - first), [&](auto num_heads) {
+          decode_tile<T, kRows, decltype(num_heads)::value>(call, tile, next, count, position - start, heads, scratch);
+        });
       }
     }
+    start += count;
+    count = next_count;
   }
 
   for (int head = first_query; head < end_query; head++) {

@@ -1,6 +1,6 @@
 // A decoder layer in one parallel region: norm, query, key and value, rotation and cache write, attention, its output
-// and the residual, norm, gate and up, activation, down and the residual. Threads share out each step (team.h), and what
-// one step leaves for the next is in a workspace. Every value is rounded where the single operations round it.
+// and the residual, norm, gate and up, activation, down and the residual. Threads share out each operation (team.h),
+// and what it leaves for the next one is in a workspace. Every value is rounded where the single operations round it.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,8 +22,8 @@ struct NormWeight {
   float eps, offset;
 };
 
-// Tokens of the call that are read in one view. The calls' addresses of heads, queries, results, caches and norm weights
-// are not read.
+// Tokens of the call that are read in one view. The addresses of heads, queries, results, caches and norm weights in
+// both calls are not used.
 struct LayerPart {
   const RotaryCall* rotary;
   const AttentionCall* attention;
@@ -65,9 +65,7 @@ struct Workspace {
   int64_t chunk, num_bytes = 0;
 
   explicit Workspace(const LayerCall& call) {
-    const T* const hidden = static_cast<const T*>(call.hidden);
-  T* const out = static_cast<T*>(call.out);
-  const int64_t chunks = (call.rows + kChunkRows - 1) / kChunkRows;
+    const int64_t chunks = (call.rows + kChunkRows - 1) / kChunkRows;
     chunk = (call.rows + chunks - 1) / chunks;
     const int64_t widest = std::max({call.qkv.inputs, call.attention_out.inputs, call.down.inputs});
     attended = take<T>(call, call.rows * call.attention_out.inputs);
@@ -87,7 +85,8 @@ struct Workspace {
 };
 
 template <typename T>
-void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, Word* panels, int64_t rows) {
+void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, Word* panels,
+              int64_t rows) {
   if (weight.scales) products::multiply<T, int8_t>(team, weight, x, residual, out, panels, rows);
   else products::multiply<T, T>(team, weight, x, residual, out, panels, rows);
 }

@@ -150,7 +150,7 @@ void multiply(Team& team, const ProductWeight& weight, const T* x, const T* resi
   if (rows == 1 && inputs % kPerWord<T> == 0) {
     panels = reinterpret_cast<Word*>(const_cast<T*>(x));
   } else {
-const int64_t pieces = (words + kPackedWords - 1) / kPackedWords;
+    const int64_t pieces = (words + kPackedWords - 1) / kPackedWords;
     team.each(num_panels * pieces, [&](int64_t i) {
       const int64_t panel = i / pieces, begin = i % pieces * kPackedWords;
       const int64_t first = panel * height, count = std::min(height, rows - first);

@@ -20,8 +20,8 @@ float inverse_rms(const T* row, int64_t size, float eps) {
   return 1.0f / std::sqrt(sum_lanes(sum) / static_cast<float>(size) + eps);
 }
 
-// out = norm of x, `x / rms(x) * (weight + offset)`. With a residual and a sum, x is sum = residual + x; with a residual
-// alone, it is added to the norm.
+// out = norm of x, `x / rms(x) * (weight + offset)`. With a residual and a sum, x is sum = residual + x; with a
+// residual alone, it is added to the norm.
 template <typename T>
 void norm_row(const T* x, const T* residual, const T* weight, T* out, T* sum, int64_t size, float eps, float offset) {
   if (sum) {
@@ -40,8 +40,8 @@ void norm_row(const T* x, const T* residual, const T* weight, T* out, T* sum, in
 
 // `norm_row` of each row; residual and sum may be null.
 template <typename T>
-void norm_rows(Team& team, const T* x, const T* residual, const T* weight, T* out, T* sum, int64_t rows, int64_t size, float eps,
-               float offset) {
+void norm_rows(Team& team, const T* x, const T* residual, const T* weight, T* out, T* sum, int64_t rows, int64_t size,
+               float eps, float offset) {
   team.each(rows, [&](int64_t r) {
     norm_row(x + r * size, residual ? residual + r * size : nullptr, weight, out + r * size,
              sum ? sum + r * size : nullptr, size, eps, offset);
@@ -81,7 +81,7 @@ struct GeluTanh {  // (1 + tanh(u)) / 2 = sigmoid(2 u)
 template <typename Activation, typename T>
 void gate_rows(Team& team, const T* x, T* out, int64_t rows, int64_t size) {
   constexpr int64_t kColumns = 64 * kLanes;
-const int64_t pieces = (size + kColumns - 1) / kColumns;
+  const int64_t pieces = (size + kColumns - 1) / kColumns;
   team.each(rows * pieces, [&](int64_t piece) {
     const int64_t row = piece / pieces, begin = piece % pieces * kColumns;
     const T *gates = x + row * 2 * size, *ups = gates + size;

@@ -188,6 +188,8 @@ class CpuLayer:
         """
         hidden = hidden.contiguous()
         out = torch.empty_like(hidden)
+        if not len(heads):
+            return out
         call, fields = self._fields, parts.fields
         call.hidden, call.out, call.heads = hidden.data_ptr(), out.data_ptr(), heads.data_ptr()
         call.rows, call.parts, call.num_parts = len(heads), fields, len(fields)

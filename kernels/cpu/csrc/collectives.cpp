@@ -17,6 +17,7 @@
 #include <chrono>
 #include <ctime>
 
+#include "team.h"
 #include "vector.h"
 
 extern "C" {
@@ -51,14 +52,6 @@ struct alignas(kLineBytes) Rank {
 };
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 inline void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
   syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
@@ -113,7 +106,7 @@ class Rounds {
     for (Clock::duration waited{}; waited < kYield; waited = Clock::now() - start) {
       for (int i = 0; i < kPauses; i++) {
         if (reached(other.round.load(std::memory_order_acquire), round)) return !ended();
-        pause();
+        spin_pause();
       }
       if (waited > kSpin) sched_yield();
     }

@@ -9,16 +9,22 @@
 #include <sched.h>
 
 #include <atomic>
+#include <cassert>
 #include <cstdint>
 #include <memory>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace folio {
 
 constexpr int kSpins = 1000;  // looks at a step's end before the processor is offered to other threads
+
+// Tells the processor that this thread waits for another one's store.
+inline void spin_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 struct alignas(64) Counter {
   std::atomic<int64_t> value{0};
@@ -27,13 +33,16 @@ struct alignas(64) Counter {
 // One thread's view of the steps; all threads call `each` with the same counts in the same order.
 class Team {
  public:
-  // counters: (num_threads + 1) for each step, zero.
-  Team(Counter* counters, int thread, int num_threads)
-      : counters_(counters), thread_(thread), num_threads_(num_threads) {}
+  // counters: (num_threads + 1) for each step, zero, and never used again: a thread that comes late passes all steps.
+  Team(Counter* counters, int64_t most_steps, int thread, int num_threads)
+      : counters_(counters), steps_left_(most_steps), thread_(thread), num_threads_(num_threads) {}
 
-  // Calls item(i) for i in 0 … count - 1, in any thread; returns when all calls have returned.
+  // Calls item(i) for i in 0 … count - 1, in any thread; returns when all calls have returned, and what they wrote can
+  // be read: the additions to `done` are one release sequence.
   template <typename Item>
   void each(int64_t count, Item item) {
+    assert(steps_left_ > 0);  // else the counters are other memory
+    steps_left_--;
     if (num_threads_ == 1) {
       for (int64_t i = 0; i < count; i++) item(i);
       return;
@@ -53,16 +62,19 @@ class Team {
       }
       if (own) done.fetch_add(own, std::memory_order_release);
     }
-    for (int spins = 0; done.load(std::memory_order_acquire) < count; spins++) {
-      if (spins > kSpins) sched_yield();
-#if defined(__x86_64__)
-      else _mm_pause();
-#endif
+    for (int spins = 0; done.load(std::memory_order_acquire) < count;) {
+      if (spins == kSpins) {
+        sched_yield();
+      } else {
+        spin_pause();
+        spins++;
+      }
     }
   }
 
  private:
   Counter* counters_;
+  int64_t steps_left_;
   int thread_, num_threads_;
 };
 
@@ -71,14 +83,15 @@ template <typename Body>
 void in_team(bool parallel, int64_t most_steps, Body body) {
   const int most_threads = parallel ? omp_get_max_threads() : 1;
   if (most_threads == 1) {
-    Team team(nullptr, 0, 1);
+    Team team(nullptr, most_steps, 0, 1);
     body(team);
     return;
   }
   const std::unique_ptr<Counter[]> counters(new Counter[most_steps * (most_threads + 1)]);
 #pragma omp parallel num_threads(most_threads)
   {
-    Team team(counters.get(), omp_get_thread_num(), omp_get_num_threads());
+    // The system may give fewer threads than asked for.
+    Team team(counters.get(), most_steps, omp_get_thread_num(), omp_get_num_threads());
     body(team);
   }
 }

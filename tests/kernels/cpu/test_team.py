@@ -1,0 +1,125 @@
+"""Work sharing (`csrc/team.h`) among more threads than cores: the system suspends threads in the middle of steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from kernels import CpuLinear
+from kernels.cpu.layer import CpuLayer, Workspace
+from kernels.elementwise import ACTIVATIONS
+from tests.kernels.cases import Lengths
+from tests.kernels.cpu.test_layer import SIZE, Step, make_step, make_weights, prepared, random_hidden
+from tests.kernels.cpu.test_ops import MARCHES
+
+THREADS = (2, 3, 4, 8)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    """Restores the number of threads."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    if reason := CpuLinear().unsupported(dtype):
+        pytest.skip(reason)
+    return dtype
+
+
+def random_lengths(rng: random.Random) -> Lengths:
+    """At most 70 rows: decodes, a prompt, or both; sometimes a sequence of two parts."""
+    lengths: Lengths = [(1, rng.randint(1, 90)) for _ in range(rng.choice([0, 1, 1, 2, 5, 16]))]
+    if not lengths or rng.random() < 0.5:
+        queries = rng.randint(1, 70 - len(lengths))
+        lengths.append((queries, queries + rng.randint(0, 40)))
+    if rng.random() < 0.1:
+        lengths[0] = (1, 1100 + rng.randint(0, 1100))
+    return lengths
+
+
+class Layer:
+    """A random layer, and a step of one or two parts."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        rng = random.Random(seed)
+        flags = {name: rng.random() < 0.5 for name in ("int8", "norms", "biases")}
+        weights = make_weights(dtype, **flags, activation=rng.choice(ACTIVATIONS))
+        self.description = f"seed {seed}, {flags}"
+        self._run = CpuLayer(weights, Workspace())
+        parts = [random_lengths(rng) for _ in range(rng.choice([1, 1, 2]))]
+        self._steps = [make_step(lengths, weights, dtype, seed=seed + i) for i, lengths in enumerate(parts)]
+        self._hidden = random_hidden(sum(len(step.rotary.heads) for step in self._steps), dtype)
+
+    def results(self) -> list[torch.Tensor]:
+        """The layer's output, its queries, keys and values, and the caches after the writes."""
+        steps: list[Step] = [step.copied() for step in self._steps]
+        heads = self._hidden.new_zeros(len(self._hidden), *steps[0].rotary.heads.shape[1:])
+        caches = [step.caches for step in steps]
+        out = self._run(self._hidden, heads, prepared(steps), caches)
+        return [out, heads, *(cache for pair in caches for cache in pair)]
+
+
+def check_repeated(layer: Layer, expected: list[torch.Tensor], num_threads: int, times: int) -> None:
+    torch.set_num_threads(num_threads)
+    for _ in range(times):
+        for ours, alone in zip(layer.results(), expected, strict=True):
+            assert torch.equal(ours, alone), f"{layer.description}, {num_threads} threads"
+
+
+def test_layers_equal_those_of_one_thread(dtype: torch.dtype) -> None:
+    for seed in range(24):
+        layer = Layer(seed, dtype)
+        torch.set_num_threads(1)
+        expected = layer.results()
+        assert expected[0].isfinite().all()
+        for num_threads in THREADS:
+            check_repeated(layer, expected, num_threads, times=10)
+
+
+def test_callers_at_once_have_teams_of_their_own(dtype: torch.dtype) -> None:
+    """As ranks that are threads of one process, or two engines, each with its number of threads."""
+    layers = [Layer(seed, dtype) for seed in (20, 21, 22)]
+    torch.set_num_threads(1)
+    expected = [layer.results() for layer in layers]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in pool.map(check_repeated, layers, expected, (2, 3, 4), (20,) * 3):
+            pass
+
+
+@pytest.mark.parametrize("march", MARCHES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_products_equal_those_of_one_thread(march: str, int8: bool, dtype: torch.dtype) -> None:
+    linear, rng = CpuLinear(march), random.Random(5)
+    if reason := linear.unsupported(dtype):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    for _ in range(6):
+        outputs, inputs = rng.randint(100, 700), rng.randint(100, 700)
+        weight = linear.pack(torch.randn(outputs, inputs).to(dtype), int8=int8)
+        bias = torch.randn(outputs).to(dtype)
+        for rows in (2, rng.randint(3, 28), rng.randint(29, 70), 200):
+            x = torch.randn(rows, inputs).to(dtype)
+            torch.set_num_threads(1)
+            expected = linear(x, weight, bias)
+            for num_threads in THREADS:
+                torch.set_num_threads(num_threads)
+                for _ in range(2):
+                    assert torch.equal(linear(x, weight, bias), expected), f"{[rows, outputs, inputs]}, {num_threads}"
+
+
+def test_a_layer_of_no_rows(dtype: torch.dtype) -> None:
+    """A division by zero, before."""
+    layer = CpuLayer(make_weights(dtype), Workspace())
+    step = make_step([(1, 1)], make_weights(dtype), dtype)
+    hidden = torch.empty(0, SIZE, dtype=dtype)
+    assert layer(hidden, step.rotary.heads[:0], prepared([step]), [step.caches]).shape == (0, SIZE)

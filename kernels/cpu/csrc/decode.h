@@ -433,11 +433,10 @@ void decode(const AttentionCall& call, const DecodeItem& item, float* partial, D
     return tile;
   };
   int count = locate(item.tokens.begin, 0);
-  for (int t = 0; t < count; t++)
-    for (int head = item.first_head; head < item.first_head + item.num_heads; head++) {
-      prefetch(keys[0][t] + head * call.key_head_stride, call.key_dim);
-      prefetch(values[0][t] + head * call.value_head_stride, call.value_dim);
-    }
+  for (int head = item.first_head; head < item.first_head + item.num_heads; head++) {
+    for (int t = 0; t < count; t++) prefetch(keys[0][t] + head * call.key_head_stride, call.key_dim);
+    for (int t = 0; t < count; t++) prefetch(values[0][t] + head * call.value_head_stride, call.value_dim);
+  }
   for (int start = item.tokens.begin, slot = 0; start < item.tokens.end; slot ^= 1) {
     const int next_count = locate(start + count, slot ^ 1);
     for (int head = 0; head < item.num_heads; head++) {

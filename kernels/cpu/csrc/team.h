@@ -1,6 +1,7 @@
 // Sharing out the items of several steps among the threads of one parallel region.
 //
-// A thread takes the items of its own range one by one, then those that are left of other ranges. A step is over when
+// A thread takes the items of its own range one by one, then those that are left of other ranges, from their ends: an
+// item's thread may have prefetched the next one. A step is over when
 // all of its items are done; threads that have none of them are not waited for. So a thread that the system has
 // suspended, or not woken yet, delays the others by one item at most, where a barrier would wait until it runs.
 #pragma once
@@ -26,8 +27,9 @@ inline void spin_pause() {
 #endif
 }
 
+// Of a step, the items done; of a range, those taken: from the front by its owner, in the lower half, and from the end.
 struct alignas(64) Counter {
-  std::atomic<int64_t> value{0};
+  std::atomic<uint64_t> value{0};
 };
 
 // One thread's view of the steps; all threads call `each` with the same counts in the same order.
@@ -47,22 +49,24 @@ class Team {
       for (int64_t i = 0; i < count; i++) item(i);
       return;
     }
-    std::atomic<int64_t>& done = counters_->value;
-    Counter* const taken = counters_ + 1;
+    std::atomic<uint64_t>& done = counters_->value;
+    Counter* const ranges = counters_ + 1;
     counters_ += num_threads_ + 1;
     for (int turn = 0; turn < num_threads_; turn++) {
       const int owner = (thread_ + turn) % num_threads_;
       const int64_t begin = owner * count / num_threads_, size = (owner + 1) * count / num_threads_ - begin;
-      int64_t own = 0;
-      while (taken[owner].value.load(std::memory_order_relaxed) < size) {
-        const int64_t i = taken[owner].value.fetch_add(1, std::memory_order_relaxed);
-        if (i >= size) break;
-        item(begin + i);
-        own++;
+      std::atomic<uint64_t>& taken = ranges[owner].value;
+      const auto any_left = [size](uint64_t taken) { return int64_t(uint32_t(taken)) + int64_t(taken >> 32) < size; };
+      uint64_t calls = 0;
+      while (any_left(taken.load(std::memory_order_relaxed))) {
+        const uint64_t before = taken.fetch_add(turn ? uint64_t(1) << 32 : 1, std::memory_order_relaxed);
+        if (!any_left(before)) break;
+        item(turn ? begin + size - 1 - int64_t(before >> 32) : begin + int64_t(uint32_t(before)));
+        calls++;
       }
-      if (own) done.fetch_add(own, std::memory_order_release);
+      if (calls) done.fetch_add(calls, std::memory_order_release);
     }
-    for (int spins = 0; done.load(std::memory_order_acquire) < count;) {
+    for (int spins = 0; done.load(std::memory_order_acquire) < uint64_t(count);) {
       if (spins == kSpins) {
         sched_yield();
       } else {

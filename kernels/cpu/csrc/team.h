@@ -1,9 +1,9 @@
 // Sharing out the items of several steps among the threads of one parallel region.
 //
-// A thread takes the items of its own range one by one, then those that are left of other ranges, from their ends: an
-// item's thread may have prefetched the next one. A step is over when
-// all of its items are done; threads that have none of them are not waited for. So a thread that the system has
-// suspended, or not woken yet, delays the others by one item at most, where a barrier would wait until it runs.
+// A thread takes the items of its own range one by one, then those that are left of other ranges, from their ends: the
+// owner of a range has prefetched its next item. A step is over when all of its items are done; threads that have none
+// of them are not waited for. So a thread that the system has suspended, or not woken yet, delays the others by one item
+// at most, where a barrier would wait until it runs.
 #pragma once
 
 #include <omp.h>

@@ -13,7 +13,7 @@ from app.engine.sampling import choice
 from app.engine.sampling.logits import Edits, apply_edits, gather_edits
 from app.engine.sampling.logprobs import chunks, launch_logprobs, read_logprobs
 from app.engine.sampling.penalties import counts_of, gather_penalties
-from app.engine.sampling.settings import EDITED, GREEDY, MASKED, PROCESSED, TRUNCATED, gather_settings
+from app.engine.sampling.settings import BIASED, EDITED, GREEDY, MASKED, PROCESSED, TRUNCATED, gather_settings
 from app.engine.sampling.state import SamplingState
 from app.engine.sampling.transfer import Readback, to_device
 
@@ -164,7 +164,7 @@ def _alike(features: np.ndarray, device: torch.device) -> Iterator[np.ndarray]:
     """Groups of rows to choose for together: on a CPU those that take the same course, so that no row is copied or
     masked for others; elsewhere those whose logits change, and the others."""
     if device.type == "cpu":
-        kinds = features & (MASKED | GREEDY | TRUNCATED) | np.where(features & EDITED, EDITED, 0)
+        kinds = features & (MASKED | GREEDY | TRUNCATED) | np.where(features & EDITED, BIASED, 0)
     else:
         kinds = np.where(features & PROCESSED, PROCESSED, 0)
     for kind in np.unique(kinds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,6 +191,21 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("kernels.triton.penalties.penalise", penalise)
     yield
     processors._addends_by_byte.cache_clear()
+
+
+def test_rows_on_a_cpu_are_neither_copied_nor_masked_for_others() -> None:
+    """Regression: masked rows were in one group with biased ones, and copied twice more for it."""
+    params: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {0: 1.0}, "frequency_penalty": 0.1},
+        {"min_tokens": 2, "stop_token_ids": [3]},
+        {"allowed_token_ids": [0, 1]},
+    ]
+    states = [SamplingState(SamplingParams(**own), [1], eos_token_ids=frozenset({2})) for own in params]
+    features = gather_settings(states, [0] * len(states), 100)["features"]
+    groups = [group.tolist() for group in sampler._alike(features, torch.device("cpu"))]
+    assert sorted(groups) == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

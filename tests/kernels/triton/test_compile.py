@@ -58,7 +58,8 @@ GEMMA = Model(21, 16, 8, 256, Masking(1 / 16, window_left=4095, softcap=50.0), 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "choose" or "penalise".
+    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "choose", "penalise" or
+    "replace".
 
     Attributes:
         block_tokens: of the block-table view, 0 for as many as `plan_layout` chooses; None is the region view.
@@ -128,6 +129,7 @@ SHAPES = (
     Shape("choose", LLAMA),
     Shape("choose", LLAMA, dtype=F32),
     Shape("penalise", LLAMA, dtype=F32),
+    Shape("replace", LLAMA, dtype=F32),
     MISALIGNED,
 )
 
@@ -210,6 +212,9 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
     elif shape.call == "penalise":
         if compiled.num_fused:
             wrong.append(f"fuses {compiled.num_fused} products with sums, which CPUs round alone")
+    elif shape.call == "replace":
+        if set(compiled.stores) != {8}:
+            wrong.append(f"stores entries of 8 bytes by {sorted(compiled.stores)}")
     elif shape.call == "choose":  # 4,096 logits by 512 threads
         if compiled.loads.get(16, 0) < 5:
             wrong.append(f"reads logits by {dict(compiled.loads)} bytes")
@@ -263,7 +268,7 @@ def compile_shapes(index: int, count: int) -> None:
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             _call(SHAPES[i])
-        [(metadata, files)] = kernels
+        (metadata, files), *_ = kernels  # "replace" is followed by "penalise"
         [ptx] = (Path(path).read_text() for name, path in files.items() if name.endswith(".ptx"))
         compiled = Compiled(
             registers=int(re.findall(r"Used (\d+) registers", log.getvalue())[0]),
@@ -300,9 +305,10 @@ def _call(shape: Shape) -> None:
     from kernels.triton.prefill import prepare_prefill
     from kernels.triton.sampling import choose
 
-    if shape.call == "penalise":
+    if shape.call in ("penalise", "replace"):
         rows, logits = torch.zeros(2, dtype=torch.int64), torch.empty(2, VOCAB_SIZE)
-        penalise(logits, 1, rows, rows, rows.int(), torch.zeros(2, 3), rows[:0], rows[:0])
+        changed = rows if shape.call == "replace" else rows[:0]
+        penalise(logits, 1, rows, rows, rows.int(), torch.zeros(2, 3), changed, changed)
         return
     if shape.call == "choose":
         integers, numbers = torch.zeros(2, dtype=torch.int64), torch.zeros(2)

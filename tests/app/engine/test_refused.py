@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from app.engine import LLM
 from app.engine.execution.attention import CachedAttention, RotaryLayer
+from app.engine.execution.executor import Executor
 from app.engine.model import loader
 from app.errors import ModelError
 from kernels import VarlenBatch
@@ -92,6 +93,14 @@ def test_the_self_test_finds_a_cache_that_is_not_read(monkeypatch: pytest.Monkey
     monkeypatch.setattr(CachedAttention, "attend_rotary", forgetful)
     monkeypatch.setattr(loader, "run_in_one_call", lambda _: 0)  # as above
     with pytest.raises(ModelError, match="self-test failed"):
+        LLM("builtin", kv_memory_bytes=8 << 20)
+
+
+def test_fewer_logits_than_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties change the logits of a prompt's tokens, which must be there."""
+    real = Executor.own_logits
+    monkeypatch.setattr(Executor, "own_logits", lambda self, token_ids: real(self, token_ids)[:, :-1])
+    with pytest.raises(ModelError, match="fewer than its vocab_size"):
         LLM("builtin", kv_memory_bytes=8 << 20)
 
 

@@ -131,14 +131,14 @@ class LLM:
             raise RequestError(f"{len(prompts)} prompts but {len(params)} params", "params")
         encoded = [self._encode(prompt) for prompt in prompts]
         limits = [self.engine.validate(*request, options) for request in zip(encoded, params, strict=True)]
-        completions: dict[str, Completion] = {}
+        completions: dict[str, Completion] = {}  # a request is in it before the engine has it
         try:
             for token_ids, param, max_tokens in zip(encoded, params, limits, strict=True):
                 request_id = f"llm-{self._num_requests}"
                 self._num_requests += 1
                 self.engine.load.check_queue()
-                self.engine.add_request(request_id, token_ids, param, max_tokens, options)
                 completions[request_id] = Completion(token_ids, [Output() for _ in range(param.n)])
+                self.engine.add_request(request_id, token_ids, param, max_tokens, options)
             while self.engine.has_work:
                 for delta in self.engine.step():
                     if delta.error is not None:

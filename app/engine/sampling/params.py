@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Literal
 
@@ -16,6 +17,8 @@ MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 256
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKENS = 4096
+# Logits over a smaller divisor would overflow to the same infinity.
+LEAST_REPETITION_PENALTY = 0.001
 
 _NOT_WITH_BEAMS: tuple[str, ...] = (
     "top_k",
@@ -27,6 +30,11 @@ _NOT_WITH_BEAMS: tuple[str, ...] = (
     "logit_bias",
 )
 _NOT_WITH_BEAMS += ("bad_words", "allowed_token_ids", "min_tokens", "stop", "logprobs", "structure", "temperature")
+
+_FRACTIONS = frozenset(
+    ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty")
+)
+_OPTIONAL = frozenset({"best_of", "max_tokens", "seed", "logprobs", "prompt_logprobs"})
 
 StructureKind = Literal["json", "regex", "choice", "grammar", "tags", "any"]
 EarlyStopping = Literal["never"] | bool
@@ -102,7 +110,7 @@ class SamplingParams:
         skip_special_tokens: leave other special tokens out of the text.
 
     Raises:
-        RequestError: a value is out of bounds, or two contradict each other.
+        RequestError: a value is no number or out of bounds, or two contradict each other.
     """
 
     n: int = 1
@@ -147,7 +155,7 @@ class SamplingParams:
             ("top_k", 0, 2**31 - 1),
             ("top_p", 0, 1),
             ("min_p", 0, 1),
-            ("repetition_penalty", 0, 100),
+            ("repetition_penalty", LEAST_REPETITION_PENALTY, 100),
             ("presence_penalty", -2, 2),
             ("frequency_penalty", -2, 2),
             ("length_penalty", -10, 10),
@@ -156,9 +164,8 @@ class SamplingParams:
             ("prompt_logprobs", 0, MAX_LOGPROBS),
         ):
             self._check_bounds(name, least, most)
-        for name in ("top_p", "repetition_penalty"):
-            if getattr(self, name) == 0:
-                raise RequestError(f"{name} is 0; it must be above 0", name)
+        if self.top_p == 0:
+            raise RequestError("top_p is 0; it must be above 0", "top_p")
         for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
             if len(getattr(self, name)) > most or not all(getattr(self, name)):
                 raise RequestError(f"{name} takes at most {most} strings, none of them empty", name)
@@ -179,8 +186,15 @@ class SamplingParams:
 
     def _check_bounds(self, name: str, least: float, most: float | None) -> None:
         value = getattr(self, name)
-        if value is None:
+        if value is None and name in _OPTIONAL:
             return
+        is_fraction = name in _FRACTIONS
+        is_number = isinstance(value, Real if is_fraction else Integral)
+        if not is_number or isinstance(value, bool):
+            raise RequestError(f"{name} is {value!r}; it must be a {'' if is_fraction else 'whole '}number", name)
+        if not isinstance(value, int | float):  # of numpy
+            value = float(value) if is_fraction else int(value)
+            object.__setattr__(self, name, value)
         if not (least <= value and (most is None or value <= most)):  # NaN is not
             bounds = f"at least {least}" if most is None else f"between {least} and {most}"
             raise RequestError(f"{name} is {value}; it must be {bounds}", name)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from app.engine import LLM, SamplingParams
@@ -52,6 +57,53 @@ def test_nothing_is_generated_when_one_prompt_is_bad(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 prompts but 1 params"):
         llm.generate(["a", "b"], [SamplingParams()])
     assert not llm.engine.has_work
+
+
+def test_an_interrupt_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a request that the engine had, and the call had not noted, made every later call fail."""
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.load, "check_queue", Mock(side_effect=[None, KeyboardInterrupt]))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"])
+    assert not llm.engine.has_work
+    add = llm.engine.add_request
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        add(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "add_request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a"])
+    assert not llm.engine.has_work
+    assert len(llm.generate(["a"], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("n", 1.0, "n is 1.0; it must be a whole number"),
+        ("n", None, "n is None; it must be a whole number"),
+        ("top_k", True, "top_k is True; it must be a whole number"),
+        ("seed", 1.0, "seed is 1.0; it must be a whole number"),
+        ("max_tokens", "5", "max_tokens is '5'; it must be a whole number"),
+        ("temperature", "hot", "temperature is 'hot'; it must be a number"),
+        ("presence_penalty", None, "presence_penalty is None; it must be a number"),
+        ("presence_penalty", math.nan, "presence_penalty is nan; it must be between -2 and 2"),
+        ("repetition_penalty", 1e-38, "repetition_penalty is 1e-38; it must be between 0.001 and 100"),
+        ("top_p", 0, "top_p is 0; it must be above 0"),
+    ],
+)
+def test_params_are_numbers_within_bounds(name: str, value: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{re.escape(message)}$") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_params_may_be_numpy_numbers(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0), seed=np.int32(1), ignore_eos=True)
+    assert len(llm.generate(["a"], params)[0].token_ids) == 3
 
 
 def test_no_prompts(llm: LLM) -> None:

@@ -17,7 +17,7 @@ MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 256
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKENS = 4096
-# Logits over a smaller divisor would overflow to the same infinity.
+# Positive logits are divided by the penalty: 1e-38 makes them overflow.
 LEAST_REPETITION_PENALTY = 0.001
 
 _NOT_WITH_BEAMS: tuple[str, ...] = (

@@ -26,7 +26,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from app.builtin import resolve_model
 from app.config.args import AppArgs
-from app.config.checkpoint import checkpoint_faults, rank_faults
+from app.config.checkpoint import checkpoint_faults, rank_faults, weight_bytes
 from app.config.engine import EngineConfig
 from app.config.machine import Machine, check_resources
 from app.errors import ConfigError
@@ -86,8 +86,19 @@ def _in_file(path: Path, error: ConfigError) -> ConfigError:
 def check_args(args: AppArgs) -> None:
     """Check an application's arguments. Raises `ConfigError` with a line for each fault."""
     faults = _Faults()
-    faults.check_models(args.engine, "args.engine")
+    if args.engine is not None:
+        faults.check_models(args.engine, "args.engine")
+    for i, model in enumerate(args.models or ()):
+        faults.check_models(model.engine, f"args.models[{i}].engine")
+    faults.check_shelf(args, "args")
     faults.close()
+
+
+def model_faults(engine: EngineConfig, path: str) -> list[str]:
+    """A line for each fault of one engine's folders, beginning with a key below `path`."""
+    faults = _Faults()
+    faults.check_models(engine, path)
+    return list(faults.lines)
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -126,15 +137,15 @@ class _Faults:
     """Collects a line for each fault."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, None] = {}  # ordered; nested models find some twice
+        self.lines: dict[str, None] = {}  # ordered; nested models find some twice
 
     def add(self, lines: Iterable[str]) -> None:
-        self._lines.update(dict.fromkeys(" ".join(line.split()) for line in lines))
+        self.lines.update(dict.fromkeys(" ".join(line.split()) for line in lines))
 
     def close(self) -> None:
         """Raise `ConfigError` if there are faults."""
-        if self._lines:
-            raise ConfigError("\n".join(self._lines))
+        if self.lines:
+            raise ConfigError("\n".join(self.lines))
 
     def check_value(self, kind: Any, value: object, path: str) -> bool:
         """Validate a value, and each part of it by the part's model, so that all faults are found and not only the
@@ -163,7 +174,11 @@ class _Faults:
         try:
             TypeAdapter(kind).validate_python(value, extra="ignore")  # unknown keys are known faults
         except ConfigError as error:  # its lines begin with the key
-            self.add(_join(path, line) for line in str(error).splitlines())
+            self.add(
+                _join(path, line)
+                for line in str(error).splitlines()
+                if not (" is missing" in line and any(re.search(rf"\b{key}\b", line) for key in skipped))
+            )
             return False
         except ValidationError as error:
             lines = list(_lines(error, value, path, skipped))
@@ -195,10 +210,16 @@ class _Faults:
                 self._check_policy(policy, f"{where}.autoscaling_config.policy")
         args = application.get("args")
         args = {} if args is None else args
-        self.check_value(AppArgs, args, f"{path}.args")
-        engine = args.get("engine") if isinstance(args, dict) else None
-        if is_local and isinstance(engine, dict):
-            self._check_here(engine, f"{path}.args.engine")
+        is_valid = self.check_value(AppArgs, args, f"{path}.args")
+        if not is_local or not isinstance(args, dict):
+            return
+        engines = {"engine": args.get("engine")}
+        engines |= {f"models[{i}].engine": model.get("engine") for i, model in enumerate(_dicts(args.get("models")))}
+        for key, engine in engines.items():
+            if isinstance(engine, dict):
+                self._check_here(engine, f"{path}.args.{key}")
+        if is_valid:
+            self.check_shelf(TypeAdapter(AppArgs).validate_python(args, extra="ignore"), f"{path}.args")
 
     def _check_here(self, engine: Mapping[str, Any], path: str) -> None:
         """Check an engine's settings against this machine and its files."""
@@ -207,7 +228,7 @@ class _Faults:
             try:
                 config = TypeAdapter(EngineConfig).validate_python(kept, extra="ignore")
             except (ConfigError, ValidationError):
-                assert self._lines  # the fault is known
+                assert self.lines  # the fault is known
             else:
                 self.add(_join(path, line) for line in check_resources(config, Machine.detect()))
                 self.check_models(config, path)
@@ -218,6 +239,38 @@ class _Faults:
         if function != "app.serving.autoscaling:KVAwareScaling" or not isinstance(kwargs, dict):
             return
         self.check_value(ScalingTargets, kwargs, f"{path}.policy_kwargs")
+
+    def check_shelf(self, args: AppArgs, path: str) -> None:
+        """Check what models of local checkpoints take together, as far as the sizes of their files tell."""
+        if args.models_dir is not None and not args.models_dir.expanduser().is_dir():
+            self.add([f"{path}.models_dir is {str(args.models_dir)!r}, and there is no such folder; create it"])
+        if (most := args.device_memory_bytes) is None:
+            return
+        sizes = [_stored_bytes(model.engine) for model in args.shelf]
+        kept = [size for model, size in zip(args.shelf, sizes, strict=True) if model.keep == "always"]
+        for i, (model, size) in enumerate(zip(args.shelf, sizes, strict=True)):
+            if size >= most:
+                self.add(
+                    [
+                        f"{path}.models[{i}].engine.model is {model.engine.model!r}, whose weights take {size} bytes; "
+                        f"device_memory_bytes is {most}, and must have room for them and the KV cache of a request"
+                    ]
+                )
+            elif model.keep != "always" and sum(kept) < most <= sum(kept) + size:
+                self.add(
+                    [
+                        f"{path}.models[{i}].engine.model is {model.engine.model!r}, whose weights take {size} bytes; "
+                        f"models with keep 'always' take {sum(kept)} of the {most} of device_memory_bytes, so that it "
+                        "could never wake: raise device_memory_bytes, or let others sleep"
+                    ]
+                )
+        if sum(kept) >= most:
+            self.add(
+                [
+                    f"{path}.device_memory_bytes is {most}; the weights of models with keep 'always' take {sum(kept)} "
+                    "bytes: raise it, or let some of them sleep"
+                ]
+            )
 
     def check_models(self, engine: EngineConfig, path: str) -> None:
         """Check folders of checkpoints and adapters. Hub ids are checked when they are loaded."""
@@ -258,6 +311,14 @@ def _tracing_faults(tracing: Mapping[str, Any], *, is_local: bool) -> Iterator[s
 
 
 _OF_MODELS = ("model", "draft_model", "speculation", "tensor_parallel_size", "load_format", "adapters")
+
+
+def _stored_bytes(engine: EngineConfig) -> int:
+    """Bytes of a model's weights, from its local files; 0 where these do not tell."""
+    folder = Path(resolve_model(engine.model))
+    if engine.dtype != "auto" or engine.quantization != "none" or not folder.is_dir():
+        return 0
+    return weight_bytes(folder)
 
 
 def _why_not_hub_id(model: str) -> str | None:

@@ -54,7 +54,7 @@ def build(args: AppArgs) -> Application:
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         request_router_config=router_config(args),
         logging_config=LOGGING,
-        **replica_resources(args.engine),
+        **replica_resources(args.shelf[0].engine),
     )(EngineReplica)
     ingress: Any = serve.deployment(
         max_ongoing_requests=UNBOUNDED_ONGOING_REQUESTS,
@@ -65,15 +65,15 @@ def build(args: AppArgs) -> Application:
     pace = StreamPace(**args.streaming.model_dump())
     replica = engine.bind(config, args.shared_kv_memory_bytes, pace)
     application: Application = ingress.bind(
-        args.engine.model,
-        args.served_name,
+        args.shelf[0].engine.model,
+        args.shelf[0].name,
         replica,
-        tuple(args.engine.adapters),
+        tuple(args.shelf[0].engine.adapters),
         args.http,
         most_seqs(config),
         args.routing.wait_for_replica_s,
         (args.tool_call_parser, args.reasoning_parser),
-        args.engine.adapter_dir is not None,
+        args.shelf[0].engine.adapter_dir is not None,
         args.model_aliases,
     )
     return application
@@ -109,8 +109,8 @@ def wants_gpu(engine: EngineConfig) -> bool:
 def shared_engine(args: AppArgs) -> EngineConfig:
     """The engine's settings with all of the shared memory as its ceiling."""
     if args.shared_kv_memory_bytes is None:
-        return args.engine
-    return replace(args.engine, kv_memory_bytes=args.shared_kv_memory_bytes)
+        return args.shelf[0].engine
+    return replace(args.shelf[0].engine, kv_memory_bytes=args.shared_kv_memory_bytes)
 
 
 def router_config(args: AppArgs) -> RequestRouterConfig:
@@ -118,7 +118,7 @@ def router_config(args: AppArgs) -> RequestRouterConfig:
     routing = args.routing.model_dump(exclude={"report_period_s"})
     settings: dict[str, Any] = {
         "request_router_class": "app.serving.router:FolioRouter",
-        "request_router_kwargs": routing | {"isolate_tenants": args.engine.isolate_tenants},
+        "request_router_kwargs": routing | {"isolate_tenants": args.shelf[0].engine.isolate_tenants},
         "request_routing_stats_period_s": args.routing.report_period_s,
     }
     return RequestRouterConfig(**settings)

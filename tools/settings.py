@@ -20,6 +20,7 @@ from app.config.args import AppArgs, RoutingArgs, StreamingArgs
 from app.config.engine import _BOUNDS, _CHOICES, EngineConfig
 from app.config.http import BatchSettings, HttpSettings, KeyEntry, KeySource, RateLimits
 from app.config.machine import MOST_SEQS, MOST_STEP_TOKENS
+from app.config.shelf import SLO, ModelConfig
 from app.fleet.autoscaling import ScalingTargets, _fault
 from tools.schema import allowed, cell, code
 
@@ -47,6 +48,13 @@ class Group:
 GROUPS = (
     Group("engine", "args.engine", EngineConfig, "The engine of each replica: model, memory, scheduling, decoding."),
     Group("args", "args", AppArgs, "The application."),
+    Group(
+        "models",
+        "args.models[]",
+        ModelConfig,
+        "The models of a [shelf](../guides/shelf.md), in place of `engine`: a list of these.",
+    ),
+    Group("slo", "args.models[].slo", SLO, "Latency targets of a model, in seconds above 0."),
     Group("routing", "args.routing", RoutingArgs, "[The choice of the replica](../guides/replicas.md)."),
     Group("streaming", "args.streaming", StreamingArgs, "[The pace of streams](../operate/streams.md)."),
     Group("http", "args.http", HttpSettings, "[Protection of HTTP and gRPC](../operate/security.md)."),
@@ -74,8 +82,11 @@ GROUPS = (
 _PARTS = {EngineConfig: "engine", RoutingArgs: "routing", StreamingArgs: "streaming", HttpSettings: "http"} | {
     BatchSettings: "batches",
     RateLimits: "limits",
+    SLO: "slo",
     KeySource: "api_keys",
 }
+# Settings, without a default to tell their part: (section, name, which is also the part's anchor).
+_LISTED = {("args", "engine"), ("args", "models"), ("models", "engine")}
 # Bounds that depend on the machine, or that every machine has (`check_resources`).
 _MACHINE = {
     "max_num_seqs": f"at most {MOST_SEQS}",
@@ -220,12 +231,13 @@ def _range(model: Any, name: str, schema: Mapping[str, Any]) -> str:
 
 def _row(group: Group, name: str, default: object, values: str, meaning: str) -> str:
     anchor = f'<a id="{group.anchor}.{name}"></a>'
-    part = _PARTS.get(type(default)) or (_PARTS[EngineConfig] if name == "engine" else None)
+    part = _PARTS.get(type(default)) or (name if (group.anchor, name) in _LISTED else None)
     if name == "api_keys":
         part = "api_keys"
     if part is not None:
+        kind = "a list" if part == "models" else "a mapping"
         shown = "null" if default is None else "see there" if default is not _REQUIRED else "required"
-        return f"| {anchor}`{name}` | {shown} | [a mapping](#{part}) | {cell(meaning)} |"
+        return f"| {anchor}`{name}` | {shown} | [{kind}](#{part}) | {cell(meaning)} |"
     shown = "required" if default is _REQUIRED else code(_plain(default))
     return f"| {anchor}`{name}` | {shown} | {cell(values)} | {cell(meaning)} |"
 

@@ -4,49 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from app.config.engine import EngineConfig, PolicyName
 from app.config.http import HttpSettings, Settings
+from app.config.parsers import ReasoningParserName, ToolParserName
+from app.config.shelf import NEEDS_TOKENIZER, ModelConfig, shelf_problems
 from app.errors import ConfigError
-
-# By the names of vLLM's `--tool-call-parser` and `--reasoning-parser`; `app.openai.output.formats` has the syntaxes.
-ToolParserName = Literal[
-    "auto",
-    "none",
-    "deepseek_v3",
-    "deepseek_v31",
-    "glm45",
-    "granite",
-    "hermes",
-    "kimi_k2",
-    "llama3_json",
-    "llama4_pythonic",
-    "minimax",
-    "minimax_m2",
-    "mistral",
-    "mistral_v11",
-    "openai",
-    "phi4_mini_json",
-    "pythonic",
-    "qwen3_coder",
-    "xlam",
-]
-ReasoningParserName = Literal[
-    "auto",
-    "none",
-    "deepseek_r1",
-    "glm45",
-    "granite",
-    "minimax_m2",
-    "mistral",
-    "nemotron",
-    "openai",
-    "qwen3",
-    "seed_oss",
-]
 
 
 class RoutingArgs(Settings):
@@ -85,10 +50,19 @@ class AppArgs(Settings):
     """`args` of the YAML.
 
     Attributes:
-        engine: settings of each replica's engine.
+        engine: settings of each replica's engine. Set `engine` or `models`.
+        models: the models of a shelf: every replica serves all of them on one device, and a model's weights and KV
+            cache are there only while they are used.
+        device_memory_bytes: of each replica, for weights, KV caches and steps of all `models` together.
+        host_memory_bytes: of each replica, for copies of the weights of `models` that sleep; on CUDA pinned. By default
+            a quarter of the machine's memory. Weights of other models that sleep come from files.
+        weights_dir: the folder for files of weights as the kernels read them, from which `models` wake. By default
+            below the user's cache folder.
+        models_dir: the folder below which operators add models at run time, at the same path for all replicas. `None`:
+            only `models` are served.
         model_name: the model's name in requests; by default the last part of `engine.model`.
-        model_aliases: further names in requests, or patterns with `*` → `model_name` or an adapter's name. For clients
-            that send names of other models, as Claude Code does: {"claude-*": my-model}.
+        model_aliases: further names in requests, or patterns with `*` → a model's or adapter's name. For clients that
+            send names of other models, as Claude Code does: {"claude-*": my-model}.
         shared_kv_memory_bytes: KV memory shared by all replicas on one device, a GPU or a node's CPUs: each may take
             what others do not need. None: each has `engine.kv_memory_bytes` for itself.
         tool_call_parser: how the model writes calls of functions, by vLLM's names; "auto": as its chat template says;
@@ -103,7 +77,12 @@ class AppArgs(Settings):
         ConfigError: settings contradict each other; a line for each, beginning with the key.
     """
 
-    engine: EngineConfig
+    engine: EngineConfig | None = None
+    models: list[ModelConfig] | None = None
+    device_memory_bytes: PositiveInt | None = None
+    host_memory_bytes: NonNegativeInt | None = None
+    weights_dir: Path | None = None
+    models_dir: Path | None = None
     model_name: str | None = None
     model_aliases: dict[str, str] = Field(default_factory=dict)
     shared_kv_memory_bytes: PositiveInt | None = None
@@ -114,35 +93,43 @@ class AppArgs(Settings):
     http: HttpSettings = HttpSettings()
 
     @property
-    def served_name(self) -> str:
-        return self.model_name or Path(self.engine.model).name
+    def shelf(self) -> tuple[ModelConfig, ...]:
+        """The models of each replica, at least one. `engine` is a shelf of one model, which never sleeps. The first one
+        answers requests that name no model."""
+        if self.engine is None:
+            return tuple(self.models or ())
+        return (
+            ModelConfig(
+                name=self.model_name or Path(self.engine.model).name,
+                engine=self.engine,
+                keep="always",
+                tool_call_parser=self.tool_call_parser,
+                reasoning_parser=self.reasoning_parser,
+            ),
+        )
 
     @model_validator(mode="after")
     def _check(self) -> AppArgs:
-        if problems := [problem for applies, problem in self._problems() if applies]:
-            raise ConfigError("\n".join(problems))
+        if self.engine is None and not self.models:
+            raise ConfigError("engine is missing; set engine, or models for several on one device")
+        if self.engine is not None and self.models is not None:
+            raise ConfigError("engine and models are both set; leave one of them out")
+        if lines := [problem for applies, problem in self._problems() if applies]:
+            raise ConfigError("\n".join(lines))
         return self
 
     def _problems(self) -> Iterator[tuple[bool, str]]:
         """(whether the problem exists, the problem)."""
-        engine, routing, streaming = self.engine, self.routing, self.streaming
-        shared_bytes = self.shared_kv_memory_bytes
-        is_shared = shared_bytes is not None
-        yield (
-            self.served_name in engine.adapters,
-            f"model_name is {self.served_name!r}, which is also the name of an adapter; rename one of them",
-        )
-        served = (self.served_name, *engine.adapters)
+        routing, streaming = self.routing, self.streaming
+        served = [name for model in self.shelf for name in (model.name, *model.engine.adapters)]
+        grows = self.models_dir is not None or any(model.engine.adapter_dir is not None for model in self.shelf)
         for alias, name in self.model_aliases.items():
             yield (
-                name not in served and engine.adapter_dir is None,
+                name not in served and not grows,
                 f"model_aliases[{alias!r}] is {name!r}, which is not served; it must be one of {', '.join(served)}",
             )
             yield alias in served, f"model_aliases has {alias!r}, which is a served name itself; leave it out"
-        yield (
-            engine.skip_tokenizer_init,
-            "engine.skip_tokenizer_init is true; a server needs the tokenizer: leave the setting out",
-        )
+        yield from self._problems_of_models() if self.engine is None else self._problems_of_engine(self.engine)
         yield (
             routing.stale_after_s < 3 * routing.report_period_s,
             f"routing.stale_after_s is {routing.stale_after_s}; it must be at least {3 * routing.report_period_s}, "
@@ -153,6 +140,22 @@ class AppArgs(Settings):
             f"streaming.min_interval_s is {streaming.min_interval_s}; it must not be above max_interval_s, "
             f"{streaming.max_interval_s}",
         )
+
+    def _problems_of_engine(self, engine: EngineConfig) -> Iterator[tuple[bool, str]]:
+        shared_bytes, [model] = self.shared_kv_memory_bytes, self.shelf
+        is_shared = shared_bytes is not None
+        yield (
+            model.name in engine.adapters,
+            f"model_name is {model.name!r}, which is also the name of an adapter; rename one of them",
+        )
+        yield engine.skip_tokenizer_init, f"engine.skip_tokenizer_init is true; {NEEDS_TOKENIZER}"
+        for setting in ("device_memory_bytes", "host_memory_bytes", "weights_dir", "models_dir"):
+            value = getattr(self, setting)
+            yield (
+                value is not None,
+                f"{setting} is {str(value)!r}; it is for models: write the engine as the only one of models, or leave "
+                "the setting out",
+            )
         yield (
             is_shared and engine.kv_memory_bytes is not None,
             f"shared_kv_memory_bytes is {shared_bytes} and engine.kv_memory_bytes {engine.kv_memory_bytes}; the first "
@@ -173,3 +176,18 @@ class AppArgs(Settings):
             f"engine.draft_model is {engine.draft_model!r}; a draft model's KV memory cannot be shared: use "
             "speculation 'ngram' beside shared_kv_memory_bytes",
         )
+
+    def _problems_of_models(self) -> Iterator[tuple[bool, str]]:
+        yield from ((True, problem) for problem in shelf_problems(self.shelf))
+        yield (
+            self.device_memory_bytes is None,
+            "device_memory_bytes is missing; models share it for their weights, KV caches and steps",
+        )
+        yield (
+            self.shared_kv_memory_bytes is not None,
+            f"shared_kv_memory_bytes is {self.shared_kv_memory_bytes}; models share device_memory_bytes: leave it out",
+        )
+        for setting in ("model_name", "tool_call_parser", "reasoning_parser"):
+            value = getattr(self, setting)
+            key = "name" if setting == "model_name" else setting
+            yield value not in (None, "auto"), f"{setting} is {value!r}; it is for engine: set models[].{key}"

@@ -50,6 +50,13 @@ def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
         yield f"it must divide the {key_value} KV heads of {folder}, or be a multiple of their number"
 
 
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the weights in a checkpoint's safetensors files; 0 if it has none."""
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else folder.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
 def _json(path: Path) -> dict[str, Any]:
     """Raises `ValueError` with a sentence unless the file is a JSON object."""
     try:

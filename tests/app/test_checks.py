@@ -210,6 +210,48 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     ]
 
 
+def shelf(*engines: dict[str, Any], device_memory_bytes: int = 1 << 30, **settings: Any) -> dict[str, Any]:
+    models = [{"name": f"m{i}", "engine": {"model": "builtin"} | engine} for i, engine in enumerate(engines)]
+    return application(args={"models": models, "device_memory_bytes": device_memory_bytes} | settings)
+
+
+def test_faults_of_models_begin_with_the_number_of_the_model(tmp_path: Path) -> None:
+    content = shelf({}, {"model": "/x"}, {"max_num_seq": 8}, {"dtype": "int4"}, models_dir=str(tmp_path / "gone"))
+    content["applications"][0]["args"]["models"][0] |= {"keep": -1, "slo": {"ttft": 1}}
+    found = faults(tmp_path, content)
+    models = f"{KEY}.args.models"
+    assert [line.split(" is ")[0] for line in found] == [
+        f"{models}[0].slo.ttft",
+        f"{models}[0].keep",
+        f"{models}[2].engine.max_num_seq",
+        f"{models}[3].engine.dtype",
+        f"{models}[1].engine.model",
+    ]
+    [line] = faults(tmp_path, shelf({}, models_dir=str(tmp_path / "gone")))
+    assert line.startswith(f"{KEY}.args.models_dir is ")
+    assert faults(tmp_path, shelf({}, {}, models_dir=str(tmp_path))) == []
+
+
+def test_models_must_fit_into_the_memory_of_the_device(tmp_path: Path) -> None:
+    from app.builtin import resolve_model
+    from app.config.checkpoint import weight_bytes
+
+    size = weight_bytes(Path(resolve_model("builtin")))
+    assert size > 1 << 20
+    assert faults(tmp_path, shelf({}, {}, device_memory_bytes=size + 1)) == []
+    [first, second] = faults(tmp_path, shelf({}, {}, device_memory_bytes=size))
+    assert first.startswith(f"{KEY}.args.models[0].engine.model is 'builtin', whose weights take {size} bytes")
+    assert second.startswith(f"{KEY}.args.models[1].engine.model")
+    content = shelf({}, {}, {}, device_memory_bytes=2 * size)
+    content["applications"][0]["args"]["models"][0]["keep"] = "always"
+    assert [line.split(" is ")[0] for line in faults(tmp_path, content)] == [
+        f"{KEY}.args.models[{i}].engine.model" for i in (1, 2)
+    ]
+    content["applications"][0]["args"]["models"][1]["keep"] = "always"
+    [line] = faults(tmp_path, content)
+    assert line.startswith(f"{KEY}.args.device_memory_bytes is {2 * size}; the weights of models with keep 'always'")
+
+
 def test_files_of_another_machine_are_not_checked(tmp_path: Path) -> None:
     assert faults(tmp_path, engine(model="/elsewhere"), is_local=False) == []
     assert faults(tmp_path, application(import_path="elsewhere.app:build"), is_local=False) == []

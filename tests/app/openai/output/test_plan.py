@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.config.args import ReasoningParserName, ToolParserName
+from app.config.parsers import ReasoningParserName, ToolParserName
 from app.engine.sampling.params import Structure
 from app.engine.sampling.structure import StructureCompiler
 from app.errors import RequestError

@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import queue
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 from app.config.engine import EngineConfig
 from app.engine.delta import Delta, DeltaQueue, RequestOptions
+from app.engine.driver import Act, Begin, EngineDriver, Stream
 from app.engine.engine import Engine
 from app.engine.faults import start_error
 from app.engine.load_report import MOST_KEYS, Activity
@@ -28,65 +24,28 @@ from app.engine.request import check_timeout
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
 from app.engine.startup import PeerPrefixes, get_ready, hot_prefixes, prefix_fingerprint
+from app.engine.step_thread import StepThread
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.engine.watch import EngineWatch
-from app.errors import EngineError, FolioError, ModelError, RequestError, UnavailableError, UnknownRequestError
-from vmem import BudgetAnswer, CachedPrefix, IntegrityError, KVMemory, MemoryReport
+from app.errors import ModelError, RequestError, UnknownRequestError
+from vmem import BudgetAnswer, CachedPrefix, KVMemory, MemoryReport
 
 logger = logging.getLogger(__name__)
 
 # Returns the seconds until a reader wants its next list of deltas.
 Pace = Callable[[], float]
-# Adds a validated request to the engine, under an id, in the engine's thread.
-Begin = Callable[[str], None]
-
-# The most callers' ids that are remembered, for forks.
-_NAMES = 4000
-# The engine stops after this many failed steps, or failures of single requests that are no client's fault, with nothing
-# generated in between. A single client's requests may cause the latter.
-_MOST_FAILED_STEPS, _MOST_FAILED_REQUESTS = 3, 10
-# The engine is stalled when it has work and computes no step for the longest of: this time, twice `step_timeout_s`, and
-# this multiple of its longest step, warm-up included. Compiling kernels and reading adapters takes less.
-_STALLED_S, _STALLED_STEPS = 120.0, 10
 T = TypeVar("T")
-
-_STOPPED = "the engine has stopped; send the request again"
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """A request, and the queue of its deltas in its caller's event loop."""
-
-    request_id: str
-    begin: Begin
-    load: tuple[int, int]  # tokens, expected cached tokens
-    loop: asyncio.AbstractEventLoop
-    deltas: DeltaQueue
-
-
-@dataclass(slots=True, eq=False)
-class _Act:
-    """A function that the thread calls between two steps."""
-
-    call: Callable[[], Any]
-    outcome: Future[Any] = field(default_factory=Future)
-
-
-# Of the thread: begin a request, cancel a request id, check the memory, call a function, or stop.
-_Command = _Stream | str | Future[None] | _Act | None
 
 
 class AsyncEngine:
-    """An `Engine` with its own thread. Methods may be called from any event loop.
-
-    A failed step fails the requests in flight and frees their memory. The engine stops, and requests in flight end with
-    `UnavailableError`, when the memory is inconsistent afterwards, a rank is lost, steps fail repeatedly, or the engine
-    is stalled.
+    """An `Engine` in a thread (`EngineDriver`). Methods may be called from any event loop.
 
     Args:
         launch, admit, loaded: see `Engine`.
         prefixes_of_others: returns the `hot_prefixes` of the peer engines with this `prefix_fingerprint`; called before
             the engine is ready.
+        thread: computes the steps, and those of other engines. The engine is then created by the caller's thread, so
+            that the others go on. `None`: a thread of its own.
 
     Raises:
         ConfigError, ModelError, UnavailableError: see `Engine`.
@@ -99,31 +58,46 @@ class AsyncEngine:
         admit: Callable[[KVMemory], None] | None = None,
         prefixes_of_others: PeerPrefixes | None = None,
         loaded: Collection[AdapterSource] = (),
+        thread: StepThread | None = None,
     ) -> None:
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}  # used by the thread only
-        self._arriving: dict[str, tuple[int, int]] = {}  # `_Stream.load` of requests sent and not begun
-        # Caller's id → engine's id and owner of the latest requests.
-        self._names: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         self._ids = itertools.count()
-        self._sending = threading.Lock()  # no command is sent after the engine has stopped
-        self._stopped = self._hangs = False
-        self._working_since: float | None = None  # start of the current step; `None`: no work
-        self._longest_s = 0.0  # of all steps
-        self._stalled_s = max(_STALLED_S, 2 * config.step_timeout_s)
-        self._num_failures = 0  # of steps and requests since the last generated token
-        self._engine: Engine  # created by the thread
-        started: Future[None] = Future()
-        arguments = partial(Engine, config, launch, admit, loaded), prefixes_of_others, started
-        self._thread = threading.Thread(target=self._run, args=arguments, name="folio-engine", daemon=True)
-        self._thread.start()
-        started.result()
+
+        def start(on_thread: StepThread) -> EngineDriver:
+            try:
+                engine = Engine(config, launch, admit, loaded)
+                try:
+                    get_ready(engine, prefixes_of_others)
+                except BaseException:
+                    logger.exception("the engine cannot start")
+                    with suppress(Exception):  # the first error says why
+                        engine.close()
+                    raise
+            except Exception:
+                raise
+            except BaseException as error:
+                raise start_error(error) from error
+            return EngineDriver(engine, on_thread)
+
+        self._own_thread: StepThread | None = None
+        if thread is not None:
+            self._driver = start(thread)
+        else:
+            # The engine is created in its thread, because OpenMP gives each thread that computes a team of threads.
+            # With two teams, more threads than cores, none spins while it waits for the others, and a step takes a
+            # tenth longer.
+            self._own_thread = StepThread()
+            try:
+                self._driver = self._own_thread.call(partial(start, self._own_thread)).result()
+            except Exception:
+                self._own_thread.close()
+                raise
+        self._engine = self._driver.engine
         logger.info("ready after %s", self.start_times)
 
     @property
     def healthy(self) -> bool:
         """Whether the engine takes requests and makes progress. Does not block."""
-        return not self._stopped and self._engine.executor.available and not self._stalled
+        return self._driver.healthy
 
     @property
     def max_model_len(self) -> int:
@@ -209,7 +183,7 @@ class AsyncEngine:
         """
 
         def begin(unique_id: str) -> None:
-            parent_id, parent_owner = self._names.get(request_id, (None, None))
+            parent_id, parent_owner = self._driver.names.get(request_id, (None, None))
             if parent_id is None or owner not in (None, parent_owner):
                 raise UnknownRequestError(f"there is no request {request_id!r} here", "request_id")
             self._engine.fork(parent_id, unique_id, params, index=index, timeout_s=timeout_s)
@@ -257,8 +231,8 @@ class AsyncEngine:
         begin = await asyncio.to_thread(prepare) if slow else prepare()
         unique_id = f"{name}-{next(self._ids)}"
         loop = asyncio.get_running_loop()
-        stream = _Stream(unique_id, begin, load, loop, DeltaQueue())
-        self._send(stream, name, owner, check_queue)
+        stream = Stream(unique_id, begin, load, loop, DeltaQueue())
+        self._driver.send(stream, name, owner, check_queue=check_queue)
         finished, not_before = False, 0.0
         try:
             while not finished:
@@ -274,7 +248,7 @@ class AsyncEngine:
                     not_before = loop.time() + pace()
         finally:
             if not finished:
-                self._commands.put(unique_id)
+                self._driver.cancel(unique_id)
 
     def report(self) -> MemoryReport:
         """Report the state of the KV memory. Raises `UnavailableError` once the engine has stopped."""
@@ -296,7 +270,7 @@ class AsyncEngine:
     def load(self, *, most_keys: int = MOST_KEYS) -> ReplicaReport:
         """See `LoadReporter.report`. Raises `UnavailableError` once the engine has stopped."""
         self.check()
-        return self._engine.load.report(tuple(self._arriving.values()), most_keys=most_keys)
+        return self._engine.load.report(self._driver.arriving, most_keys=most_keys)
 
     def take_activity(self) -> Activity:
         """The engine's work since the last call. From any one thread."""
@@ -349,237 +323,24 @@ class AsyncEngine:
             UnavailableError: the engine has stopped.
         """
         outcome: Future[None] = Future()
-        self._put(outcome)
+        self._driver.put(outcome)
         await asyncio.wrap_future(outcome)
 
     async def _between_steps(self, call: Callable[[], T]) -> T:
         """Call a function in the thread. Raises what it raises, or `UnavailableError`."""
-        act = _Act(call)
-        self._put(act)
+        act = Act(call)
+        self._driver.put(act)
         result: T = await asyncio.wrap_future(act.outcome)
         return result
 
-    def _put(self, command: _Command) -> None:
-        """Raises `UnavailableError` once the engine has stopped."""
-        self.check()
-        with self._sending:
-            if self._stopped:
-                raise UnavailableError(_STOPPED)
-            self._commands.put(command)
-
     def close(self) -> None:
-        """Fail the requests in flight, stop the thread and free all memory. A thread that hangs is not waited for."""
-        self._commands.put(None)
-        self._thread.join(0 if self._hangs else None)
+        """Fail the requests in flight, free all memory, and end the thread. A thread that hangs is not waited for."""
+        self._driver.stop()
+        if not self._driver.hangs:
+            self._driver.closed.result()
+        if self._own_thread is not None:
+            self._own_thread.close(0 if self._driver.hangs else None)
 
     def check(self) -> None:
         """Raise `UnavailableError` once the engine has stopped; stop a stalled engine. Does not block."""
-        if self.healthy:
-            return
-        if not self._stopped and self._stalled:
-            self._abandon()
-        raise UnavailableError(_STOPPED)
-
-    @property
-    def _stalled(self) -> bool:
-        since = self._working_since
-        return since is not None and time.monotonic() - since > max(self._stalled_s, _STALLED_STEPS * self._longest_s)
-
-    def _abandon(self) -> None:
-        """Fail all requests in place of the stalled thread. If the thread comes back, it stops."""
-        with self._sending:
-            if self._stopped:
-                return
-            self._stopped = self._hangs = True
-        logger.error("the engine stops: it has work and has computed no step for %.0f s or longer", self._stalled_s)
-        for stream in [*self._streams.values(), *_refuse_commands(self._commands, _STOPPED)]:
-            failure = Delta(stream.request_id, (), "", error=UnavailableError(_STOPPED))
-            with suppress(RuntimeError):  # its event loop is closed
-                stream.loop.call_soon_threadsafe(stream.deltas.put, failure)
-
-    def _send(self, stream: _Stream, name: str, owner: str | None, check_queue: bool) -> None:
-        self.check()
-        with self._sending:
-            if self._stopped:
-                raise UnavailableError(_STOPPED)
-            if check_queue:
-                self._engine.load.check_queue(tuple(self._arriving.values()))
-            self._arriving[stream.request_id] = stream.load
-            self._names[name] = stream.request_id, owner
-            self._names.move_to_end(name)
-            if len(self._names) > _NAMES:
-                self._names.popitem(last=False)
-            self._commands.put(stream)
-
-    # ---- the thread ----
-
-    def _run(self, make: Callable[[], Engine], prefixes_of_others: PeerPrefixes | None, started: Future[None]) -> None:
-        # The engine is created here, because OpenMP gives each thread that computes a team of threads. With two teams,
-        # more threads than cores, none spins while it waits for the others, and a step takes a tenth longer.
-        try:
-            self._engine = make()
-        except BaseException as error:  # noqa: BLE001 - the constructor raises it
-            started.set_exception(start_error(error))
-            return
-        try:
-            get_ready(self._engine, prefixes_of_others)
-            self._longest_s = self.start_times.warm_up_s  # none of its steps was longer
-        except BaseException as error:
-            logger.exception("the engine cannot start")
-            self._stopped = True
-            try:
-                self._engine.close()
-            finally:
-                started.set_exception(start_error(error))  # also when `close` fails: the constructor waits
-            return
-        started.set_result(None)
-        reason = _STOPPED
-        try:
-            while not self._stopped and self._take_commands():
-                self._step()
-        except UnavailableError as error:
-            logger.error("the engine stops: %s", error)
-            reason = str(error)
-        except BaseException:  # a panic of a Rust library is no Exception
-            logger.exception("the engine stops")
-            reason = "the engine failed and has stopped; send the request again"
-        finally:
-            with self._sending:
-                self._stopped = True
-            try:  # before the memory is freed, which clients need not wait for
-                self._fail_all(UnavailableError(reason))
-                self._streams = {stream.request_id: stream for stream in _refuse_commands(self._commands, reason)}
-                self._fail_all(UnavailableError(reason))
-            finally:
-                self._engine.close()
-
-    def _take_commands(self) -> bool:
-        """Execute the commands since the last step; wait for one when there is nothing to compute. False to stop."""
-        while True:
-            if not self._engine.has_work:
-                self._working_since = None
-            try:
-                command = self._commands.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
-            if self._working_since is None:
-                self._working_since = time.monotonic()
-            match command:
-                case _Stream():
-                    self._begin(command)
-                case str():
-                    self._streams.pop(command, None)
-                    self._engine.cancel(command)
-                case Future():
-                    self._check_integrity(command)
-                case _Act():
-                    _run_act(command)
-                case None:
-                    return False
-
-    def _begin(self, stream: _Stream) -> None:
-        request_id = stream.request_id
-        self._streams[request_id] = stream
-        try:
-            stream.begin(request_id)
-        except RequestError as error:
-            self._deliver([Delta(request_id, (), "", error=error)])
-        except BaseException:  # other requests go on
-            logger.exception("cannot begin %s", request_id)
-            failed = EngineError("the request cannot begin; the server's log says why")
-            self._deliver([Delta(request_id, (), "", error=failed)])
-        finally:  # after `begin`: until here the load counts the request twice, but always at least once
-            del self._arriving[request_id]
-
-    def _check_integrity(self, outcome: Future[None]) -> None:
-        if not outcome.set_running_or_notify_cancel():  # the caller no longer waits
-            return
-        try:
-            self._engine.check_integrity()
-            if self._streams and not self._engine.has_work:
-                raise IntegrityError(f"{len(self._streams)} requests wait for an engine that has none")
-        except IntegrityError as error:
-            outcome.set_exception(error)
-            raise
-        outcome.set_result(None)
-
-    def _step(self) -> None:
-        try:
-            deltas = self._engine.step()
-        except (IntegrityError, UnavailableError):
-            raise
-        except BaseException as error:  # whatever failed, every request must end
-            logger.exception("a step failed")
-            self._engine.load.num_failed_steps += 1
-            self._note_failures(1, _MOST_FAILED_STEPS, error)
-            failed = list(self._streams)
-            # A fixed sentence: the error may quote one request, and all get it.
-            self._fail_all(EngineError("a step failed; the server's log says why"))
-            for request_id in failed:
-                self._engine.cancel(request_id)
-            self._engine.check_integrity()
-            return
-        if (seconds := self._engine.step_s) is not None:
-            self._working_since = time.monotonic()
-            self._longest_s = max(self._longest_s, seconds)
-        self._deliver(deltas)
-        if any(delta.error is None for delta in deltas):
-            self._num_failures = 0
-        else:
-            self._note_failures(sum(isinstance(d.error, EngineError) for d in deltas), _MOST_FAILED_REQUESTS)
-
-    def _note_failures(self, count: int, most: int, cause: BaseException | None = None) -> None:
-        """Raise `UnavailableError` after too many failures with nothing generated in between."""
-        self._num_failures += count
-        if count and self._num_failures >= most:
-            raise UnavailableError(
-                f"{self._num_failures} failures in a row; the engine is replaced, send the request again"
-            ) from cause
-
-    def _deliver(self, deltas: Sequence[Delta]) -> None:
-        """Queue deltas with one call per event loop, because waking a loop takes longer than all else."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Delta]]] = {}
-        for delta in deltas:
-            stream = self._streams[delta.request_id]
-            if delta.ends_request:
-                del self._streams[delta.request_id]
-            by_loop.setdefault(stream.loop, []).append((stream, delta))
-        for loop, arrived in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, arrived)
-            except RuntimeError:  # the event loop is closed
-                for stream, _ in arrived:
-                    self._streams.pop(stream.request_id, None)
-                    self._engine.cancel(stream.request_id)
-
-    def _fail_all(self, error: FolioError) -> None:
-        self._deliver([Delta(request_id, (), "", error=error) for request_id in self._streams])
-
-
-def _refuse_commands(commands: queue.SimpleQueue[_Command], reason: str) -> list[_Stream]:
-    """Empty the queue of commands after the stop; returns the requests in it, and fails audits and calls."""
-    streams: list[_Stream] = []
-    with suppress(queue.Empty):  # the thread that hangs may come back and take commands, too
-        while True:
-            command = commands.get_nowait()
-            if isinstance(command, _Stream):
-                streams.append(command)
-            elif isinstance(command, Future | _Act):
-                outcome = command.outcome if isinstance(command, _Act) else command
-                if outcome.set_running_or_notify_cancel():
-                    outcome.set_exception(UnavailableError(reason))
-    return streams
-
-
-def _run_act(act: _Act) -> None:
-    if not act.outcome.set_running_or_notify_cancel():  # the caller no longer waits
-        return
-    try:
-        act.outcome.set_result(act.call())
-    except Exception as error:  # noqa: BLE001 - raised by the caller's coroutine
-        act.outcome.set_exception(error)
-
-
-def _put_all(arrived: Sequence[tuple[_Stream, Delta]]) -> None:
-    for stream, delta in arrived:
-        stream.deltas.put(delta)
+        self._driver.check()

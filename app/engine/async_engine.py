@@ -256,6 +256,17 @@ class AsyncEngine:
         return self._engine.report()
 
     @property
+    def held_bytes(self) -> int:
+        """KV memory that exists."""
+        return self._engine.memory.held_bytes
+
+    @property
+    def num_requests(self) -> tuple[int, int]:
+        """Sequences that run, and those that wait, forks included."""
+        scheduler = self._engine.scheduler
+        return scheduler.num_running, scheduler.num_waiting + len(self._driver.arriving)
+
+    @property
     def watch(self) -> EngineWatch:
         """Views for the dashboard. Raises `UnavailableError` once the engine has stopped."""
         self.check()
@@ -332,6 +343,10 @@ class AsyncEngine:
         self._driver.put(act)
         result: T = await asyncio.wrap_future(act.outcome)
         return result
+
+    def stop(self) -> None:
+        """Begin `close`; return at once."""
+        self._driver.stop()
 
     def close(self) -> None:
         """Fail the requests in flight, free all memory, and end the thread. A thread that hangs is not waited for."""

@@ -1,0 +1,190 @@
+"""A model on a shelf: its engine once it is loaded, its state, and the requests that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import Unpack
+
+from app.config.shelf import ModelConfig
+from app.engine.async_engine import AsyncEngine, Pace
+from app.engine.delta import Delta, RequestOptions
+from app.engine.lora.source import AdapterSource
+from app.engine.sampling.params import SamplingParams
+from app.engine.shelf.arrivals import ArrivalHistory
+from app.engine.shelf.status import ModelState, ModelStatus
+from app.errors import OverloadedError, UnavailableError
+
+# After a failed load, requests are refused for this long, doubled by each further failure up to the second number.
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 300.0
+# Expected seconds of a load or wake before one was measured, for each gigabyte of weights, and at least.
+_LOAD_S_A_GB, _LEAST_LOAD_S = 3.0, 1.0
+
+
+class ShelvedModel:
+    """Serves one model. A request to a model that is not loaded, or asleep, waits for it in a bounded queue.
+
+    Args:
+        changed: called when the model needs a decision of the shelf. From any thread.
+
+    Attributes:
+        arrivals: of its requests.
+        engine: `None` until the model is loaded.
+        state, weight_bytes, num_wakes, num_evictions, error: see `ModelStatus`; changed by the shelf's thread only.
+    """
+
+    def __init__(self, config: ModelConfig, changed: Callable[[], None]) -> None:
+        self.config, self.name = config, config.name
+        self.arrivals = ArrivalHistory()
+        self.engine: AsyncEngine | None = None
+        self.state: ModelState = "new"
+        self.weight_bytes = self.kv_token_bytes = 0
+        self.num_wakes = self.num_evictions = 0
+        self.load_s = self.last_wake_s = 0.0
+        self.error: str | None = None
+        self.loaded_adapters: Collection[AdapterSource] = ()
+        self._changed = changed
+        self._num_failures = 0
+        self._retry_at = 0.0
+        self._ready: Future[AsyncEngine] = Future()
+        self._num_pending = 0  # requests that wait for the first load
+        self._pending_since = 0.0
+
+    # ---- for the shelf ----
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether requests wait for the model to be loaded."""
+        return self._num_pending > 0
+
+    @property
+    def num_pending(self) -> int:
+        return self._num_pending
+
+    @property
+    def pending_s(self) -> float:
+        """For how long requests have waited for the model to be loaded."""
+        return time.monotonic() - self._pending_since if self._num_pending else 0.0
+
+    def set_loaded(self, engine: AsyncEngine) -> None:
+        """Note that the model is loaded. From the shelf's thread."""
+        self.engine, self.error, self._num_failures = engine, None, 0
+        self._ready.set_result(engine)
+
+    def set_failed(self, error: Exception) -> None:
+        """Note that the model could not be loaded, or that its engine has stopped; requests that wait for it fail."""
+        self.state, self.engine, self.error = "failed", None, str(error)
+        self._retry_at = time.monotonic() + min(_FIRST_RETRY_S * 2**self._num_failures, _LONGEST_RETRY_S)
+        self._num_failures += 1
+        waiting, self._ready = self._ready, Future()
+        if not waiting.done():
+            waiting.set_exception(self._unavailable())
+
+    @property
+    def expected_wake_s(self) -> float:
+        """Expected seconds until a request can run, as far as the model's state decides."""
+        if self.state == "awake":
+            return 0.0
+        if self.engine is not None:
+            return self.last_wake_s or 0.1 + self.weight_bytes / 8e9
+        return self.load_s or max(_LOAD_S_A_GB * self.weight_bytes / 1e9, _LEAST_LOAD_S)
+
+    @property
+    def status(self) -> ModelStatus:
+        """From any thread."""
+        engine, kv_bytes, num_running, num_waiting = self.engine, 0, 0, self._num_pending
+        if engine is not None:
+            kv_bytes = engine.held_bytes
+            num_running, waiting = engine.num_requests
+            num_waiting += waiting
+        return ModelStatus(
+            name=self.name,
+            state=self.state,
+            weight_bytes=self.weight_bytes,
+            kv_bytes=kv_bytes,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_wakes=self.num_wakes,
+            wake_s=self.expected_wake_s,
+            last_wake_s=self.last_wake_s,
+            num_evictions=self.num_evictions,
+            error=self.error,
+            idle_s=0.0 if num_running + num_waiting else self.arrivals.silence_s(time.monotonic()),
+        )
+
+    # ---- for callers ----
+
+    async def ready(self) -> AsyncEngine:
+        """Return once the model is loaded, which this call asks for.
+
+        Raises:
+            OverloadedError: too many requests wait for it.
+            UnavailableError: it cannot be loaded; the message says why.
+        """
+        if self.engine is not None:
+            return self.engine
+        if self.state == "failed":
+            if time.monotonic() < self._retry_at:
+                raise self._unavailable()
+            self.state = "new"
+        most = self.config.engine.max_queued_requests
+        if isinstance(most, int) and self._num_pending >= most:
+            error = OverloadedError(
+                f"queue full (max_queued_requests={most}) while {self.name!r} is loaded; try again in "
+                f"{max(self.expected_wake_s, 1):.0f} s",
+                self.expected_wake_s,
+            )
+            error.num_queued = self._num_pending
+            raise error
+        if not self._num_pending:
+            self._pending_since = time.monotonic()
+        self._num_pending += 1
+        self._changed()
+        try:
+            return await asyncio.shield(asyncio.wrap_future(self._ready))
+        finally:
+            self._num_pending -= 1
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        pace: Pace | None = None,
+        owner: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[list[Delta], None]:
+        """See `AsyncEngine.generate`, and `ready`."""
+        self.arrivals.note(time.monotonic())
+        engine = self.engine
+        if engine is None:
+            return self._generate_when_loaded(prompt_token_ids, params, request_id, pace, owner, options)
+        if self.state != "awake":
+            self._changed()
+        return engine.generate(prompt_token_ids, params, request_id, pace=pace, owner=owner, **options)
+
+    async def _generate_when_loaded(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None,
+        pace: Pace | None,
+        owner: str | None,
+        options: RequestOptions,
+    ) -> AsyncGenerator[list[Delta], None]:
+        engine, began = await self.ready(), time.monotonic()
+        timeout_s = options.get("timeout_s")
+        if timeout_s is not None:
+            options = {**options, "timeout_s": max(timeout_s - (time.monotonic() - began), 0.001)}
+        deltas = engine.generate(prompt_token_ids, params, request_id, pace=pace, owner=owner, **options)
+        try:
+            async for some in deltas:
+                yield some
+        finally:
+            await deltas.aclose()
+
+    def _unavailable(self) -> UnavailableError:
+        return UnavailableError(f"the model {self.name!r} cannot be served now: {self.error}")

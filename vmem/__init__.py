@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vmem.backends.base import AddressRange, Backend, MemoryInfo
 from vmem.budget import BudgetAnswer
+from vmem.device_pages import DevicePages
 from vmem.errors import BudgetError, IntegrityError, LayoutError, MapError, OutOfPages, OutOfSwap, PinError, VmemError
 from vmem.eviction import EvictionOrder, EvictionQueue, ReturnOrder
 from vmem.group import LayerGroup, longest_sequence
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "CHANGE_BYTES", "KEY_BYTES", "NO_KEYS", "AddressRange", "Backend", "BlockContents", "BlockState", "BudgetAnswer",
-    "BudgetError", "CacheTensors", "CachedKeys", "CachedPrefix", "CopyBlocks", "CudaBackend", "EvictionOrder",
-    "EvictionQueue", "GroupReport", "GroupTable", "HostBackend", "IntegrityError", "KVLayout", "KVMemory", "LayerGroup",
-    "LayerSpec", "LayoutError", "LayoutKind", "LocalContents", "MapError", "MappingOptions", "MemoryInfo",
-    "MemoryReport", "MemorySnapshot", "MirroredBackend", "OutOfPages", "OutOfSwap", "PeerMemory", "PeerRanks",
-    "PinError", "PinReport", "PrefixMatch", "PrefixNode", "PrefixUse", "ReturnOrder", "SequenceMemory",
+    "BudgetError", "CacheTensors", "CachedKeys", "CachedPrefix", "CopyBlocks", "CudaBackend", "DevicePages",
+    "EvictionOrder", "EvictionQueue", "GroupReport", "GroupTable", "HostBackend", "IntegrityError", "KVLayout",
+    "KVMemory", "LayerGroup", "LayerSpec", "LayoutError", "LayoutKind", "LocalContents", "MapError", "MappingOptions",
+    "MemoryInfo", "MemoryReport", "MemorySnapshot", "MirroredBackend", "OutOfPages", "OutOfSwap", "PeerMemory",
+    "PeerRanks", "PinError", "PinReport", "PrefixMatch", "PrefixNode", "PrefixUse", "ReturnOrder", "SequenceMemory",
     "SequenceSnapshot", "StateLayout", "StepDemand", "SwappedGroup", "TableSnapshot", "TokenChain", "View",
     "ViewPolicy", "VmemError", "key_of", "longest_sequence", "mirror", "plan_groups", "plan_layout", "select_backend",
     "split_keys", "take_snapshot",

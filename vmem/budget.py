@@ -39,12 +39,13 @@ class PagePool:
 
     Args:
         budget_bytes: at first, and the most there may ever be.
+        longest: pages that the budget at the start holds, beside which prefixes are pinned.
         fewest: pages the budget may be lowered to when nothing is pinned.
         handle_pages: pages of a handle.
         extent_pages: the budget is a multiple of so many pages.
 
     Raises:
-        BudgetError: the budget is below `fewest`.
+        BudgetError: the budget is below `longest`.
 
     Attributes:
         most: pages there may ever be.
@@ -56,13 +57,20 @@ class PagePool:
     """
 
     def __init__(
-        self, page_bytes: int, budget_bytes: int, fewest: int, *, handle_pages: int = 1, extent_pages: int = 1
+        self,
+        page_bytes: int,
+        budget_bytes: int,
+        longest: int,
+        fewest: int,
+        *,
+        handle_pages: int = 1,
+        extent_pages: int = 1,
     ) -> None:
         self.page_bytes, self.handle_pages, self._extent_pages = page_bytes, handle_pages, extent_pages
         self.num_pinned = 0
-        self.fewest = fewest
+        self.longest, self.fewest = longest, fewest
         self.most = self._pages_in(budget_bytes)
-        self._check_budget(budget_bytes)
+        self._check_budget(budget_bytes, self._whole(longest))
         self.budget = self.most
         self.revision = 0
         self.spare: list[int] = []
@@ -84,28 +92,30 @@ class PagePool:
             that is not newer than the last.
 
         Raises:
-            BudgetError: the budget is below what the longest sequence, the floor and pinned prefixes take, or above the
-                budget at the start.
+            BudgetError: the budget is below `least`, or above the budget at the start.
         """
         if revision <= self.revision:
             return "stale"
-        self._check_budget(budget_bytes)
+        self._check_budget(budget_bytes, self.least)
         self.revision = revision
         self.budget = self._pages_in(budget_bytes)
         return "applied" if self.num_committed <= self.budget else "deferred"
 
-    def _check_budget(self, budget_bytes: int) -> None:
-        fewest = self.least
-        if not fewest <= self._pages_in(budget_bytes) <= self.most:
+    def _check_budget(self, budget_bytes: int, least: int) -> None:
+        if not least <= self._pages_in(budget_bytes) <= self.most:
             raise BudgetError(
-                f"a budget of {budget_bytes} bytes must be between {fewest * self.page_bytes}, which the longest "
+                f"a budget of {budget_bytes} bytes must be between {least * self.page_bytes}, which the longest "
                 f"sequence, the floor and pinned prefixes take, and {self.most * self.page_bytes}"
             )
 
     @property
     def least(self) -> int:
         """The fewest pages that the budget may be lowered to now."""
-        return -(-(self.fewest + self.num_pinned) // self._extent_pages) * self._extent_pages
+        return self._whole(self.fewest + self.num_pinned)
+
+    def _whole(self, num_pages: int) -> int:
+        """In whole extents, rounded up."""
+        return -(-num_pages // self._extent_pages) * self._extent_pages
 
     def _pages_in(self, num_bytes: int) -> int:
         return num_bytes // self.page_bytes // self._extent_pages * self._extent_pages

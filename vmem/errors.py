@@ -18,10 +18,10 @@ class VmemError(Exception):
 
 
 class OutOfPages(VmemError):
-    """Too few free pages; the caller may free some and retry."""
+    """Too few free pages, or bytes of a device; the caller may free some and retry."""
 
-    def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} pages needed, {free} free")
+    def __init__(self, needed: int, free: int, unit: str = "pages") -> None:
+        super().__init__(f"{needed} {unit} needed, {free} free")
         self.needed = needed
         self.free = free
 

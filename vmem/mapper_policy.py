@@ -16,6 +16,7 @@ from vmem.budget import PagePool
 from vmem.errors import LayoutError
 from vmem.eviction import EvictionOrder
 from vmem.group import GroupMemory
+from vmem.mapping_count import MappingCount
 from vmem.mapping_work import AttachPages, DestroyPages, DetachPages, MappingWork, MapRegion, UnmapRegion
 from vmem.prefix_tree import PrefixTree
 from vmem.region import HOLE, Region
@@ -42,7 +43,8 @@ class MappingOptions:
         reclaim_threshold: share of the budget below which free pages without region mappings are replenished.
         idle_release_s: free pages go back to the machine after this long.
         cache_release_s: cached content without a hit is evicted, and its pages released, after this long.
-        max_mappings: pages mapped at once, counted once per address; beyond it sequences are demoted.
+        max_mappings: pages mapped at once, counted once per address, by all memories of one `MappingCount`; beyond it
+            sequences are demoted.
     """
 
     background: bool = True
@@ -111,6 +113,7 @@ class MappingPolicy:
     _groups: Sequence[GroupMemory]
     _tree: PrefixTree
     _order: EvictionOrder
+    _mappings: MappingCount
     options: MappingOptions
     floor: int
     now: float = 0.0
@@ -118,8 +121,7 @@ class MappingPolicy:
 
     def __post_init__(self) -> None:
         self.unit_pages = max(1, self._backend.max_call_bytes // self._pages.page_bytes)
-        self.demand = [PromptDemand() for _ in self._groups]
-        self.free_blocks_wanted = [0] * len(self._groups)
+        self.forget_demand()
 
     def next_work(self, now: float) -> MappingWork | None:
         self.now = now
@@ -134,6 +136,11 @@ class MappingPolicy:
             self._release_idle,
         )
         return next((work for duty in duties if (work := duty()) is not None), None)
+
+    def forget_demand(self) -> None:
+        """Expect no prompt and no step, as at the start."""
+        self.demand = [PromptDemand() for _ in self._groups]
+        self.clear_step_demand()
 
     def clear_step_demand(self) -> None:
         """Drop the announced needs of steps, which then map for themselves and raise the device's errors."""
@@ -382,6 +389,9 @@ class MappingPolicy:
 
     @property
     def mappings_left(self) -> int:
-        """Mappings that regions may still take: every block with pages may come to be mapped at home."""
-        homeless = sum(group.num_homeless_pages for group in self._groups)
-        return self.options.max_mappings - self._backend.num_mappings - homeless
+        """Mappings that regions may still take."""
+        return self.options.max_mappings - self._mappings.total
+
+    def num_mappings(self) -> int:
+        """Mappings of now, and to come: every block with pages may come to be mapped at home. Without the lock."""
+        return self._backend.num_mappings + sum(group.num_homeless_pages for group in self._groups)

@@ -19,9 +19,11 @@ from vmem.group import LayerGroup, most_pages, reserve_groups
 from vmem.lock import MemoryLock
 from vmem.mapper import Mapper
 from vmem.mapper_policy import MappingOptions, MappingPolicy
-from vmem.mapping_work import DetachPages
+from vmem.mapping_count import MappingCount
+from vmem.mapping_work import DestroyPages, DetachPages
 from vmem.pins import Pins
 from vmem.prefix_cache import PrefixCache
+from vmem.prefix_summary import CachedPrefix
 from vmem.prefix_tree import Hash, PrefixTree, TokenChain, stable_hash
 from vmem.report import MemoryAudit, MemoryReport
 from vmem.segments import PrefixUse
@@ -56,7 +58,10 @@ class KVMemory:
         num_regions: how many sequences may hold a region at once.
         max_tokens: the longest sequence.
         step_tokens: the most tokens that a step computes of one sequence; by default all of them.
+        may_be_empty: the budget may be lowered to what is pinned and the floor. By default it always holds a sequence
+            of `max_tokens`, too.
         options: how mappings and pages follow the load.
+        mappings: of the memories that share the limit of mappings; by default this one has it for itself.
         prefix_cache: whether freed blocks stay cached.
         pin_quota: share of the budget that pinned prefixes may take.
         retain_quota: share of the budget that retained prefixes may take.
@@ -85,7 +90,9 @@ class KVMemory:
         max_tokens: int,
         step_tokens: int | None = None,
         floor_bytes: int = 0,
+        may_be_empty: bool = False,
         options: MappingOptions | None = None,
+        mappings: MappingCount | None = None,
         prefix_cache: bool = True,
         pin_quota: float = 0.25,
         retain_quota: float = 0.25,
@@ -110,10 +117,12 @@ class KVMemory:
         extent_pages = layout.extent_pages if shares_handles else 1
         floor = floor_bytes // page_bytes // extent_pages * extent_pages
         counts = MemoryCounts()
+        longest = max(self.pages_for(max_tokens), floor)
         self.pages = pages = PagePool(
             page_bytes,
             budget_bytes,
-            max(self.pages_for(max_tokens), floor),
+            longest,
+            floor if may_be_empty else longest,
             handle_pages=layout.extent_blocks,
             extent_pages=extent_pages,
         )
@@ -133,7 +142,9 @@ class KVMemory:
         region_tokens = [memory.region_tokens for memory in memories]
         self.tensors = CacheTensors(backend, groups, *ranges, region_tokens, max_tokens)
         self.tree = tree = PrefixTree(memories, unit_tokens, hash, counts)
-        self.policy = MappingPolicy(backend, pages, memories, tree, order, options, floor)
+        self._mappings = mappings or MappingCount()
+        self.policy = MappingPolicy(backend, pages, memories, tree, order, self._mappings, options, floor)
+        self._mappings.join(self.policy.num_mappings)
         self.lock = lock = MemoryLock()
         self.changes = changes = TableChanges()
         self.mapper = mapper = Mapper(backend, lock, self.policy, counts, clock)
@@ -152,6 +163,7 @@ class KVMemory:
         self.audit = MemoryAudit(
             backend, pages, memories, lock, mapper, tree, self.copies, self.tables, self.pins, self.swapping, counts
         )
+        self._unpinned: list[CachedPrefix] = []  # by a `release_all` that failed
         if options.background:
             mapper.start()
 
@@ -345,6 +357,28 @@ class KVMemory:
             self._release(self.pins.remove_pin(name))
             self.lock.notify_all()
 
+    def release_all(self) -> list[CachedPrefix]:
+        """Give all pages back now, cached and pinned prefixes included. The anchor page stays, and so do swapped
+        sequences, in host memory. Everything works as before afterwards; the floor is filled again in the background.
+
+        Returns:
+            The prefixes that were pinned, the earliest pin first.
+
+        Raises:
+            MapError: the device refused; what was given back until then is gone. Call again: the answer is complete.
+            IntegrityError: a sequence is open.
+        """
+        with self.mapper.call():
+            self._check_none_open("released")
+            self.copies.run()
+            self.mapper.wait_for_work()
+            self._unpinned += self.pins.prefixes()
+            self._release_pages()
+            unpinned, self._unpinned = self._unpinned, []
+            self.lock.notify_all()
+            self.audit.publish()
+            return unpinned
+
     def swap_out(self, sequences: Sequence[SequenceMemory]) -> SwappedGroup:
         """Copy the blocks of these sequences to host memory and free them, all or none (PagedAttention §4.5). Raises
         `OutOfSwap`, also when the device refuses to map them for the copy."""
@@ -501,29 +535,39 @@ class KVMemory:
         """Stop the mapper and give all memory back, pinned prefixes included. No step may be running. Raises
         `IntegrityError` if a sequence is still open."""
         with self.lock.turn():
-            if self.tables.sequences:
-                raise IntegrityError(f"closed with {len(self.tables.sequences)} sequences open")
+            self._check_none_open("closed")
             self.copies.run()
         self.mapper.stop()
         with self.lock.turn():
-            for pinned in self.pins.remove_all():
-                self._release(pinned)
-            self.tree.clear()
-            self.mapper.set_fence()
-            self.mapper.wait_for_fence(self.mapper.fence)
-            for group in self.group_memories:
-                for region in list(group.parked):
-                    self.regions.unmap_tail(group, region)
-                if block_ids := group.pool.detachable(group.pool.num_free, freed_before=math.inf)[0]:
-                    self.mapper.run_now(DetachPages(self.pages, group, block_ids))
+            self._release_pages()
+            self._mappings.leave(self.policy.num_mappings)
             with self.lock.unlocked():
                 for group in self.group_memories:
                     group.release()
-                for handle in (*self.pages.spare, self._anchor):
-                    self.backend.destroy(handle)
+                self.backend.destroy(self._anchor)
                 self.backend.close()
 
     # ---- within a turn ----
+
+    def _check_none_open(self, done: str) -> None:
+        if self.tables.sequences:
+            raise IntegrityError(f"{done} with {len(self.tables.sequences)} sequences open")
+
+    def _release_pages(self) -> None:
+        """Destroy all pages; the mapper has no work in hand."""
+        for pinned in self.pins.remove_all():
+            self._release(pinned)
+        self.tree.clear()
+        self.policy.forget_demand()
+        self.mapper.set_fence()
+        self.mapper.wait_for_fence(self.mapper.fence)
+        for group in self.group_memories:
+            for region in list(group.parked):
+                self.regions.unmap_tail(group, region)
+            if block_ids := group.pool.detachable(group.pool.num_free, freed_before=math.inf)[0]:
+                self.mapper.run_now(DetachPages(self.pages, group, block_ids))
+        if self.pages.spare:
+            self.mapper.run_now(DestroyPages(self.backend, self.pages, self.pages.num_spare))
 
     def _fork(
         self, sequence: SequenceMemory, num_tokens: int, policy: ViewPolicy | None, chain: TokenChain | None

@@ -55,18 +55,22 @@ class Pins:
     def pinned_prefixes(self) -> list[CachedPrefix]:
         """The pinned prefixes, the earliest pin first. From any thread."""
         with self._lock:
-            return [
-                CachedPrefix(
-                    decode_tokens(b"".join(chain.units[: sequence.num_tokens // chain.unit_tokens])),
-                    chain.keys,
-                    0,
-                    name,
-                )
-                for name, sequence in self._pins.items()
-                if (chain := sequence.prefix.chain) is not None
-            ]
+            return self.prefixes()
 
     # ---- with the lock held ----
+
+    def prefixes(self) -> list[CachedPrefix]:
+        """See `pinned_prefixes`."""
+        return [
+            CachedPrefix(
+                decode_tokens(b"".join(chain.units[: sequence.num_tokens // chain.unit_tokens])),
+                chain.keys,
+                0,
+                name,
+            )
+            for name, sequence in self._pins.items()
+            if (chain := sequence.prefix.chain) is not None
+        ]
 
     @property
     def sequences(self) -> Collection[SequenceMemory]:
@@ -121,7 +125,7 @@ class Pins:
         """Raise `PinError` if the name is taken, or so many pages exceed the quota."""
         if name in self._pins:
             raise PinError(f"another prefix named {name!r} is pinned already; unpin it first")
-        most = max(min(int(self._quota * self._pages.budget), self._pages.budget - self._pages.fewest), 0)
+        most = max(min(int(self._quota * self._pages.budget), self._pages.budget - self._pages.longest), 0)
         if num_pinned + num_pages > most:
             page_bytes = self._pages.page_bytes
             raise PinError(

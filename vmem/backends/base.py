@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+from vmem.device_pages import DevicePages, PageCalls
 from vmem.errors import IntegrityError, MapError, VmemError
 
 if TYPE_CHECKING:
@@ -152,6 +153,11 @@ class AccountedBackend(Backend, ABC):
 
     The abstract methods call the device; when they raise, the accounting stays as it was.
 
+    Args:
+        device: see `PageCalls`.
+        pages: the device's memory, if several backends share it. `create` and `destroy` then exchange pages with the
+            other backends, and call the device only where it has too few idle pages.
+
     Attributes:
         page_bytes: the size of all pages, set by the first one.
         mappings: address → handle.
@@ -159,13 +165,17 @@ class AccountedBackend(Backend, ABC):
 
     creates_when_mapped = False
 
-    def __init__(self, granularity_bytes: int) -> None:
+    def __init__(self, granularity_bytes: int, device: str, pages: DevicePages | None = None) -> None:
         self.granularity_bytes = granularity_bytes
         self.page_bytes = 0
         self.mappings: dict[int, int] = {}
         self._num_aliases: dict[int, int] = {}  # handle → number of addresses it is mapped at
         self._reserved: dict[int, AddressRange] = {}
         self._lock = threading.RLock()
+        self._pages = pages
+        self._calls = PageCalls(device, self._create, self._destroy)
+        if pages is not None:
+            pages.join(self._calls)
 
     @abstractmethod
     def _reserve(self, num_bytes: int) -> int: ...
@@ -177,7 +187,7 @@ class AccountedBackend(Backend, ABC):
     def _create(self, page_bytes: int) -> int: ...
 
     @abstractmethod
-    def _destroy(self, handle: int) -> None: ...
+    def _destroy(self, handle: int, page_bytes: int) -> None: ...
 
     @abstractmethod
     def _map(self, address: int, handles: Sequence[int]) -> None: ...
@@ -215,7 +225,8 @@ class AccountedBackend(Backend, ABC):
         self._check_size("page size", page_bytes)
         if self.page_bytes not in (0, page_bytes):
             raise MapError(f"page size {page_bytes} after pages of {self.page_bytes} bytes: one size per backend")
-        handle = self._create(page_bytes)
+        pages = self._pages
+        handle = self._create(page_bytes) if pages is None else pages.create(self._calls, page_bytes)
         self.page_bytes = page_bytes
         self._num_aliases[handle] = 0
         return handle
@@ -224,7 +235,10 @@ class AccountedBackend(Backend, ABC):
     def destroy(self, handle: int) -> None:
         if self._num_aliases.get(handle) != 0:
             raise IntegrityError(f"destroy of page {handle:#x}, mapped {self._num_aliases.get(handle)} times")
-        self._destroy(handle)
+        if self._pages is None:
+            self._destroy(handle, self.page_bytes)
+        else:
+            self._pages.destroy(handle)
         del self._num_aliases[handle]
 
     @one_at_a_time
@@ -267,7 +281,10 @@ class AccountedBackend(Backend, ABC):
         if num_bytes > sys.maxsize:  # ctypes would pass on its lowest 64 bits: a range that is too small
             raise MapError(f"{what} {num_bytes} is above the {sys.maxsize} bytes that can be addressed")
 
-    def _check_closed(self) -> None:
+    def _end_accounting(self) -> None:
+        """Before the backend is closed: nothing may be left, and the device's memory has one backend less."""
         left = (len(self.mappings), len(self._num_aliases), len(self._reserved))
         if any(left):
             raise IntegrityError("closed with {} mappings, {} pages and {} reservations left".format(*left))
+        if self._pages is not None:
+            self._pages.leave(self._calls)

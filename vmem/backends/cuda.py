@@ -27,6 +27,7 @@ import torch.utils.dlpack
 
 from vmem.backends.base import AccountedBackend, AddressRange, MemoryInfo, retry_undo
 from vmem.backends.run_bound import RunBound
+from vmem.device_pages import DevicePages
 from vmem.errors import MapError, OutOfPages, VmemError
 
 CPU, CUDA = 1, 2  # DLDeviceType
@@ -48,6 +49,7 @@ class CudaBackend(AccountedBackend):
         driver: `cuda.bindings.driver`, or an object that behaves like it.
         tensor_device: the device of tensors; CPU only over a fake driver.
         clock: in seconds, to measure calls with.
+        pages: see `AccountedBackend`.
 
     Raises:
         MapError: there is no such device.
@@ -66,6 +68,7 @@ class CudaBackend(AccountedBackend):
         driver: Any = None,
         tensor_device: int = CUDA,
         clock: Callable[[], float] = time.perf_counter,
+        pages: DevicePages | None = None,
     ) -> None:
         if driver is None:
             driver = _load_driver(device)
@@ -84,8 +87,9 @@ class CudaBackend(AccountedBackend):
         status, self._context = driver.cuDevicePrimaryCtxRetain(ordinal)
         self._check("cuDevicePrimaryCtxRetain", status)
         try:
-            super().__init__(self._describe_pages())
-            self._unmaps_runs = self._probe_run_unmap()
+            granularity_bytes = self._describe_pages()
+            self._unmaps_runs = self._probe_run_unmap(granularity_bytes)
+            super().__init__(granularity_bytes, f"cuda:{device}", pages)
         except VmemError:
             self._call("cuDevicePrimaryCtxRelease", device)
             raise
@@ -110,10 +114,9 @@ class CudaBackend(AccountedBackend):
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self._call("cuMemGetAllocationGranularity", self._page_properties, minimum))
 
-    def _probe_run_unmap(self) -> bool:
+    def _probe_run_unmap(self, size: int) -> bool:
         """Whether one `cuMemUnmap` takes several adjacent mappings, which is not documented; False if the device is too
         full to try."""
-        size = self.granularity_bytes
         address = int(self._call("cuMemAddressReserve", 2 * size, size, 0, 0))
         handles: list[int] = []
         mapped: list[int] = []  # what must be unmapped one by one
@@ -146,14 +149,14 @@ class CudaBackend(AccountedBackend):
 
     def _create(self, page_bytes: int) -> int:
         if self._headroom_bytes and self._unchecked_bytes < page_bytes:
-            self._unchecked_bytes = min(self.memory_info().available_bytes, _HEADROOM_CHECK_BYTES)
+            self._unchecked_bytes = min(self._free_bytes, _HEADROOM_CHECK_BYTES)
             if self._unchecked_bytes < page_bytes:
                 raise OutOfPages(1, 0)
         handle = int(self._call("cuMemCreate", page_bytes, self._page_properties, 0))
         self._unchecked_bytes -= page_bytes
         return handle
 
-    def _destroy(self, handle: int) -> None:
+    def _destroy(self, handle: int, page_bytes: int) -> None:
         self._call("cuMemRelease", handle)
 
     def _map(self, address: int, handles: Sequence[int]) -> None:
@@ -238,13 +241,20 @@ class CudaBackend(AccountedBackend):
                 self._call("cuEventSynchronize", event)
 
     def memory_info(self) -> MemoryInfo:
+        available = self._free_bytes
+        if self._pages is not None:
+            available = min(available + self._pages.idle_bytes, self._pages.available_bytes)
+        return MemoryInfo(self._created_bytes, available)
+
+    @property
+    def _free_bytes(self) -> int:
         free, _ = self._call("cuMemGetInfo")
-        return MemoryInfo(self._created_bytes, max(0, int(free) - self._headroom_bytes))
+        return max(0, int(free) - self._headroom_bytes)
 
     def close(self) -> None:
         if self._context is None:
             return
-        self._check_closed()
+        self._end_accounting()
         for event in (*self._spare_events, *(event for _, event in self._events)):
             self._call("cuEventDestroy", event)
         self._call("cuDevicePrimaryCtxRelease", self._device)

@@ -2,8 +2,8 @@
 
 The semantics are those of a GPU driver: ranges are reserved as holes (`PROT_NONE`: touching one is a SIGSEGV), one page
 may be mapped at several addresses, and destroying a page gives its memory back (`fallocate(PUNCH_HOLE)`, visible in
-`st_blocks` and in the RSS). The operating system is called through ctypes because Python's `mmap` cannot map at a
-fixed address.
+`st_blocks` and in the RSS). Backends that share `DevicePages` share the memfd. The operating system is
+called through ctypes because Python's `mmap` cannot map at a fixed address.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from vmem.backends.base import AccountedBackend, AddressRange, FenceQueue, MemoryInfo, adjacent_runs
+from vmem.device_pages import DevicePages
 from vmem.errors import MapError, OutOfPages
 
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
@@ -27,6 +28,8 @@ _HOLE_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _MADV_POPULATE_READ = 22
 _MAP_FAILED = ctypes.c_void_p(-1).value
+# Size of a memfd for several backends, whose pages `DevicePages` bounds. Pages of one size are created side by side.
+_SHARED_FILE_BYTES = 1 << 60
 # A longer populate holds the process's memory map lock for milliseconds and stalls other threads' mmap.
 _POPULATE_PIECE_BYTES = 2 << 20
 
@@ -40,26 +43,68 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
+class PageFile:
+    """A memfd and its pages, which may be of several sizes. Used by one thread at a time.
+
+    Args:
+        capacity_bytes: the most that may be created of one size.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self.memfd = os.memfd_create("folio-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self.memfd, capacity_bytes)
+        self._next_offset = 0
+        # By page size, a heap: low offsets first, so that neighbours merge into one mapping.
+        self._freed_offsets: dict[int, list[int]] = {}
+
+    def create(self, page_bytes: int) -> int:
+        """The offset of a new page. Raises `OutOfPages`."""
+        if freed := self._freed_offsets.get(page_bytes):
+            return heapq.heappop(freed)
+        offset = self._next_offset
+        if offset + page_bytes > self._capacity_bytes:
+            raise OutOfPages(1, 0)
+        self._next_offset += page_bytes
+        return offset
+
+    def destroy(self, offset: int, page_bytes: int) -> None:
+        """Give a page's memory back. Raises `MapError`."""
+        flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        if _libc.fallocate(self.memfd, flags, offset, page_bytes):
+            raise _os_error(f"fallocate(PUNCH_HOLE) of page {offset:#x}")
+        heapq.heappush(self._freed_offsets.setdefault(page_bytes, []), offset)
+
+    @property
+    def physical_bytes(self) -> int:
+        return os.fstat(self.memfd).st_blocks * 512
+
+    def close(self) -> None:
+        os.close(self.memfd)
+
+
 class HostBackend(AccountedBackend):
     """The `Backend` of the CPU. A handle is the page's offset in the memfd.
 
     Args:
-        capacity_bytes: the most that may be created.
+        capacity_bytes: the most that may be created; `pages` have a capacity of their own.
         queue: where another thread computes; by default a call returns when its work is done.
+        pages: see `AccountedBackend`.
     """
 
     # Fresh pages take about a millisecond for each of these, zeroing included.
     max_call_bytes = 2 << 20
 
-    def __init__(self, capacity_bytes: int, queue: FenceQueue | None = None) -> None:
-        super().__init__(mmap.PAGESIZE)
+    def __init__(self, capacity_bytes: int, queue: FenceQueue | None = None, pages: DevicePages | None = None) -> None:
         self._queue = queue
         self._capacity_bytes = capacity_bytes
-        self._memfd = os.memfd_create("folio-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self._memfd, capacity_bytes)
-        self._next_offset = 0
-        self._freed_offsets: list[int] = []  # heap: low offsets first, so that neighbours merge into one mapping
+        if pages is None:
+            self._file = PageFile(capacity_bytes)
+        else:
+            self._file = pages.share(PageFile, lambda: PageFile(_SHARED_FILE_BYTES))
         self._can_populate = True
+        self._is_closed = False
+        super().__init__(mmap.PAGESIZE, "cpu", pages)
 
     def _reserve(self, num_bytes: int) -> int:
         address: int = _libc.mmap(None, num_bytes, _PROT_NONE, _HOLE_FLAGS, -1, 0)
@@ -72,19 +117,10 @@ class HostBackend(AccountedBackend):
             raise _os_error(f"munmap of {reserved}")
 
     def _create(self, page_bytes: int) -> int:
-        if self._freed_offsets:
-            return heapq.heappop(self._freed_offsets)
-        offset = self._next_offset
-        if offset + page_bytes > self._capacity_bytes:
-            raise OutOfPages(1, 0)
-        self._next_offset += page_bytes
-        return offset
+        return self._file.create(page_bytes)
 
-    def _destroy(self, handle: int) -> None:
-        flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-        if _libc.fallocate(self._memfd, flags, handle, self.page_bytes):
-            raise _os_error(f"fallocate(PUNCH_HOLE) of page {handle:#x}")
-        heapq.heappush(self._freed_offsets, handle)
+    def _destroy(self, handle: int, page_bytes: int) -> None:
+        self._file.destroy(handle, page_bytes)
 
     def _map(self, address: int, handles: Sequence[int]) -> None:
         size, done = self.page_bytes, 0
@@ -112,19 +148,21 @@ class HostBackend(AccountedBackend):
             self._queue.wait(fence)
 
     def memory_info(self) -> MemoryInfo:
-        physical = os.fstat(self._memfd).st_blocks * 512
-        return MemoryInfo(physical, self._capacity_bytes - self._created_bytes)
+        if self._pages is not None:
+            return MemoryInfo(self._created_bytes, self._pages.available_bytes)
+        return MemoryInfo(self._file.physical_bytes, self._capacity_bytes - self._created_bytes)
 
     def close(self) -> None:
-        if self._memfd < 0:
+        if self._is_closed:
             return
-        self._check_closed()
-        os.close(self._memfd)
-        self._memfd = -1
+        self._end_accounting()
+        if self._pages is None:
+            self._file.close()
+        self._is_closed = True
 
     def _map_run(self, address: int, offset: int, num_bytes: int) -> None:
         flags = mmap.MAP_SHARED | _MAP_FIXED
-        if _libc.mmap(address, num_bytes, _PROT_READ_WRITE, flags, self._memfd, offset) == _MAP_FAILED:
+        if _libc.mmap(address, num_bytes, _PROT_READ_WRITE, flags, self._file.memfd, offset) == _MAP_FAILED:
             raise _os_error(f"mmap of {num_bytes} bytes at {address:#x}")
         if self._can_populate:
             self._populate(AddressRange(address, num_bytes))

@@ -7,27 +7,34 @@ import torch
 from vmem.backends.base import AccountedBackend, FenceQueue
 from vmem.backends.cuda import CudaBackend
 from vmem.backends.host import HostBackend
+from vmem.device_pages import DevicePages
 from vmem.errors import MapError
 
 
 def select_backend(
-    device: torch.device, *, capacity_bytes: int, headroom_bytes: int = 0, queue: FenceQueue | None = None
+    device: torch.device,
+    *,
+    capacity_bytes: int,
+    headroom_bytes: int = 0,
+    queue: FenceQueue | None = None,
+    pages: DevicePages | None = None,
 ) -> AccountedBackend:
     """Create the backend of a CPU or a CUDA device.
 
     Args:
-        capacity_bytes: the most that may be created on a CPU.
+        capacity_bytes: the most that may be created on a CPU without `pages`.
         headroom_bytes: memory left free on a CUDA device for torch.
         queue: of a CPU whose work another thread does.
+        pages: the device's memory, which other backends share.
 
     Raises:
         MapError: there is no such device here, or its driver cannot be used.
     """
     if device.type == "cpu":
-        return HostBackend(capacity_bytes, queue)
+        return HostBackend(capacity_bytes, queue, pages)
     if device.type != "cuda":
         raise MapError(f"there is no memory backend for {device.type}; choose cpu or cuda")
     if not torch.cuda.is_available():
         raise MapError("device cuda was asked for, but torch sees no CUDA device here")
     index = torch.cuda.current_device() if device.index is None else device.index
-    return CudaBackend(index, headroom_bytes=headroom_bytes)
+    return CudaBackend(index, headroom_bytes=headroom_bytes, pages=pages)

@@ -16,6 +16,7 @@ from app.engine.sampling.logprobs import CHUNK_ELEMENTS
 from app.errors import ConfigError
 from kernels import select_block_copy
 from vmem import (
+    DevicePages,
     KVMemory,
     LayerGroup,
     MappingOptions,
@@ -51,6 +52,8 @@ def build_memory(
     share: float = 1.0,
     queue: ThreadQueue | None = None,
     plan: DevicePlan | None = None,
+    pages: DevicePages | None = None,
+    most_bytes: int | None = None,
 ) -> KVMemory:
     """The KV memory of a model.
 
@@ -58,7 +61,9 @@ def build_memory(
         ranks: peers with the same memory; the settings are for each rank.
         share: part of the configured budget; another model's memory has the rest.
         queue: where another thread computes, on a CPU with asynchronous scheduling.
-        plan: of a CUDA device's memory, if `kv_memory_bytes` is not set.
+        plan: of a CUDA device's memory, if `kv_memory_bytes` is not set and `pages` are not given.
+        pages: memory of the device that other models have a part of. The budget may then be lowered to nothing.
+        most_bytes: what this model may have of it at most; by default all.
 
     Raises:
         ConfigError: the settings do not fit the machine, or are too small for two blocks of each group.
@@ -67,7 +72,14 @@ def build_memory(
     device = model.module.device
     machine = Machine.detect()
     on_cpu = device.type == "cpu"
-    ceiling, swap_bytes = ceilings(config, model, machine, resident_bytes(), on_cpu=on_cpu)
+    if pages is not None and ranks is not None:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}; a model that shares its device with others has "
+            "one rank"
+        )
+    if pages is not None and most_bytes is None:
+        most_bytes = pages.capacity_bytes
+    ceiling, swap_bytes = ceilings(config, model, machine, resident_bytes(), on_cpu=on_cpu, most_bytes=most_bytes)
     budget = int(share * ceiling)
     # The memory's budget limits pages; the backend's capacity has room for the anchor page, whose size is not planned
     # yet.
@@ -78,23 +90,31 @@ def build_memory(
             capacity_bytes=capacity,
             headroom_bytes=HEADROOM_BYTES,
             queue=queue,
+            pages=pages,
         ),
         ranks,
         capacity_bytes=capacity,
         headroom_bytes=HEADROOM_BYTES,
         copy_blocks=select_block_copy(device),
     )
-    # Two memories of one process hold about as many blocks each, and share the limit of mappings.
-    part = 1.0 if share == 1 else 0.5
+    # All memories of a process share the limit of mappings. Over the same `pages` they count mappings together, so that
+    # one busy model may have nearly all of them, and models may come later. The number of pages needs no division: a
+    # page is mapped at home once, by the memory that has it, and pages of at least `capacity_bytes / most_pages` bytes
+    # (smaller ones only with `block_tokens` set) are at most `most_pages` in all. Without `pages` two memories, of a
+    # model and of its draft model, hold about as many blocks each.
+    part = 1.0 if share == 1 or pages is not None else 0.5
     most_pages, max_mappings = (
         int(part * bound_of_mappings(most, machine, on_cpu=on_cpu)) for most in (MAX_PAGES, MAX_MAPPINGS)
     )
     try:
-        if plan is not None:
+        if plan is not None and pages is None:
             # Of all ranks the one with the least memory; the plan is of this rank's device.
             available = backend.memory_info().available_bytes - plan.activation_bytes - plan.graph_bytes
             budget = min(int(share * plan.kv_bytes), available)
-        groups, num_pages = plan_pages(config, model, layers, backend.granularity_bytes, budget, most_pages, machine)
+        shared_bytes = 0 if pages is None else pages.capacity_bytes
+        groups, num_pages = plan_pages(
+            config, model, layers, backend.granularity_bytes, budget, most_pages, machine, shared_bytes
+        )
         page_bytes = groups[0].layout.page_bytes
         step_tokens = config.max_num_batched_tokens
         capacity = longest_sequence(groups, num_pages, step_tokens)
@@ -106,6 +126,8 @@ def build_memory(
             num_regions=min(config.max_num_seqs, step_tokens),  # each running sequence decodes in every step
             max_tokens=min(config.max_model_len or model.max_positions, capacity),
             step_tokens=step_tokens,
+            may_be_empty=pages is not None,
+            mappings=None if pages is None else pages.mappings,
             options=MappingOptions(
                 idle_release_s=config.kv_idle_release_s,
                 cache_release_s=config.prefix_cache_release_s,
@@ -162,11 +184,16 @@ def plan_pages(
     budget_bytes: int,
     most_pages: int,
     machine: Machine,
+    shared_bytes: int = 0,
 ) -> tuple[list[LayerGroup], int]:
     """The layer groups, and the number of pages within the budget. Raises `ConfigError` for less than two blocks of
-    each group."""
-    # Only a configured budget justifies longer blocks.
-    smallest_page_bytes = budget_bytes // most_pages if config.kv_memory_bytes else 0
+    each group.
+
+    Args:
+        shared_bytes: memory that models share whose pages together are to be at most `most_pages`.
+    """
+    # Only a configured amount justifies longer blocks.
+    smallest_page_bytes = max(shared_bytes, budget_bytes if config.kv_memory_bytes else 0) // most_pages
     groups = _plan_groups(config, model, layers, granularity_bytes, smallest_page_bytes)
     layout = groups[0].layout
     page_bytes = layout.page_bytes
@@ -180,7 +207,13 @@ def plan_pages(
 
 
 def ceilings(
-    config: ResolvedConfig, model: LoadedModel, machine: Machine, weight_bytes: int, *, on_cpu: bool
+    config: ResolvedConfig,
+    model: LoadedModel,
+    machine: Machine,
+    weight_bytes: int,
+    *,
+    on_cpu: bool,
+    most_bytes: int | None = None,
 ) -> tuple[int, int]:
     """Most bytes of KV cache and of swap space on one rank; 0 for an unconfigured cache on a CUDA device.
 
@@ -190,6 +223,7 @@ def ceilings(
     Args:
         machine: with the weights loaded.
         weight_bytes: of one rank, and what else its process holds.
+        most_bytes: of memory that other models have a part of; the default is then all of it.
 
     Raises:
         ConfigError: settings do not fit the machine.
@@ -209,9 +243,13 @@ def ceilings(
         raise ConfigError("\n".join(problems))
     room = int(machine.available_bytes // ranks - step_bytes - SPARE_SHARE * machine.memory_bytes // ranks)
     ceiling = config.kv_memory_bytes or (max(0, min(machine.memory_bytes // 4 // ranks, room)) if on_cpu else 0)
-    if on_cpu and ceiling > room:
+    reserved = ceiling if on_cpu else 0
+    if most_bytes is not None:
+        ceiling = min(config.kv_memory_bytes or most_bytes, most_bytes)
+        reserved = most_bytes if on_cpu else 0
+    elif on_cpu and ceiling > room:
         logger.warning("kv_memory_bytes is %d, of which %d bytes are available now: %s", ceiling, max(room, 0), machine)
-    swap_bytes = min(config.swap_bytes, max(0, room - (ceiling if on_cpu else 0)))
+    swap_bytes = min(config.swap_bytes, max(0, room - reserved))
     if swap_bytes < config.swap_bytes:
         logger.info("swap space: %d of %d bytes (swap_bytes): %s", swap_bytes, config.swap_bytes, machine)
     return ceiling, swap_bytes

@@ -149,7 +149,7 @@ def test_a_page_must_show_the_same_bytes_at_both_addresses() -> None:
             assert isinstance(handles, list)
             other = self._create(self.page_bytes)
             super()._map(address, [handles[0], other])
-            self._destroy(other)
+            self._destroy(other, self.page_bytes)
 
     driver = FakeDriver(8 << 20)
     backend = Copying(driver=driver, tensor_device=CPU)

@@ -113,6 +113,7 @@ class KVMemory:
         self.backend = backend
         self.groups = tuple(groups)
         self.max_tokens, self.step_tokens = max_tokens, step_tokens or max_tokens
+        self.may_be_empty = may_be_empty
         options = options or MappingOptions()
         extent_pages = layout.extent_pages if shares_handles else 1
         floor = floor_bytes // page_bytes // extent_pages * extent_pages

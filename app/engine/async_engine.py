@@ -22,6 +22,7 @@ from app.engine.model.pooling import Pooling
 from app.engine.report import ReplicaReport, StartTimes
 from app.engine.request import check_timeout
 from app.engine.sampling.params import SamplingParams
+from app.engine.shared_device import SharedDevice
 from app.engine.speculation import SpeculationCounts
 from app.engine.startup import PeerPrefixes, get_ready, hot_prefixes, prefix_fingerprint
 from app.engine.step_thread import StepThread
@@ -46,6 +47,7 @@ class AsyncEngine:
             the engine is ready.
         thread: computes the steps, and those of other engines. The engine is then created by the caller's thread, so
             that the others go on. `None`: a thread of its own.
+        device: see `Engine`; with `thread`.
 
     Raises:
         ConfigError, ModelError, UnavailableError: see `Engine`.
@@ -59,12 +61,13 @@ class AsyncEngine:
         prefixes_of_others: PeerPrefixes | None = None,
         loaded: Collection[AdapterSource] = (),
         thread: StepThread | None = None,
+        device: SharedDevice | None = None,
     ) -> None:
         self._ids = itertools.count()
 
         def start(on_thread: StepThread) -> EngineDriver:
             try:
-                engine = Engine(config, launch, admit, loaded)
+                engine = Engine(config, launch, admit, loaded, device)
                 try:
                     get_ready(engine, prefixes_of_others)
                 except BaseException:

@@ -34,6 +34,9 @@ _MOST_FAILED_STEPS, _MOST_FAILED_REQUESTS = 3, 10
 # this multiple of its longest step, warm-up included. Compiling kernels and reading adapters takes less.
 _STALLED_S, _STALLED_STEPS = 120.0, 10
 
+# On a shared device: pause after a step that found no memory.
+STARVED_S = 0.01
+
 STOPPED = "the engine has stopped; send the request again"
 
 
@@ -75,7 +78,6 @@ class EngineDriver:
         engine: ready for requests; closed by the thread when it stops.
         closed: done when the engine has stopped and its memory is free.
         names: caller's id → engine's id and owner of the latest requests.
-        paused: the engine computes no steps, as while its model sleeps. Changed by the thread only.
     """
 
     share = 1.0
@@ -84,7 +86,6 @@ class EngineDriver:
         self.engine = engine
         self.closed: Future[None] = Future()
         self.names: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
-        self.paused = False
         self._thread = thread
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # used by the thread only
@@ -95,6 +96,7 @@ class EngineDriver:
         self._working_since: float | None = None  # start of the current step; `None`: no work
         self._longest_s = engine.start_times.warm_up_s  # of all steps; none of the warm-up was longer
         self._stalled_s = max(_STALLED_S, 2 * engine.config.step_timeout_s)
+        self._retry_at = 0.0  # of a step that found no memory
         self._num_failures = 0  # of steps and requests since the last generated token
         thread.add(self)
 
@@ -207,7 +209,7 @@ class EngineDriver:
         if self._stopped:
             self._close(STOPPED)
             return False
-        if self.paused or not self.engine.has_work:
+        if not self.engine.can_step:
             self._working_since = None
         elif self._working_since is None:
             self._working_since = time.monotonic()
@@ -215,7 +217,7 @@ class EngineDriver:
 
     @property
     def is_ready(self) -> bool:
-        return not self.paused and self.engine.has_work
+        return self.engine.can_step or (self.engine.starved and time.monotonic() >= self._retry_at)
 
     def step(self) -> None:
         """Compute a step and deliver its deltas."""
@@ -223,6 +225,8 @@ class EngineDriver:
             self._step()
         except BaseException as error:  # noqa: BLE001 - as above
             self._fail(error)
+        if self.engine.starved:
+            self._retry_at = time.monotonic() + STARVED_S
 
     def _fail(self, error: BaseException) -> None:
         """Stop because of an error."""

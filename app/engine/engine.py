@@ -36,6 +36,7 @@ from app.engine.request import check_timeout
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduler
+from app.engine.shared_device import SharedDevice, set_budget_within
 from app.engine.speculation import Speculation
 from app.engine.step_loop import StepLoop
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
@@ -50,7 +51,7 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from vmem import BudgetAnswer, BudgetError, KVMemory, MemoryReport, PinError, VmemError
+from vmem import BudgetAnswer, BudgetError, CachedPrefix, KVMemory, MemoryReport, PinError, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class Engine:
         launch: starts the processes of the other ranks, with tensor parallelism.
         admit: called with the memory before pages are taken; sets its budget, or raises.
         loaded: adapters loaded at run time, see `AdapterStore.set_loaded`.
+        device: shared with other engines. The KV memory's budget may then be lowered to nothing, requests wait for as
+            long as it is too small for them, and the engine can `sleep`.
 
     Attributes:
         max_model_len: longest prompt plus output, in tokens.
@@ -69,6 +72,7 @@ class Engine:
         watch: views for the dashboard. From any thread.
         intake: validates requests. From any thread.
         generations: request id → requests that have not ended.
+        asleep: whether weights and KV memory are given back.
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work; nothing is left behind.
@@ -81,9 +85,14 @@ class Engine:
         launch: Launch = spawn_ranks,
         admit: Callable[[KVMemory], None] | None = None,
         loaded: Collection[AdapterSource] = (),
+        device: SharedDevice | None = None,
     ) -> None:
         check_sources(config.adapters, config.adapter_dir)
         self.start_times = StartTimes(process_s=process_age_s())
+        self.asleep = False
+        self._unpinned: list[CachedPrefix] = []  # pins of before `sleep`
+        self._own: set[str] = set()  # requests that compute them again
+        self._budget_revision = 0
         self.config = config = resolve(config)
         with ExitStack() as undo, kernel_errors_as_config_errors():
             self.executor = Executor(config, launch)
@@ -95,7 +104,8 @@ class Engine:
             if self.speculation is not None:
                 undo.callback(self.speculation.close)
                 share = self.speculation.memory_share
-            plan = plan_device(config, self.executor)
+            pages = None if device is None else device.pages
+            plan = plan_device(config, self.executor) if pages is None else None
             try:
                 queue = self.executor.queue
                 self.memory = build_memory(
@@ -106,6 +116,8 @@ class Engine:
                     share=share,
                     plan=plan,
                     queue=queue if isinstance(queue, ThreadQueue) else None,
+                    pages=pages,
+                    most_bytes=None if pages is None else pages.capacity_bytes - self.weight_bytes,
                 )
             except VmemError as error:
                 raise ConfigError(f"these settings do not work here: {error}") from error
@@ -122,7 +134,7 @@ class Engine:
             self.start_times.lap("self_test_s")
             self.recovery = PreemptionCostModel(config.max_num_batched_tokens)
             if self.speculation is not None:
-                self.speculation.open(self.max_model_len, lambda: self.recovery.step_times, plan)
+                self.speculation.open(self.max_model_len, lambda: self.recovery.step_times, plan, pages)
             self.scheduler = Scheduler(
                 self.memory,
                 max_num_seqs=config.max_num_seqs,
@@ -177,6 +189,7 @@ class Engine:
                 meter,
                 self.watch,
                 config.max_num_batched_tokens,
+                waits=device is not None,
             )
             undo.callback(self.cancel_all)
             self.recovery.try_swaps(self.memory, config.kv_view, self.model.module.device)
@@ -187,6 +200,23 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self.generations) or self._steps.has_deltas
+
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` has something to do now: not while all requests wait for `wake`, or for a larger budget."""
+        if self.asleep or self._steps.starved:
+            return self._steps.has_deltas or time.monotonic() >= self._next_deadline
+        return self.has_work
+
+    @property
+    def starved(self) -> bool:
+        """Whether the last step found too little memory for any request, on a shared device."""
+        return self._steps.starved
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model, and of a draft model, while they are awake."""
+        return 0
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams, options: RequestOptions) -> int:
         """Validate a request, before `add_request`; returns its `max_tokens`. From any thread.
@@ -317,7 +347,10 @@ class Engine:
         try:
             self.memory.unpin(name)
         except PinError as error:
-            raise UnknownPinError(str(error), "name") from error
+            unpinned = self._unpinned
+            self._unpinned = [pin for pin in unpinned if pin.pin_name != name]
+            if len(self._unpinned) == len(unpinned):
+                raise UnknownPinError(str(error), "name") from error
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its memory. Idempotent."""
@@ -336,11 +369,17 @@ class Engine:
         Raises:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
+        deltas = self._step()
+        return self._without_own(deltas) if self._own else deltas
+
+    def _step(self) -> list[Delta]:
         self.executor.check_ranks()
         deltas = self._steps.take_applied()
         if time.monotonic() >= self._next_deadline and (late := self._expired()):
             text = "request {!r} has not finished within its timeout_s; raise it, or send the request later"
             return deltas + [self._fail(request_id, DeadlineError(text.format(request_id))) for request_id in late]
+        if self.asleep:
+            return deltas
         if not_loaded := self.adapters.advance():
             return deltas + [self._fail(request_id, error) for request_id, error in not_loaded.items()]
         return deltas + self._steps.step()
@@ -391,6 +430,62 @@ class Engine:
     def report(self) -> MemoryReport:
         """Report the state of the KV memory. From any thread."""
         return self.memory.report()
+
+    # ---- on a shared device ----
+
+    def sleep(self) -> None:
+        """Give back all memory of the device, between two steps: running requests are preempted, cached prefixes are
+        forgotten, weights unmapped. Until `wake`, requests wait; those whose `timeout_s` passes end."""
+        self._steps.settle()
+        self.scheduler.preempt_all()
+        if self.speculation is not None:
+            self.speculation.release_all()
+        self._unpinned += self.memory.release_all()
+        self.adapters.unload_unused()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Serve requests again, once the weights are mapped. Pinned prefixes are computed again."""
+        self.asleep = self._steps.starved = False
+        pins, self._unpinned = self._unpinned, []
+        for pin in pins:
+            assert pin.pin_name is not None
+            request_id = f"pin {pin.pin_name} after a wake"
+            if request_id in self.generations:
+                continue
+            params = SamplingParams(max_tokens=1)
+            self.add_request(request_id, pin.token_ids, params, 1, {}, keys=pin.keys, pin_name=pin.pin_name)
+            self._own.add(request_id)
+
+    def set_kv_budget(self, budget_bytes: int) -> None:
+        """Set the budget of KV memory, a draft model's included, as far as pins allow. The mapper gives back what is
+        above it; `held_bytes` says how far it is."""
+        self._steps.starved = False
+        self._budget_revision += 1
+        own_bytes = budget_bytes
+        if self.speculation is not None:
+            own_bytes = int(self.speculation.memory_share * budget_bytes)
+            self.speculation.set_budget(budget_bytes - own_bytes, self._budget_revision)
+        set_budget_within(self.memory, own_bytes, self._budget_revision)
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        extra = 0 if self.speculation is None else self.speculation.kv_budget_bytes
+        return self.memory.pages.budget * self.memory.pages.page_bytes + extra
+
+    @property
+    def held_bytes(self) -> int:
+        """KV memory that exists, a draft model's included. From any thread."""
+        return self.memory.held_bytes + (0 if self.speculation is None else self.speculation.held_bytes)
+
+    def _without_own(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas of clients' requests."""
+        for delta in deltas:
+            if delta.request_id in self._own and delta.error is not None:
+                logger.warning("%s: %s", delta.request_id, delta.error)
+        others = [delta for delta in deltas if delta.request_id not in self._own]
+        self._own &= self.generations.keys()
+        return others
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change the KV memory's budget. From any thread. Raises `RequestError` for a budget out of bounds."""

@@ -311,6 +311,15 @@ class Scheduler:
             self.groups.preempt(group, "recompute")
         self._prefixes.discard_prefixes([unit for _, committed in steps for unit in committed.units])
 
+    def preempt_all(self) -> None:
+        """Preempt all running groups, between two steps."""
+        self.groups.is_ahead = False
+        self.groups.opened.clear()
+        self.groups.staged.clear()
+        while self.running:
+            self.groups.preempt(self.running[-1])
+        self._refused = None
+
     def abort_step(self) -> None:
         """Roll back the step. Sharers of its pending prefixes recompute, and so do scheduled recurrent sequences."""
         self.groups.is_ahead = False
@@ -487,7 +496,7 @@ class Scheduler:
             self._refused = None
 
     def _fits(self, group: SequenceGroup, reserve: int) -> bool:
-        if not self.running:
+        if not self.running and not self._memory.may_be_empty:
             return True
         first, *others = group.members
         self.groups.serving = first
@@ -511,10 +520,9 @@ class Scheduler:
             return self._can_admit(group, self.groups.reserve)
         if self.num_running + group.max_sequences > self.max_num_seqs:
             return False
-        if (
-            self.running
-            and self._memory.swapping.pages_needed(group.swapped) + self.groups.reserve > self._memory.num_free_pages
-        ):
+        if (self.running or self._memory.may_be_empty) and self._memory.swapping.pages_needed(
+            group.swapped
+        ) + self.groups.reserve > self._memory.num_free_pages:
             return False
         return self.groups.swap_in(group)
 

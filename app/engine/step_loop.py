@@ -78,8 +78,10 @@ class StepLoop:
     Args:
         generations: of the engine's requests.
         num_tokens: most tokens of a step.
+        waits: on a shared device requests wait for memory as long as they must, and the caller waits for other engines.
 
     Attributes:
+        starved: there was no memory for any request, with `waits`.
         step_s: seconds of the step whose tokens the latest call returned; `None` if there was none.
     """
 
@@ -97,7 +99,11 @@ class StepLoop:
         meter: LoadMeter,
         watch: EngineWatch,
         num_tokens: int,
+        *,
+        waits: bool = False,
     ) -> None:
+        self._waits = waits
+        self.starved = False
         self._executor = executor
         self._memory = memory
         self._scheduler = scheduler
@@ -129,6 +135,7 @@ class StepLoop:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
         self.step_s = None
+        self.starved = False
         if self._speculation is not None and self._launched is not None and self._scheduler.decoding():
             self.settle()  # draft tokens follow known ones
         if self._launched is not None and all(s.request.is_ended for s in self._launched.scheduled):
@@ -327,6 +334,9 @@ class StepLoop:
         """Wait briefly while nothing can be scheduled: for adapters, or because the device has less memory than the
         budget. Fail the first request when that takes too long."""
         if not self._generations:
+            return []
+        if self._waits:
+            self.starved = True
             return []
         if self._adapters.wait(_WAIT_FOR_PAGES_S):
             self._stalled_since = None

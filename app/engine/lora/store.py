@@ -257,6 +257,12 @@ class AdapterStore:
         if name is not None:
             self._remove(name)
 
+    def unload_unused(self) -> None:
+        """Free the memory of adapters that no request uses."""
+        in_use = {request.group.adapter for request in self._scheduler.unfinished()}
+        for name in [name for name in self.slots if name not in in_use]:
+            self._remove(name)
+
     def _remove(self, name: str) -> None:
         slot = self.slots.pop(name)
         self._order(_Action.REMOVE, slot)

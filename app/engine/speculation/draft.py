@@ -40,7 +40,7 @@ from app.engine.scheduler import Scheduled
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
 from kernels import KernelError
-from vmem import IntegrityError, KVMemory, MapError, OutOfPages, SequenceMemory, StepDemand, VmemError
+from vmem import DevicePages, IntegrityError, KVMemory, MapError, OutOfPages, SequenceMemory, StepDemand, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -148,12 +148,13 @@ class DraftProposer:
             self.share = own / (own + bytes_per_token(layers, target.cache_dtype))
             self._undo = undo.pop_all()
 
-    def open(self, max_model_len: int, plan: DevicePlan | None = None) -> None:
+    def open(self, max_model_len: int, plan: DevicePlan | None = None, pages: DevicePages | None = None) -> None:
         """Create the memory, after the target's KV memory, and run the self-test on it.
 
         Args:
             max_model_len: the target's context; the draft model's may be shorter.
             plan: of a CUDA device's memory, of which this model's cache gets its share.
+            pages: of a shared device.
 
         Raises:
             ConfigError: the share of the budget is too small, or no kernel reads the cache.
@@ -166,7 +167,7 @@ class DraftProposer:
             tensor_parallel_size=self._num_ranks,  # divides the machine's memory
         )
         try:
-            self.memory = build_memory(config, model, self._executor.layers, share=self.share, plan=plan)
+            self.memory = build_memory(config, model, self._executor.layers, share=self.share, plan=plan, pages=pages)
             self._undo.callback(self.memory.close)
             self_test(self._executor, self.memory.groups, config.kv_view)
             self._executor.bind_memory(self.memory)
@@ -213,6 +214,10 @@ class DraftProposer:
         if draft is not None:
             self.memory.free(draft.memory)
 
+    def forget_all(self) -> None:
+        for request in list(self._states):
+            self.forget_request(request)
+
     def check_integrity(self) -> None:
         self.memory.check_integrity()
         if not self._states:
@@ -227,8 +232,7 @@ class DraftProposer:
                 )
 
     def close(self) -> None:
-        for request in list(self._states):
-            self.forget_request(request)
+        self.forget_all()
         self._undo.close()
 
     # ---- planning ----

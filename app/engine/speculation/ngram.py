@@ -21,7 +21,7 @@ from app.engine.faults import attribute_failures
 from app.engine.model.memory_profile import DevicePlan
 from app.engine.report import StepTimes
 from app.engine.request import Request
-from vmem import IntegrityError
+from vmem import DevicePages, IntegrityError
 
 # Tokens of a piece. Longer pieces make look-ups in long texts faster and single steps slower.
 PIECE_TOKENS = 8192
@@ -135,13 +135,14 @@ class NgramProposer:
     """
 
     share = 0.0
+    memory = None
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 4) -> None:
         assert 1 <= min_ngram <= max_ngram
         self._least, self._most = min_ngram, max_ngram
         self._indexes: dict[Request, NgramIndex] = {}
 
-    def open(self, max_model_len: int, plan: DevicePlan | None = None) -> None:
+    def open(self, max_model_len: int, plan: DevicePlan | None = None, pages: DevicePages | None = None) -> None:
         pass
 
     @property
@@ -164,12 +165,15 @@ class NgramProposer:
     def forget_request(self, request: Request) -> None:
         self._indexes.pop(request, None)
 
+    def forget_all(self) -> None:
+        self._indexes.clear()
+
     def check_integrity(self) -> None:
         for request, index in self._indexes.items():
             index.check_integrity(request.token_ids)
 
     def close(self) -> None:
-        self._indexes.clear()
+        self.forget_all()
 
 
 def _continue(token_ids: Sequence[int], start: int | None, count: int) -> list[int]:

@@ -14,11 +14,12 @@ from app.engine.model.loader import LoadedModel
 from app.engine.model.memory_profile import DevicePlan
 from app.engine.report import StepTimes
 from app.engine.request import Request
+from app.engine.shared_device import set_budget_within
 from app.engine.speculation.draft import DraftProposer
 from app.engine.speculation.length import LengthControl
 from app.engine.speculation.ngram import NgramProposer
 from app.errors import ConfigError
-from vmem import IntegrityError
+from vmem import DevicePages, IntegrityError, KVMemory
 
 
 class Proposer(Protocol):
@@ -27,9 +28,14 @@ class Proposer(Protocol):
     share: float
     """Part of the KV budget that the proposer takes."""
 
-    def open(self, max_model_len: int, plan: DevicePlan | None = None) -> None:
-        """Prepare to propose, after the model's KV memory is created, within the engine's context and the plan of a
-        CUDA device's memory."""
+    @property
+    def memory(self) -> KVMemory | None:
+        """The proposer's KV memory, once opened."""
+        ...
+
+    def open(self, max_model_len: int, plan: DevicePlan | None = None, pages: DevicePages | None = None) -> None:
+        """Prepare to propose, after the model's KV memory is created, within the engine's context, and the plan of a
+        CUDA device's memory or the pages of a shared device."""
         ...
 
     @property
@@ -44,6 +50,10 @@ class Proposer(Protocol):
 
     def forget_request(self, request: Request) -> None:
         """Free a request's state, if it has any. The request may come back."""
+        ...
+
+    def forget_all(self) -> None:
+        """Free the state of all requests."""
         ...
 
     def check_integrity(self) -> None:
@@ -119,18 +129,25 @@ class Speculation:
         """The model's own share of the KV budget."""
         return 1 - self._proposer.share
 
-    def open(self, max_model_len: int, step_times: Callable[[], StepTimes], plan: DevicePlan | None = None) -> None:
+    def open(
+        self,
+        max_model_len: int,
+        step_times: Callable[[], StepTimes],
+        plan: DevicePlan | None = None,
+        pages: DevicePages | None = None,
+    ) -> None:
         """Prepare to propose.
 
         Args:
             max_model_len: the engine's context.
             step_times: measured times of the model's steps, without the time of proposing.
             plan: of a CUDA device's memory (`plan_device`).
+            pages: of a shared device.
 
         Raises:
             ConfigError, ModelError: the draft model cannot run with these settings; call `close` nevertheless.
         """
-        self._proposer.open(max_model_len, plan)
+        self._proposer.open(max_model_len, plan, pages)
         self._step_times = step_times
         self.begin()
 
@@ -185,6 +202,29 @@ class Speculation:
         self._proposer.forget_request(request)
         self._lengths.forget_request(request)
         self._excluded.discard(request)
+
+    # ---- on a shared device ----
+
+    def release_all(self) -> None:
+        """Give back all KV memory; requests may come back."""
+        self._proposer.forget_all()
+        if self._proposer.memory is not None:
+            self._proposer.memory.release_all()
+
+    def set_budget(self, budget_bytes: int, revision: int) -> None:
+        """Set the budget of the proposer's KV memory."""
+        if self._proposer.memory is not None:
+            set_budget_within(self._proposer.memory, budget_bytes, revision)
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        memory = self._proposer.memory
+        return 0 if memory is None else memory.pages.budget * memory.pages.page_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """KV memory of the proposer that exists. From any thread."""
+        return 0 if self._proposer.memory is None else self._proposer.memory.held_bytes
 
     def check_integrity(self, *, idle: bool) -> None:
         """Raise `IntegrityError` if the proposer's state is inconsistent, or, without requests (`idle`), not empty."""

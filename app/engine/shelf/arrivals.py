@@ -42,8 +42,8 @@ class ArrivalHistory:
 
     def __init__(self) -> None:
         self._last_at: float | None = None
-        self._reached = [_PRIOR_GAPS] * _NUM_BINS  # gaps that reached each bin
-        self._ended = [_PRIOR_GAPS * hazard for hazard in _PRIOR]  # of them, those that ended in it
+        self._reached = [0.0] * _NUM_BINS  # gaps that reached each bin
+        self._ended = [0.0] * _NUM_BINS  # of them, those that ended in it
         self._cumulative: list[float] = []  # hazard until the beginning of each bin, and the end of the last
         self._sum_hazards()
 
@@ -90,5 +90,8 @@ class ArrivalHistory:
         return self._cumulative[i] + (self._cumulative[i + 1] - self._cumulative[i]) * part
 
     def _sum_hazards(self) -> None:
-        hazards = (-math.log1p(-ended / reached) for ended, reached in zip(self._ended, self._reached, strict=True))
+        hazards = (
+            -math.log1p(-(ended + _PRIOR_GAPS * prior) / (reached + _PRIOR_GAPS))
+            for ended, reached, prior in zip(self._ended, self._reached, _PRIOR, strict=True)
+        )
         self._cumulative = [0.0, *itertools.accumulate(hazards)]

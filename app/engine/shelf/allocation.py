@@ -1,0 +1,103 @@
+"""What models need of a device's memory, and what the arbiter gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from app.config.shelf import Keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNeed:
+    """A model's state and needs. All bytes are of the device, all times in seconds.
+
+    Attributes:
+        state: "waking" also while it is loaded; "asleep" also before that.
+        weight_bytes: what it holds whenever it is awake, used or not: weights and pinned prefixes; estimated before it
+            has been loaded. KV bytes below are beyond that.
+        most_bytes: bound of its KV budget.
+        budget_bytes: its KV budget now; 0 while asleep.
+        held_bytes: KV memory that exists now, possibly above the budget.
+        num_running, num_waiting: requests with computed tokens in memory, and all others, preempted ones included.
+        running_bytes: KV memory of the running requests, with that of their next steps and the rest of their prompts.
+        first_bytes: the least KV memory with which one of its requests can run: the first running one, which is
+            preempted last, else the first one that waits.
+        waiting_bytes: KV memory of the requests that wait, as far as they could run at once.
+        cached_bytes, cached_s: evictable KV memory, and the seconds that all of it would save requests.
+        work_s: seconds until all of its requests have ended, if no others arrive; 0: unknown.
+        wake_s: expected seconds to wake or load it.
+        waited_s: how long its requests have waited for the model: since its last step, or since the oldest of those
+            that wait arrived if that was later.
+        turn_s: time since it woke, or, if all of its requests have been preempted since, since its budget was raised
+            again.
+        idle_s: time since it last had a request; 0 while it has one.
+        probability: of a request within `arbiter.HORIZON_S`.
+        ttft_s, share, keep: `slo.ttft_s`, `weight` and `keep` of its configuration.
+    """
+
+    name: str
+    state: Literal["asleep", "waking", "awake"]
+    weight_bytes: int
+    most_bytes: int
+    budget_bytes: int = 0
+    held_bytes: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    running_bytes: int = 0
+    first_bytes: int = 0
+    waiting_bytes: int = 0
+    cached_bytes: int = 0
+    cached_s: float = 0.0
+    work_s: float = 0.0
+    wake_s: float = 0.0
+    waited_s: float = 0.0
+    turn_s: float = 0.0
+    idle_s: float = 0.0
+    probability: float = 0.0
+    ttft_s: float = 1.0
+    share: float = 1.0
+    keep: Keep = "auto"
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.num_running or self.num_waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a model's waiting requests do not run yet, and for how long about.
+
+    Attributes:
+        reason: "waking": its weights are being loaded, or memory for them is being given back; "turn": other models
+            have the memory until their turns end.
+    """
+
+    reason: Literal["waking", "turn"]
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """What to change now, see `Arbiter`.
+
+    Attributes:
+        budgets: KV budget in bytes of each model that is awake, waking or in `wake`, and not in `sleep`.
+        preempt: models whose running requests need more than they are to have: the latest of these requests are
+            preempted until the memory of the rest is within the budget, which is 0 for a model that is put to sleep.
+        sleep: models to put to sleep, and the model that needs the memory; `None`: none does.
+        wake: models to wake now, in this order.
+        prefetch: models without requests whose weights are worth reading ahead, the best first; a model that is also in
+            `wake` has memory.
+        waits: of models with requests that cannot run yet.
+        refused: why requests of a model can never run, for those models.
+    """
+
+    budgets: Mapping[str, int]
+    preempt: tuple[str, ...]
+    sleep: Mapping[str, str | None]
+    wake: tuple[str, ...]
+    prefetch: tuple[str, ...]
+    waits: Mapping[str, Wait]
+    refused: Mapping[str, str]

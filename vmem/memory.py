@@ -510,6 +510,11 @@ class KVMemory:
         return self.pages.most * self.pages.page_bytes
 
     @property
+    def anchor_bytes(self) -> int:
+        """Physical memory beyond the budget, until `close`."""
+        return self.groups[0].layout.handle_bytes
+
+    @property
     def held_bytes(self) -> int:
         """Physical memory that exists or is being created: a budget below it keeps it from growing. From any thread."""
         with self.lock:

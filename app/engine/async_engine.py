@@ -49,6 +49,9 @@ class AsyncEngine:
             that the others go on. `None`: a thread of its own.
         device: see `Engine`; with `thread`.
 
+    Attributes:
+        driver: of the engine.
+
     Raises:
         ConfigError, ModelError, UnavailableError: see `Engine`.
     """
@@ -83,24 +86,24 @@ class AsyncEngine:
 
         self._own_thread: StepThread | None = None
         if thread is not None:
-            self._driver = start(thread)
+            self.driver = start(thread)
         else:
             # The engine is created in its thread, because OpenMP gives each thread that computes a team of threads.
             # With two teams, more threads than cores, none spins while it waits for the others, and a step takes a
             # tenth longer.
             self._own_thread = StepThread()
             try:
-                self._driver = self._own_thread.call(partial(start, self._own_thread)).result()
+                self.driver = self._own_thread.call(partial(start, self._own_thread)).result()
             except Exception:
                 self._own_thread.close()
                 raise
-        self._engine = self._driver.engine
+        self._engine = self.driver.engine
         logger.info("ready after %s", self.start_times)
 
     @property
     def healthy(self) -> bool:
         """Whether the engine takes requests and makes progress. Does not block."""
-        return self._driver.healthy
+        return self.driver.healthy
 
     @property
     def max_model_len(self) -> int:
@@ -186,7 +189,7 @@ class AsyncEngine:
         """
 
         def begin(unique_id: str) -> None:
-            parent_id, parent_owner = self._driver.names.get(request_id, (None, None))
+            parent_id, parent_owner = self.driver.names.get(request_id, (None, None))
             if parent_id is None or owner not in (None, parent_owner):
                 raise UnknownRequestError(f"there is no request {request_id!r} here", "request_id")
             self._engine.fork(parent_id, unique_id, params, index=index, timeout_s=timeout_s)
@@ -235,7 +238,7 @@ class AsyncEngine:
         unique_id = f"{name}-{next(self._ids)}"
         loop = asyncio.get_running_loop()
         stream = Stream(unique_id, begin, load, loop, DeltaQueue())
-        self._driver.send(stream, name, owner, check_queue=check_queue)
+        self.driver.send(stream, name, owner, check_queue=check_queue)
         finished, not_before = False, 0.0
         try:
             while not finished:
@@ -251,7 +254,7 @@ class AsyncEngine:
                     not_before = loop.time() + pace()
         finally:
             if not finished:
-                self._driver.cancel(unique_id)
+                self.driver.cancel(unique_id)
 
     def report(self) -> MemoryReport:
         """Report the state of the KV memory. Raises `UnavailableError` once the engine has stopped."""
@@ -267,7 +270,7 @@ class AsyncEngine:
     def num_requests(self) -> tuple[int, int]:
         """Sequences that run, and those that wait, forks included."""
         scheduler = self._engine.scheduler
-        return scheduler.num_running, scheduler.num_waiting + len(self._driver.arriving)
+        return scheduler.num_running, scheduler.num_waiting + len(self.driver.arriving)
 
     @property
     def watch(self) -> EngineWatch:
@@ -284,7 +287,7 @@ class AsyncEngine:
     def load(self, *, most_keys: int = MOST_KEYS) -> ReplicaReport:
         """See `LoadReporter.report`. Raises `UnavailableError` once the engine has stopped."""
         self.check()
-        return self._engine.load.report(self._driver.arriving, most_keys=most_keys)
+        return self._engine.load.report(self.driver.arriving, most_keys=most_keys)
 
     def take_activity(self) -> Activity:
         """The engine's work since the last call. From any one thread."""
@@ -337,28 +340,28 @@ class AsyncEngine:
             UnavailableError: the engine has stopped.
         """
         outcome: Future[None] = Future()
-        self._driver.put(outcome)
+        self.driver.put(outcome)
         await asyncio.wrap_future(outcome)
 
     async def _between_steps(self, call: Callable[[], T]) -> T:
         """Call a function in the thread. Raises what it raises, or `UnavailableError`."""
         act = Act(call)
-        self._driver.put(act)
+        self.driver.put(act)
         result: T = await asyncio.wrap_future(act.outcome)
         return result
 
     def stop(self) -> None:
         """Begin `close`; return at once."""
-        self._driver.stop()
+        self.driver.stop()
 
     def close(self) -> None:
         """Fail the requests in flight, free all memory, and end the thread. A thread that hangs is not waited for."""
-        self._driver.stop()
-        if not self._driver.hangs:
-            self._driver.closed.result()
+        self.driver.stop()
+        if not self.driver.hangs:
+            self.driver.closed.result()
         if self._own_thread is not None:
-            self._own_thread.close(0 if self._driver.hangs else None)
+            self._own_thread.close(0 if self.driver.hangs else None)
 
     def check(self) -> None:
         """Raise `UnavailableError` once the engine has stopped; stop a stalled engine. Does not block."""
-        self._driver.check()
+        self.driver.check()

@@ -290,11 +290,8 @@ class EngineDriver:
             logger.exception("a step failed")
             self.engine.load.num_failed_steps += 1
             self._note_failures(1, _MOST_FAILED_STEPS, error)
-            failed = list(self._streams)
             # A fixed sentence: the error may quote one request, and all get it.
-            self._fail_all(EngineError("a step failed; the server's log says why"))
-            for request_id in failed:
-                self.engine.cancel(request_id)
+            self.fail_all(EngineError("a step failed; the server's log says why"))
             self.engine.check_integrity()
             return
         if (seconds := self.engine.step_s) is not None:
@@ -329,6 +326,13 @@ class EngineDriver:
                 for stream, _ in arrived:
                     self._streams.pop(stream.request_id, None)
                     self.engine.cancel(stream.request_id)
+
+    def fail_all(self, error: FolioError) -> None:
+        """End all requests with an error, in the thread."""
+        failed = list(self._streams)
+        self._fail_all(error)
+        for request_id in failed:
+            self.engine.cancel(request_id)
 
     def _fail_all(self, error: FolioError) -> None:
         self._deliver([Delta(request_id, (), "", error=error) for request_id in self._streams])

@@ -92,7 +92,7 @@ class Engine:
         self.asleep = False
         self._unpinned: list[CachedPrefix] = []  # pins of before `sleep`
         self._own: set[str] = set()  # requests that compute them again
-        self._budget_revision = 0
+        self._budget_revision = 1  # the first one is that of `admit`
         self.config = config = resolve(config)
         with ExitStack() as undo, kernel_errors_as_config_errors():
             self.executor = Executor(config, launch)
@@ -407,6 +407,8 @@ class Engine:
             for delta in self.step():
                 if delta.error is not None:
                     raise ConfigError(f"{delta.request_id!r} failed: {delta.error}")
+            if self.starved:
+                raise ConfigError("the prompts to pin need more memory than this model has while it is loaded")
         for pin in self.report().pins:
             logger.info("pinned %r: %d tokens, %.1f MiB", pin.name, pin.num_tokens, pin.num_bytes / 2**20)
 
@@ -444,6 +446,10 @@ class Engine:
         self.adapters.unload_unused()
         self.asleep = True
 
+    def map_weights(self) -> None:
+        """Map the weights of a sleeping engine; `wake` follows. From any thread. Raises `OutOfPages`, and then leaves
+        nothing mapped."""
+
     def wake(self) -> None:
         """Serve requests again, once the weights are mapped. Pinned prefixes are computed again."""
         self.asleep = self._steps.starved = False
@@ -467,6 +473,22 @@ class Engine:
             own_bytes = int(self.speculation.memory_share * budget_bytes)
             self.speculation.set_budget(budget_bytes - own_bytes, self._budget_revision)
         set_budget_within(self.memory, own_bytes, self._budget_revision)
+
+    @property
+    def anchor_bytes(self) -> int:
+        """Memory that KV memory takes as long as it is open."""
+        extra = 0 if self.speculation is None else self.speculation.anchor_bytes
+        return self.memory.anchor_bytes + extra
+
+    @property
+    def pinned_bytes(self) -> int:
+        """KV memory of pinned prefixes."""
+        return self.memory.pages.num_pinned * self.memory.pages.page_bytes
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for an adapter."""
+        return len(self.adapters.waiting_groups)
 
     @property
     def kv_budget_bytes(self) -> int:

@@ -159,6 +159,9 @@ def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:
         for delta in engine.step():
             if delta.error is not None:  # a model may fail on random tokens and serve requests well
                 logger.warning("%s: %s", delta.request_id, delta.error)
+        if engine.starved:  # on a shared device, without the memory that it may have later
+            logger.info("%d requests of the warm-up are left out: too little memory now", len(engine.generations))
+            engine.cancel_all()
 
 
 def warm_up_rounds(

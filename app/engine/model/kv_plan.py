@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+import torch
+
 from app.config.engine import EngineConfig, LayoutKind, ResolvedConfig
 from app.config.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
 from app.engine.execution.model_runner import ObservedLayers
@@ -169,6 +171,11 @@ def build_memory(
             num_pages,
         )
     return memory
+
+
+def bytes_per_token(layers: ObservedLayers, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of one token in all layers."""
+    return sum(sum(spec.row_bytes(dtype)) for spec in layers.attention.values())
 
 
 def bound_of_mappings(most: Mapping[str, int], machine: Machine, *, on_cpu: bool) -> float:

@@ -93,6 +93,11 @@ class ModelSize:
                 f"{config.model!r}"
             )
 
+    @property
+    def token_bytes(self) -> int:
+        """KV memory of a token, without regard to windows and padding."""
+        return kv_plan.bytes_per_token(self.layers, self.model.cache_dtype)
+
     def room(self, memory_bytes: int, num_replicas: int = 1) -> Room:
         """The KV memory of each rank.
 

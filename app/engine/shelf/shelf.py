@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 
 from app.config.shelf import ModelConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.lora.source import AdapterSource
+from app.engine.shelf.control import Control
+from app.engine.shelf.device import ShelfDevice
 from app.engine.shelf.shelved_model import ShelvedModel
 from app.engine.shelf.status import ModelStatus
 from app.engine.startup import PeerPrefixes
-from app.engine.step_thread import StepThread
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.errors import RequestError, UnavailableError, UnknownModelError
 from vmem import KVMemory
@@ -28,11 +27,10 @@ class Shelf:
     """Serves models that share one device, or one model that has it alone.
 
     A single model without `device_memory_bytes` is loaded by the constructor and stays: its engine has a thread and
-    memory of its own. Otherwise one thread computes the steps of all engines, and a model is loaded at its first
-    request.
+    memory of its own. Otherwise a model is loaded at its first request.
 
     Args:
-        models: at least one, with different names.
+        models: with different names.
         device_memory_bytes: memory for weights, KV memory and workspace of all models.
         host_memory_bytes: host memory for weights of sleeping models.
         weights_dir: folder of weight files.
@@ -55,16 +53,14 @@ class Shelf:
         loaded: Collection[AdapterSource] = (),
     ) -> None:
         self._models = {config.name: ShelvedModel(config, self._note_change) for config in models}
-        self._guard = threading.Lock()
-        self._prefixes_of_others = prefixes_of_others
-        self._closing = False
-        self._thread: StepThread | None = None
+        self._guard = threading.Lock()  # of `_models`, which is replaced and never changed
+        self._control: Control | None = None
         if len(models) == 1 and device_memory_bytes is None:
-            model = self._models[models[0].name]
-            model.set_loaded(AsyncEngine(models[0].engine, launch, admit, prefixes_of_others, loaded))
-            model.state = "awake"
+            [model] = self._models.values()
+            model.set_loaded(AsyncEngine(model.config.engine, launch, admit, prefixes_of_others, loaded))
             return
-        self._thread = StepThread(self._control)
+        device = ShelfDevice(models, device_memory_bytes, host_memory_bytes, weights_dir)
+        self._control = Control(device, lambda: tuple(self._models.values()), prefixes_of_others)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,9 +78,11 @@ class Shelf:
         with self._guard:
             if config.name in self._models:
                 raise RequestError(f"there is a model {config.name!r} already", "name")
-            if self._thread is None:
+            if self._control is None:
                 raise RequestError(
-                    "this server has one model with a device of its own: configure it by models in the YAML", "name"
+                    "the one model of this server has its device alone; models can be added to those of the setting "
+                    "models",
+                    "name",
                 )
             self._models = {**self._models, config.name: ShelvedModel(config, self._note_change)}
 
@@ -93,10 +91,7 @@ class Shelf:
         with self._guard:
             model = self.model(name)
             self._models = {other: kept for other, kept in self._models.items() if other != name}
-        engine = model.engine
-        model.set_failed(UnavailableError("it has been removed"))
-        if engine is not None:
-            await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(self._close, model, "it has been removed")
 
     def statuses(self) -> tuple[ModelStatus, ...]:
         """From any thread."""
@@ -105,62 +100,48 @@ class Shelf:
     @property
     def healthy(self) -> bool:
         """Whether requests are served. A model that has failed takes no other with it. Does not block."""
-        if self._thread is None:
+        if self._control is None:
             return all(model.engine is not None and model.engine.healthy for model in self._models.values())
-        return self._thread.is_alive
+        return self._control.is_alive and not any(
+            model.engine is not None and model.engine.driver.hangs for model in self._models.values()
+        )
 
     def check(self) -> None:
         """Raise `UnavailableError` once the shelf serves no requests. Does not block."""
-        if self._thread is None:
+        if self._control is None:
             for model in self._models.values():
                 if model.engine is not None:
                     model.engine.check()
-        elif not self._thread.is_alive:
+        elif not self.healthy:
             raise UnavailableError("the engine has stopped; send the request again")
+
+    async def check_integrity(self) -> None:
+        """Check between two steps that memory adds up. Raises `IntegrityError`."""
+        if self._control is None:
+            for model in self._models.values():
+                if model.engine is not None:
+                    await model.engine.check_integrity()
+            return
+        await asyncio.wrap_future(self._control.check_integrity())
 
     def close(self) -> None:
         """Fail the requests in flight and free all memory."""
-        self._closing = True
-        for model in self._models.values():
-            if model.engine is not None:
-                model.engine.close()
-        if self._thread is not None:
-            self._thread.close()
+        models, self._models = self._models, {}
+        for model in models.values():
+            self._close(model, "the server is stopping")
+        if self._control is not None:
+            self._control.close()
+
+    def _close(self, model: ShelvedModel, reason: str) -> None:
+        """Close a model that is no longer one of the shelf's."""
+        if self._control is not None:
+            self._control.wait_for_moves(model)
+        engine = model.engine
+        model.set_failed(UnavailableError(reason))
+        if engine is not None:
+            engine.close()
+        self._note_change()
 
     def _note_change(self) -> None:
-        if self._thread is not None:
-            self._thread.wake()
-
-    # ---- the thread ----
-
-    def _control(self) -> float | None:
-        """Load the models that requests wait for."""
-        for model in self._models.values():
-            if model.is_wanted and model.state == "new":
-                model.state = "loading"
-                threading.Thread(target=partial(self._load, model), name=f"folio-load-{model.name}").start()
-        return None
-
-    def _load(self, model: ShelvedModel) -> None:
-        assert self._thread is not None
-        began = time.monotonic()
-        try:
-            engine = AsyncEngine(
-                model.config.engine,
-                prefixes_of_others=self._prefixes_of_others,
-                loaded=model.loaded_adapters,
-                thread=self._thread,
-            )
-        except Exception as error:
-            logger.exception("the model %r cannot be loaded", model.name)
-            self._thread.call(partial(model.set_failed, error))
-            return
-        self._thread.call(partial(self._set_awake, model, engine, time.monotonic() - began))
-
-    def _set_awake(self, model: ShelvedModel, engine: AsyncEngine, seconds: float) -> None:
-        if self._closing or self._models.get(model.name) is not model:  # removed meanwhile
-            engine.stop()
-            return
-        model.state, model.load_s, model.last_wake_s = "awake", seconds, seconds
-        model.num_wakes += 1
-        model.set_loaded(engine)
+        if self._control is not None:
+            self._control.note_change()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Unpack
 
 from app.config.shelf import ModelConfig
@@ -21,6 +24,17 @@ from app.errors import OverloadedError, UnavailableError
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 300.0
 # Expected seconds of a load or wake before one was measured, for each gigabyte of weights, and at least.
 _LOAD_S_A_GB, _LEAST_LOAD_S = 3.0, 1.0
+_LEAST_WAKE_S, _WAKE_BYTES_PER_S = 0.02, 8e9
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes of a model before it is loaded: of its weights, and of the KV memory for its warm-up."""
+
+    weight_bytes: int
+    kv_bytes: int
 
 
 class ShelvedModel:
@@ -32,7 +46,14 @@ class ShelvedModel:
     Attributes:
         arrivals: of its requests.
         engine: `None` until the model is loaded.
-        state, weight_bytes, num_wakes, num_evictions, error: see `ModelStatus`; changed by the shelf's thread only.
+        state, weight_bytes, num_wakes, num_evictions, last_wake_s, error: see `ModelStatus`; changed by the shelf's
+            thread only, as the following.
+        estimate: `None` until the model is measured.
+        load_s: seconds of the load.
+        turn_since: when the model woke, or its budget was raised from 0.
+        worked_at: when it last had a request.
+        preempted_at: since when requests with a first token have had no memory, by `time.perf_counter`.
+        loaded_adapters: adapters to load with the engine.
     """
 
     def __init__(self, config: ModelConfig, changed: Callable[[], None]) -> None:
@@ -40,12 +61,16 @@ class ShelvedModel:
         self.arrivals = ArrivalHistory()
         self.engine: AsyncEngine | None = None
         self.state: ModelState = "new"
-        self.weight_bytes = self.kv_token_bytes = 0
-        self.num_wakes = self.num_evictions = 0
+        self.estimate: Estimate | None = None
+        self.weight_bytes = self.num_wakes = self.num_evictions = 0
         self.load_s = self.last_wake_s = 0.0
+        self.turn_since = -math.inf
+        self.worked_at = time.monotonic()
+        self.preempted_at: float | None = None
         self.error: str | None = None
         self.loaded_adapters: Collection[AdapterSource] = ()
         self._changed = changed
+        self._wake_s = 0.0
         self._num_failures = 0
         self._retry_at = 0.0
         self._ready: Future[AsyncEngine] = Future()
@@ -68,10 +93,35 @@ class ShelvedModel:
         """For how long requests have waited for the model to be loaded."""
         return time.monotonic() - self._pending_since if self._num_pending else 0.0
 
-    def set_loaded(self, engine: AsyncEngine) -> None:
-        """Note that the model is loaded. From the shelf's thread."""
-        self.engine, self.error, self._num_failures = engine, None, 0
+    def set_loaded(self, engine: AsyncEngine, seconds: float = 0.0) -> None:
+        """Note that the model is loaded and awake."""
+        self.engine, self.error, self._num_failures, self.load_s = engine, None, 0, seconds
+        self.note_awake(seconds)
         self._ready.set_result(engine)
+
+    def note_awake(self, seconds: float) -> None:
+        """Note that the model is awake."""
+        self.state, self.last_wake_s, self.num_wakes = "awake", seconds, self.num_wakes + 1
+        self.turn_since = self.worked_at = time.monotonic()
+        if self.num_wakes > 1:
+            self._wake_s = seconds
+
+    def note_work(self, now: float, *, has_work: bool, has_preempted: bool) -> None:
+        """Note whether the model has requests, and requests with a first token and without memory."""
+        if has_work:
+            self.worked_at = now
+        if not has_preempted:
+            self.preempted_at = None
+        elif self.preempted_at is None:
+            self.preempted_at = time.perf_counter()
+
+    def refuse(self, error: UnavailableError) -> None:
+        """End all requests, of which none can ever have memory."""
+        logger.warning("requests of %r are refused: %s", self.name, error)
+        if self.engine is None:
+            self.set_failed(error)
+        else:
+            self.engine.driver.fail_all(error)
 
     def set_failed(self, error: Exception) -> None:
         """Note that the model could not be loaded, or that its engine has stopped; requests that wait for it fail."""
@@ -83,13 +133,19 @@ class ShelvedModel:
             waiting.set_exception(self._unavailable())
 
     @property
+    def usual_wake_s(self) -> float:
+        """Expected seconds of a wake once the model is loaded."""
+        return self._wake_s or _LEAST_WAKE_S + self.weight_bytes / _WAKE_BYTES_PER_S
+
+    @property
     def expected_wake_s(self) -> float:
-        """Expected seconds until a request can run, as far as the model's state decides."""
+        """Expected seconds until the model is awake; 0 if it is."""
         if self.state == "awake":
             return 0.0
         if self.engine is not None:
-            return self.last_wake_s or 0.1 + self.weight_bytes / 8e9
-        return self.load_s or max(_LOAD_S_A_GB * self.weight_bytes / 1e9, _LEAST_LOAD_S)
+            return self.usual_wake_s
+        num_bytes = 0 if self.estimate is None else self.estimate.weight_bytes
+        return self.load_s or max(_LOAD_S_A_GB * num_bytes / 1e9, _LEAST_LOAD_S)
 
     @property
     def status(self) -> ModelStatus:

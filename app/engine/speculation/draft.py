@@ -28,7 +28,7 @@ from app.engine.execution.executor import Executor
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.self_test import self_test
 from app.engine.faults import SequenceFailure, attribute_failures
-from app.engine.model.kv_plan import build_memory
+from app.engine.model.kv_plan import build_memory, bytes_per_token
 from app.engine.model.loader import LoadedModel
 from app.engine.model.memory_profile import DevicePlan
 from app.engine.preemption import LinearCost
@@ -411,11 +411,6 @@ class DraftProposer:
         self.memory.prefixes.abort_prefixes()
         for task in tasks:
             self.forget_request(task.request)
-
-
-def bytes_per_token(layers: ObservedLayers, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token in all layers."""
-    return sum(sum(spec.row_bytes(dtype)) for spec in layers.attention.values())
 
 
 def _check_compatible(name: str, executor: Executor, target: LoadedModel) -> None:

@@ -222,6 +222,10 @@ class Speculation:
         return 0 if memory is None else memory.pages.budget * memory.pages.page_bytes
 
     @property
+    def anchor_bytes(self) -> int:
+        return 0 if self._proposer.memory is None else self._proposer.memory.anchor_bytes
+
+    @property
     def held_bytes(self) -> int:
         """KV memory of the proposer that exists. From any thread."""
         return 0 if self._proposer.memory is None else self._proposer.memory.held_bytes

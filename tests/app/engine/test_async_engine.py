@@ -227,7 +227,7 @@ def test_requests_that_fail_again_and_again_stop_the_engine(
     """Each by itself, and none by its sender's fault: nobody is served any more."""
 
     def fail() -> list[Delta]:
-        [request_id] = engine._driver._streams
+        [request_id] = engine.driver._streams
         engine._engine.cancel(request_id)
         return [Delta(request_id, (), "", error=EngineError("not finite"))]
 
@@ -290,7 +290,7 @@ def test_an_engine_that_hangs_is_noticed(engine: AsyncEngine, monkeypatch: pytes
         tasks.append(asyncio.create_task(collect(engine, [3], GREEDY)))  # it never begins
         await asyncio.sleep(0)
         engine.check()  # a step may take long
-        engine._driver._stalled_s = engine._driver._longest_s = 0.0
+        engine.driver._stalled_s = engine.driver._longest_s = 0.0
         await until(lambda: is_stopped(engine))
         with pytest.raises(UnavailableError):
             engine.check()
@@ -310,13 +310,13 @@ def test_an_engine_that_hangs_is_noticed(engine: AsyncEngine, monkeypatch: pytes
 
 def test_an_engine_without_work_does_not_hang(engine: AsyncEngine) -> None:
     """However long it has had none; and steps that are computed are progress."""
-    engine._driver._stalled_s, engine._driver._longest_s = 30.0, 0.0
+    engine.driver._stalled_s, engine.driver._longest_s = 30.0, 0.0
     assert len(run(collect(engine, [1, 2], LONG))) == 900
-    assert engine._driver._longest_s > 0
+    assert engine.driver._longest_s > 0
 
     async def idle() -> bool:
-        return engine._driver._working_since is None
+        return engine.driver._working_since is None
 
     run(until(idle))
-    engine._driver._stalled_s = engine._driver._longest_s = 0.0
+    engine.driver._stalled_s = engine.driver._longest_s = 0.0
     assert engine.healthy

@@ -1,0 +1,338 @@
+"""Control of a shelf: asks the arbiter who has which memory, and carries the answer out.
+
+One thread computes the steps of all engines, in turns, and controls between two steps. Other threads load models and
+map their weights, so that steps go on meanwhile:
+
+    new ── loading ── awake ⇄ asleep, by way of waking        failed: not loaded, or its engine has stopped
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from app.engine.async_engine import AsyncEngine
+from app.engine.model.device import resolve
+from app.engine.model.kv_plan import estimated_activations
+from app.engine.model.size import ModelSize
+from app.engine.shared_device import set_budget_within
+from app.engine.shelf.allocation import Allocation, ModelNeed
+from app.engine.shelf.arbiter import HORIZON_S, Arbiter
+from app.engine.shelf.device import ShelfDevice
+from app.engine.shelf.measure import kv_need, waited_s
+from app.engine.shelf.shelved_model import Estimate, ShelvedModel
+from app.engine.startup import PeerPrefixes
+from app.engine.step_thread import StepThread
+from app.errors import EngineError, UnavailableError
+from vmem import IntegrityError, KVMemory, OutOfPages
+
+logger = logging.getLogger(__name__)
+
+# Time between two plans: while requests wait for memory, while there is work, and without any.
+_WAITING_S, _WORKING_S, _IDLE_S = 0.02, 0.25, 1.0
+# Pages that no model has had for this long go back to the machine.
+_TRIM_S = 2.0
+# KV memory for the warm-up of a model that is loaded, beyond a step's tokens: rounding to pages, and decodes.
+_WARM_UP_TOKENS, _WARM_UP_BYTES, _ROUNDING = 1024, 8 << 20, 1.25
+_MOST_OF_ROOM = 0.9  # the remainder is for the model's anchor page
+
+
+class Control:
+    """Decides about the models of a shelf, in the thread of their steps.
+
+    Args:
+        device: closed by `close`.
+        models: returns the models of the shelf now.
+        prefixes_of_others: see `AsyncEngine`.
+    """
+
+    def __init__(
+        self,
+        device: ShelfDevice,
+        models: Callable[[], Sequence[ShelvedModel]],
+        prefixes_of_others: PeerPrefixes | None,
+    ) -> None:
+        self._device = device
+        self._models = models
+        self._prefixes_of_others = prefixes_of_others
+        self._moves: dict[ShelvedModel, threading.Thread] = {}
+        self._capacity_bytes = device.capacity_bytes  # for weights and KV caches
+        self._has_changed = True
+        self._planned_at = self._plan_at = 0.0  # the last and the next plan
+        self._busy_at = time.monotonic()
+        self._thread = StepThread(self._control)
+
+    # ---- from any thread ----
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive
+
+    def note_change(self) -> None:
+        """Plan soon."""
+        self._has_changed = True
+        self._thread.wake()
+
+    def wait_for_moves(self, model: ShelvedModel) -> None:
+        """Wait until no other thread loads or wakes a model that is no longer the shelf's."""
+        while (thread := self._moves.get(model)) is not None:
+            thread.join()
+            self._thread.call(lambda: None).result()  # what the thread has told this one is done
+
+    def check_integrity(self) -> Future[None]:
+        """Check that memory adds up."""
+        return self._thread.call(self._check_integrity)
+
+    def close(self) -> None:
+        """End the thread, once the models are closed, and give the device back."""
+        self._thread.close()
+        self._device.close()
+
+    # ---- the thread ----
+
+    def _control(self) -> float | None:
+        """Plan again if it is time; returns the seconds until the next plan."""
+        now = time.monotonic()
+        if now - self._planned_at >= _WAITING_S and any(
+            model.engine is not None and model.engine.driver.engine.starved for model in self._models()
+        ):
+            self._has_changed = True
+        if not self._has_changed and now < self._plan_at:
+            return self._plan_at - now
+        self._has_changed, self._planned_at = False, now
+        self._device.take_workspace()
+        anchors = sum(m.engine.driver.engine.anchor_bytes for m in self._models() if m.engine is not None)
+        self._capacity_bytes = self._device.capacity_bytes - anchors
+        needs = [self._need(model, now) for model in self._models() if self._is_planned(model)]
+        self._carry_out(Arbiter(self._capacity_bytes).plan(needs))
+        has_work = any(need.has_work for need in needs)
+        if has_work:
+            self._busy_at = now
+        elif now - self._busy_at > _TRIM_S and self._device.shared.pages.idle_bytes:
+            self._device.shared.pages.trim()
+        waits = any(need.num_waiting or need.held_bytes > need.budget_bytes for need in needs)
+        self._plan_at = now + (_WAITING_S if waits else _WORKING_S if has_work else _IDLE_S)
+        return self._plan_at - now
+
+    def _is_planned(self, model: ShelvedModel) -> bool:
+        """Whether the arbiter decides about a model now. Measures one that is wanted and whose size is not known."""
+        engine = model.engine
+        if engine is not None and engine.driver.closed.done():
+            model.set_failed(UnavailableError("its engine has failed, see the log"))
+        if engine is None and model.estimate is None and model.is_wanted and model.state == "new":
+            model.state = "loading"
+            self._move(model, partial(self._measure, model))
+        if model.state == "failed" or (engine is None and model.estimate is None):
+            return False
+        return engine is not None or model.is_wanted or model.state == "loading"
+
+    def _need(self, model: ShelvedModel, now: float) -> ModelNeed:
+        config, engine = model.config, model.engine
+        if engine is None:
+            assert model.estimate is not None
+            is_loading, kv_bytes = model.state == "loading", self._warm_up_bytes(model.estimate)
+            return ModelNeed(
+                name=model.name,
+                state="waking" if is_loading else "asleep",
+                weight_bytes=model.estimate.weight_bytes,
+                most_bytes=kv_bytes,
+                budget_bytes=kv_bytes if is_loading else 0,
+                held_bytes=kv_bytes if is_loading else 0,
+                num_waiting=max(model.num_pending, 1),
+                first_bytes=kv_bytes,
+                waiting_bytes=kv_bytes,
+                wake_s=model.expected_wake_s,
+                waited_s=model.pending_s,
+                ttft_s=config.slo.ttft_s,
+                share=config.weight,
+                keep=config.keep,
+            )
+        kv = kv_need(engine.driver.engine)
+        model.note_work(now, has_work=bool(kv.num_running or kv.num_waiting), has_preempted=kv.has_preempted)
+        is_mapped = model.state in ("awake", "waking")
+        return ModelNeed(
+            name=model.name,
+            state="asleep" if not is_mapped else "waking" if model.state == "waking" else "awake",
+            weight_bytes=model.weight_bytes + kv.pinned_bytes,
+            most_bytes=kv.most_bytes,
+            budget_bytes=kv.budget_bytes,
+            held_bytes=kv.held_bytes,
+            num_running=kv.num_running,
+            num_waiting=kv.num_waiting,
+            running_bytes=kv.running_bytes if kv.num_running else 0,
+            first_bytes=kv.first_bytes,
+            waiting_bytes=kv.waiting_bytes,
+            cached_bytes=kv.cached_bytes,
+            cached_s=kv.cached_s,
+            work_s=kv.work_s,
+            wake_s=model.usual_wake_s,
+            waited_s=waited_s(kv, model.preempted_at),
+            turn_s=now - model.turn_since,
+            idle_s=now - model.worked_at,
+            probability=model.arrivals.probability(now, HORIZON_S),
+            ttft_s=config.slo.ttft_s,
+            share=config.weight,
+            keep=config.keep,
+        )
+
+    def _warm_up_bytes(self, estimate: Estimate) -> int:
+        """KV memory for the warm-up, or most of what the device has beside the weights, which may do for requests."""
+        return max(min(estimate.kv_bytes, int(_MOST_OF_ROOM * (self._capacity_bytes - estimate.weight_bytes))), 0)
+
+    def _carry_out(self, allocation: Allocation) -> None:
+        """In the order that `arbiter` asks for."""
+        models = {model.name: model for model in self._models()}
+        budgets = {
+            models[name]: budget for name, budget in allocation.budgets.items() if models[name].engine is not None
+        }
+        for model, budget in budgets.items():
+            self._set_budget(model, budget, lower=True)
+        for name, other in allocation.sleep.items():
+            self._put_to_sleep(models[name], other)
+        for model, budget in budgets.items():
+            self._set_budget(model, budget, lower=False)
+        for name in allocation.wake:
+            self._wake(models[name])
+        for name, reason in allocation.refused.items():
+            models[name].refuse(UnavailableError(reason))
+
+    def _set_budget(self, model: ShelvedModel, budget_bytes: int, *, lower: bool) -> None:
+        assert model.engine is not None
+        engine = model.engine.driver.engine
+        pinned_bytes = engine.pinned_bytes
+        now_bytes = engine.kv_budget_bytes - pinned_bytes
+        if budget_bytes == now_bytes or (budget_bytes < now_bytes) != lower:
+            return
+        if now_bytes <= 0:
+            model.turn_since = time.monotonic()
+        engine.set_kv_budget(budget_bytes + pinned_bytes)
+
+    def _put_to_sleep(self, model: ShelvedModel, other: str | None) -> None:
+        assert model.engine is not None
+        engine, began = model.engine.driver.engine, time.monotonic()
+        num_bytes = engine.held_bytes + model.weight_bytes
+        try:
+            engine.sleep()
+            engine.set_kv_budget(0)
+        except Exception as error:
+            logger.exception("the model %r cannot be put to sleep; its engine stops", model.name)
+            model.engine.stop()
+            model.set_failed(error)
+            return
+        model.state = "asleep"
+        model.num_evictions += other is not None
+        seconds = time.monotonic() - began
+        reason = "" if other is None else f" for {other!r}"
+        logger.info("put %r to sleep%s: %.1f MiB in %.0f ms", model.name, reason, num_bytes / 2**20, 1e3 * seconds)
+        self._has_changed = True  # its memory can be given out
+
+    def _wake(self, model: ShelvedModel) -> None:
+        """Begin to load or wake a model, for which there is memory."""
+        if model in self._moves:
+            return
+        if model.engine is not None:
+            model.state = "waking"
+            self._move(model, partial(self._map, model, model.engine))
+        elif self._device.has_workspace:
+            model.state = "loading"
+            self._move(model, partial(self._load, model))
+
+    def _check_integrity(self) -> None:
+        self._device.shared.pages.check_integrity()
+        for model in self._models():
+            if model.engine is not None and not model.engine.driver.closed.done() and model not in self._moves:
+                engine = model.engine.driver.engine
+                engine.check_integrity()
+                if model.state == "asleep" and (engine.held_bytes or not engine.asleep):
+                    raise IntegrityError(f"{model.name!r} is asleep and holds {engine.held_bytes} bytes of KV memory")
+
+    # ---- other threads ----
+
+    def _move(self, model: ShelvedModel, work: Callable[[], Callable[[], None]]) -> None:
+        """Do some work in a thread of its own, and then what it returns in this one."""
+
+        def run() -> None:
+            try:
+                then = work()
+            except BaseException as error:
+                logger.exception("the model %r cannot be loaded or woken", model.name)
+                then = partial(self._fail, model, error)
+
+            def end() -> None:
+                del self._moves[model]
+                self._has_changed = True
+                then()
+
+            self._thread.call(end)
+
+        thread = threading.Thread(target=run, name=f"folio-move-{model.name}", daemon=True)
+        self._moves[model] = thread
+        thread.start()
+
+    def _measure(self, model: ShelvedModel) -> Callable[[], None]:
+        """Estimate the size of a model from its config."""
+        config = resolve(model.config.engine)
+        size = ModelSize(config)
+        tokens = min(config.max_num_batched_tokens, config.max_model_len or size.model.max_positions) + _WARM_UP_TOKENS
+        estimate = Estimate(
+            weight_bytes=size.weight_bytes,
+            kv_bytes=int(_ROUNDING * tokens * size.token_bytes) + _WARM_UP_BYTES,
+        )
+        workspace_bytes = estimated_activations(config, size.model)
+
+        def then() -> None:
+            model.state, model.estimate = "new", estimate
+            self._device.want_workspace(workspace_bytes)
+
+        return then
+
+    def _load(self, model: ShelvedModel) -> Callable[[], None]:
+        assert model.estimate is not None
+        kv_bytes, began = self._warm_up_bytes(model.estimate), time.monotonic()
+
+        def admit(memory: KVMemory) -> None:
+            set_budget_within(memory, kv_bytes, 1)
+
+        engine = AsyncEngine(
+            model.config.engine,
+            admit=admit,
+            prefixes_of_others=self._prefixes_of_others,
+            loaded=model.loaded_adapters,
+            thread=self._thread,
+            device=self._device.shared,
+        )
+
+        def then() -> None:
+            model.weight_bytes = engine.driver.engine.weight_bytes
+            model.set_loaded(engine, time.monotonic() - began)
+            logger.info("loaded %r: %.1f MiB in %.2f s", model.name, model.weight_bytes / 2**20, model.load_s)
+
+        return then
+
+    def _map(self, model: ShelvedModel, engine: AsyncEngine) -> Callable[[], None]:
+        began = time.monotonic()
+        try:
+            engine.driver.engine.map_weights()
+        except OutOfPages as error:  # the memory that the plan counted on is not there yet
+            logger.info("%r waits for memory: %s", model.name, error)
+
+            def back() -> None:
+                model.state = "asleep"
+
+            return back
+
+        def then() -> None:
+            engine.driver.engine.wake()
+            model.note_awake(time.monotonic() - began)
+            logger.info("woke %r: %.1f MiB in %.0f ms", model.name, model.weight_bytes / 2**20, 1e3 * model.last_wake_s)
+
+        return then
+
+    def _fail(self, model: ShelvedModel, error: BaseException) -> None:
+        if model.engine is not None:
+            model.engine.stop()
+        model.set_failed(error if isinstance(error, Exception) else EngineError(f"{type(error).__name__}: {error}"))

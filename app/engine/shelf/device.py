@@ -1,0 +1,74 @@
+"""Device of a shelf: its memory, and what of it is no model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from app.config.machine import Machine
+from app.config.shelf import ModelConfig
+from app.engine.model.device import resolve
+from app.engine.model.memory_profile import HEADROOM_BYTES
+from app.engine.shared_device import SharedDevice
+from vmem import DevicePages, OutOfPages
+
+# Share of a machine's memory that all models may take together if the settings do not say.
+_CPU_SHARE = 0.5
+
+
+class ShelfDevice:
+    """The memory that the models of a shelf share.
+
+    Attributes:
+        shared: for the engines.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelConfig],
+        device_memory_bytes: int | None,
+        host_memory_bytes: int | None,
+        weights_dir: Path | None,
+    ) -> None:
+        self.shared = SharedDevice(DevicePages(device_memory_bytes or _default_bytes(models)))
+        self._workspace_bytes = self._wanted_bytes = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory for weights and KV caches."""
+        return self.shared.pages.capacity_bytes - self._wanted_bytes
+
+    @property
+    def has_workspace(self) -> bool:
+        """Whether the workspace that was asked for is free of other uses."""
+        return self._workspace_bytes == self._wanted_bytes
+
+    def want_workspace(self, num_bytes: int) -> None:
+        """Keep memory for the tensors of a step. One step is computed at a time, so that the largest one counts."""
+        self._wanted_bytes = max(self._wanted_bytes, num_bytes)
+
+    def take_workspace(self) -> None:
+        """Take the wanted workspace, if other uses leave it."""
+        missing = self._wanted_bytes - self._workspace_bytes
+        if not missing:
+            return
+        try:
+            self.shared.pages.charge(missing)
+        except OutOfPages:
+            return
+        self._workspace_bytes = self._wanted_bytes
+
+    def close(self) -> None:
+        """Raises `IntegrityError` if a model has memory left."""
+        self.shared.pages.discharge(self._workspace_bytes)
+        self._workspace_bytes = self._wanted_bytes = 0
+        self.shared.pages.close()
+
+
+def _default_bytes(models: Sequence[ModelConfig]) -> int:
+    if models and resolve(models[0].engine).device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return min(free, int(models[0].engine.gpu_memory_utilization * total)) - HEADROOM_BYTES
+    return int(_CPU_SHARE * Machine.detect().memory_bytes)

@@ -1,0 +1,98 @@
+"""What a loaded model needs of the device's memory, read from its engine between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from app.engine.engine import Engine
+from app.engine.request import Request, SequenceGroup
+
+# A request that begins gets memory for so many tokens beside its prompt, so that it need not wait again at once.
+_GROWTH_TOKENS = 64
+# Waiting requests whose memory is added up; more could hardly run at once.
+_MOST_COUNTED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KVNeed:
+    """KV memory and requests of an engine; all bytes beyond those of pinned prefixes. See `ModelNeed`.
+
+    Attributes:
+        pinned_bytes: of pinned prefixes.
+        submitted_at: arrival of the request without a first token that has waited longest, by `time.perf_counter`;
+            `None` if there is none.
+        has_preempted: whether requests with a first token have no memory.
+    """
+
+    pinned_bytes: int
+    budget_bytes: int
+    most_bytes: int
+    held_bytes: int
+    num_running: int
+    num_waiting: int
+    running_bytes: int
+    first_bytes: int
+    waiting_bytes: int
+    cached_bytes: int
+    cached_s: float
+    work_s: float
+    submitted_at: float | None
+    has_preempted: bool
+
+
+def kv_need(engine: Engine) -> KVNeed:
+    """Read an engine's needs, in the step thread."""
+    memory, scheduler, step = engine.memory, engine.scheduler, engine.recovery.step_times
+    pages, groups = memory.pages, scheduler.groups
+    share = 1.0 if engine.speculation is None else engine.speculation.memory_share
+    page_bytes = pages.page_bytes / share  # a draft model's part included
+
+    def bytes_for(group: SequenceGroup) -> int:
+        lengths = (min(len(request.token_ids) + _GROWTH_TOKENS, memory.max_tokens) for request in group.members)
+        return int(sum(map(memory.pages_for, lengths)) * page_bytes)
+
+    waiting = list(islice(chain(groups.preempted, scheduler.waiting), _MOST_COUNTED))
+    waiting_bytes = sum(map(bytes_for, waiting))
+    first = groups.running[0] if groups.running else waiting[0] if waiting else None
+    owned_bytes = int((pages.budget - memory.num_free_pages - pages.num_pinned) * page_bytes)
+    pinned_bytes = engine.pinned_bytes
+    held_bytes = max(engine.held_bytes - pinned_bytes, 0)
+    cached_bytes = max(held_bytes - owned_bytes, 0)
+    cached_tokens = cached_bytes / max(page_bytes * groups.pages_per_token, 1) * memory.prefixes.unit_tokens
+    num_waiting = engine.num_held + sum(group.max_sequences for group in waiting)
+    unstarted = [request.submitted_at for request in _requests(waiting) if not request.num_output_tokens]
+    remaining = max((r.max_tokens - r.num_output_tokens for r in groups.requests()), default=0)
+    queued_tokens = sum(request.num_uncomputed for request in _requests(groups.running) if request.num_uncomputed > 1)
+    return KVNeed(
+        pinned_bytes=pinned_bytes,
+        budget_bytes=max(engine.kv_budget_bytes - pinned_bytes, 0),
+        most_bytes=max(int(pages.most * page_bytes) - pinned_bytes, 0),
+        held_bytes=held_bytes,
+        num_running=scheduler.num_running,
+        num_waiting=num_waiting,
+        running_bytes=owned_bytes + int(groups.reserve * page_bytes),
+        first_bytes=0 if first is None else bytes_for(first),
+        waiting_bytes=waiting_bytes,
+        cached_bytes=cached_bytes,
+        cached_s=cached_tokens * step.token_s,
+        work_s=remaining * (step.fixed_s + step.token_s * scheduler.num_running) + queued_tokens * step.token_s,
+        submitted_at=min(unstarted, default=None),
+        has_preempted=any(request.num_output_tokens for request in _requests(groups.preempted)),
+    )
+
+
+def waited_s(need: KVNeed, preempted_at: float | None) -> float:
+    """The longest time that one of its requests has waited for a first token, or, preempted, for the next one.
+
+    Args:
+        preempted_at: since when requests with a first token have had no memory, by `time.perf_counter`.
+    """
+    since = [at for at in (need.submitted_at, preempted_at) if at is not None]
+    return time.perf_counter() - min(since) if since else 0.0
+
+
+def _requests(groups: list[SequenceGroup]) -> Iterator[Request]:
+    return (request for group in groups for request in group.members)

@@ -18,6 +18,7 @@ from app.engine.engine import Engine
 from app.engine.faults import start_error
 from app.engine.load_report import MOST_KEYS, Activity
 from app.engine.lora.source import AdapterSource, files_version, folder_below
+from app.engine.model.device import resolve
 from app.engine.model.pooling import Pooling
 from app.engine.report import ReplicaReport, StartTimes
 from app.engine.request import check_timeout
@@ -45,8 +46,8 @@ class AsyncEngine:
         launch, admit, loaded: see `Engine`.
         prefixes_of_others: returns the `hot_prefixes` of the peer engines with this `prefix_fingerprint`; called before
             the engine is ready.
-        thread: computes the steps, and those of other engines. The engine is then created by the caller's thread, so
-            that the others go on. `None`: a thread of its own.
+        thread: computes the steps, and those of other engines. On a CPU the engine is then created by the caller's
+            thread, so that the others go on. `None`: a thread of its own.
         device: see `Engine`; with `thread`.
 
     Attributes:
@@ -86,7 +87,9 @@ class AsyncEngine:
 
         self._own_thread: StepThread | None = None
         if thread is not None:
-            self.driver = start(thread)
+            # Kernels of other engines must not be launched while graphs are captured.
+            captures = resolve(config).device == "cuda"
+            self.driver = thread.call(partial(start, thread)).result() if captures else start(thread)
         else:
             # The engine is created in its thread, because OpenMP gives each thread that computes a team of threads.
             # With two teams, more threads than cores, none spins while it waits for the others, and a step takes a

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.report import ReplicaReport
-from app.fleet.messages import report_from_stats
+from app.fleet.messages import reports_from_stats
+from app.fleet.shelf_load import summed_load
 
 _POLL_S = 0.1
 # Between Ray's range for workers and the systems' ranges for any free port.
@@ -85,9 +86,9 @@ class Served:
     def reports(self) -> list[ReplicaReport]:
         """Memory reports of all engine replicas."""
         stats = self.engines.broadcast("record_routing_stats").results()
-        reports = [report_from_stats(s) for s in stats]
+        reports = [reports_from_stats(s) for s in stats]
         assert None not in reports, "this process and the replicas run different versions"
-        return [report for report in reports if report is not None]
+        return [summed_load(list(of_models.values())) for of_models in reports if of_models is not None]
 
     def processes(self) -> list[int]:
         """Process ids of the engine replicas, stopped ones included."""

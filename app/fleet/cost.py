@@ -1,11 +1,13 @@
 """Routing cost model: a request's expected time to first token at a replica, and its harm to others, in seconds.
 
     cost    = TTFT + harm
-    TTFT    = queue + P + steps * decode_s + wait for room in the cache and in the batch
-    harm    = P * (work + even * min(share / mean share, 2))
+    TTFT    = queue + P + steps * decode_s + wait for room in the cache and in the batch + wake + others
+    harm    = P * (work + even * min(share / mean share, 2)) + the wake that the request begins
 
     P       seconds to compute the prompt without what is cached there
     share   of the last minute that this router's requests take at the replica
+    wake    seconds until the model is awake there; 0 where it is
+    others  queued prompts of other models on the device, which gives turns: at most queue + P for each such model
 
 - `work`: computing the prompt takes compute from all other requests. A prompt leaves its prefix when the queue there is
   longer by more than `1 + work` times the saving.
@@ -13,9 +15,12 @@
   without this term chance decides, and work piles up on some. In the simulator, on the Mooncake trace, the busiest
   replica computed 1.29 times the mean of 64, and 1.87 times that of 256; with the term, 1.09 and 1.28 (`work` was 4).
 
-Every term of harm is proportional to P: the model's speed does not matter, and a replica with the prefix keeps its
-advantage. Rates are measured by the replicas (`StepTimes`, `freed_tokens_per_s`). Two more harms brought nothing in the
-simulator: eviction of cached blocks, and the delay of decodes by the prefill.
+- A wake takes memory from other models, which one more request for a model that wakes already does not: so requests for
+  a model gather where it is awake, or wakes, until the queue there is longer by twice its wake.
+
+The other terms of harm are proportional to P: the model's speed does not matter, and a replica with the prefix keeps
+its advantage. Rates are measured by the replicas (`StepTimes`, `freed_tokens_per_s`). Two more harms brought nothing in
+the simulator: eviction of cached blocks, and the delay of decodes by the prefill.
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ class LoadArrays:
     """Figures of `ReplicaReport`s as arrays over the replicas, `[num_replicas]` each.
 
     `queued_tokens`, `queued_s` and `num_requests` include requests that this router has sent since the report.
-    `assigned_share` is the share of the last minute that this router's requests were expected to take.
+    `assigned_share` is the share of the last minute that this router's requests were expected to take. `sleeping_s` is
+    `wake_s` where a request would begin the wake, and 0 elsewhere.
     """
 
     fixed_s: Array
@@ -55,6 +61,10 @@ class LoadArrays:
     free_tokens: Array
     total_tokens: Array
     freed_tokens_per_s: Array
+    wake_s: Array
+    sleeping_s: Array
+    others_s: Array
+    num_others: Array
     assigned_share: Array
 
 
@@ -95,17 +105,21 @@ def request_cost(loads: LoadArrays, num_tokens: int, cached: Array, weights: Cos
     own_s = prefill_seconds(loads, num_tokens, cached)
     num_steps = np.ceil((loads.queued_tokens + new) / loads.step_tokens)
     room_s = _wait_for_room(loads, new)
-    ttft_s = loads.queued_s + own_s + num_steps * loads.decode_s + room_s
+    turns_s = np.minimum(loads.others_s, loads.num_others * (loads.queued_s + own_s))
+    ttft_s = loads.queued_s + own_s + num_steps * loads.decode_s + room_s + loads.wake_s + turns_s
 
     mean_share = loads.assigned_share.mean()
     shares = np.minimum(loads.assigned_share / mean_share, _MOST_OF_MEAN) if mean_share > 0 else loads.assigned_share
-    harm_s = (weights.work + weights.even * shares) * own_s
+    harm_s = (weights.work + weights.even * shares) * own_s + loads.sleeping_s
     return ttft_s, harm_s
 
 
 def _wait_for_room(loads: LoadArrays, new: Array) -> Array:
     """Seconds until running requests have made room for another one, in the cache and in the batch."""
-    freed_per_s = np.maximum(loads.freed_tokens_per_s, loads.total_tokens / _TURNOVER_S)
+    # A model that sleeps has no cache yet; it gets one when it wakes.
+    freed_per_s = np.where(
+        loads.total_tokens > 0, np.maximum(loads.freed_tokens_per_s, loads.total_tokens / _TURNOVER_S), np.inf
+    )
     short_tokens = np.maximum(loads.queued_tokens + new - loads.free_tokens, 0.0)
     short_seqs = np.maximum(loads.num_requests + 1 - loads.max_num_seqs, 0.0)
     tokens_per_seq = (loads.total_tokens - loads.free_tokens) / np.maximum(loads.num_requests, 1.0)

@@ -25,7 +25,9 @@ _DRIFT_SHARE = 0.3
 _CLOCK_DRIFT = 1e-3
 # Time constant of `assigned_share`.
 ASSIGNED_MEMORY_S = 60.0
-_QUEUED_TOKENS, _QUEUED_S, _NUM_REQUESTS = map(LOAD_FIELDS.index, ("queued_tokens", "queued_s", "num_requests"))
+_QUEUED_TOKENS, _QUEUED_S, _NUM_REQUESTS, _SLEEPING_S = map(
+    LOAD_FIELDS.index, ("queued_tokens", "queued_s", "num_requests", "sleeping_s")
+)
 # Bound of the cached sets of replicas: policies ask for all replicas, all but one or two, and single ones.
 _MOST_SETS = 1000
 
@@ -74,7 +76,8 @@ class _Replica:
 
 
 class Fleet:
-    """The replicas as one router knows them. Times are seconds of its monotonic clock. One thread at a time.
+    """The replicas as one router knows them, for one model. Times are seconds of its monotonic clock. One thread at a
+    time.
 
     Replicas have other clocks. The time of a report on the router's clock follows from its arrival and from its delay
     beyond that replica's fastest report.
@@ -132,7 +135,7 @@ class Fleet:
         replica.reported_at, replica.received_at = report.made_at, now
         report = replace(report, made_at=report.made_at + replica.least_lag_s - _LEAST_LAG_S)
         last, replica.report = replica.report, report
-        self.unit_tokens = report.unit_tokens
+        self.unit_tokens = report.unit_tokens or self.unit_tokens  # 0: the model has not been loaded there
         self._step = None
         self._directory.apply_keys(replica.slot, report.keys, report.changes, report.stride, report.keys_version)
         resync = last is not None and self._has_drifted(last, report)
@@ -265,6 +268,7 @@ class Fleet:
         known: Mapping[str, float] = {
             **dict.fromkeys(("fixed_s", "token_s", "attended_s", "assigned_share"), 0.0),  # set by `loads`
             "num_requests": report.num_running + report.num_waiting,
+            "sleeping_s": 0.0 if report.is_waking else report.wake_s,
         }
         self._loads[:, replica.slot] = [known[name] if name in known else getattr(report, name) for name in LOAD_FIELDS]
         for sent in replica.sent:
@@ -277,6 +281,7 @@ class Fleet:
         if sent.ended_at is None:
             self._loads[_QUEUED_TOKENS, slot] += sent.new_tokens
             self._loads[_QUEUED_S, slot] += sent.seconds
+            self._loads[_SLEEPING_S, slot] = 0.0
         self._loads[_NUM_REQUESTS, slot] += 1
 
     def _forget(self, sent: SentRequest) -> None:

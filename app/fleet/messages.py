@@ -10,6 +10,7 @@ from app.engine.delta import Delta, FinishReason, TokenLogprobs
 from app.engine.pooled import PooledKind, PoolingParams
 from app.engine.report import ReplicaReport, StepTimes
 from app.engine.sampling.params import SamplingParams
+from app.engine.shelf.status import ModelStatus
 from app.engine.turn import COMPLETION, Turn
 from vmem import CachedPrefix, MemoryReport
 
@@ -43,6 +44,7 @@ class GenerateRequest:
             Other calls of the same HTTP request have other keys.
         pooling: return a vector of the prompt, and generate nothing.
         beside: more prompts to pool in the same call; output `i + 1` is of `beside[i]`.
+        model: the model's name at the replica; empty: the first one.
     """
 
     request_id: str
@@ -67,6 +69,7 @@ class GenerateRequest:
     repeat_key: str | None = None
     pooling: PoolingParams | None = None
     beside: tuple[list[int], ...] = ()
+    model: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -106,6 +109,7 @@ class ForkCall:
 
     Attributes:
         owner: the only owner whose requests may be continued; `None`: the caller may continue all.
+        model: see `GenerateRequest`.
     """
 
     request_id: str
@@ -115,6 +119,7 @@ class ForkCall:
     params: SamplingParams
     timeout_s: float | None = None
     owner: str | None = None
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,21 +132,43 @@ class ExpectedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """An engine replica's status for operators. `ready_s`: seconds from its start until it was ready."""
+    """An engine replica's status for operators.
+
+    Attributes:
+        load, memory: of all its models together.
+        ready_s: seconds from its start until it was ready.
+        models: the status of each model.
+    """
 
     name: str
     load: ReplicaReport
     memory: MemoryReport
     ready_s: float
+    models: tuple[ModelStatus, ...] = ()
 
 
-def report_as_stats(report: ReplicaReport) -> dict[str, Any]:
-    """The report in plain types, for the way through Serve's controller, which does not import Folio."""
-    return asdict(report)
+def reports_as_stats(reports: Mapping[str, ReplicaReport]) -> dict[str, Any]:
+    """A replica's report of each model, at least one, in plain types, for the way through Serve's controller, which
+    does not import Folio."""
+    return {
+        "made_at": max(report.made_at for report in reports.values()),
+        "models": {name: asdict(report) for name, report in reports.items()},
+    }
 
 
-def report_from_stats(stats: Mapping[str, Any]) -> ReplicaReport | None:
-    """The inverse of `report_as_stats`; `None` for another version's report, as during an update."""
+def reports_from_stats(stats: Mapping[str, Any]) -> dict[str, ReplicaReport] | None:
+    """The inverse of `reports_as_stats`; `None` for another version's reports, as during an update."""
+    if stats.keys() != {"made_at", "models"}:
+        return None
+    reports: dict[str, ReplicaReport] = {}
+    for name, of_model in stats["models"].items():
+        if (report := _report_from_stats(of_model)) is None:
+            return None
+        reports[name] = report
+    return reports
+
+
+def _report_from_stats(stats: Mapping[str, Any]) -> ReplicaReport | None:
     if stats.keys() != _REPORT_FIELDS or not isinstance(stats["step"], dict) or stats["step"].keys() != _STEP_FIELDS:
         return None
     return ReplicaReport(**{**stats, "step": StepTimes(**stats["step"])})

@@ -29,8 +29,8 @@ from app.engine.prefix_keys import compiled_hashing, prompt_keys
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
 from app.fleet.decisions import DECISIONS, RoutingDecision, scores_of
 from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
-from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, report_from_stats
-from app.fleet.policies import make_policy
+from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, reports_from_stats
+from app.fleet.policies import Policy, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,21 @@ _LEAST_LEFT_S = 0.001
 _DECISION_S: list[float] = [5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05]
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The replicas as hosts of one model. Cached prefixes of different models never match, and their steps take
+    different times: so each model has a fleet of its own."""
+
+    fleet: Fleet
+    policy: Policy
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     """A request that Serve has not placed yet.
 
     Attributes:
+        route: of its model.
         timeout_s: time left of the request when it reached the router.
         first_choice, sent: the replica that the request counts as sent to meanwhile, and the fleet's record of that.
         decision: for the dashboard, if somebody watches it.
@@ -53,6 +63,7 @@ class _Waiting:
     """
 
     request: RoutedRequest
+    route: Route
     timeout_s: float | None = None
     first_choice: str | None = None
     sent: SentRequest | None = None
@@ -72,6 +83,7 @@ class FolioRouter(BoundedWaitRouter):
         stale_after_s: float = 5.0,
         wait_for_replica_s: float = 10.0,
         isolate_tenants: bool = True,
+        first_model: str = "",
     ) -> None:
         """Take the `request_router_kwargs` of the YAML.
 
@@ -80,21 +92,25 @@ class FolioRouter(BoundedWaitRouter):
             stale_after_s: age at which a load report is ignored.
             wait_for_replica_s: longest wait of a request for a replica.
             isolate_tenants: the engines' setting, on which the keys of cached prefixes depend.
+            first_model: the model of calls that name none.
 
         Raises:
             ConfigError: the policy is unknown.
         """
-        self.fleet = Fleet(stale_after_s=stale_after_s)
+        self._stale_after_s = stale_after_s
         self._isolate_tenants = isolate_tenants
         compiled_hashing()  # load the library before the first request
-        self.policy = make_policy(policy, self.fleet, seed=random.getrandbits(64))
         self._policy_name = policy
-        self._wait_for_replica_s = wait_for_replica_s
+        self._first_model = first_model
+        self._routes: dict[str, Route] = {}
         self._by_name: dict[str, RunningReplica] = {}
+        self.route()
+        self._wait_for_replica_s = wait_for_replica_s
         self._waiting: dict[asyncio.Future[RunningReplica], _Waiting] = {}
-        # (replica, internal request id) → records, one for each attempt, the oldest first
-        self._placed: defaultdict[tuple[str, str], deque[SentRequest]] = defaultdict(deque)
+        # (replica, internal request id) → records with their fleets, one for each attempt, the oldest first
+        self._placed: defaultdict[tuple[str, str], deque[tuple[Fleet, SentRequest]]] = defaultdict(deque)
         self._reported_at: dict[str, float] = {}  # `made_at` of each replica's last report
+        self._models_at: dict[str, frozenset[str]] = {}  # of each replica's last report
         self._unreadable: set[str] = set()  # replicas whose reports are of another version
         self._decision_s = metrics.Histogram(
             "folio_routing_decision_seconds",
@@ -112,6 +128,16 @@ class FolioRouter(BoundedWaitRouter):
         )
         self._num_resyncs = 0
 
+    def route(self, model: str = "") -> Route:
+        """The route of a model's calls; of the first one by default."""
+        name = model or self._first_model
+        if (route := self._routes.get(name)) is None:
+            fleet = Fleet(stale_after_s=self._stale_after_s)
+            fleet.update(self._by_name)
+            policy = make_policy(self._policy_name, fleet, seed=random.getrandbits(64))
+            route = self._routes[name] = Route(fleet, policy)
+        return route
+
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called when replicas come or go, and when there are new reports."""
         super().update_replicas(replicas)
@@ -119,11 +145,15 @@ class FolioRouter(BoundedWaitRouter):
         now = time.monotonic()
         for name, replica in self._by_name.items():
             self._apply_stats(name, replica, now)
-        self._known_prefixes.set(self.fleet.num_known_prefixes)
-        self._silent.set(len(self._by_name) - len(self.fleet.fresh(self._by_name, now)))
-        if resyncs := self.fleet.num_resyncs - self._num_resyncs:  # Ray refuses an increase by 0
-            self._resyncs.inc(resyncs)
-            self._num_resyncs += resyncs
+        present = frozenset((self._first_model,)).union(*self._models_at.values())
+        self._routes = {name: route for name, route in self._routes.items() if name in present}
+        fleets = [route.fleet for route in self._routes.values()]
+        self._known_prefixes.set(sum(fleet.num_known_prefixes for fleet in fleets))
+        self._silent.set(len(self._by_name) - len(self.route().fleet.fresh(self._by_name, now)))
+        num_resyncs = sum(fleet.num_resyncs for fleet in fleets)
+        if num_resyncs > self._num_resyncs:  # Ray refuses an increase by 0
+            self._resyncs.inc(num_resyncs - self._num_resyncs)
+        self._num_resyncs = num_resyncs
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -152,7 +182,8 @@ class FolioRouter(BoundedWaitRouter):
         super().on_request_completed(replica_id, internal_request_id)
         key = (replica_id.unique_id, internal_request_id)
         if placed := self._placed.get(key):
-            self.fleet.note_ended(placed.popleft(), time.monotonic())
+            fleet, sent = placed.popleft()
+            fleet.note_ended(sent, time.monotonic())
             if not placed:
                 del self._placed[key]
             return
@@ -194,7 +225,9 @@ class FolioRouter(BoundedWaitRouter):
 
     def _set_replicas(self, replicas: Sequence[RunningReplica]) -> None:
         self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
-        self.fleet.update(self._by_name)
+        for route in self._routes.values():
+            route.fleet.update(self._by_name)
+        self._models_at = {name: models for name, models in self._models_at.items() if name in self._by_name}
         self._unreadable &= self._by_name.keys()
         self._reported_at = {name: made_at for name, made_at in self._reported_at.items() if name in self._by_name}
         for key in [key for key in self._placed if key[0] not in self._by_name]:
@@ -204,10 +237,12 @@ class FolioRouter(BoundedWaitRouter):
         stats = replica.routing_stats
         if name in self._reported_at and self._reported_at[name] == stats.get("made_at"):
             return  # Serve passes on the reports of all replicas whenever one of them is new
-        report = report_from_stats(stats) if stats else None
-        if report is not None:
-            self._reported_at[name] = report.made_at
-            self.fleet.apply_report(name, report, now)
+        reports = reports_from_stats(stats) if stats else None
+        if reports is not None:
+            self._reported_at[name] = stats["made_at"]
+            self._models_at[name] = frozenset(reports)
+            for model, report in reports.items():
+                self.route(model).fleet.apply_report(name, report, now)
         elif stats and name not in self._unreadable:
             self._unreadable.add(name)
             logger.warning("the load report of %s has another version; it is ignored", name)
@@ -220,26 +255,28 @@ class FolioRouter(BoundedWaitRouter):
         waiting = self._waiting.get(pending.future)
         if waiting is None:
             timeout_s = call.timeout_s if generates else None
-            waiting = self._waiting[pending.future] = _Waiting(self._routed_request(pending), timeout_s)
+            route = self.route(_model_of(call))
+            request = self._routed_request(pending, route.fleet)
+            waiting = self._waiting[pending.future] = _Waiting(request, route, timeout_s)
             pending.future.add_done_callback(self._note_placed)
         elif waiting.sent is not None:  # Serve asks again: all replicas were full
-            self.fleet.withdraw(waiting.sent, now)
+            waiting.route.fleet.withdraw(waiting.sent, now)
             waiting.sent = None
-        request = waiting.request
+        request, fleet = waiting.request, waiting.route.fleet
         if generates:
             names = [name for name in names if name not in call.stopped and name not in call.refused_by]
         if isinstance(call, ForkCall | SharedStreamCall) and call.replica in names:
             ranked = [call.replica]  # the only one that can; without it any replica answers with the error
         else:
-            ranked = self.policy.rank_replicas(request, names, now)
+            ranked = waiting.route.policy.rank_replicas(request, names, now)
             if generates and call.crowded:
                 ranked.sort(key=call.crowded.__contains__)
         if not ranked:
             return []
         if DECISIONS.is_on and isinstance(call, GenerateRequest | ForkCall):
-            waiting.decision = self._decision(call, request, ranked, now)
-        cached = int(self.fleet.cached_tokens(request, ranked[:1])[0])
-        waiting.first_choice, waiting.sent = ranked[0], self.fleet.note_sent(request, ranked[0], cached, now)
+            waiting.decision = self._decision(call, waiting, ranked, now)
+        cached = int(fleet.cached_tokens(request, ranked[:1])[0])
+        waiting.first_choice, waiting.sent = ranked[0], fleet.note_sent(request, ranked[0], cached, now)
         if generates:
             # The replica compares the expected with the found tokens: `ReplicaReport.missed_tokens`.
             expected = ExpectedPrefix(ranked[0], cached)
@@ -248,10 +285,11 @@ class FolioRouter(BoundedWaitRouter):
         return ranked
 
     def _decision(
-        self, call: GenerateRequest | ForkCall, request: RoutedRequest, ranked: list[str], now: float
+        self, call: GenerateRequest | ForkCall, waiting: _Waiting, ranked: list[str], now: float
     ) -> RoutingDecision:
         """The choice, with the scores on which it rests."""
-        scores = scores_of(self.fleet, request, ranked, now)
+        request = waiting.request
+        scores = scores_of(waiting.route.fleet, request, ranked, now)
         if isinstance(call, ForkCall):
             reason, scores = "fork", []
         elif call.crowded or call.refused_by or call.stopped:
@@ -265,26 +303,26 @@ class FolioRouter(BoundedWaitRouter):
             reason = "session" if request.session is not None and least != ranked[0] else "cost"
         return RoutingDecision(now, call.request_id, request.num_tokens, ranked[0], reason, scores)
 
-    def _routed_request(self, pending: PendingRequest) -> RoutedRequest:
+    def _routed_request(self, pending: PendingRequest, fleet: Fleet) -> RoutedRequest:
         """The request as policies see it. Calls without a prompt, such as `max_model_len` or forks, have no tokens."""
         call, request_id = _call_of(pending), pending.metadata.internal_request_id
         if not isinstance(call, GenerateRequest):
             return RoutedRequest(request_id, 0)
         keys: list[bytes] = []
-        if self.fleet.unit_tokens is not None:
+        if fleet.unit_tokens is not None:
             tenant = call.tenant if self._isolate_tenants else None
             adapter = call.adapter_key or call.adapter
-            keys = prompt_keys(call.prompt_token_ids, self.fleet.unit_tokens, call.cache_salt, adapter, tenant)
+            keys = prompt_keys(call.prompt_token_ids, fleet.unit_tokens, call.cache_salt, adapter, tenant)
         session = call.session or pending.metadata.session_id or None
         return RoutedRequest(request_id, call.num_prompt_tokens, keys, session)
 
     def _note_placed(self, future: asyncio.Future[RunningReplica]) -> None:
         """Serve has placed a request, or its caller has given up."""
         waiting, now = self._waiting.pop(future), time.monotonic()
-        sent = waiting.sent
+        sent, fleet = waiting.sent, waiting.route.fleet
         if future.cancelled() or future.exception() is not None:
             if sent is not None:
-                self.fleet.withdraw(sent, now)
+                fleet.withdraw(sent, now)
             return
         chosen = future.result().replica_id.unique_id
         if (decision := waiting.decision) is not None:
@@ -292,18 +330,25 @@ class FolioRouter(BoundedWaitRouter):
             DECISIONS.note(decision if is_first else replace(decision, chosen=chosen, reason="first was full"))
         if chosen != waiting.first_choice and chosen in self._by_name:
             if sent is not None:
-                self.fleet.withdraw(sent, now)
-            cached = int(self.fleet.cached_tokens(waiting.request, [chosen])[0])
-            sent = self.fleet.note_sent(waiting.request, chosen, cached, now)
+                fleet.withdraw(sent, now)
+            cached = int(fleet.cached_tokens(waiting.request, [chosen])[0])
+            sent = fleet.note_sent(waiting.request, chosen, cached, now)
         if waiting.request.num_tokens:
             self._routed.inc(tags={"to": chosen})
         if sent is None or chosen not in self._by_name:
             return
         if waiting.ended:
-            self.fleet.note_ended(sent, now)
+            fleet.note_ended(sent, now)
         else:
-            self._placed[chosen, waiting.request.request_id].append(sent)
+            self._placed[chosen, waiting.request.request_id].append((fleet, sent))
 
 
 def _call_of(pending: PendingRequest) -> Any:
     return pending.args[0] if pending.args else None
+
+
+def _model_of(call: Any) -> str:
+    """The model that a call is for. Calls about a model, such as `max_model_len`, have only its name."""
+    if isinstance(call, GenerateRequest | ForkCall):
+        return call.model
+    return call if isinstance(call, str) else ""

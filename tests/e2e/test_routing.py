@@ -89,8 +89,8 @@ def test_a_router_learns_prefixes_from_reports(server: Served) -> None:
     routed = RoutedRequest("r", len(token_ids) + 1, prompt_keys(token_ids, 16, None))
 
     def knows_the_prefix() -> bool:
-        known = router.fleet.fresh([replica.unique_id for replica in router.curr_replicas], time.monotonic())
-        return bool((router.fleet.cached_tokens(routed, known) >= 160).any())
+        known = router.route().fleet.fresh([replica.unique_id for replica in router.curr_replicas], time.monotonic())
+        return bool((router.route().fleet.cached_tokens(routed, known) >= 160).any())
 
     until(knows_the_prefix, DEADLINE_S)
     request = GenerateRequest("r", [*token_ids, 300], SamplingParams(max_tokens=2, temperature=0))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from app.fleet.messages import report_as_stats, report_from_stats
+from app.fleet.messages import reports_as_stats, reports_from_stats
 from tests.app.fleet.reports import IDLE
 
 
 def test_a_report_of_another_version_is_none() -> None:
-    stats = report_as_stats(IDLE)
-    assert report_from_stats(stats) == IDLE
-    assert report_from_stats({**stats, "more": 1}) is None
-    assert report_from_stats({**stats, "step": 0.1}) is None
-    assert report_from_stats({**stats, "step": {**stats["step"], "more": 1}}) is None
+    stats = reports_as_stats({"m": IDLE, "n": IDLE})
+    assert reports_from_stats(stats) == {"m": IDLE, "n": IDLE}
+    of_model = stats["models"]["n"]
+    for other in ({**of_model, "more": 1}, {**of_model, "step": 0.1}, {**of_model, "step": {"fixed_s": 1.0}}):
+        assert reports_from_stats({**stats, "models": {"m": stats["models"]["m"], "n": other}}) is None
+    assert reports_from_stats(of_model) is None  # of a version without shelves

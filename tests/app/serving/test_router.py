@@ -15,10 +15,11 @@ from ray.serve.request_router import PendingRequest
 
 from app.engine import SamplingParams
 from app.engine.prefix_keys import prompt_keys
+from app.engine.report import ReplicaReport
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
 from app.fleet.decisions import DECISIONS
-from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, report_as_stats, report_from_stats
-from app.serving.router import FolioRouter
+from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, reports_as_stats, reports_from_stats
+from app.serving.router import FolioRouter, Route
 from tests.app.compat.ray_types import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from tests.app.fleet.reports import IDLE, UNIT, report
 
@@ -61,7 +62,7 @@ def router_for(replicas: list[Any], **kwargs: Any) -> FolioRouter:
 
 def in_flight(router: FolioRouter, names: Sequence[str]) -> list[float]:
     """This router's own requests in flight: without a fresh report the fleet knows no others."""
-    return router.fleet.num_requests(list(names), math.inf)
+    return router.route().fleet.num_requests(list(names), math.inf)
 
 
 def pending(number: int = 0, prompt: list[int] | None = None, *args: Any) -> PendingRequest:
@@ -77,7 +78,7 @@ async def choose(router: FolioRouter, request: PendingRequest) -> str:
 
 
 def now_with(keys: list[bytes], **changes: Any) -> dict[str, Any]:
-    return report_as_stats(report(time.time(), keys, **changes))
+    return reports_as_stats({"": report(time.time(), keys, **changes)})
 
 
 def all_report(replicas: list[Replica], keys: list[bytes] | None = None) -> None:
@@ -87,12 +88,9 @@ def all_report(replicas: list[Replica], keys: list[bytes] | None = None) -> None
 
 
 def test_reports_pass_through_plain_types() -> None:
-    stats = report_as_stats(IDLE)
-    assert report_from_stats(stats) == IDLE
-    assert stats == asdict(IDLE)
-    assert report_from_stats(stats | {"more": 1}) is None
-    assert report_from_stats({name: value for name, value in stats.items() if name != "keys"}) is None
-    assert report_from_stats(stats | {"step": {"fixed_s": 1.0}}) is None
+    stats = reports_as_stats({"m": IDLE, "n": replace(IDLE, made_at=1.0)})
+    assert reports_from_stats(stats) == {"m": IDLE, "n": replace(IDLE, made_at=1.0)}
+    assert stats == {"made_at": 1.0, "models": {"m": asdict(IDLE), "n": asdict(IDLE) | {"made_at": 1.0}}}
 
 
 async def test_a_prompt_goes_to_the_replica_that_has_it_cached(replicas: list[Replica]) -> None:
@@ -217,10 +215,10 @@ async def test_only_new_reports_are_read(replicas: list[Replica], monkeypatch: p
     read = []
 
     def noting(stats: dict[str, Any]) -> Any:
-        read.append(stats["num_running"])
-        return report_from_stats(stats)
+        read.append(stats["models"][""]["num_running"])
+        return reports_from_stats(stats)
 
-    monkeypatch.setattr("app.serving.router.report_from_stats", noting)
+    monkeypatch.setattr("app.serving.router.reports_from_stats", noting)
     for i, replica in enumerate(replicas):
         replica.routing_stats = now_with([], num_running=i)
     router = router_for(replicas)
@@ -240,11 +238,76 @@ async def test_the_clocks_of_replicas_do_not_matter(replicas: list[Replica], ahe
     made_at = time.monotonic() + ahead_s
     keys = prompt_keys(PROMPT, UNIT, None)
     for replica in replicas:
-        replica.routing_stats = report_as_stats(report(made_at, keys if replica is replicas[1] else []))
+        replica.routing_stats = reports_as_stats({"": report(made_at, keys if replica is replicas[1] else [])})
     router = router_for(replicas, stale_after_s=100.0)
     assert await choose(router, pending()) == "b"
-    assert len(router.fleet.fresh("abc", time.monotonic() + 99.0)) == 3
-    assert not router.fleet.fresh("abc", time.monotonic() + 100.0)
+    assert len(router.route().fleet.fresh("abc", time.monotonic() + 99.0)) == 3
+    assert not router.route().fleet.fresh("abc", time.monotonic() + 100.0)
+
+
+def shelf_report(replica: Replica, **of_models: ReplicaReport) -> None:
+    made_at = time.time()
+    replica.routing_stats = reports_as_stats({m: replace(load, made_at=made_at) for m, load in of_models.items()})
+
+
+def of_model(model: str, number: int = 0, prompt: list[int] = PROMPT) -> PendingRequest:
+    return pending(number, prompt, GenerateRequest(f"r{number}", prompt, SamplingParams(), model=model))
+
+
+async def test_prefixes_of_one_model_are_none_of_another(replicas: list[Replica]) -> None:
+    """Both models have the same unit, and so the same keys for the same token ids."""
+    keys = prompt_keys(PROMPT, UNIT, None)
+    shelf_report(replicas[0], m=report(0.0, keys), n=report(0.0, queued_s=0.3, queued_tokens=300))
+    for other in replicas[1:]:
+        shelf_report(other, m=IDLE, n=IDLE)
+    router = router_for(replicas, first_model="m")
+    for model, first in (("m", "a"), ("", "a"), ("n", "bc")):
+        request = of_model(model)
+        assert await choose(router, request) in first
+        assert request.args[0].expected.cached_tokens == (0 if model == "n" else 10 * UNIT)
+
+
+async def test_a_request_goes_where_its_model_is_awake_unless_the_queue_is_longer(replicas: list[Replica]) -> None:
+    asleep = replace(IDLE, unit_tokens=0, total_tokens=0, free_tokens=0, wake_s=0.4)
+    for queued_s, first in ((0.0, "a"), (0.5, "a"), (2.0, "bc")):
+        shelf_report(replicas[0], m=replace(IDLE, queued_s=queued_s, queued_tokens=int(1000 * queued_s)))
+        for other in replicas[1:]:
+            shelf_report(other, m=asleep)
+        assert await choose(router_for(replicas, first_model="m"), of_model("m")) in first
+
+
+async def test_requests_gather_where_the_first_one_wakes_the_model(replicas: list[Replica]) -> None:
+    """Each of several requests for a sleeping model woke it at another replica."""
+    for replica in replicas:
+        shelf_report(replica, m=IDLE, n=replace(IDLE, wake_s=2.0))
+    router = router_for(replicas, first_model="m")
+    chosen = {await choose(router, of_model("n", number)) for number in range(5)}
+    assert len(chosen) == 1
+    assert router.route("m").fleet.num_requests(list("abc"), time.monotonic()) == [0, 0, 0]
+
+
+async def test_models_that_nobody_reports_any_more_are_forgotten(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        shelf_report(replica, m=IDLE, n=IDLE)
+    router = router_for(replicas, first_model="m")
+    request = of_model("n")
+    chosen = await choose(router, request)
+    for replica in replicas:
+        shelf_report(replica, m=IDLE)
+    router.update_replicas(replicas)  # type: ignore[arg-type]
+    assert set(router._routes) == {"m"}
+    await asyncio.sleep(0)  # its placement is noted
+    router.on_request_completed(ReplicaID(chosen, DEPLOYMENT), request.metadata.internal_request_id)
+    assert not router._placed
+    assert not router._waiting
+
+
+async def test_a_call_about_a_model_goes_where_it_is_awake(replicas: list[Replica]) -> None:
+    """`max_model_len` of a model waits until it has been loaded."""
+    for replica in replicas:
+        shelf_report(replica, m=IDLE, n=replace(IDLE, wake_s=0.0 if replica is replicas[2] else 5.0))
+    router = router_for(replicas, first_model="m")
+    assert [await choose(router, pending(number, None, "n")) for number in range(3)] == ["c"] * 3
 
 
 async def test_calls_of_one_client_request_have_one_id(replicas: list[Replica]) -> None:
@@ -366,7 +429,8 @@ async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkey
     for i in range(9):
         chosen = await choose(router, pending(i))
         if chosen != "c":
-            router.on_request_completed(ReplicaID(chosen, DEPLOYMENT), f"internal-{i}")
+            await asyncio.sleep(0)  # its placement is noted
+    router.on_request_completed(ReplicaID(chosen, DEPLOYMENT), f"internal-{i}")
     for replica in replicas:
         replica.num_ongoing = replica.max_ongoing_requests
         router.on_new_queue_len_info(replica.replica_id, replica.num_ongoing)
@@ -380,7 +444,7 @@ async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkey
     assert in_flight(router, "ab") == [0, 0]
     all_report(replicas[:2])
     router.update_replicas(replicas[:2])  # type: ignore[arg-type]
-    assert router.fleet.num_known_prefixes == 0
+    assert router.route().fleet.num_known_prefixes == 0
 
 
 async def test_a_failing_policy_does_not_hold_requests(
@@ -393,7 +457,7 @@ async def test_a_failing_policy_does_not_hold_requests(
             raise ZeroDivisionError
 
     router = router_for(replicas)
-    router.policy = Broken()
+    router._routes[""] = Route(router.route().fleet, Broken())
     assert await choose(router, pending()) in "abc"
     assert "the routing policy failed" in caplog.text
 

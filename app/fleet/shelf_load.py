@@ -1,0 +1,123 @@
+"""Load of a shelf: what one model's requests meet on a device that several models share, and sums over its models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from app.engine.report import ReplicaReport, StepTimes
+from app.engine.shelf.status import ModelState, ModelStatus
+from vmem import MemoryReport
+
+# Time for which a replica is avoided by requests for a model that could not be loaded there.
+_FAILED_S = 60.0
+# Bounds of a model that has not been loaded yet, of which only the order of magnitude matters to a router.
+_STEP_TOKENS, _NUM_SEQS = 1024, 64
+# Figures that are no sums over the models of a device.
+_OF_ONE = frozenset({"made_at", "unit_tokens", "keys", "changes", "stride", "keys_version", "step", "step_tokens"}) | {
+    "busy_share",
+    "max_num_seqs",
+    "wake_s",
+    "is_waking",
+    "others_s",
+    "num_others",
+}
+# States in which a model has no engine to ask.
+UNLOADED: tuple[ModelState, ...] = ("new", "loading", "failed")
+
+
+def unloaded_report(status: ModelStatus, now: float) -> ReplicaReport:
+    """The load report of a model without an engine. `now`: of the replica's monotonic clock."""
+    return ReplicaReport(
+        made_at=now,
+        unit_tokens=0,
+        keys=b"",
+        changes=b"",
+        stride=1,
+        keys_version=0,
+        step=StepTimes(),
+        step_tokens=_STEP_TOKENS,
+        max_num_seqs=_NUM_SEQS,
+        num_running=status.num_running,
+        num_waiting=status.num_waiting,
+        queued_tokens=0,
+        queued_s=0.0,
+        num_decodes=0,
+        decode_s=0.0,
+        free_tokens=0,
+        total_tokens=0,
+        freed_tokens_per_s=0.0,
+        busy_share=0.0,
+        budget_bytes=0,
+        expected_cached_tokens=0,
+        cached_tokens=0,
+        missed_tokens=0,
+    )
+
+
+def reports_for_routers(
+    loads: Mapping[str, ReplicaReport], statuses: Sequence[ModelStatus]
+) -> dict[str, ReplicaReport]:
+    """Each model's load as its requests meet it: with its wake, and with the other models on the device.
+
+    The device gives turns to all models that have work. So each step of one model waits for a decode step of every
+    other model that decodes; and its prompts share the time with the queued prompts of others.
+    """
+    if len(statuses) == 1 and statuses[0].state == "awake":
+        return dict(loads)
+    steps = {name: load.step.fixed_s + load.decode_s if load.num_decodes else 0.0 for name, load in loads.items()}
+    step_s, queued_s = sum(steps.values()), sum(load.queued_s for load in loads.values())
+    num_busy = sum(map(_is_busy, loads.values()))
+    reports = {}
+    for status in statuses:
+        if (load := loads.get(status.name)) is None:  # added a moment ago
+            continue
+        sleeps = status.state != "awake"
+        reports[status.name] = replace(
+            load,
+            decode_s=load.decode_s + step_s - steps[status.name],
+            wake_s=(status.wake_s + _FAILED_S * (status.state == "failed")) if sleeps else 0.0,
+            is_waking=status.state in ("waking", "loading"),
+            others_s=queued_s - load.queued_s,
+            num_others=num_busy - _is_busy(load),
+        )
+    return reports
+
+
+def summed_load(loads: Sequence[ReplicaReport]) -> ReplicaReport:
+    """The load of all models together, without prefixes. Tokens of different models count alike; `max_num_seqs` and the
+    step times are those of the models that have memory, or of all if none has."""
+    if len(loads) == 1:
+        return loads[0]
+    names = [field.name for field in fields(ReplicaReport) if field.name not in _OF_ONE]
+    sums: dict[str, Any] = {name: sum(getattr(load, name) for load in loads) for name in names}
+    present = [load for load in loads if load.budget_bytes] or loads
+    times = [(step.fixed_s, step.token_s, step.attended_s, step.verify_s) for step in (load.step for load in present)]
+    return replace(
+        loads[0],
+        **sums,
+        max_num_seqs=sum(load.max_num_seqs for load in present),
+        made_at=max(load.made_at for load in loads),
+        keys=b"",
+        changes=b"",
+        keys_version=0,
+        step=StepTimes(*map(max, zip(*times, strict=True))),
+        busy_share=min(sum(load.busy_share for load in loads), 1.0),
+    )
+
+
+def summed_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
+    """The memory of all models together: numbers are added, pins and groups listed one after the other."""
+    if len(reports) == 1:
+        return reports[0]
+    first = reports[0]
+    sums: dict[str, Any] = {
+        field.name: sum((getattr(report, field.name) for report in reports), type(getattr(first, field.name))())
+        for field in fields(first)
+    }
+    return replace(first, **sums | {"budget_revision": max(report.budget_revision for report in reports)})
+
+
+def _is_busy(load: ReplicaReport) -> bool:
+    return load.num_running + load.num_waiting > 0

@@ -77,13 +77,15 @@ class EngineDriver:
     Attributes:
         engine: ready for requests; closed by the thread when it stops.
         closed: done when the engine has stopped and its memory is free.
+        share: see `Member`.
+        step_gap_s: seconds between the ends of the last two steps.
         names: caller's id → engine's id and owner of the latest requests.
     """
 
-    share = 1.0
-
     def __init__(self, engine: Engine, thread: StepThread) -> None:
         self.engine = engine
+        self.share = 1.0
+        self.step_gap_s = 0.0
         self.closed: Future[None] = Future()
         self.names: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         self._thread = thread
@@ -295,7 +297,10 @@ class EngineDriver:
             self.engine.check_integrity()
             return
         if (seconds := self.engine.step_s) is not None:
-            self._working_since = time.monotonic()
+            now = time.monotonic()
+            if self._working_since is not None:
+                self.step_gap_s = now - self._working_since
+            self._working_since = now
             self._longest_s = max(self._longest_s, seconds)
         self._deliver(deltas)
         if any(delta.error is None for delta in deltas):

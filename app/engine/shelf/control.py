@@ -23,7 +23,7 @@ from app.engine.shared_device import set_budget_within
 from app.engine.shelf.allocation import Allocation, ModelNeed
 from app.engine.shelf.arbiter import HORIZON_S, Arbiter
 from app.engine.shelf.device import ShelfDevice
-from app.engine.shelf.measure import kv_need, waited_s
+from app.engine.shelf.measure import kv_need, pressure, waited_s
 from app.engine.shelf.shelved_model import Estimate, ShelvedModel
 from app.engine.startup import PeerPrefixes
 from app.engine.step_thread import StepThread
@@ -38,6 +38,8 @@ _WAITING_S, _WORKING_S, _IDLE_S = 0.02, 0.25, 1.0
 _TRIM_S = 2.0
 # KV memory for the warm-up of a model that is loaded, beyond a step's tokens: rounding to pages, and decodes.
 _WARM_UP_TOKENS, _WARM_UP_BYTES, _ROUNDING = 1024, 8 << 20, 1.25
+# A model's share of the device's time is its weight, times this number plus its pressure, up to a bound.
+_LEAST_URGENCY, _MOST_PRESSURE = 0.5, 3.0
 _MOST_OF_ROOM = 0.9  # the remainder is for the model's anchor page
 
 
@@ -152,6 +154,8 @@ class Control:
                 keep=config.keep,
             )
         kv = kv_need(engine.driver.engine)
+        urgency = _LEAST_URGENCY + min(pressure(kv, config.slo, engine.driver.step_gap_s), _MOST_PRESSURE)
+        engine.driver.share = config.weight * urgency
         model.note_work(now, has_work=bool(kv.num_running or kv.num_waiting), has_preempted=kv.has_preempted)
         is_mapped = model.state in ("awake", "waking")
         return ModelNeed(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
+from app.config.shelf import SLO
 from app.engine.engine import Engine
 from app.engine.request import Request, SequenceGroup
 
@@ -24,6 +25,7 @@ class KVNeed:
         pinned_bytes: of pinned prefixes.
         submitted_at: arrival of the request without a first token that has waited longest, by `time.perf_counter`;
             `None` if there is none.
+        begun_at: the same of the requests that run.
         has_preempted: whether requests with a first token have no memory.
     """
 
@@ -40,6 +42,7 @@ class KVNeed:
     cached_s: float
     work_s: float
     submitted_at: float | None
+    begun_at: float | None
     has_preempted: bool
 
 
@@ -63,7 +66,6 @@ def kv_need(engine: Engine) -> KVNeed:
     cached_bytes = max(held_bytes - owned_bytes, 0)
     cached_tokens = cached_bytes / max(page_bytes * groups.pages_per_token, 1) * memory.prefixes.unit_tokens
     num_waiting = engine.num_held + sum(group.max_sequences for group in waiting)
-    unstarted = [request.submitted_at for request in _requests(waiting) if not request.num_output_tokens]
     remaining = max((r.max_tokens - r.num_output_tokens for r in groups.requests()), default=0)
     queued_tokens = sum(request.num_uncomputed for request in _requests(groups.running) if request.num_uncomputed > 1)
     return KVNeed(
@@ -79,9 +81,21 @@ def kv_need(engine: Engine) -> KVNeed:
         cached_bytes=cached_bytes,
         cached_s=cached_tokens * step.token_s,
         work_s=remaining * (step.fixed_s + step.token_s * scheduler.num_running) + queued_tokens * step.token_s,
-        submitted_at=min(unstarted, default=None),
+        submitted_at=_oldest(waiting),
+        begun_at=_oldest(groups.running),
         has_preempted=any(request.num_output_tokens for request in _requests(groups.preempted)),
     )
+
+
+def pressure(need: KVNeed, slo: SLO, step_gap_s: float) -> float:
+    """How near a model is to missing its targets: 1 is at the target.
+
+    Args:
+        step_gap_s: seconds between the ends of its last steps.
+    """
+    since = [at for at in (need.submitted_at, need.begun_at) if at is not None]
+    wait_s = time.perf_counter() - min(since) if since else 0.0
+    return max(wait_s / slo.ttft_s, step_gap_s / slo.tpot_s if need.num_running else 0.0)
 
 
 def waited_s(need: KVNeed, preempted_at: float | None) -> float:
@@ -92,6 +106,11 @@ def waited_s(need: KVNeed, preempted_at: float | None) -> float:
     """
     since = [at for at in (need.submitted_at, preempted_at) if at is not None]
     return time.perf_counter() - min(since) if since else 0.0
+
+
+def _oldest(groups: list[SequenceGroup]) -> float | None:
+    """Arrival of the oldest request without a first token."""
+    return min((r.submitted_at for r in _requests(groups) if not r.num_output_tokens), default=None)
 
 
 def _requests(groups: list[SequenceGroup]) -> Iterator[Request]:

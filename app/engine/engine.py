@@ -29,6 +29,7 @@ from app.engine.lora.weights import check_sources
 from app.engine.model.device import resolve
 from app.engine.model.kv_plan import build_memory
 from app.engine.model.memory_profile import plan_device
+from app.engine.model.weight_arena import WeightArena
 from app.engine.pooler import Pooler
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StartTimes, process_age_s
@@ -95,11 +96,13 @@ class Engine:
         self._budget_revision = 1  # the first one is that of `admit`
         self.config = config = resolve(config)
         with ExitStack() as undo, kernel_errors_as_config_errors():
-            self.executor = Executor(config, launch)
+            self.executor = Executor(config, launch, None if device is None else device.weights)
             undo.callback(self.executor.close)
             self.model, ranks = self.executor.model, self.executor.ranks
             self.start_times.lap("model_s")
-            self.speculation = Speculation.load(config, self.model, self.executor.layers)
+            self.speculation = Speculation.load(
+                config, self.model, self.executor.layers, None if device is None else device.weights
+            )
             share = 1.0
             if self.speculation is not None:
                 undo.callback(self.speculation.close)
@@ -215,8 +218,8 @@ class Engine:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the model, and of a draft model, while they are awake."""
-        return 0
+        """Of the model, and of a draft model, while they are awake; 0 without a shared device."""
+        return sum(arena.num_bytes for arena in self._arenas)
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams, options: RequestOptions) -> int:
         """Validate a request, before `add_request`; returns its `max_tokens`. From any thread.
@@ -445,10 +448,22 @@ class Engine:
         self._unpinned += self.memory.release_all()
         self.adapters.unload_unused()
         self.asleep = True
+        for arena in self._arenas:
+            arena.unmap()
 
     def map_weights(self) -> None:
-        """Map the weights of a sleeping engine; `wake` follows. From any thread. Raises `OutOfPages`, and then leaves
-        nothing mapped."""
+        """Map the weights of a sleeping engine; `wake` follows. From any one thread.
+
+        Raises:
+            OutOfPages: the device has too little memory; nothing is mapped.
+            ModelError: the file of the weights is gone, and cannot be made again.
+            MapError: the system refused.
+        """
+        with ExitStack() as undo:
+            for arena in self._arenas:
+                arena.map()
+                undo.callback(arena.unmap)
+            undo.pop_all()
 
     def wake(self) -> None:
         """Serve requests again, once the weights are mapped. Pinned prefixes are computed again."""
@@ -499,6 +514,11 @@ class Engine:
     def held_bytes(self) -> int:
         """KV memory that exists, a draft model's included. From any thread."""
         return self.memory.held_bytes + (0 if self.speculation is None else self.speculation.held_bytes)
+
+    @property
+    def _arenas(self) -> list[WeightArena]:
+        models = [self.model, *([] if self.speculation is None else self.speculation.models)]
+        return [model.weights for model in models if model.weights is not None]
 
     def _without_own(self, deltas: list[Delta]) -> list[Delta]:
         """The deltas of clients' requests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.engine.model.weight_store import WeightStore
 from vmem import BudgetError, DevicePages, KVMemory
 
 
@@ -13,9 +14,11 @@ class SharedDevice:
 
     Attributes:
         pages: physical memory of all weights and KV caches.
+        weights: where weights go that are unmapped while a model sleeps; its bytes are charged to `pages`.
     """
 
     pages: DevicePages
+    weights: WeightStore
 
 
 def set_budget_within(memory: KVMemory, budget_bytes: int, revision: int) -> None:

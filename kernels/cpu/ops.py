@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernels.cpu.build import load_function
+from kernels.cpu.build import load_function, load_library
 from kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrite, WriteLayer
 from kernels.errors import KernelError
 from kernels.reference import write_by_index
@@ -57,6 +58,7 @@ class _Product:
 
     def __init__(self, name: str, march: str) -> None:
         self.library = name
+        self.build = Path(load_library(name, march)._name).stem
         self.supports = load_function(name, "folio_linear_supports", _INT, result=_INT, march=march)
         self.pack = load_function(name, "folio_linear_pack", _INT, *[_POINTER] * 3, *[_INT64] * 2, march=march)
         self.multiply = load_function(name, "folio_linear", _INT, *[_POINTER] * 6, *[_INT64] * 3, march=march)
@@ -89,6 +91,10 @@ class CpuLinear:
         if dtype not in _PACKED_DTYPES:
             return f"there is no kernel for {dtype}"
         return None if dtype in self._products else "the processor lacks AVX2 with FMA"
+
+    def build(self, dtype: torch.dtype) -> str:
+        """A name of the compiled library for a supported dtype. Where it is equal, so is the order of packed weights."""
+        return self._products[dtype].build
 
     def pack(self, weight: torch.Tensor, *, int8: bool = False) -> PackedWeight:
         """Copy `weight [outputs, inputs]` for `__call__`.

@@ -20,6 +20,8 @@ from app.engine.execution.planner import StepPlanner
 from app.engine.execution.recorded_graph import RecordableProvider, Recorder
 from app.engine.execution.work_queue import InlineQueue, ThreadQueue, WorkQueue
 from app.engine.model.loader import load_model
+from app.engine.model.weight_arena import WeightArena
+from app.engine.model.weight_store import WeightStore
 from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrder, pack_arrays, pack_step
 from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import FolioError, ModelError, UnavailableError
@@ -48,6 +50,7 @@ class Executor:
 
     Args:
         launch: starts the peers.
+        weights: see `load_model`.
 
     Raises:
         ConfigError, ModelError: the model cannot be loaded; all resources are freed.
@@ -61,18 +64,20 @@ class Executor:
         queue: where the device's work is submitted.
     """
 
-    def __init__(self, config: ResolvedConfig, launch: Launch) -> None:
+    def __init__(self, config: ResolvedConfig, launch: Launch, weights: WeightStore | None = None) -> None:
         torch.set_num_threads(num_threads(config))
         self._max_num_seqs = config.max_num_seqs
         self._limit_s: float | None = LOAD_TIMEOUT_S  # the first forwards may compile kernels
         on_cpu = config.device == "cpu"
         self.is_async = config.async_scheduling == "on" or (config.async_scheduling == "auto" and not on_cpu)
         self.queue: WorkQueue = ThreadQueue(num_threads(config)) if on_cpu and self.is_async else InlineQueue()
+        self._arena: WeightArena | None = None
         self.ranks = RankGroup(config, launch) if config.tensor_parallel_size > 1 else None
         try:
             self._comm = comm = None if self.ranks is None else self.ranks.connect(torch.device(config.device))
             if self.ranks is None:
-                self.model = load_model(config)
+                self.model = load_model(config, weights=weights)
+                self._arena = self.model.weights
             else:
                 self.model = self.ranks.load(lambda: load_model(config, comm))
             self._runner = self._observe(config)
@@ -202,10 +207,12 @@ class Executor:
             self.ranks.check_alive()
 
     def close(self) -> None:
-        """End the queue and the peers."""
+        """End the queue and the peers, and unmap the weights."""
         self.queue.close()
         if self.ranks is not None:
             self.ranks.close()
+        if self._arena is not None:
+            self._arena.close()
 
     def _on_peers(self, order: RankOrder, message: bytes = b"") -> AbstractContextManager[None]:
         """The peers execute an order while this rank does the same within the context."""

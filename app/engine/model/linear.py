@@ -68,8 +68,11 @@ class PackedLinear(nn.Module):
         return self._multiply(x, self.packed, self.bias)
 
 
-def choose_product(dtype: torch.dtype, *, int8: bool = False) -> Product | None:
+def choose_product(dtype: torch.dtype, *, int8: bool = False, movable: bool = False) -> Product | None:
     """The fastest kernel for a dtype on this processor; `None`, and a warning, if there is none.
+
+    Args:
+        movable: packed weights must be plain tensors, which oneDNN's are not.
 
     Raises:
         ConfigError: `int8`, and no kernel here computes with 8-bit weights.
@@ -83,11 +86,11 @@ def choose_product(dtype: torch.dtype, *, int8: bool = False) -> Product | None:
         if reason is not None:
             raise ConfigError(f"quantization is 'int8', which is not possible with {dtype} here: {reason}; use 'none'")
         return Product(partial(linear.pack, int8=True), linear)  # a scale for each output; sums exact as the dtype's
-    if reason is None and not (dtype == torch.bfloat16 and has_matrix_tiles()):
+    if reason is None and (movable or not (dtype == torch.bfloat16 and has_matrix_tiles())):
         return Product(linear.pack, linear)
     if reason is not None:
         logger.info("Folio's own matrix kernel does not run with %s: %s", dtype, reason)
-    if onednn_supports(dtype):
+    if onednn_supports(dtype) and not movable:
         return onednn_product()
     logger.warning(
         "no fast %s matrix kernel for this processor: linear layers stay unpacked, several times slower", dtype

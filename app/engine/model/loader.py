@@ -6,12 +6,11 @@ import copy
 import logging
 import pickle
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -35,6 +34,9 @@ from app.engine.model.kv_scales import StoredScales, cache_dtype, stored_scales
 from app.engine.model.linear import choose_product, pack_linears
 from app.engine.model.pooling import Pooling, find_pooling, is_classifier
 from app.engine.model.tokenizer import load_tokenizer, one_line
+from app.engine.model.weight_arena import Collection, WeightArena, collect
+from app.engine.model.weight_key import weight_files, weight_key
+from app.engine.model.weight_store import WeightStore
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import ShardPlan, install_collectives, load_share
 from app.errors import ConfigError, ModelError
@@ -72,6 +74,7 @@ class LoadedModel:
         adapters: layers that LoRA adapters can change; `None` if the settings have no adapter and no `adapter_dir`.
         pooling: of embeddings or scores; `None` for a model without.
         generates: the checkpoint has an output layer.
+        weights: the range of the model's tensors, if they are in a store.
     """
 
     module: PreTrainedModel
@@ -88,6 +91,7 @@ class LoadedModel:
     adapters: LoRALayers | None = None
     pooling: Pooling | None = None
     generates: bool = True
+    weights: WeightArena | None = None
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -117,15 +121,20 @@ def context_length(config: PreTrainedConfig) -> int:
     return longest
 
 
-def load_model(config: ResolvedConfig, comm: Communicator | None = None) -> LoadedModel:
+def load_model(
+    config: ResolvedConfig, comm: Communicator | None = None, weights: WeightStore | None = None
+) -> LoadedModel:
     """Load weights and tokenizer, with Folio's attention function and fused layers; on a CPU, pack linear layers.
 
     Args:
         comm: collectives of a rank that loads only its share of the model. Loading does not use them; forwards do.
+        weights: where the tensors move to, so that they can be unmapped; on one CPU. oneDNN's packed weights, which
+            are the fastest for bfloat16 on processors with AMX, cannot move: Folio's own products are used.
 
     Raises:
         ConfigError: a setting does not fit the machine or the model.
         ModelError: the model is not found, or cannot be run with these settings.
+        OutOfPages: the weights do not fit into the memory of their device.
     """
     if problems := check_resources(config, Machine.detect()):
         raise ConfigError("\n".join(problems))
@@ -137,27 +146,32 @@ def load_model(config: ResolvedConfig, comm: Communicator | None = None) -> Load
             f"max_model_len {config.max_model_len} is beyond the {max_positions} positions of {config.model!r}"
         )
     device = torch.device(config.device)
-    module: Any
-    pooling = find_pooling(config, hf_config)
-    module, plan, generates = _load_module(config, hf_config, device, comm, pooling)
-    recurrent_layers = recurrent.install(module)
     if device.type != "cpu" and config.quantization != "none":
         raise ConfigError(f"quantization is {config.quantization!r}, which is for CPUs; use 'none' on {device}")
-    module.to(device)
-    _optimise(module, int8=config.quantization == "int8")
-    tokenizer = None if config.skip_tokenizer_init else _matching_tokenizer(config.model, text_config.vocab_size)
-    adapters = LoRALayers(module, plan) if config.adapters or config.adapter_dir is not None else None
-    loaded = replace(
-        describe_model(module, max_positions, recurrent_layers, config.kv_dtype, tokenizer, adapters),
-        pooling=pooling,
-        generates=generates,
-    )
-    if loaded.cache_dtype != loaded.dtype and config.load_format == "auto":
-        loaded = replace(loaded, stored_scales=stored_scales(_weight_files(resolve_model(config.model))))
-    if comm is not None and plan is not None:
-        install_collectives(module, plan, comm)
-    elif adapters is None and device.type == "cpu":
-        logger.info("%d layers run in one call each", run_in_one_call(module))
+    if weights is not None and (comm is not None or device.type != "cpu"):
+        raise ConfigError(f"weights that can be unmapped are for one rank on a CPU, not for {device}")
+    module: Any
+    pooling = find_pooling(config, hf_config)
+    module, plan, generates, recurrent_layers = _make_module(config, hf_config, comm, pooling, movable=bool(weights))
+    with ExitStack() as undo:
+        arena = None if weights is None else _move(module, weights, config, hf_config, pooling)
+        if arena is not None:
+            undo.callback(arena.close)
+        tokenizer = None if config.skip_tokenizer_init else _matching_tokenizer(config.model, text_config.vocab_size)
+        adapters = LoRALayers(module, plan) if config.adapters or config.adapter_dir is not None else None
+        loaded = replace(
+            describe_model(module, max_positions, recurrent_layers, config.kv_dtype, tokenizer, adapters),
+            pooling=pooling,
+            generates=generates,
+            weights=arena,
+        )
+        if loaded.cache_dtype != loaded.dtype and config.load_format == "auto":
+            loaded = replace(loaded, stored_scales=stored_scales(weight_files(resolve_model(config.model))))
+        if comm is not None and plan is not None:
+            install_collectives(module, plan, comm)
+        elif adapters is None and device.type == "cpu":
+            logger.info("%d layers run in one call each", run_in_one_call(module))
+        undo.pop_all()
     return loaded
 
 
@@ -184,6 +198,42 @@ def describe_model(
         cache_dtype=cache_dtype(kv_dtype, module.dtype),
         adapters=adapters,
     )
+
+
+def _make_module(
+    config: ResolvedConfig,
+    hf_config: PreTrainedConfig,
+    comm: Communicator | None,
+    pooling: Pooling | None,
+    *,
+    movable: bool,
+) -> tuple[PreTrainedModel, ShardPlan | None, bool, frozenset[int]]:
+    """The results of `_load_module`, on the device, fused and packed; and the recurrent layers."""
+    device = torch.device(config.device)
+    module: Any
+    module, plan, generates = _load_module(config, hf_config, device, comm, pooling)
+    recurrent_layers = recurrent.install(module)
+    module.to(device)
+    _optimise(module, int8=config.quantization == "int8", movable=movable)
+    return module, plan, generates, recurrent_layers
+
+
+def _move(
+    module: PreTrainedModel,
+    weights: WeightStore,
+    config: ResolvedConfig,
+    hf_config: PreTrainedConfig,
+    pooling: Pooling | None,
+) -> WeightArena:
+    """Move the module's tensors before anything keeps their addresses."""
+    key = weight_key(config)
+
+    def again() -> Collection:
+        if weight_key(config) != key:
+            raise ModelError(f"the checkpoint {config.model!r} has changed since it was loaded; load it again")
+        return collect(_make_module(config, hf_config, None, pooling, movable=True)[0])
+
+    return weights.move(collect(module), key, again)
 
 
 def _load_module(
@@ -253,7 +303,7 @@ def _matching_tokenizer(model: str, vocab_size: int) -> PreTrainedTokenizerBase:
 
 def _damage(folder: str) -> str | None:
     """The first unreadable weight file and the reason, if there is one."""
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt"):
@@ -263,17 +313,6 @@ def _damage(folder: str) -> str | None:
         except _DAMAGED as error:
             return f"{path} is truncated or damaged ({path.stat().st_size} bytes): {one_line(error)}"
     return None
-
-
-def _weight_files(model: str) -> list[Path]:
-    """Weight files in a folder, or the downloaded ones of a Hub id."""
-    folder = Path(model)
-    if not folder.is_dir():
-        config = try_to_load_from_cache(model, "config.json")
-        if not isinstance(config, str):
-            return []
-        folder = Path(config).parent
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def random_model(
@@ -294,9 +333,9 @@ def random_model(
     return model
 
 
-def _optimise(module: PreTrainedModel, *, int8: bool) -> None:
+def _optimise(module: PreTrainedModel, *, int8: bool, movable: bool = False) -> None:
     """Fuse layers; on a CPU, pack linear layers."""
-    product = choose_product(module.dtype, int8=int8) if module.device.type == "cpu" else None
+    product = choose_product(module.dtype, int8=int8, movable=movable) if module.device.type == "cpu" else None
     try:
         ops = select_elementwise(module.device)
         num_fused = fuse_modules(module, ops) + fuse_attention(module, ops) + fuse_layers(module, ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from app.config.machine import Machine
 from app.config.shelf import ModelConfig
 from app.engine.model.device import resolve
 from app.engine.model.memory_profile import HEADROOM_BYTES
+from app.engine.model.weight_store import WeightStore
 from app.engine.shared_device import SharedDevice
 from vmem import DevicePages, OutOfPages
 
 # Share of a machine's memory that all models may take together if the settings do not say.
 _CPU_SHARE = 0.5
+# The same for weights of sleeping models, as far as they are in no file.
+_HOST_SHARE = 0.25
 
 
 class ShelfDevice:
@@ -32,7 +36,11 @@ class ShelfDevice:
         host_memory_bytes: int | None,
         weights_dir: Path | None,
     ) -> None:
-        self.shared = SharedDevice(DevicePages(device_memory_bytes or _default_bytes(models)))
+        pages = DevicePages(device_memory_bytes or _default_bytes(models))
+        if host_memory_bytes is None:
+            host_memory_bytes = int(_HOST_SHARE * Machine.detect().memory_bytes)
+        store = WeightStore(weights_dir or _default_folder(), charges=pages, host_memory_bytes=host_memory_bytes)
+        self.shared = SharedDevice(pages, store)
         self._workspace_bytes = self._wanted_bytes = 0
 
     @property
@@ -65,6 +73,10 @@ class ShelfDevice:
         self.shared.pages.discharge(self._workspace_bytes)
         self._workspace_bytes = self._wanted_bytes = 0
         self.shared.pages.close()
+
+
+def _default_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio" / "weights"
 
 
 def _default_bytes(models: Sequence[ModelConfig]) -> int:

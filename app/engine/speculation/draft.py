@@ -31,6 +31,7 @@ from app.engine.faults import SequenceFailure, attribute_failures
 from app.engine.model.kv_plan import build_memory, bytes_per_token
 from app.engine.model.loader import LoadedModel
 from app.engine.model.memory_profile import DevicePlan
+from app.engine.model.weight_store import WeightStore
 from app.engine.preemption import LinearCost
 from app.engine.report import StepTimes
 from app.engine.request import Request, SequenceGroup
@@ -101,6 +102,7 @@ class DraftProposer:
     Args:
         config: the engine's.
         target: the target model, with this rank's `layers`.
+        weights: see `load_model`.
 
     Attributes:
         share: part of the KV budget, proportional to bytes per token without regard to windows, so that both memories
@@ -112,7 +114,9 @@ class DraftProposer:
         ModelError: the model cannot be loaded.
     """
 
-    def __init__(self, config: ResolvedConfig, target: LoadedModel, layers: ObservedLayers) -> None:
+    def __init__(
+        self, config: ResolvedConfig, target: LoadedModel, layers: ObservedLayers, weights: WeightStore | None = None
+    ) -> None:
         assert config.draft_model is not None
         self._num_ranks = config.tensor_parallel_size
         self._step_tokens = config.max_num_batched_tokens
@@ -139,7 +143,7 @@ class DraftProposer:
         self.memory: KVMemory
         with ExitStack() as undo:
             try:
-                self._executor = Executor(self._config, spawn_ranks)
+                self._executor = Executor(self._config, spawn_ranks, weights)
             except KernelError as error:
                 raise ConfigError(f"draft_model {config.draft_model!r} cannot run here: {error}") from error
             undo.callback(self._executor.close)
@@ -180,6 +184,10 @@ class DraftProposer:
             self.share * 100,
             self.memory.max_tokens,
         )
+
+    @property
+    def models(self) -> tuple[LoadedModel, ...]:
+        return (self._executor.model,)
 
     @property
     def step_times(self) -> StepTimes:

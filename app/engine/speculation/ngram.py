@@ -136,6 +136,7 @@ class NgramProposer:
 
     share = 0.0
     memory = None
+    models = ()
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 4) -> None:
         assert 1 <= min_ngram <= max_ngram

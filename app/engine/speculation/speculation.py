@@ -12,6 +12,7 @@ from app.engine.execution.model_runner import ObservedLayers
 from app.engine.faults import SequenceFailure, is_request_failure
 from app.engine.model.loader import LoadedModel
 from app.engine.model.memory_profile import DevicePlan
+from app.engine.model.weight_store import WeightStore
 from app.engine.report import StepTimes
 from app.engine.request import Request
 from app.engine.shared_device import set_budget_within
@@ -27,6 +28,11 @@ class Proposer(Protocol):
 
     share: float
     """Part of the KV budget that the proposer takes."""
+
+    @property
+    def models(self) -> tuple[LoadedModel, ...]:
+        """The models that it runs."""
+        ...
 
     @property
     def memory(self) -> KVMemory | None:
@@ -104,11 +110,14 @@ class Speculation:
         self.counts = SpeculationCounts(config.speculation)
 
     @classmethod
-    def load(cls, config: ResolvedConfig, target: LoadedModel, layers: ObservedLayers) -> Speculation | None:
+    def load(
+        cls, config: ResolvedConfig, target: LoadedModel, layers: ObservedLayers, weights: WeightStore | None = None
+    ) -> Speculation | None:
         """Load the configured method; `None` if speculation is off.
 
         Args:
             target: the model, with this rank's `layers`.
+            weights: where the draft model's weights are, see `load_model`.
 
         Raises:
             ConfigError: the model or the draft model does not support speculation.
@@ -122,7 +131,7 @@ class Speculation:
                 f"{len(layers.states)} layers, which cannot be rolled back after a rejected draft; set it to 'off'"
             )
         by_model = config.speculation == "draft"
-        return cls(config, target, DraftProposer(config, target, layers) if by_model else NgramProposer())
+        return cls(config, target, DraftProposer(config, target, layers, weights) if by_model else NgramProposer())
 
     @property
     def memory_share(self) -> float:
@@ -204,6 +213,11 @@ class Speculation:
         self._excluded.discard(request)
 
     # ---- on a shared device ----
+
+    @property
+    def models(self) -> tuple[LoadedModel, ...]:
+        """The models that the proposer runs."""
+        return self._proposer.models
 
     def release_all(self) -> None:
         """Give back all KV memory; requests may come back."""

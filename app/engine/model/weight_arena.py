@@ -1,0 +1,174 @@
+"""Weight arena: all tensors of a loaded model in one range of addresses, which is mapped while the model is awake."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from app.engine.model.weight_file import TensorPlace, WeightTable
+from app.errors import ModelError
+from vmem.weights import FileRange
+
+_PAGE_BYTES = 4096
+# A cache line, and more than any dtype or vector load needs.
+_ALIGNMENT_BYTES = 64
+# Dictionaries of a module whose entries are attributes.
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+def find_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) of every tensor that the model refers to, each once: parameters, buffers, packed weights, and
+    those of modules and dataclasses in plain attributes. Tensors in closures and in C++ are not found."""
+    seen: set[int] = set()
+
+    def visit(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        is_part = isinstance(value, torch.Tensor | nn.Module | Mapping | list | tuple) or (
+            dataclasses.is_dataclass(value) and not isinstance(value, type | PreTrainedConfig)
+        )
+        if not is_part or id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield path, value
+            return
+        for name, part in _parts(value):
+            yield from visit(f"{path}.{name}" if path else str(name), part)
+
+    yield from visit("", model)
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The named parts of a module, mapping, sequence or dataclass."""
+    if isinstance(value, nn.Module):
+        attributes = vars(value)
+        for name in _OF_MODULES:
+            yield from attributes[name].items()
+        yield from ((name, part) for name, part in attributes.items() if name not in _OF_MODULES)
+    elif isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+    else:
+        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collection:
+    """The tensors of a loaded model and the places that they get.
+
+    Attributes:
+        tensors: of the table, in its order.
+        pieces: (offset in the contents, uint8 `[num_bytes]`), in order: the memory of the tensors, each byte once
+            although several tensors may share it.
+    """
+
+    table: WeightTable
+    tensors: tuple[torch.Tensor, ...]
+    pieces: tuple[tuple[int, torch.Tensor], ...]
+
+    def attach(self, contents: torch.Tensor) -> None:
+        """Let the tensors read the contents, uint8 `[num_bytes]`. Their own memory is freed with the last reference."""
+        for place, tensor in zip(self.table.tensors, self.tensors, strict=True):
+            # Every reference to the tensor reads the new memory, in frozen dataclasses, too.
+            tensor.data = place.view(contents)
+
+
+def collect(model: nn.Module) -> Collection:
+    """Lay out the tensors of a model. Those that share memory do so in the new places, too.
+
+    Raises:
+        ModelError: a tensor has an opaque layout.
+    """
+    found = [(path, tensor) for path, tensor in find_tensors(model) if tensor.numel()]
+    extents: dict[int, tuple[int, int, torch.Tensor]] = {}  # address of a storage → first byte, end, a tensor of it
+    for path, tensor in found:
+        if tensor.layout != torch.strided:
+            raise ModelError(f"the tensor {path} has the layout {tensor.layout}, which cannot be moved")
+        storage, (first, end) = tensor.untyped_storage().data_ptr(), _extent(tensor)
+        begin, stop, _ = extents.get(storage, (first, end, tensor))
+        extents[storage] = min(first, begin), max(end, stop), tensor
+    starts: dict[int, int] = {}  # address of a storage → offset in the contents of its first byte
+    pieces, used = [], 0
+    for storage, (first, end, tensor) in extents.items():
+        alignment = _PAGE_BYTES if end - first >= _PAGE_BYTES else _ALIGNMENT_BYTES
+        start = -(-used // alignment) * alignment
+        start += first % _ALIGNMENT_BYTES  # so that each tensor's offset is a multiple of its element's size
+        starts[storage] = start - first
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        pieces.append((start, whole[first:end]))
+        used = start + end - first
+    places = tuple(
+        TensorPlace(
+            path,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.stride(),
+            starts[tensor.untyped_storage().data_ptr()] + tensor.storage_offset() * tensor.element_size(),
+        )
+        for path, tensor in found
+    )
+    return Collection(WeightTable(places, used), tuple(tensor for _, tensor in found), tuple(pieces))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and end of a tensor that is not empty, in its storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset()
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+
+
+class WeightSource(Protocol):
+    """Where an arena's contents come from."""
+
+    def open(self) -> tuple[int, int]:
+        """A file descriptor and the offset of the contents, valid until `release`. Raises `ModelError`."""
+
+    def release(self) -> None:
+        """The contents are not mapped."""
+
+    def close(self) -> None: ...
+
+
+class WeightArena:
+    """The range of a model's weights. Not for several threads at once.
+
+    While it is not mapped, any touch of the model's tensors is a SIGSEGV. Their addresses never change.
+    """
+
+    def __init__(self, reserved: FileRange, source: WeightSource) -> None:
+        self._range, self._source = reserved, source
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the weights take while they are mapped."""
+        return self._range.reserved.num_bytes
+
+    @property
+    def is_mapped(self) -> bool:
+        return self._range.is_mapped
+
+    def map(self) -> None:
+        """Make the weights readable.
+
+        Raises:
+            OutOfPages: the device has too little memory left. Nothing has changed then.
+            MapError: the system refused.
+            ModelError: the file of the weights is gone or damaged, and the checkpoint cannot replace it.
+        """
+        self._range.map(*self._source.open())
+
+    def unmap(self) -> None:
+        """Give the memory back. Raises `MapError`; the weights are still mapped then."""
+        self._range.unmap()
+        self._source.release()
+
+    def close(self) -> None:
+        """Unmap the weights for good. The model's tensors must not be touched any more."""
+        self._range.close()
+        self._source.close()

@@ -1,0 +1,343 @@
+"""Weight store: files of weights in a folder, each written once and then mapped by every process that needs it.
+
+    NAME-PLACE-VERSION.weights    of a checkpoint: place is a digest of its path and of settings, version of its content
+    RANDOM.tmp                    being written, locked by its writer
+
+A file is published by a hard link, which never replaces another one: of two processes that write the same weights the
+second one uses the first one's file, and so they share the page cache. Files are never changed afterwards. Only the
+folder's owner can read or write them: whoever changes or truncates a mapped file changes a model or ends its server.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.engine.model.weight_arena import Collection, WeightArena
+from app.engine.model.weight_file import (
+    WeightFileError,
+    WeightHeader,
+    WeightTable,
+    Write,
+    check_contents,
+    read_header,
+    write_all,
+    write_weights,
+)
+from app.engine.model.weight_key import SUFFIX, WeightKey
+from app.errors import ConfigError, ModelError
+from vmem.errors import MapError
+from vmem.weights import Charges, FileRange
+
+logger = logging.getLogger(__name__)
+
+_UNFINISHED = ".tmp"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """An open file of weights.
+
+    Attributes:
+        offset: of the contents in it.
+        in_memory: the file is a memfd, whose memory is the only copy.
+        state: device, inode, size and time of the last change.
+    """
+
+    fd: int
+    offset: int
+    in_memory: bool
+    state: tuple[int, ...]
+
+    @classmethod
+    def of(cls, fd: int, offset: int, *, in_memory: bool = False) -> Contents:
+        return cls(fd, offset, in_memory, _state(fd))
+
+    @property
+    def unchanged(self) -> bool:
+        return _state(self.fd) == self.state
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _state(fd: int) -> tuple[int, ...]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class WeightStore:
+    """Weights of the models of one process. Models may be loaded by several threads.
+
+    Args:
+        folder: on a local disk; made if it is missing. Weights that cannot be written there are kept in memory.
+        charges: where the bytes of mapped weights are counted.
+        most_bytes: of all files in the folder. Those used longest ago are removed for a new one.
+        host_memory_bytes: for weights without a file while they are not mapped. Those beyond it are made again from
+            the checkpoint when they are mapped.
+        write: writes bytes of a file.
+
+    Raises:
+        ConfigError: the folder belongs to another user, or others can write to it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        charges: Charges | None = None,
+        most_bytes: int | None = None,
+        host_memory_bytes: int = 0,
+        write: Write = write_all,
+    ) -> None:
+        self._folder = folder
+        self._charges = charges
+        self._most_bytes = most_bytes
+        self._host_bytes_left = host_memory_bytes
+        self._write = write
+        self._lock = threading.Lock()
+        self._checked: set[tuple[int, ...]] = set()  # states of files whose contents this process has checked
+        self._warned = False
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+        except OSError:
+            return  # files cannot be written later either, which says why
+        if found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
+            raise ConfigError(
+                f"weights_dir is {str(folder)!r}, of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: "
+                "others could change weights there; use a folder of the server's user with mode 700"
+            )
+        for path in folder.glob(f"*{_UNFINISHED}"):
+            _remove_unless_locked(path)
+
+    def move(self, tensors: Collection, key: WeightKey, again: Callable[[], Collection]) -> WeightArena:
+        """Move the tensors of a model into an arena, which is mapped.
+
+        Args:
+            again: makes the same tensors from the checkpoint, when neither file nor memory has them any more.
+
+        Raises:
+            OutOfPages: the device has too little memory left.
+            MapError: the system refused.
+            ModelError: the weights cannot be kept.
+        """
+        source = StoredWeights(self, key, tensors, again)
+        reserved = FileRange(tensors.table.num_bytes, self._charges)
+        arena = WeightArena(reserved, source)
+        try:
+            arena.map()
+        except BaseException:
+            arena.close()
+            raise
+        tensors.attach(reserved.tensor())
+        return arena
+
+    def provide(self, key: WeightKey, tensors: Collection) -> Contents:
+        """The contents of these tensors, from their file, which is written unless it exists; else from memory.
+
+        Raises:
+            ModelError: neither is possible.
+        """
+        if (found := self._open(key, tensors.table)) is not None:
+            return found
+        try:
+            self._make_room(key, tensors.table.num_bytes)
+            return self._write_file(key, tensors)
+        except OSError as error:
+            if not self._warned:
+                logger.warning(
+                    "weights cannot be written to %s (%s): they stay in memory, up to host_memory_bytes while their "
+                    "model is asleep, and other processes cannot share them",
+                    self._folder,
+                    error.strerror,
+                )
+            self._warned = True
+        fd = os.memfd_create("folio-weights", os.MFD_CLOEXEC)
+        try:
+            header = write_weights(fd, key.document, tensors.table, tensors.pieces)
+        except OSError as error:
+            os.close(fd)
+            raise ModelError(
+                f"no memory for {tensors.table.num_bytes} bytes of weights of {key.name!r}: {error.strerror}"
+            ) from error
+        return Contents.of(fd, header.offset, in_memory=True)
+
+    def take_host_bytes(self, num_bytes: int) -> bool:
+        """Take a part of the host memory; False if too little is left."""
+        with self._lock:
+            if num_bytes > self._host_bytes_left:
+                return False
+            self._host_bytes_left -= num_bytes
+            return True
+
+    def return_host_bytes(self, num_bytes: int) -> None:
+        with self._lock:
+            self._host_bytes_left += num_bytes
+
+    def _open(self, key: WeightKey, table: WeightTable) -> Contents | None:
+        """The file of these tensors, checked; `None` if there is none. A wrong one is removed."""
+        path, fd = self._folder / key.file_name, -1
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            header = self._check(fd, key)
+            if header.table != table:
+                raise WeightFileError("its tensors are not those of the model")
+            # The time of access, by which old files are removed, whether or not the file system keeps it.
+            os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
+            return Contents.of(fd, header.offset)
+        except FileNotFoundError:
+            return None
+        except (WeightFileError, MapError, OSError) as error:
+            logger.warning("%s is not used, and made again: %s", path, error)
+            with suppress(OSError):
+                # Another process may have replaced it.
+                if fd < 0 or os.path.samestat(os.fstat(fd), path.lstat()):
+                    path.unlink()
+            if fd >= 0:
+                os.close(fd)
+            return None
+
+    def _check(self, fd: int, key: WeightKey) -> WeightHeader:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
+            raise WeightFileError(f"its user is {found.st_uid}, its mode {found.st_mode:o}: others could change it")
+        header = read_header(fd)
+        if header.key != key.document:
+            raise WeightFileError("it is of another checkpoint")
+        state = _state(fd)
+        if state not in self._checked:
+            whole = FileRange(header.table.num_bytes)
+            try:
+                whole.map(fd, header.offset)
+                check_contents(whole.tensor(), header)
+            finally:
+                whole.close()
+            self._checked.add(state)
+        return header
+
+    def _write_file(self, key: WeightKey, tensors: Collection) -> Contents:
+        """Write and publish a file, or use that of another process which was faster. Raises `OSError`."""
+        path = self._folder / key.file_name
+        unfinished, fd = _create_locked(self._folder)
+        try:
+            start = time.monotonic()
+            header = write_weights(fd, key.document, tensors.table, tensors.pieces, self._write)
+            os.fsync(fd)
+            self._checked.add(_state(fd))
+            logger.info("wrote %s, %d bytes, in %.1f s", path, header.file_bytes, time.monotonic() - start)
+            for _ in range(2):  # the first attempt may find and remove a wrong file
+                with suppress(FileExistsError):
+                    os.link(unfinished, path)
+                if (found := self._open(key, tensors.table)) is not None:
+                    _sync_folder(self._folder)
+                    return found
+            raise OSError(errno.EEXIST, "it cannot be replaced", path)
+        finally:
+            os.close(fd)
+            with suppress(OSError):
+                unfinished.unlink()
+
+    def _make_room(self, key: WeightKey, num_bytes: int) -> None:
+        """Remove outdated files of this place; then those used longest ago, while all are more than `most_bytes`.
+        Processes that have them mapped keep them."""
+        others: list[tuple[int, int, Path]] = []  # (time of use, bytes, path)
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            with suppress(FileNotFoundError):
+                if path.name.startswith(key.file_prefix):
+                    path.unlink()
+                else:
+                    found = path.lstat()
+                    others.append((found.st_atime_ns, found.st_size, path))
+        if self._most_bytes is None:
+            return
+        total = num_bytes + sum(size for _, size, _ in others)
+        for _, size, path in sorted(others):
+            if total <= self._most_bytes:
+                return
+            logger.info("removing %s: the weights in the folder may take %d bytes", path, self._most_bytes)
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+class StoredWeights:
+    """The contents of one model's weights, which are made again when they are lost."""
+
+    def __init__(
+        self, store: WeightStore, key: WeightKey, tensors: Collection, again: Callable[[], Collection]
+    ) -> None:
+        self._store, self._key, self._table, self._again = store, key, tensors.table, again
+        self._contents: Contents | None = store.provide(key, tensors)
+        self._host_bytes = 0
+
+    def open(self) -> tuple[int, int]:
+        if self._contents is not None and not self._contents.unchanged:
+            logger.warning("the weights of %r were changed or truncated: they are made again", self._key.name)
+            self._forget()
+        if self._contents is None:
+            tensors = self._again()
+            if tensors.table != self._table:
+                raise ModelError(f"{self._key.name!r} has other tensors than when it was loaded; load it again")
+            self._contents = self._store.provide(self._key, tensors)
+        self._store.return_host_bytes(self._host_bytes)  # they are the device's now
+        self._host_bytes = 0
+        return self._contents.fd, self._contents.offset
+
+    def release(self) -> None:
+        if self._contents is not None and self._contents.in_memory:
+            num_bytes = self._table.num_bytes
+            if self._store.take_host_bytes(num_bytes):
+                self._host_bytes = num_bytes
+            else:
+                self._forget()
+
+    def close(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._contents is not None:
+            self._contents.close()
+        self._contents = None
+        self._store.return_host_bytes(self._host_bytes)
+        self._host_bytes = 0
+
+
+def _create_locked(folder: Path) -> tuple[Path, int]:
+    """A new file for this process alone, open and locked. Raises `OSError`."""
+    while True:
+        path = folder / f"{secrets.token_hex(8)}{_UNFINISHED}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return path, fd
+        os.close(fd)  # a process that starts took it for an abandoned one before it was locked
+
+
+def _remove_unless_locked(path: Path) -> None:
+    """Remove a file whose writer has ended."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        os.close(fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -118,6 +118,10 @@ class _Model:
     def kv_bytes(self, num_tokens: int) -> int:
         return -(-num_tokens // _BLOCK) * _BLOCK * self.spec.kv_token_bytes
 
+    def bytes_ahead(self, request: ShelfRequest) -> int:
+        """KV memory of a request until the next plan."""
+        return self.kv_bytes(min(request.length + _AHEAD, request.num_tokens + request.num_output_tokens))
+
     @property
     def owned_bytes(self) -> int:
         return sum(self.kv_bytes(max(r.length, r.computed)) for r in self.running)
@@ -135,12 +139,12 @@ class _Model:
             weight_bytes=spec.weight_bytes,
             most_bytes=capacity_bytes - spec.weight_bytes,
             budget_bytes=self.budget_bytes,
-            held_bytes=self.owned_bytes,
+            held_bytes=spec.weight_bytes if self.state == "leaving" else self.owned_bytes,
             num_running=len(running),
             num_waiting=len(self.waiting),
-            running_bytes=sum(self.kv_bytes(r.length + _AHEAD) for r in running),
-            first_bytes=self.kv_bytes(first.length + _AHEAD) if first else 0,
-            waiting_bytes=sum(self.kv_bytes(r.length + _AHEAD) for r in waiting),
+            running_bytes=sum(self.bytes_ahead(r) for r in running),
+            first_bytes=self.bytes_ahead(first) if first else 0,
+            waiting_bytes=sum(self.bytes_ahead(r) for r in waiting),
             work_s=left * spec.device.token_s + max(most, 1.0) * spec.device.fixed_s if has_work else 0.0,
             wake_s=spec.load_s,
             waited_s=now - max(min(r.at for r in waiting), self.ran_at) if waiting else 0.0,
@@ -206,8 +210,11 @@ class ShelfSimulation:
         while arrivals and arrivals[0].at <= self._now:
             request, changed = arrivals.popleft(), True
             model = self._models[request.model]
-            model.waiting.append(request)
             model.history.note(request.at)
+            if model.kv_bytes(request.num_tokens + request.num_output_tokens) <= self._room_bytes(model.spec):
+                model.waiting.append(request)
+            else:
+                request.refused = True
         return changed
 
     def _finish_changes(self) -> bool:
@@ -224,6 +231,11 @@ class ShelfSimulation:
                 self._load(self._loads[0])
         return changed
 
+    def _room_bytes(self, spec: ShelfModel) -> int:
+        """KV memory that the model can ever have."""
+        always = sum(m.spec.weight_bytes for m in self._models.values() if m.spec.keep == "always" and m.spec != spec)
+        return self._policy.capacity_bytes - always - spec.weight_bytes
+
     def _load(self, model: _Model) -> None:
         model.changes_at = self._now + model.spec.load_s
         self.outcome.wake_s += model.spec.load_s
@@ -233,20 +245,17 @@ class ShelfSimulation:
     def _plan(self) -> None:
         self._plan_at = self._now + _PLAN_S
         capacity = self._policy.capacity_bytes
-        # A model that falls asleep counts as awake until its memory is free, and takes part in no plan.
-        leaving = sum(m.spec.weight_bytes for m in self._models.values() if m.state == "leaving")
-        needs = [m.need(self._now, capacity) for m in self._models.values() if m.state != "leaving"]
-        allocation = self._policy.plan(needs)
+        allocation = self._policy.plan([model.need(self._now, capacity) for model in self._models.values()])
         self.outcome.num_plans += 1
-        self._carry_out(allocation, leaving)
+        self._carry_out(allocation)
         weights = sum(m.spec.weight_bytes for m in self._models.values() if m.state != "asleep")
         used = sum(m.owned_bytes for m in self._models.values())
         budgets = sum(m.budget_bytes for m in self._models.values())
-        assert weights + max(used, 0) <= capacity, f"{weights} bytes of weights, {used} of KV, capacity {capacity}"
+        assert weights + budgets <= capacity, f"{weights} bytes of weights, {budgets} of KV memory, of {capacity}"
         if not self.outcome.timeline or self._now - self.outcome.timeline[-1][0] >= 1.0:
             self.outcome.timeline.append((self._now, weights, used, budgets))
 
-    def _carry_out(self, allocation: Allocation, leaving_bytes: int) -> None:
+    def _carry_out(self, allocation: Allocation) -> None:
         for name, budget_bytes in allocation.budgets.items():
             model = self._models[name]
             model.budget_bytes = min(model.budget_bytes, budget_bytes)
@@ -262,27 +271,8 @@ class ShelfSimulation:
             model.state, model.budget_bytes = "leaving", 0
             model.changes_at = self._now + model.spec.sleep_s
             self.outcome.num_sleeps += 1
-        for name, reason in allocation.refused.items():
-            model = self._models[name]
-            assert reason
-            for request in model.waiting:
-                request.refused = True
-            model.waiting.clear()
-        free_bytes = (
-            self._policy.capacity_bytes
-            - leaving_bytes
-            - sum(
-                model.spec.weight_bytes + max(model.budget_bytes, model.owned_bytes)
-                for model in self._models.values()
-                if model.state in ("awake", "waking", "leaving")
-            )
-            + leaving_bytes
-        )
         for name in allocation.wake:
             model = self._models[name]
-            if model.spec.weight_bytes > free_bytes:  # another one still leaves
-                return
-            free_bytes -= model.spec.weight_bytes
             model.state = "waking"
             self.outcome.num_wakes += 1
             self._loads.append(model)
@@ -290,12 +280,9 @@ class ShelfSimulation:
                 self._load(model)
         for name, budget_bytes in allocation.budgets.items():
             model = self._models[name]
-            given = min(budget_bytes - model.budget_bytes, free_bytes)
-            if given > 0:
-                if not model.budget_bytes and model.turn_ended:
-                    model.turn_at, model.turn_ended = self._now, False
-                model.budget_bytes += given
-                free_bytes -= given
+            if budget_bytes and not model.budget_bytes and model.turn_ended:
+                model.turn_at, model.turn_ended = self._now, False
+            model.budget_bytes = budget_bytes
 
     # ---- steps ----
 

@@ -19,7 +19,8 @@ class ModelNeed:
             has been loaded. KV bytes below are beyond that.
         most_bytes: bound of its KV budget.
         budget_bytes: its KV budget now; 0 while asleep.
-        held_bytes: KV memory that exists now, possibly above the budget.
+        held_bytes: KV memory that exists now, possibly above the budget; while asleep, all memory that has not been
+            given back yet.
         num_running, num_waiting: requests with computed tokens in memory, and all others, preempted ones included.
         running_bytes: KV memory of the running requests, with that of their next steps and the rest of their prompts.
         first_bytes: the least KV memory with which one of its requests can run: the first running one, which is

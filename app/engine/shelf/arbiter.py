@@ -12,11 +12,11 @@ Weights without requests leave the device when something of more worth needs the
 or when they are worth less than the price of memory.
 
 **Carrying out a plan.** The plan counts bytes that exist: max(budget, KV memory held) and weights of each model that
-is not asleep. An `Allocation` raises budgets and wakes models within bytes that are free at that time, so it can be
-carried out at once, in this order: set budgets that are lower than before, preempt, put to sleep, set the other
-budgets, wake. Bytes that these steps give back, at once or later, are given out by the next plan: plan again when
-models have gone to sleep, when KV memory above a budget has been given back, when requests come and go, and every 50 ms
-while requests wait. Planning again without a change changes nothing.
+is not asleep, and what others have not given back yet. An `Allocation` raises budgets and wakes models within bytes
+that are free at that time, so it can be carried out at once, in this order: set budgets that are lower than before,
+preempt, put to sleep, set the other budgets, wake. Bytes that these steps give back, at once or later, are given out by
+the next plan: plan again when models have gone to sleep, when KV memory above a budget has been given back, when
+requests come and go, and every 50 ms while requests wait. Planning again without a change changes nothing.
 """
 
 from __future__ import annotations
@@ -213,7 +213,10 @@ def _step_towards(capacity_bytes: int, needs: Sequence[ModelNeed], turns: Turns,
     by_name = {need.name: need for need in needs}
     mapped = [need for need in needs if need.state != "asleep"]
     budgets = {need.name: min(targets.budgets.get(need.name, 0), need.budget_bytes) for need in mapped}
-    free_bytes = capacity_bytes - sum(need.weight_bytes + max(need.held_bytes, budgets[need.name]) for need in mapped)
+    free_bytes = capacity_bytes - sum(
+        need.held_bytes if need.state == "asleep" else need.weight_bytes + max(need.held_bytes, budgets[need.name])
+        for need in needs
+    )
 
     def raise_to(name: str, budget_bytes: int) -> None:
         nonlocal free_bytes
@@ -229,7 +232,7 @@ def _step_towards(capacity_bytes: int, needs: Sequence[ModelNeed], turns: Turns,
     asleep = [name for name in targets.budgets if by_name[name].state == "asleep" and name not in targets.prefetch]
     wake: list[str] = []
     for name in (*asleep, *targets.prefetch[:1]):
-        if by_name[name].weight_bytes > free_bytes:
+        if by_name[name].weight_bytes > free_bytes or by_name[name].held_bytes:
             break
         free_bytes -= by_name[name].weight_bytes
         wake.append(name)

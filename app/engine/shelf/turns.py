@@ -160,7 +160,7 @@ class _TurnTaking:
         ends: list[tuple[float, int]] = []
         for need in self._residents:
             over_in_s = max(_turn_s(need, blocked[0]) - need.turn_s, 0.0)
-            ends.append((min(over_in_s, need.work_s) if need.work_s else over_in_s, self._bytes(need)))
+            ends.append((min(over_in_s, need.work_s or over_in_s), self._bytes(need)))
         heapq.heapify(ends)
         for claimant in blocked:
             needed_bytes = self._bytes(claimant)
@@ -170,13 +170,14 @@ class _TurnTaking:
             free_bytes -= needed_bytes
             wake_s = _wake_s(claimant)
             self.turns.waits[claimant.name] = Wait("turn", at_s + wake_s)
-            heapq.heappush(ends, (at_s + wake_s + _turn_s(claimant, claimant), needed_bytes))
+            heapq.heappush(ends, (at_s + wake_s + _late_turn_s(claimant, claimant), needed_bytes))
 
 
 def _is_resident(need: ModelNeed) -> bool:
     if need.state == "waking" or need.num_running:
         return True
-    return need.state == "awake" and bool(need.num_waiting) and need.turn_s < _turn_s(need, need)
+    # Between two batches of its turn.
+    return need.state == "awake" and bool(need.num_waiting) and need.turn_s < _late_turn_s(need, need)
 
 
 def _own_weight_bytes(need: ModelNeed) -> int:
@@ -199,13 +200,17 @@ def _is_due(claimant: ModelNeed) -> bool:
 
 def _turn_s(resident: ModelNeed, claimant: ModelNeed) -> float:
     """How long the resident's turn lasts, if this claimant waits for it to end."""
-    wakes = TURN_WAKES if _spare_s(claimant) > 0 else LATE_TURN_WAKES
-    return max(LEAST_TURN_S, wakes * (resident.wake_s + claimant.wake_s))
+    if _spare_s(claimant) > 0:
+        return max(LEAST_TURN_S, TURN_WAKES * (resident.wake_s + claimant.wake_s))
+    return _late_turn_s(resident, claimant)
+
+
+def _late_turn_s(resident: ModelNeed, claimant: ModelNeed) -> float:
+    return max(LEAST_TURN_S, LATE_TURN_WAKES * (resident.wake_s + claimant.wake_s))
 
 
 def _ends_soon(resident: ModelNeed, claimant: ModelNeed) -> bool:
     """Whether the resident's work is better finished first. It may be continued by new requests, so that the claimant
     waits for it no longer than for a turn."""
-    exchange_s = resident.wake_s + claimant.wake_s
-    longest_s = max(LEAST_TURN_S, LATE_TURN_WAKES * exchange_s)
-    return 0 < resident.work_s <= exchange_s and claimant.waited_s < longest_s
+    soon = 0 < resident.work_s <= resident.wake_s + claimant.wake_s
+    return soon and claimant.waited_s < _late_turn_s(resident, claimant)

@@ -88,7 +88,7 @@ def test_a_large_model_is_not_starved_by_small_ones() -> None:
 
 def test_a_model_kept_always_gives_its_memory_in_turn() -> None:
     kept = model("kept", 4000, keep="always", kv_token_bytes=40)
-    other = model("other", 5000, kv_token_bytes=20)
+    other = model("other", 5000, kv_token_bytes=7)
     outcome, _ = serve([kept, other], [*endless("kept", 60, 0.05), ShelfRequest("other", 5.0, 80, 20)], 60)
     assert outcome.requests[-1].model == "kept"
     other_request = next(request for request in outcome.requests if request.model == "other")
@@ -137,7 +137,7 @@ def loads(draw: st.DrawFn) -> tuple[list[ShelfModel], list[ShelfRequest]]:
     return models, requests
 
 
-@settings(deadline=None, max_examples=examples(60, nightly=3000))
+@settings(deadline=None, max_examples=examples(60, nightly=2000))
 @given(loads())
 def test_every_request_ends_that_fits_alone(load: tuple[list[ShelfModel], list[ShelfRequest]]) -> None:
     models, requests = load
@@ -145,13 +145,13 @@ def test_every_request_ends_that_fits_alone(load: tuple[list[ShelfModel], list[S
     outcome, _ = serve(models, requests, 1000)
     for request in outcome.requests:
         spec = specs[request.model]
-        tokens = request.num_tokens + request.num_output_tokens + 32  # whole blocks, and tokens ahead
-        fits = spec.weight_bytes + tokens * spec.kv_token_bytes <= CAPACITY
-        assert request.ended_at is not None or not fits, f"{request} did not end"
+        blocks = -(-(request.num_tokens + request.num_output_tokens) // 16)
+        fits = spec.weight_bytes + blocks * 16 * spec.kv_token_bytes <= CAPACITY
+        assert (request.ended_at is not None) == fits, f"{request} did not end"
     assert outcome.ended_at < 1000
 
 
-@settings(deadline=None, max_examples=examples(15, nightly=500))
+@settings(deadline=None, max_examples=examples(8, nightly=200))
 @given(
     sizes=st.lists(st.integers(2000, 9000), min_size=2, max_size=6),
     wake_s=st.sampled_from([0.01, 0.1, 0.5]),
@@ -160,7 +160,7 @@ def test_every_request_ends_that_fits_alone(load: tuple[list[ShelfModel], list[S
 def test_exchanges_are_bounded_and_nobody_starves_under_endless_work(
     sizes: list[int], wake_s: float, every_s: float
 ) -> None:
-    seconds = 120.0
+    seconds = 60.0
     models = [model(f"m{i}", size, wake_s) for i, size in enumerate(sizes)]
     requests = [request for spec in models for request in endless(spec.name, seconds, every_s, 40)]
     outcome, _ = serve(models, requests, seconds)

@@ -39,6 +39,7 @@ DRAWN = {
     "routing": "benchmarks.simulator.pictures",
     "serving": "benchmarks.latency",
     "sharing": "benchmarks.sharing",
+    "shelf": "benchmarks.shelf_outcome",
     "throughput": "benchmarks.throughput",
 }
 ALL_FIGURES = harness.ROOT / "docs" / "benchmarks" / "all-figures.md"

@@ -39,11 +39,11 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.load import Send, open_loop
-from benchmarks import arrivals, harness, shelf_models
+from benchmarks import arrivals, harness, shelf_folio, shelf_models
 from benchmarks.latency import Targets
 from benchmarks.lean_server import LeanServer, LeanServers, lean_servers
 from benchmarks.loops import closed_loop
-from benchmarks.shelf_models import BenchModel, ModelAsk, TracedRequest, asks_of, make_models, read_trace
+from benchmarks.shelf_models import NUM_MODELS, BenchModel, ModelAsk, TracedRequest, asks_of, make_models, read_trace
 from benchmarks.shelf_outcome import NAMES, Outcome, draw, memory_curve, print_table
 from benchmarks.shelf_rivals import OneAtATime, StaticSplit, best_split, connections
 
@@ -116,7 +116,9 @@ def alone_times(servers: LeanServers, models: Sequence[BenchModel], repeats: int
     return alone
 
 
-def targets_of(models: Sequence[BenchModel], alone: Mapping[str, Alone], requests: Sequence[TracedRequest]) -> dict[str, Targets]:
+def targets_of(
+    models: Sequence[BenchModel], alone: Mapping[str, Alone], requests: Sequence[TracedRequest]
+) -> dict[str, Targets]:
     targets = {}
     for model in models:
         mean_prompt = statistics.fmean(request.prompt_tokens for request in requests if request.model == model.traced)
@@ -197,9 +199,10 @@ def main() -> None:
         split = best_split(models, asks, budget)
         compression = (chosen[-1].at_s - chosen[0].at_s) / sizes.replay_s
         print(
-            f"\n{len(asks)} requests to {len({ask.model for ask in asks})} models in {sizes.replay_s:g} s from {source}, "
-            f"time ÷ {compression:.1f}; budget {budget / 2**20:.0f} MiB, a twelfth {budget / 12 / 2**20:.0f} MiB, the "
-            f"smallest weights {min(model.weight_bytes for model in models) / 2**20:.0f} MiB; the best static split is "
+            f"\n{len(asks)} requests to {len({ask.model for ask in asks})} models in {sizes.replay_s:g} s from "
+            f"{source}, time ÷ {compression:.1f}\nbudget {budget / 2**20:.0f} MiB; a twelfth is "
+            f"{budget / NUM_MODELS / 2**20:.0f} MiB, and the smallest weights are "
+            f"{min(model.weight_bytes for model in models) / 2**20:.0f} MiB; the best static split is "
             + ", ".join(model.name for model in split),
             flush=True,
         )
@@ -210,12 +213,20 @@ def main() -> None:
     figures: dict[str, float] = {}
     if "folio" in args.only:
         outcomes["folio"], figures = shelf_folio.measure(models, targets, asks, budget, quick=args.quick)
-    finish(args, sizes, models, targets, outcomes, figures, {
-        "source": source,
-        "compression": compression,
-        "budget_bytes": budget,
-        "alone": {name: asdict(a) for name, a in alone.items()},
-    })
+    finish(
+        args,
+        sizes,
+        models,
+        targets,
+        outcomes,
+        figures,
+        {
+            "source": source,
+            "compression": compression,
+            "budget_bytes": budget,
+            "alone": {name: asdict(a) for name, a in alone.items()},
+        },
+    )
 
 
 def finish(

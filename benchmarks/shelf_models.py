@@ -190,7 +190,12 @@ def _make_model(name: str, traced: str, shape: str, number: int, quick: bool) ->
         settings["num_hidden_layers"] = QUICK_LAYERS
         settings["vocab_size"] = min(settings["vocab_size"], QUICK_VOCABULARY)
     config = AutoConfig.for_model(
-        settings.pop("model_type"), **settings, max_position_embeddings=8192, bos_token_id=0, eos_token_id=1, dtype="bfloat16"
+        settings.pop("model_type"),
+        **settings,
+        max_position_embeddings=8192,
+        bos_token_id=0,
+        eos_token_id=1,
+        dtype="bfloat16",
     )
     folder = FOLDER / f"{'quick-' if quick else ''}{shape}-{number}"
     if not (folder / ".complete").exists():
@@ -219,11 +224,13 @@ def read_trace(path: Path | None) -> tuple[list[TracedRequest], str]:
     """The requests to the twelve models that are asked for most, with shortened lengths, and the name of their source.
 
     Args:
-        path: a CSV with the columns time_s, model, input_tokens and output_tokens; without such a file, Poisson arrivals
-            whose rates fall with the rank.
+        path: a CSV with the columns time_s, model, input_tokens and output_tokens; without such a file, arrivals are
+            Poisson, with rates that fall with the rank.
     """
     if path is None or not path.is_file():
-        return list(_synthetic()), "synthetic: Poisson arrivals, 1,800 requests in 3 hours ÷ rank, because there is no trace"
+        return list(
+            _synthetic()
+        ), "synthetic: Poisson arrivals, 1,800 requests in 3 hours ÷ rank, because there is no trace"
     with path.open() as file:
         rows = list(csv.DictReader(file))
     chosen = {name for name, _ in Counter(row["model"] for row in rows).most_common(NUM_MODELS)}
@@ -243,9 +250,7 @@ def _synthetic() -> Iterator[TracedRequest]:
     rng = random.Random(SEED)
     duration_s, most, mean_prompt, mean_output = 3 * 3600, 1800, 605 // SHORTENED, 152 // SHORTENED
     drawn = [
-        (rng.random() * duration_s, f"model-{rank:02}")
-        for rank in range(NUM_MODELS)
-        for _ in range(most // (rank + 1))
+        (rng.random() * duration_s, f"model-{rank:02}") for rank in range(NUM_MODELS) for _ in range(most // (rank + 1))
     ]
     for at_s, model in sorted(drawn):
         prompt = min(round(rng.expovariate(1 / mean_prompt)) + 1, LONGEST_PROMPT)

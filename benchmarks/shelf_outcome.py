@@ -137,7 +137,10 @@ def print_table(figures: Mapping[str, Mapping[str, float]]) -> None:
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Requests within their targets by scale, and memory over time, a line for each way of serving."""
     ways = [name for name in NAMES if name in result["raw"]["ways"]]
-    with picture(result, path, "Twelve models in the memory of three", columns=2, height=3.9) as (figure, (slo, memory)):
+    with picture(result, path, "Twelve models in the memory of three", columns=2, height=3.9) as (
+        figure,
+        (slo, memory),
+    ):
         for name in ways:
             shares = [100 * result["figures"][f"{name}_slo_attainment_scale_{scale:g}"] for scale in SCALES]
             slo.plot(SCALES, shares, "-o", color=COLOURS[name], label=NAMES[name])

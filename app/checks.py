@@ -246,9 +246,9 @@ class _Faults:
             self.add([f"{path}.models_dir is {str(args.models_dir)!r}, and there is no such folder; create it"])
         if (most := args.device_memory_bytes) is None:
             return
-        sizes = [_stored_bytes(model.engine) for model in args.shelf]
-        kept = [size for model, size in zip(args.shelf, sizes, strict=True) if model.keep == "always"]
-        for i, (model, size) in enumerate(zip(args.shelf, sizes, strict=True)):
+        sizes = [_stored_bytes(model.engine) for model in args.shelf.models]
+        kept = [size for model, size in zip(args.shelf.models, sizes, strict=True) if model.keep == "always"]
+        for i, (model, size) in enumerate(zip(args.shelf.models, sizes, strict=True)):
             if size >= most:
                 self.add(
                     [

@@ -11,6 +11,7 @@ from ray.serve.config import RequestRouterConfig
 from app.checks import check_args
 from app.config.args import AppArgs
 from app.config.engine import EngineConfig
+from app.config.shelf import ShelfConfig
 from app.fleet.streams import StreamPace
 from app.serving.ingress import Ingress
 from app.serving.replica import EngineReplica
@@ -39,22 +40,25 @@ LOGGING: dict[str, Any] = {"enable_access_log": False}
 
 
 def build(args: AppArgs) -> Application:
-    """The deployments of one model: an ingress in front of engine replicas.
+    """The deployments of a server: an ingress in front of engine replicas, each of which serves all models.
 
     Raises:
         ConfigError: a model's folder cannot be served; a line for each reason.
     """
     check_args(args)
-    config = bounded(shared_engine(args))
+    shelf = served_shelf(args)
+    engines = [model.engine for model in shelf.models]
     engine: Any = serve.deployment(
-        max_ongoing_requests=max_ongoing_requests(config),
+        max_ongoing_requests=UNBOUNDED_ONGOING_REQUESTS
+        if shelf.models_dir
+        else sum(map(max_ongoing_requests, engines)),
         max_surge_percent=MAX_SURGE_PERCENT,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         request_router_config=router_config(args),
         logging_config=LOGGING,
-        **replica_resources(args.shelf[0].engine),
+        **replica_resources(shelf.first.engine),
     )(EngineReplica)
     ingress: Any = serve.deployment(
         max_ongoing_requests=UNBOUNDED_ONGOING_REQUESTS,
@@ -63,20 +67,28 @@ def build(args: AppArgs) -> Application:
         logging_config=LOGGING,
     )(Ingress)
     pace = StreamPace(**args.streaming.model_dump())
-    replica = engine.bind(config, args.shared_kv_memory_bytes, pace)
     application: Application = ingress.bind(
-        args.shelf[0].engine.model,
-        args.shelf[0].name,
-        replica,
-        tuple(args.shelf[0].engine.adapters),
+        shelf,
+        engine.bind(shelf, args.shared_kv_memory_bytes, pace),
         args.http,
-        most_seqs(config),
+        min(map(most_seqs, engines)),
         args.routing.wait_for_replica_s,
-        (args.tool_call_parser, args.reasoning_parser),
-        args.shelf[0].engine.adapter_dir is not None,
         args.model_aliases,
     )
     return application
+
+
+def served_shelf(args: AppArgs) -> ShelfConfig:
+    """The models with a server's default bounds of their queues, and with all of the shared KV memory as the ceiling of
+    a single engine."""
+    shelf = args.shelf
+    models = [replace(model, engine=bounded(model.engine)) for model in shelf.models]
+    if args.shared_kv_memory_bytes is not None:
+        models = [
+            replace(model, engine=replace(model.engine, kv_memory_bytes=args.shared_kv_memory_bytes))
+            for model in models
+        ]
+    return replace(shelf, models=tuple(models))
 
 
 def bounded(engine: EngineConfig) -> EngineConfig:
@@ -106,19 +118,12 @@ def wants_gpu(engine: EngineConfig) -> bool:
     return engine.device == "cuda"
 
 
-def shared_engine(args: AppArgs) -> EngineConfig:
-    """The engine's settings with all of the shared memory as its ceiling."""
-    if args.shared_kv_memory_bytes is None:
-        return args.shelf[0].engine
-    return replace(args.shelf[0].engine, kv_memory_bytes=args.shared_kv_memory_bytes)
-
-
 def router_config(args: AppArgs) -> RequestRouterConfig:
     """Serve's settings for the handles of the engine replicas."""
-    routing = args.routing.model_dump(exclude={"report_period_s"})
+    routing, first = args.routing.model_dump(exclude={"report_period_s"}), args.shelf.first
     settings: dict[str, Any] = {
         "request_router_class": "app.serving.router:FolioRouter",
-        "request_router_kwargs": routing | {"isolate_tenants": args.shelf[0].engine.isolate_tenants},
+        "request_router_kwargs": routing | {"isolate_tenants": first.engine.isolate_tenants, "first_model": first.name},
         "request_routing_stats_period_s": args.routing.report_period_s,
     }
     return RequestRouterConfig(**settings)

@@ -9,10 +9,10 @@ import asyncio
 import gc
 import math
 import threading
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,16 +21,19 @@ from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayTaskError
 
-import app.engine
 from app.config.engine import EngineConfig
 from app.config.http import HttpSettings
+from app.config.shelf import ModelConfig, ShelfConfig
 from app.dashboard.collector import Collector
 from app.dashboard.http import add_dashboard
 from app.edge.guard import protect
 from app.engine import AsyncEngine
 from app.engine.model.tokenizer import load_tokenizer
+from app.engine.shelf import shelf as shelf_module
+from app.engine.shelf.status import ModelStatus
 from app.errors import FolioError
 from app.fleet.streams import StreamPace
+from app.openai import served_models
 from app.openai.http import build_api
 from app.serving import ingress as ingress_module
 from app.serving import replica as replica_module
@@ -77,23 +80,75 @@ def replica_of(
 ) -> EngineReplica:
     """A replica of this engine. `audit`: in place of its `RoutingAudit`."""
     with _replica_context(name) as patch:
-        patch.setattr(app.engine, "AsyncEngine", lambda *_, **__: engine)
+        patch.setattr(shelf_module, "Shelf", lambda *_, **__: Shelf(builtin=engine))
         patch.setattr(tp_actors, "actors_of_this_replica", lambda: None)
         if audit is not None:
             patch.setattr(replica_module, "RoutingAudit", lambda: audit)
         pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
-        return EngineReplica(EngineConfig(model="builtin"), shared_kv_memory_bytes, pace)
+        return EngineReplica(ShelfConfig(models=(a_model("builtin"),)), shared_kv_memory_bytes, pace)
 
 
-def ingress_of(handle: Any, model_name: str = "builtin", adapters: Sequence[str] = (), **settings: Any) -> Any:
-    """An ingress in front of a handle of replicas, without shared streams and Ray's metrics agents."""
+def replica_of_shelf(shelf: ShelfConfig, name: str = "local") -> EngineReplica:
+    """A replica of a real shelf, without peers."""
+    with _replica_context(name) as patch:
+        patch.setattr(tp_actors, "actors_of_this_replica", lambda: None)
+        patch.setattr(replica_module, "peer_prefixes", lambda *_: [])
+        return EngineReplica(shelf)
+
+
+def a_model(name: str, **settings: Any) -> ModelConfig:
+    config: dict[str, Any] = {"model": "builtin"} | settings
+    return ModelConfig(name=name, engine=EngineConfig(**config), keep="always")
+
+
+class Shelf:
+    """A shelf of these engines, all of them loaded."""
+
+    def __init__(self, **engines: Any) -> None:
+        self._engines = engines
+        self.names = tuple(engines)
+
+    def model(self, name: str) -> Any:
+        engine = self._engines[name]
+
+        async def ready() -> Any:
+            return engine
+
+        return SimpleNamespace(engine=engine, ready=ready, generate=getattr(engine, "generate", None), name=name)
+
+    def statuses(self) -> tuple[ModelStatus, ...]:
+        return tuple(ModelStatus(name=name, state="awake") for name in self.names)
+
+    @property
+    def healthy(self) -> bool:
+        return all(engine.healthy for engine in self._engines.values())
+
+    def check(self) -> None:
+        for engine in self._engines.values():
+            engine.check()
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+
+def ingress_of(
+    handle: Any, *models: ModelConfig, shelf: Mapping[str, Any] = MappingProxyType({}), **settings: Any
+) -> Any:
+    """An ingress in front of a handle of replicas, without shared streams and Ray's metrics agents.
+
+    Args:
+        models: by default the built-in one.
+        shelf: further settings of `ShelfConfig`.
+    """
     with _replica_context("ingress") as patch:
-        patch.setattr(ingress_module, "load_tokenizer", _tokenizer)
+        patch.setattr(served_models, "load_tokenizer", _tokenizer)
         patch.setattr(ingress_module, "SharedReader", lambda _: None)
         patch.setattr(ingress_module, "MetricsPage", lambda *_, **__: _Metrics())
         patch.setattr(ingress_module, "count_starting", lambda *_: 0)
         constructor: Any = Ingress.__bases__[0]  # Serve's subclass needs a cluster
-        return constructor("builtin", model_name, handle, adapters, **settings)
+        config = ShelfConfig(models=models or (a_model("builtin"),), **shelf)
+        return constructor(config, handle, **settings)
 
 
 _tokenizer = cache(load_tokenizer)
@@ -107,7 +162,7 @@ class LocalServer:
             **({"model": "builtin", "kv_memory_bytes": 64 << 20, "max_num_batched_tokens": 512} | settings)
         )
         self.engine = AsyncEngine(config)
-        self.ingress = ingress_of(_Handle(replica_of(self.engine)))
+        self.ingress = ingress_of(LocalHandle(replica_of(self.engine)))
         self.api = guarded_api(self.ingress, http, self.ingress.dashboard)
 
     def wait_until_idle(self) -> None:
@@ -147,7 +202,7 @@ class _Metrics:
         return "# no metrics\n"
 
 
-class _Handle:
+class LocalHandle:
     """A `DeploymentHandle` of one replica."""
 
     deployment_name = "EngineReplica"
@@ -155,7 +210,7 @@ class _Handle:
     def __init__(self, replica: Any) -> None:
         self._replica = replica
 
-    def options(self, **_: Any) -> _Handle:
+    def options(self, **_: Any) -> LocalHandle:
         return self
 
     def broadcast(self, name: str, *args: Any) -> _Broadcast:

@@ -33,7 +33,7 @@ def greeting(config: ServeDeploySchema, *, ray_dashboard: bool = False) -> str:
         if application.import_path == FOLIO:
             url = base_url(config) + (application.route_prefix or "").rstrip("/")
             args = AppArgs.model_validate(application.args)
-            has_toy |= any(model.engine.model == BUILTIN for model in args.shelf)
+            has_toy |= any(model.engine.model == BUILTIN for model in args.shelf.models)
             paragraphs += [_curl(url, args), f"{folio} chat --url {url}", f"Dashboard: {url}/dashboard"]
     if has_toy:
         paragraphs.append(
@@ -51,7 +51,7 @@ def _curl(url: str, args: AppArgs) -> str:
         if args.http.api_keys is not None:
             yield '-H "Authorization: Bearer $YOUR_KEY"'
         messages = [{"role": "user", "content": "What is Folio?"}]
-        body = {"model": args.shelf[0].name, "temperature": 0, "messages": messages}
+        body = {"model": args.shelf.first.name, "temperature": 0, "messages": messages}
         yield f"-d {shlex.quote(json.dumps(body))}"
 
     return " ".join(words())

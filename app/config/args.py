@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from app.config.engine import EngineConfig, PolicyName
 from app.config.http import HttpSettings, Settings
 from app.config.parsers import ReasoningParserName, ToolParserName
-from app.config.shelf import NEEDS_TOKENIZER, ModelConfig, shelf_problems
+from app.config.shelf import NEEDS_TOKENIZER, ModelConfig, ShelfConfig, shelf_problems
 from app.errors import ConfigError
 
 
@@ -93,19 +93,23 @@ class AppArgs(Settings):
     http: HttpSettings = HttpSettings()
 
     @property
-    def shelf(self) -> tuple[ModelConfig, ...]:
-        """The models of each replica, at least one. `engine` is a shelf of one model, which never sleeps. The first one
-        answers requests that name no model."""
-        if self.engine is None:
-            return tuple(self.models or ())
-        return (
-            ModelConfig(
+    def shelf(self) -> ShelfConfig:
+        """The models of each replica. `engine` is a shelf of one model, which never sleeps."""
+        if self.engine is not None:
+            only = ModelConfig(
                 name=self.model_name or Path(self.engine.model).name,
                 engine=self.engine,
                 keep="always",
                 tool_call_parser=self.tool_call_parser,
                 reasoning_parser=self.reasoning_parser,
-            ),
+            )
+            return ShelfConfig(models=(only,))
+        return ShelfConfig(
+            models=tuple(self.models or ()),
+            device_memory_bytes=self.device_memory_bytes,
+            host_memory_bytes=self.host_memory_bytes,
+            weights_dir=self.weights_dir,
+            models_dir=self.models_dir,
         )
 
     @model_validator(mode="after")
@@ -121,8 +125,8 @@ class AppArgs(Settings):
     def _problems(self) -> Iterator[tuple[bool, str]]:
         """(whether the problem exists, the problem)."""
         routing, streaming = self.routing, self.streaming
-        served = [name for model in self.shelf for name in (model.name, *model.engine.adapters)]
-        grows = self.models_dir is not None or any(model.engine.adapter_dir is not None for model in self.shelf)
+        served = [name for model in self.shelf.models for name in (model.name, *model.engine.adapters)]
+        grows = self.models_dir is not None or any(model.engine.adapter_dir is not None for model in self.shelf.models)
         for alias, name in self.model_aliases.items():
             yield (
                 name not in served and not grows,
@@ -142,7 +146,7 @@ class AppArgs(Settings):
         )
 
     def _problems_of_engine(self, engine: EngineConfig) -> Iterator[tuple[bool, str]]:
-        shared_bytes, [model] = self.shared_kv_memory_bytes, self.shelf
+        shared_bytes, model = self.shared_kv_memory_bytes, self.shelf.first
         is_shared = shared_bytes is not None
         yield (
             model.name in engine.adapters,
@@ -178,7 +182,7 @@ class AppArgs(Settings):
         )
 
     def _problems_of_models(self) -> Iterator[tuple[bool, str]]:
-        yield from ((True, problem) for problem in shelf_problems(self.shelf))
+        yield from ((True, problem) for problem in shelf_problems(self.shelf.models))
         yield (
             self.device_memory_bytes is None,
             "device_memory_bytes is missing; models share it for their weights, KV caches and steps",

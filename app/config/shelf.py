@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from app.config.engine import EngineConfig
@@ -78,6 +79,23 @@ class ModelConfig:
             yield f"keep is {self.keep}; it must be at least 0 and finite; to keep a model for ever, use 'always'"
         if not 0 < self.weight < math.inf:
             yield f"weight is {self.weight}; it must be above 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShelfConfig:
+    """The models of each engine replica, at least one, and what they share. Calls that name no model are for the first
+    one. The other settings are those of `AppArgs`.
+    """
+
+    models: tuple[ModelConfig, ...]
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    weights_dir: Path | None = None
+    models_dir: Path | None = None
+
+    @property
+    def first(self) -> ModelConfig:
+        return self.models[0]
 
 
 def shelf_problems(models: tuple[ModelConfig, ...]) -> Iterator[str]:

@@ -131,6 +131,14 @@ class ExpectedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class HostedModel:
+    """A replica's answer about one of its models. `max_model_len`: `None` until the replica has loaded it."""
+
+    status: ModelStatus
+    max_model_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """An engine replica's status for operators.
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.engine.report import ReplicaReport, StepTimes
-from app.engine.shelf.status import ModelState, ModelStatus
+from app.engine.shelf.status import ModelStatus
 from vmem import MemoryReport
+
+if TYPE_CHECKING:
+    from app.engine.load_report import Activity
 
 # Time for which a replica is avoided by requests for a model that could not be loaded there.
 _FAILED_S = 60.0
@@ -23,8 +27,6 @@ _OF_ONE = frozenset({"made_at", "unit_tokens", "keys", "changes", "stride", "key
     "others_s",
     "num_others",
 }
-# States in which a model has no engine to ask.
-UNLOADED: tuple[ModelState, ...] = ("new", "loading", "failed")
 
 
 def unloaded_report(status: ModelStatus, now: float) -> ReplicaReport:
@@ -95,7 +97,7 @@ def summed_load(loads: Sequence[ReplicaReport]) -> ReplicaReport:
     present = [load for load in loads if load.budget_bytes] or loads
     times = [(step.fixed_s, step.token_s, step.attended_s, step.verify_s) for step in (load.step for load in present)]
     return replace(
-        loads[0],
+        present[0],
         **sums,
         max_num_seqs=sum(load.max_num_seqs for load in present),
         made_at=max(load.made_at for load in loads),
@@ -111,12 +113,30 @@ def summed_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
     """The memory of all models together: numbers are added, pins and groups listed one after the other."""
     if len(reports) == 1:
         return reports[0]
-    first = reports[0]
+    names = [field.name for field in fields(MemoryReport)]
     sums: dict[str, Any] = {
-        field.name: sum((getattr(report, field.name) for report in reports), type(getattr(first, field.name))())
-        for field in fields(first)
+        name: sum((getattr(report, name) for report in reports), () if name in ("pins", "groups") else 0)
+        for name in names
     }
-    return replace(first, **sums | {"budget_revision": max(report.budget_revision for report in reports)})
+    return MemoryReport(**sums)
+
+
+def summed_activity(parts: Sequence[Activity]) -> Activity:
+    """The work of all engines, at least one."""
+    if len(parts) == 1:
+        return parts[0]
+    preempted: Counter[Any] = Counter()
+    for part in parts:
+        preempted.update(part.num_preempted)
+    lists = {name: [s for part in parts for s in getattr(part, name)] for name in ("step_s", "queue_s", "prefill_s")}
+    return replace(
+        parts[0],
+        num_preempted=preempted,
+        step_tokens=[tokens for part in parts for tokens in part.step_tokens],
+        num_failed_steps=sum(part.num_failed_steps for part in parts),
+        num_late_compilations=max(part.num_late_compilations for part in parts),  # of the process, each since its start
+        **lists,
+    )
 
 
 def _is_busy(load: ReplicaReport) -> bool:

@@ -98,8 +98,9 @@ def load_families(answers: Sequence[ReplicaStatus | FolioError], model: str) -> 
         if isinstance(answer, FolioError):
             raise answer
         statuses.append(answer)
-    usage = sum(s.memory.active_bytes for s in statuses) / sum(s.memory.budget_bytes for s in statuses)
-    sizes = _sizes(statuses[0].load.unit_tokens, sum(s.load.total_tokens for s in statuses))
+    # While all models of all replicas sleep there is no cache.
+    usage = sum(s.memory.active_bytes for s in statuses) / max(sum(s.memory.budget_bytes for s in statuses), 1)
+    sizes = _sizes(statuses[0].load.unit_tokens or 1, sum(s.load.total_tokens for s in statuses))
     labels = {"model_name": model}
     return [
         _gauge(_RUNNING, [(labels, sum(s.load.num_running for s in statuses))]),
@@ -135,12 +136,14 @@ def _success(families: Mapping[str, Metric]) -> Metric:
 
 def _usage(families: Mapping[str, Metric]) -> Metric:
     of_engines = _by_engine(families, "kv_bytes", {"active", "budget"})
-    return _gauge(_USAGE, [(labels, of["active"] / of["budget"]) for labels, of in of_engines])
+    return _gauge(_USAGE, [(labels, of["active"] / max(of["budget"], 1)) for labels, of in of_engines])
 
 
 def _cache(families: Mapping[str, Metric]) -> Metric:
     of_engines = _by_engine(families, "kv_tokens", {"block", "total"})
-    return _gauge(_CACHE, [(labels | _sizes(int(of["block"]), int(of["total"])), 1.0) for labels, of in of_engines])
+    return _gauge(
+        _CACHE, [(labels | _sizes(int(of["block"]) or 1, int(of["total"])), 1.0) for labels, of in of_engines]
+    )
 
 
 def _sizes(block_tokens: int, total_tokens: int) -> dict[str, str]:

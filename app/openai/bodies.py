@@ -375,6 +375,8 @@ class PinRequest(StrictBody):
 
     name: Annotated[PinName, Field(examples=["rules"])]
     """Pinning the same prefix again has no effect; another prefix under this name is an error."""
+    model: Annotated[Text | None, Field(max_length=256, examples=["builtin"])] = None
+    """The served model; by default the first one."""
     prompt: Text | TokenIds | None = None
     """Text or token ids that prompts begin with. At least one block of tokens."""
     messages: Messages | None = None
@@ -418,7 +420,7 @@ class TokenizeRequest(TemplateFields):
     """`POST /tokenize`: either a text, or a conversation as in `/v1/chat/completions`."""
 
     model: Annotated[Text | None, Field(max_length=256, examples=["builtin"])] = None
-    """The served model, or an adapter of it; by default the model."""
+    """A served model, or an adapter; by default the first model."""
     prompt: Annotated[Text | None, Field(examples=["What is Folio?"])] = None
     """A text."""
     messages: Messages | None = None
@@ -445,7 +447,7 @@ class DetokenizeRequest(StrictBody):
     """`POST /detokenize`."""
 
     model: Annotated[Text | None, Field(max_length=256, examples=["builtin"])] = None
-    """The served model, or an adapter of it; by default the model."""
+    """A served model, or an adapter; by default the first model."""
     tokens: Annotated[TokenIds, at_most(MAX_DETOKENIZED, "tokens"), Field(examples=[[76, 77]])]
     """262,144 at most."""
 

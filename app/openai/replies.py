@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
+from app.engine.shelf.status import ModelState
 from app.fleet.messages import ReplicaStatus
 from app.openai.base import Omitted
 from app.openai.tools.bodies import ToolCall, ToolCallDelta
@@ -182,16 +183,21 @@ class ChatCompletionChunk(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A served model, or an adapter of the model `parent`. `max_model_len` is the context in tokens; `description` says
-    of the built-in model that it is a toy."""
+    """A served model, or an adapter of the model `parent`.
+
+    `max_model_len` is the context in tokens; null: the model has not been loaded yet. `description` says of the
+    built-in model that it is a toy. `state`: of one of several models, at the engine replica where it is the most
+    ready.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "folio"
-    max_model_len: int
+    max_model_len: int | None
     parent: str | None = None
     description: str | None = None
+    state: Omitted[ModelState] = None
 
 
 class Version(BaseModel):

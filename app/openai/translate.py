@@ -9,9 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from app.engine.sampling.params import SamplingParams
@@ -69,7 +67,6 @@ class Translator:
         model_name: the name by which clients call the model.
         adapters: names of the LoRA adapters of the settings, which clients request as models.
         output: how the model writes reasoning and calls.
-        aliases: further names: names or patterns with `*` → a served name.
 
     Attributes:
         loaded: the adapters loaded at run time, name → id.
@@ -81,7 +78,6 @@ class Translator:
         model_name: str,
         adapters: Sequence[str],
         output: OutputFormat | None = None,
-        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._format = output_format(tokenizer) if output is None else output
         self.prompts = PromptEncoder(tokenizer)
@@ -90,7 +86,6 @@ class Translator:
         self._model_name = model_name
         self._adapters = tuple(adapters)
         self.loaded: Mapping[str, str] = {}
-        self._aliases = aliases
 
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call another method: in the event loop for small bodies, and in a thread for large ones and for requests by
@@ -183,7 +178,7 @@ class Translator:
         timeout_s, owner, context = request.timeout_s, None, current_context()
         if context is not None:
             timeout_s, owner = context.authorize_fork(request_id, request.model, timeout_s), context.owner
-        call = ForkCall(request_id, fork_of, request.index, replica, params, timeout_s, owner)
+        call = ForkCall(request_id, fork_of, request.index, replica, params, timeout_s, owner, self._model_name)
         return call, CompletionAnswer(call.request_id, request, self._tokens, [[]])
 
     def translate_tokenize(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
@@ -198,25 +193,14 @@ class Translator:
         self._check_model(request.model)
         return DetokenizedText(prompt=self.prompts.decode(request.tokens))
 
-    def served_name(self, model: str) -> str:
-        """The served name that a client's name stands for: an alias's, or the name itself."""
-        if self.knows(model):
-            return model
-        matching = (name for alias, name in self._aliases.items() if fnmatchcase(model, alias))
-        return self._aliases.get(model) or next(matching, model)
-
     def adapter_of(self, model: str) -> str | None:
         """The adapter of that name, or `None` for the model itself. Raises `UnknownModelError`."""
         if model == self._model_name:
             return None
-        if not self.knows(model):
+        if model not in self._adapters and model not in self.loaded:
             served = ", ".join(map(repr, (self._model_name, *self._adapters, *self.loaded)))
             raise UnknownModelError(f"the model {model!r} does not exist; this server has {served}", "model")
         return model
-
-    def knows(self, model: str) -> bool:
-        """Whether it is the served model or an adapter."""
-        return model == self._model_name or model in self._adapters or model in self.loaded
 
     def key_of(self, adapter: str | None) -> str | None:
         """`GenerateRequest.adapter_key`."""
@@ -270,6 +254,7 @@ class Translator:
             cache_ttl_s=request.wanted_ttl_s,
             session=session or request.session_id or request.prompt_cache_key,
             repeat_key=repeat_key,
+            model=self._model_name,
         )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 from ray.serve import metrics
@@ -46,6 +47,7 @@ class ReplicaClient:
         batch_window: calls of one request that are sent at once.
         shared: shared streams; `None`: each request has its own stream only.
         wait_for_replica_s: how long the router lets a call wait when there is no replica.
+        shedders: model → what learns of refusals of its calls, in place of `shedder`.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class ReplicaClient:
         batch_window: int = 32,
         shared: SharedReader | None = None,
         wait_for_replica_s: float = 10.0,
+        shedders: Mapping[str, LoadShedder] = MappingProxyType({}),
     ) -> None:
         self._handle = handle
         self._first_s = wait_for_replica_s + SILENCE_S
         self._shared = shared
         self._batch_window = batch_window
         self._shedder = shedder
+        self._shedders = shedders
         self._num_retries = metrics.Counter(
             "folio_repeated_calls",
             "Calls of a replica that were sent to another one: it was gone, or its queue was full.",
@@ -108,13 +112,17 @@ class ReplicaClient:
         """The forks as they are generated. Closing cancels them."""
         return self._pieces(call, whole=False)
 
-    async def max_model_len(self) -> int:
-        """The model's context length, from any replica."""
-        return cast(int, await _answered(self._handle.max_model_len.remote()))
+    async def ready(self) -> None:
+        """Return when any replica has answered. Raises `UnavailableError` if it has stopped."""
+        await _answered(self._handle.ready.remote())
 
-    async def pooling(self) -> ServedPooling:
-        """The vectors that the model makes of prompts, from any replica."""
-        return cast(ServedPooling, await _answered(self._handle.pooling.remote()))
+    async def max_model_len(self, model: str) -> int:
+        """A model's context length, from a replica that has loaded it, or loads it now."""
+        return cast(int, await _answered(self._handle.max_model_len.remote(model)))
+
+    async def pooling(self, model: str) -> ServedPooling:
+        """The vectors that a model makes of prompts. Waits as `max_model_len`."""
+        return cast(ServedPooling, await _answered(self._handle.pooling.remote(model)))
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Every replica's answer. Raises `UnavailableError` when one is missing after `ANSWER_TIMEOUT_S`."""
@@ -162,7 +170,8 @@ class ReplicaClient:
     ) -> AsyncGenerator[Piece, None]:
         """Retry only while there is no output: afterwards the caller would see a beginning twice."""
         async with window.call_slot() if window else nullcontext():
-            retries, has_output = CallRetries(call, self._shedder, arrived, window), False
+            shedder = self._shedders.get(call.model, self._shedder)
+            retries, has_output = CallRetries(call, shedder, arrived, window), False
             while True:
                 try:
                     async with aclosing(self._pieces(retries.next_call(), whole=whole)) as pieces:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,17 +19,17 @@ from ray.serve.handle import DeploymentHandle
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.builtin import BUILTIN, BUILTIN_DESCRIPTION
-from app.compat.transformers import imported_without_torch
 from app.config.http import HttpSettings
+from app.config.shelf import ShelfConfig
 from app.dashboard.collector import Collector
 from app.dashboard.http import add_dashboard
 from app.dashboard.traffic import TrafficLog
-from app.edge.admission import AdmissionControl, LoadSheddingMiddleware
+from app.edge.admission import AdmissionControl, LoadSheddingMiddleware, overloaded_error
 from app.edge.callers import Callers
 from app.edge.guard import key_ring, protect
 from app.edge.limits import IngressLimits
 from app.edge.request_body import ReadsRefusedBodies
-from app.engine.model.tokenizer import load_tokenizer
+from app.engine.shelf.status import ModelState
 from app.errors import (
     DeadlineError,
     FolioError,
@@ -63,7 +63,6 @@ from app.openai.bodies import (
 from app.openai.http import build_api, note_broken_stream
 from app.openai.messages.body import CountTokensRequest, MessagesRequest
 from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
-from app.openai.output.formats import output_format
 from app.openai.pooled.answers import PooledAnswer
 from app.openai.pooled.bodies import EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
@@ -82,6 +81,7 @@ from app.openai.replies import (
 )
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
+from app.openai.served_models import ServedModel, ServedModels
 from app.openai.translate import Translator
 from app.openai.unknown_fields import UnknownFields
 from app.request_context import current_context
@@ -120,7 +120,9 @@ Answer = TypeVar("Answer")
 Pooled = TypeVar("Pooled", bound=PooledBody)
 PooledReply = TypeVar("PooledReply", bound=PooledAnswer)
 Reply = TypeVar("Reply")
+T = TypeVar("T")
 Translate: TypeAlias = Callable[[Body, str | None, int], tuple[list[GenerateRequest], Answer]]
+TranslatePooled: TypeAlias = Callable[[Pooled, int, ServedPooling], tuple[list[GenerateRequest], PooledReply]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +133,19 @@ class _Admitted(Generic[Answer]):
         calls: one for each prompt.
         answer: builds the answer from pieces.
         arrived: `time.monotonic` at the arrival.
+        translator: of the model.
     """
 
     calls: list[GenerateRequest]
     answer: Answer
     arrived: float
     measured: Measured
+    translator: Translator
 
 
 @serve.ingress()
 class Ingress(GrpcIngress):
-    """Serves one model under its name, and its adapters under theirs.
+    """Serves models under their names, and their adapters under theirs.
 
     HTTP clients use the OpenAI API, or Anthropic's. Other Ray applications call the same methods with the same bodies
     through the `DeploymentHandle`: `generate`, `chat`, `responses`, `messages` and `fork`, each also with `_stream`;
@@ -150,45 +154,37 @@ class Ingress(GrpcIngress):
     that costs little.
 
     Args:
-        model: the model whose tokenizer to load.
-        model_name: the model's name for clients.
+        shelf: the models of each engine replica.
         engine: handle of the engine replicas.
-        adapters: names of the LoRA adapters of the settings.
         http: protection of the HTTP interface.
         batch_window: prompts of one request that are sent at once.
         wait_for_replica_s: how long the router lets a request wait when there is no replica.
-        parsers: the settings `tool_call_parser` and `reasoning_parser`.
-        loads_adapters: whether adapters can be loaded at run time.
         aliases: the setting `model_aliases`.
     """
 
-    _probe: asyncio.Task[int] | None = None
+    _probe: asyncio.Task[None] | None = None
     _batches: BatchRunner | None = None
 
     def __init__(
         self,
-        model: str,
-        model_name: str,
+        shelf: ShelfConfig,
         engine: DeploymentHandle[Any],
-        adapters: Sequence[str] = (),
         http: HttpSettings | None = None,
         batch_window: int = 32,
         wait_for_replica_s: float = 10.0,
-        parsers: tuple[str, str] = ("auto", "auto"),
-        loads_adapters: bool = False,
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         configure_logs()
         keep_traces_whole()
         self._http = http
-        self._model_names = (model_name, *adapters)
-        with imported_without_torch():
-            tokenizer = load_tokenizer(model)
-        self._description = BUILTIN_DESCRIPTION if model == BUILTIN else None
-        self._translator = Translator(tokenizer, model_name, adapters, output_format(tokenizer, *parsers), aliases)
-        self._pooled = PooledTranslator(self._translator.prompts, self._translator.adapter_of, self._translator.key_of)
-        shedder = LoadShedder()
-        self._replicas = ReplicaClient(engine, shedder, batch_window, SharedReader(engine), wait_for_replica_s)
+        self._is_shared = shelf.device_memory_bytes is not None
+        shedder, shedders = LoadShedder(), dict[str, LoadShedder]()
+        self._shedder = shedder
+        self._replicas = ReplicaClient(
+            engine, shedder, batch_window, SharedReader(engine), wait_for_replica_s, shedders
+        )
+        self._models = ServedModels(shelf.models, self._replicas, aliases, shedders if self._is_shared else None)
+        first = self._models.first.name
         self._admission = AdmissionControl(shedder)
         context = serve.get_replica_context()
         self._ingress_limits = IngressLimits()
@@ -196,19 +192,17 @@ class Ingress(GrpcIngress):
             self._ingress_limits, shedder, context.app_name, context.replica_id.unique_id, num_ingresses
         )
         self._adapters: LoadedAdapters | None = None
-        if loads_adapters:
-            copy = TableCopy(context.app_name, lambda table: setattr(self._translator, "loaded", table.ids))
-            self._adapters = LoadedAdapters(copy, self._replicas, self._model_names)
-        self._created = int(time.time())
-        self._max_model_len: int | None = None
-        self._served: ServedPooling | None = None
+        if any(model.engine.adapter_dir is not None for model in shelf.models):
+            copy = TableCopy(context.app_name, self._models.apply)
+            self._adapters = LoadedAdapters(copy, self._replicas, self._models.reserved)
+        self._has_answered = False
         traffic = TrafficLog()
         self._meter = RequestMeter(traffic)
         starting = partial(count_starting, engine.deployment_name, context.app_name)
-        self.dashboard = Collector(WatchedReplicas(self._replicas, self._admission, starting), traffic, model_name)
+        self.dashboard = Collector(WatchedReplicas(self._replicas, self._admission, starting), traffic, first)
         self._edge = EdgeMeter()
         with_vllm = http is not None and http.vllm_metrics
-        self._metrics = MetricsPage(context.app_name, model_name, with_vllm=with_vllm)
+        self._metrics = MetricsPage(context.app_name, first, with_vllm=with_vllm)
         self._load_page = FreshPage(self._make_load_page, _LOAD_FRESH_S)
         # Keep half a million permanent objects, mostly of libraries, out of full garbage collections, which would hold
         # the event loop for 0.3 s after large bodies.
@@ -266,12 +260,13 @@ class Ingress(GrpcIngress):
         """
         self._admission.check_open()
         if self._probe is None or self._probe.done():  # the call itself makes Serve scale up from zero
-            self._probe = asyncio.create_task(self._replicas.max_model_len())
+            self._probe = asyncio.create_task(self._replicas.ready())
             self._probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())
-        timeout_s = STARTING_TIMEOUT_S if self._max_model_len is None else READY_TIMEOUT_S
+        timeout_s = READY_TIMEOUT_S if self._has_answered else STARTING_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                self._max_model_len = await asyncio.shield(self._probe)
+                await asyncio.shield(self._probe)
+                self._has_answered = True
         except TimeoutError:
             raise UnavailableError(f"no engine replica answered within {timeout_s} s") from None
 
@@ -285,29 +280,43 @@ class Ingress(GrpcIngress):
     async def models(self) -> ModelList:
         if self._adapters is not None:
             await self._adapters.refresh()
-        return ModelList(data=[await self.model(name) for name in (*self._model_names, *self._translator.loaded)])
+        states = await self._states()
+        return ModelList(data=[await self._card(name, model, states) for name, model in self._models.by_name.items()])
 
     async def model(self, name: str) -> ModelCard:
-        name = self._translator.served_name(name)
+        name = self._models.served_name(name)
         await self._learn(name)
-        adapter = self._translator.adapter_of(name)
+        return await self._card(name, self._models.find(name), await self._states())
+
+    async def _card(self, name: str, model: ServedModel, states: Mapping[str, ModelState]) -> ModelCard:
+        is_adapter = name != model.name
         return ModelCard(
             id=name,
-            created=self._created,
-            max_model_len=await self._model_len(),
-            parent=self._model_names[0] if adapter is not None else None,
-            description=self._description if adapter is None else None,
+            created=model.created,
+            # On a shelf a model is not loaded for a list.
+            max_model_len=model.context_tokens if self._is_shared else await model.max_model_len(),
+            parent=model.name if is_adapter else None,
+            description=BUILTIN_DESCRIPTION if model.config.engine.model == BUILTIN and not is_adapter else None,
+            state=states.get(model.name),
         )
+
+    async def _states(self) -> dict[str, ModelState]:
+        """The state of each model at the replica where it is the most ready; empty for a single model, which is always
+        awake."""
+        if not self._is_shared:
+            return {}
+        answers = await self._replicas.call_each("hosted_models", timeout_s=STATUS_TIMEOUT_S)
+        return self._models.note_states([answer for answer in answers if not isinstance(answer, FolioError)])
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        return await self._complete("completions", self._translator.translate_completion, request, session)
+        return await self._complete("completions", lambda of: of.translate_completion, request, session)
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion in chunks, the outputs' pieces in order of arrival."""
-        async with self._admit("completions", self._translator.translate_completion, request, session) as admitted:
+        async with self._admit("completions", lambda of: of.translate_completion, request, session) as admitted:
             async with aclosing(self._replicas.stream_calls(admitted.calls, admitted.arrived)) as pieces:
                 async for prompt, piece in pieces:
                     admitted.measured.streams(piece, prompt)
@@ -317,13 +326,13 @@ class Ingress(GrpcIngress):
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        return await self._complete("chat", self._translator.translate_chat, request, session)
+        return await self._complete("chat", lambda of: of.translate_chat, request, session)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion in chunks; the first chunk of each output carries the role."""
-        async with self._admit("chat", self._translator.translate_chat, request, session) as admitted:
+        async with self._admit("chat", lambda of: of.translate_chat, request, session) as admitted:
             async with aclosing(self._replicas.stream_calls(admitted.calls, admitted.arrived)) as pieces:
                 async for _, piece in pieces:
                     admitted.measured.streams(piece)
@@ -335,13 +344,13 @@ class Ingress(GrpcIngress):
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
-        return await self._complete("responses", self._translator.translate_response, request, session)
+        return await self._complete("responses", lambda of: of.translate_response, request, session)
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncIterator[StreamEvent]:
         """A response as events. An error after the first event becomes the last event instead of being raised."""
-        async with self._admit("responses", self._translator.translate_response, request, session) as admitted:
+        async with self._admit("responses", lambda of: of.translate_response, request, session) as admitted:
             has_sent = False
             try:
                 async with aclosing(self._replicas.stream_calls(admitted.calls, admitted.arrived)) as pieces:
@@ -359,14 +368,14 @@ class Ingress(GrpcIngress):
 
     async def messages(self, request: MessagesRequest, session: str | None = None) -> MessageObject:
         """A message of Anthropic's API, whole."""
-        return await self._complete("messages", self._translator.translate_message, request, session)
+        return await self._complete("messages", lambda of: of.translate_message, request, session)
 
     async def messages_stream(
         self, request: MessagesRequest, session: str | None = None
     ) -> AsyncIterator[MessageEvent]:
         """A message of Anthropic's API as events."""
         async with (
-            self._admit("messages", self._translator.translate_message, request, session) as admitted,
+            self._admit("messages", lambda of: of.translate_message, request, session) as admitted,
             aclosing(self._replicas.stream_calls(admitted.calls, admitted.arrived)) as pieces,
         ):
             async for _, piece in pieces:
@@ -376,30 +385,32 @@ class Ingress(GrpcIngress):
 
     async def count_tokens(self, request: CountTokensRequest) -> TokenCount:
         """The number of tokens of a conversation of Anthropic's API."""
-        named = await self._with_served_name(request)
-        return await self._translator.in_thread(self._translator.count_tokens, named, await self._model_len())
+        named, model = await self._named(request)
+        translator = model.translator
+        return await translator.in_thread(translator.count_tokens, named, await model.max_model_len())
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
         """The embeddings of inputs."""
-        translate = self._pooled.translate_embeddings
-        return await self._pool("embeddings", translate, request, lambda answer: answer.full_answer)
+        return await self._pool(
+            "embeddings", lambda of: of.translate_embeddings, request, lambda answer: answer.full_answer
+        )
 
     async def score(self, request: ScoreRequest) -> ScoreList:
         """The scores of pairs of texts: a classifier's, or the cosine similarity of embeddings."""
-        translate = self._pooled.translate_score
-        return await self._pool("score", translate, request, lambda answer: answer.full_answer)
+        return await self._pool("score", lambda of: of.translate_score, request, lambda answer: answer.full_answer)
 
     async def rerank(self, request: RerankRequest) -> Ranking:
         """Documents in the order of their scores with a query."""
-        return await self._pool("rerank", self._pooled.translate_rerank, request, lambda answer: answer.ranking)
+        return await self._pool("rerank", lambda of: of.translate_rerank, request, lambda answer: answer.ranking)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
-        named, max_model_len = await self._with_served_name(request), await self._model_len()
-        return await self._translator.in_thread(self._translator.translate_tokenize, named, max_model_len)
+        named, model = await self._named(request)
+        translator = model.translator
+        return await translator.in_thread(translator.translate_tokenize, named, await model.max_model_len())
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
-        named = await self._with_served_name(request)
-        return await self._translator.in_thread(self._translator.translate_detokenize, named)
+        named, model = await self._named(request)
+        return await model.translator.in_thread(model.translator.translate_detokenize, named)
 
     async def fork(self, request: ForkRequest) -> Completion:
         """Forks of one output of a running request. The usage leaves out the prompt.
@@ -408,14 +419,16 @@ class Ingress(GrpcIngress):
             UnknownRequestError: no replica has the request, or it has ended.
         """
         with self._meter.measure("fork") as measured, self._admission.admitted():
-            call, answer = self._translator.translate_fork(await self._with_served_name(request))
+            named, model = await self._named(request)
+            call, answer = model.translator.translate_fork(named)
             outputs = await self._replicas.complete_fork(call)
             measured.receives([outputs])
             return answer.full_answer([outputs])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         with self._meter.measure("fork") as measured, self._admission.admitted():
-            call, answer = self._translator.translate_fork(await self._with_served_name(request))
+            named, model = await self._named(request)
+            call, answer = model.translator.translate_fork(named)
             async with aclosing(self._replicas.stream_fork(call)) as pieces:
                 async for piece in pieces:
                     measured.streams(piece)
@@ -500,8 +513,11 @@ class Ingress(GrpcIngress):
         with self._admission.admitted():
             context = current_context()
             tenant = request.tenant if context is None else context.tenant_of(request.tenant)
-            prefix = await self._translator.in_thread(self._translator.prompts.encode_pin, request)
-            await self._replicas.call_all("pin", request.name, prefix, request.cache_salt, tenant)
+            named, model = await self._named(request)
+            if named.model not in (None, model.name):
+                raise _only_for_models(model.name, "model")
+            prefix = await model.translator.in_thread(model.translator.prompts.encode_pin, named)
+            await self._replicas.call_all("pin", request.name, prefix, request.cache_salt, tenant, model.name)
 
     async def unpin(self, name: str) -> None:
         """Unpin a prefix on every engine replica; replicas that started after the pin may not have it.
@@ -521,45 +537,52 @@ class Ingress(GrpcIngress):
 
     async def _make_load_page(self) -> str:
         answers = await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S)
-        return render(load_families(answers, self._model_names[0]))
+        return render(load_families(answers, self._models.first.name))
 
-    async def _complete(self, route: str, translate: Translate[Body, Any], request: Body, session: str | None) -> Any:
-        async with self._admit(route, translate, request, session) as admitted:
+    async def _complete(
+        self, route: str, method: Callable[[Translator], Translate[Body, Any]], request: Body, session: str | None
+    ) -> Any:
+        async with self._admit(route, method, request, session) as admitted:
             outputs = await self._replicas.complete_calls(admitted.calls, admitted.arrived)
             admitted.measured.receives(outputs)
-            return await self._translator.build_answer(admitted.answer.full_answer, outputs)
+            return await admitted.translator.build_answer(admitted.answer.full_answer, outputs)
 
     async def _pool(
         self,
         route: str,
-        translate: Callable[[Pooled, int, ServedPooling], tuple[list[GenerateRequest], PooledReply]],
+        method: Callable[[PooledTranslator], TranslatePooled[Pooled, PooledReply]],
         request: Pooled,
         builder: Callable[[PooledReply], Callable[[list[list[Piece]]], Reply]],
     ) -> Reply:
         """Admit, measure and translate a request; compute its vectors, and build the answer."""
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
-            request, max_model_len = await self._with_served_name(request), await self._model_len()
-            if self._served is None:
-                self._served = await self._replicas.pooling()
-            calls, answer = await self._translator.in_thread(translate, request, max_model_len, self._served)
+            request, model = await self._named(request)
+            translator, translate = model.translator, method(model.pooled)
+            self._check_room(model)
+            served = await model.max_model_len(), await model.pooling()
+            calls, answer = await translator.in_thread(translate, request, *served)
             measured.sends(calls, request.model)
             outputs = await self._replicas.complete_pooled(calls, arrived)
             measured.receives(outputs)
-            return await self._translator.build_answer(builder(answer), outputs)
+            return await translator.build_answer(builder(answer), outputs)
 
     @asynccontextmanager
     async def _admit(
-        self, route: str, translate: Translate[Body, Answer], request: Body, session: str | None
+        self, route: str, method: Callable[[Translator], Translate[Body, Answer]], request: Body, session: str | None
     ) -> AsyncIterator[_Admitted[Answer]]:
         """Admit, measure and translate a request, and pin its prompt if it asks for that."""
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
-            request = await self._with_served_name(request)
-            calls, answer = await self._translator.in_thread(translate, request, session, await self._model_len())
+            request, model = await self._named(request)
+            self._check_room(model)
+            ready = self._within(model.max_model_len(), "the model was not loaded", request.timeout_s, arrived)
+            max_model_len = await ready
+            translator = model.translator
+            calls, answer = await translator.in_thread(method(translator), request, session, max_model_len)
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls, request.model)
-            yield _Admitted(calls, answer, arrived, measured)
+            yield _Admitted(calls, answer, arrived, measured, translator)
 
     async def _pin_prompt(self, request: GenerationBody, calls: Sequence[GenerateRequest], arrived: float) -> None:
         if request.pin is None:
@@ -568,15 +591,11 @@ class Ingress(GrpcIngress):
             raise RequestError(f"pin takes one prompt, not {len(calls)}: send them one by one", "pin")
         [call] = calls
         if call.adapter is not None:
-            raise RequestError(
-                f"prefixes can be pinned for the model {self._model_names[0]!r} only, not for adapters", "pin"
-            )
-        timeout_s = call.timeout_s
+            raise _only_for_models(call.model, "pin")
+        prefix = call.prompt_token_ids, call.cache_salt, call.tenant, call.model
         try:
-            async with asyncio.timeout(None if timeout_s is None else arrived + timeout_s - time.monotonic()):
-                await self._replicas.call_all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
-        except TimeoutError:
-            raise DeadlineError(f"the prompt was not pinned within the request's timeout_s of {timeout_s}") from None
+            pinning = self._replicas.call_all("pin", request.pin, *prefix)
+            await self._within(pinning, "the prompt was not pinned", call.timeout_s, arrived)
         except RequestError as error:
             raise type(error)(error.message, "pin") from error
 
@@ -591,16 +610,42 @@ class Ingress(GrpcIngress):
 
     async def _learn(self, model: str | None) -> None:
         """Get the newest adapters if the model is unknown: another ingress may have loaded it a moment ago."""
-        if self._adapters is not None and model is not None and not self._translator.knows(model):
+        if self._adapters is not None and model is not None and not self._models.knows(model):
             await self._adapters.refresh()
 
-    async def _with_served_name(self, request: Named) -> Named:
-        """The request with the served name in place of an alias: it counts for permissions, metrics and the answer."""
-        name = None if request.model is None else self._translator.served_name(request.model)
-        await self._learn(name)
-        return request if name == request.model else request.model_copy(update={"model": name})
+    async def _named(self, request: Named) -> tuple[Named, ServedModel]:
+        """The request with the served name in place of an alias, which counts for permissions, metrics and the answer;
+        and its model, with its tokenizer.
 
-    async def _model_len(self) -> int:
-        if self._max_model_len is None:
-            self._max_model_len = await self._replicas.max_model_len()
-        return self._max_model_len
+        Raises:
+            UnknownModelError: there is no such model.
+            ForbiddenError: the caller's API key does not allow it.
+        """
+        name = None if request.model is None else self._models.served_name(request.model)
+        await self._learn(name)
+        model = self._models.first if name is None else self._models.find(name)
+        if (context := current_context()) is not None:
+            context.check_model(name or model.name)  # before anything is loaded for it
+        await model.load()
+        return (request if name == request.model else request.model_copy(update={"model": name})), model
+
+    def _check_room(self, model: ServedModel) -> None:
+        """Raise `OverloadedError` while all replicas are full of a model's requests, unless this request may try. The
+        requests of a single model are refused by their heads, in which no model is named."""
+        if not self._is_shared:
+            return
+        model.shedder.arrival_share = self._shedder.arrival_share
+        if (delay_s := model.shedder.admission_delay_s(time.monotonic())) is not None:
+            raise overloaded_error(delay_s)
+
+    async def _within(self, awaited: Awaitable[T], failure: str, timeout_s: float | None, arrived: float) -> T:
+        """Await something within a request's time. Raises `DeadlineError`, which tells the failure."""
+        try:
+            async with asyncio.timeout(None if timeout_s is None else arrived + timeout_s - time.monotonic()):
+                return await awaited
+        except TimeoutError:
+            raise DeadlineError(f"{failure} within the request's timeout_s of {timeout_s}") from None
+
+
+def _only_for_models(name: str, param: str) -> RequestError:
+    return RequestError(f"prefixes can be pinned for the model {name!r} only, not for its adapters", param)

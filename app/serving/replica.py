@@ -1,4 +1,4 @@
-"""The engine replica: one engine in a Ray Serve deployment, and its calls of peer replicas."""
+"""The engine replica: a shelf of models in a Ray Serve deployment, and its calls of peer replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,25 +20,35 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app.config.engine import EngineConfig
+from app.config.shelf import ShelfConfig
 from app.dashboard.views import ReplicaView, WatchCall, view_replica
 from app.engine import Delta
 from app.engine.lora.source import AdapterSource
-from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
+from app.engine.report import ReplicaReport
+from app.errors import (
+    ConfigError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    UnknownPinError,
+    UnknownRequestError,
+)
 from app.fleet.adapters import AdapterTable
 from app.fleet.autoscaling import AutoscalingLoad
 from app.fleet.messages import (
     ForkCall,
     GenerateRequest,
+    HostedModel,
     HotPrefixes,
     Piece,
     PieceCollector,
     ReplicaStatus,
     ServedPooling,
     SharedStreamCall,
-    report_as_stats,
+    reports_as_stats,
 )
 from app.fleet.retry import DuplicateGuard
+from app.fleet.shelf_load import reports_for_routers, summed_activity, summed_load, summed_memory, unloaded_report
 from app.fleet.streams import StreamPace, interleave, with_heartbeats
 from app.logs import configure_logs
 from app.serving.adapters import TableCopy
@@ -49,7 +59,8 @@ from app.tracing import keep_traces_whole, traced
 from vmem import BudgetAnswer, CachedPrefix, MemoryReport
 
 if TYPE_CHECKING:
-    from app.engine.async_engine import Pace
+    from app.engine.async_engine import AsyncEngine, Pace
+    from app.engine.shelf.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +75,25 @@ _PEER_RETRY_S = 0.1
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Loads by model, and load and memory of all models together."""
+
+    loads: dict[str, ReplicaReport]
+    load: ReplicaReport
+    memory: MemoryReport
+
+
 class EngineReplica:
-    """Runs the model. Cancelling a call cancels its request and frees its memory.
+    """Runs the models of a shelf. Cancelling a call cancels its request and frees its memory. Methods with a `model`
+    are about that one, or the first one if it is empty, which is loaded if it has not been.
 
     All streams and Serve's health checks share the event loop, which therefore never waits for the memory's lock: calls
     that may need the lock run in other threads (`_run_in_thread`).
 
     Args:
-        shared_kv_memory_bytes: KV memory of all replicas on this device together. `None`: this replica has
-            `kv_memory_bytes` of its own.
+        shared_kv_memory_bytes: KV memory of all replicas on this device together, for a single model. `None`: this
+            replica has `kv_memory_bytes` or `device_memory_bytes` of its own.
         pace: of the streams. `None`: they send every step.
 
     Raises:
@@ -80,26 +101,29 @@ class EngineReplica:
     """
 
     def __init__(
-        self, config: EngineConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
+        self, shelf: ShelfConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
     ) -> None:
         # Imported here, in the replica: Serve's controller and the process that builds the application import this
         # module, too, and would take seconds to import torch and transformers.
-        from app.engine import AsyncEngine
+        from app.engine.load_report import MOST_KEYS
         from app.engine.model.device import resolve
+        from app.engine.shelf.shelf import Shelf
         from app.serving.tp_actors import actors_of_this_replica
 
         configure_logs()
         keep_traces_whole()
-        if config.device == "cuda" and len(ray.get_gpu_ids()) != 1:
+        self._first, self._is_shared = shelf.first.name, shelf.device_memory_bytes is not None
+        self._most_keys = MOST_KEYS
+        first = shelf.first.engine  # all models have the same device
+        if first.device == "cuda" and len(ray.get_gpu_ids()) != 1:
             raise ConfigError(
                 f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
                 "have num_gpus: 1, or be left out"
             )
-        resolved = resolve(config)
-        if config.device == "auto" and resolved.device == "cuda" and not ray.get_gpu_ids():
+        self._device = resolve(first).device
+        if first.device == "auto" and self._device == "cuda" and not ray.get_gpu_ids():
             logger.warning("device auto is the CPU: Ray gave this replica no GPU")
-            resolved = config.on_device("cpu")
-        config = resolved
+            self._device = "cpu"
         self._audit = RoutingAudit()
         self._meter = EngineMeter()
         self._shared = SharedStreams()
@@ -115,23 +139,33 @@ class EngineReplica:
         self._setting = asyncio.Lock()
         self._syncing: asyncio.Task[None] | None = None
         self._adapters: TableCopy | None = None
-        if config.adapter_dir is not None:
+        if any(model.engine.adapter_dir is not None for model in shelf.models):
             self._adapters = TableCopy(context.app_name)
             self._table = self._adapters.fetch()
-        loaded = self._table.sources
-        launch = actors_of_this_replica()
+        make_shelf = partial(
+            Shelf,
+            [replace(model, engine=model.engine.on_device(self._device)) for model in shelf.models],
+            device_memory_bytes=shelf.device_memory_bytes,
+            host_memory_bytes=shelf.host_memory_bytes,
+            weights_dir=shelf.weights_dir,
+            launch=actors_of_this_replica(),
+            prefixes_of_others=peers,
+            loaded=self._table.sources,
+        )
+        self._shelf: Shelf
         if shared_kv_memory_bytes is None:
-            self._engine = AsyncEngine(config, launch, prefixes_of_others=peers, loaded=loaded)
+            self._shelf = make_shelf()
         else:
-            self._member = member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
+            self._member = member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(self._device))
             try:
                 member.wait_for_budget()
-                self._engine = AsyncEngine(config, launch, member.attach, peers, loaded)
+                self._shelf = make_shelf(admit=member.attach)
             except BaseException:
                 member.close()
                 raise
-            member.follow(partial(self._engine.load, most_keys=0))
-        self._model, self._ready_at = config.model, time.monotonic()
+            [engine] = self._engines().values()
+            member.follow(partial(engine.load, most_keys=0))
+        self._ready_at = time.monotonic()
         gc.collect()  # as in the ingress: keep libraries' objects out of full collections
         gc.freeze()
 
@@ -169,31 +203,47 @@ class EngineReplica:
             async for entries in messages:
                 yield entries
 
-    async def max_model_len(self) -> int:
-        """The model's context length. Raises `UnavailableError` once the engine has stopped."""
-        self._engine.check()
-        return self._engine.max_model_len
+    async def ready(self) -> None:
+        """Return at once. Raises `UnavailableError` once the engine has stopped."""
+        self._shelf.check()
 
-    async def pooling(self) -> ServedPooling:
-        """The vectors that the model makes of prompts. Raises `UnavailableError` once the engine has stopped."""
-        self._engine.check()
-        pooling = self._engine.pooling
+    async def hosted_models(self) -> list[HostedModel]:
+        """The state of each model. Raises `UnavailableError` once the engine has stopped."""
+        self._shelf.check()
+        engines = self._engines()
+        return [
+            HostedModel(status, engine.max_model_len if (engine := engines.get(status.name)) is not None else None)
+            for status in self._shelf.statuses()
+        ]
+
+    async def max_model_len(self, model: str = "") -> int:
+        """The model's context length. Raises as `_ready`."""
+        return (await self._ready(model)).max_model_len
+
+    async def pooling(self, model: str = "") -> ServedPooling:
+        """The vectors that the model makes of prompts. Raises as `_ready`."""
+        pooling = (await self._ready(model)).pooling
         return ServedPooling(None) if pooling is None else ServedPooling(pooling.kind, pooling.template)
 
     async def named_report(self) -> tuple[str, MemoryReport]:
-        """The replica's name, with which its answers' ids end, and its KV memory."""
-        return self._name, await _run_in_thread(self._engine.report)
+        """The replica's name, with which its answers' ids end, and its KV memory, of all models together."""
+        return self._name, (await _run_in_thread(partial(self._figures, 0))).memory
 
     async def status(self) -> ReplicaStatus:
         """The status for operators. Raises `UnavailableError` once the engine has stopped."""
-        load = await _run_in_thread(partial(self._engine.load, most_keys=0))
-        memory = await _run_in_thread(self._engine.report)
-        return ReplicaStatus(self._name, load, memory, self._engine.start_times.ready_s)
+        figures = await _run_in_thread(partial(self._figures, 0))
+        ready_s = sum(engine.start_times.ready_s for engine in self._engines().values())
+        return ReplicaStatus(self._name, figures.load, figures.memory, ready_s, self._shelf.statuses())
 
     async def look(self, call: WatchCall) -> ReplicaView:
         """This replica's part of the dashboard. Raises `UnavailableError` once the engine has stopped."""
-        watch = self._engine.watch
-        view = partial(view_replica, watch, call, name=self._name, model=self._model, ready_at=self._ready_at)
+        statuses = sorted(self._shelf.statuses(), key=lambda status: status.num_running + status.num_waiting)
+        engines = self._engines()
+        names = [status.name for status in statuses if status.name in engines]
+        if not names:
+            raise UnavailableError("no model has been loaded yet")
+        watch = engines[names[-1]].watch  # of the one with the most requests
+        view = partial(view_replica, watch, call, name=self._name, model=names[-1], ready_at=self._ready_at)
         return await _run_in_thread(view)
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
@@ -206,58 +256,126 @@ class EngineReplica:
             raise RequestError(
                 "budgets follow the load here: set shared_kv_memory_bytes of the application instead", "budget_bytes"
             )
-        return await _run_in_thread(partial(self._engine.set_budget, budget_bytes, revision))
+        if self._is_shared:
+            raise RequestError(
+                "the models of a replica get their budgets from device_memory_bytes: set that instead", "budget_bytes"
+            )
+        [engine] = self._engines().values()
+        return await _run_in_thread(partial(engine.set_budget, budget_bytes, revision))
 
     async def pin(
-        self, name: str, prompt_token_ids: list[int], cache_salt: str | None, tenant: str | None = None
+        self,
+        name: str,
+        prompt_token_ids: list[int],
+        cache_salt: str | None,
+        tenant: str | None = None,
+        model: str = "",
     ) -> None:
-        await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
+        await (await self._ready(model)).pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
 
     async def unpin(self, name: str) -> None:
-        await _run_in_thread(partial(self._engine.unpin, name))
+        """Unpin a prefix of any model. Raises `UnknownPinError`."""
+        errors = []
+        engines = self._engines().values()
+        for engine in engines:
+            try:
+                await _run_in_thread(partial(engine.unpin, name))
+            except UnknownPinError as error:
+                errors.append(error)
+        if len(errors) == len(engines):
+            raise errors[0] if errors else UnknownPinError(f"no prefix is pinned as {name!r}", "name")
 
-    async def check_adapter(self, name: str, path: str) -> AdapterSource:
-        """Check an adapter before it is loaded (`AsyncEngine.check_adapter`)."""
-        return await self._engine.check_adapter(name, path)
+    async def check_adapter(self, name: str, path: str, model: str = "") -> AdapterSource:
+        """Check an adapter of a model before it is loaded (`AsyncEngine.check_adapter`)."""
+        return replace(await (await self._ready(model)).check_adapter(name, path), model=model)
 
     async def set_adapters(self, table: AdapterTable) -> None:
         """Set the adapters loaded at run time, unless the engine has a newer table."""
         async with self._setting:
             if table.revision > self._table.revision:
-                await self._engine.set_loaded(table.sources)
                 self._table = table
+                for name in self._shelf.names:
+                    await self._set_loaded(name)
                 logger.info("adapters loaded at run time: %s", ", ".join(table.ids.values()) or "none")
 
-    async def hot_prefixes(self) -> HotPrefixes:
-        """The prefixes that warm the cache of a new replica (`app.engine.startup.hot_prefixes`)."""
-        prefixes = await _run_in_thread(self._engine.hot_prefixes)
-        return HotPrefixes(await asyncio.to_thread(lambda: self._engine.prefix_fingerprint), prefixes)
+    async def hot_prefixes(self, fingerprint: str) -> HotPrefixes | None:
+        """The prefixes that warm the cache of a new replica (`app.engine.startup.hot_prefixes`), of the model with this
+        fingerprint; `None` if there is none."""
+        for engine in self._engines().values():
+            if await asyncio.to_thread(getattr, engine, "prefix_fingerprint") == fingerprint:
+                return HotPrefixes(fingerprint, await _run_in_thread(engine.hot_prefixes))
+        return None
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """The load report for routers. Serve calls this every report period; metrics are recorded here, too."""
-        self._meter.note_speculation(self._engine.speculation)
-        self._meter.note_start(self._engine.start_times)
+        """The load reports for routers. Serve calls this every report period; metrics are recorded here, too."""
+        engines = list(self._engines().values())
+        if len(engines) == 1:
+            self._meter.note_speculation(engines[0].speculation)
+            self._meter.note_start(engines[0].start_times)
         self._exit_if_stopped()
         if self._adapters is not None and (self._syncing is None or self._syncing.done()):
             self._syncing = asyncio.create_task(self._sync_adapters(self._adapters))
-        load, memory = await _run_in_thread(self._engine.load), await _run_in_thread(self._engine.report)
-        self._meter.note(load, memory, self._engine.take_activity())
-        return report_as_stats(load)
+        figures = await _run_in_thread(partial(self._figures, self._most_keys // max(len(engines), 1)))
+        if engines:
+            activity = summed_activity([engine.take_activity() for engine in engines])
+            self._meter.note(figures.load, figures.memory, activity)
+        return reports_as_stats(reports_for_routers(figures.loads, self._shelf.statuses()))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""
-        return AutoscalingLoad.from_report(await _run_in_thread(partial(self._engine.load, most_keys=0))).as_metrics()
+        return AutoscalingLoad.from_report((await _run_in_thread(partial(self._figures, 0))).load).as_metrics()
 
     def check_health(self) -> None:
         """Called by Serve, which replaces the replica after three errors, or at once when its process has ended."""
         self._exit_if_stopped()
-        self._engine.check()
+        self._shelf.check()
         if self._member is not None and not self._member.healthy and not self._closing:
             raise UnavailableError("the replica's budget can no longer change, see the log")
 
+    def _engines(self) -> dict[str, AsyncEngine]:
+        """The engines of the models that have been loaded."""
+        models = [(name, self._shelf.model(name).engine) for name in self._shelf.names]
+        return {name: engine for name, engine in models if engine is not None}
+
+    async def _ready(self, model: str) -> AsyncEngine:
+        """The engine of a model, once it has been loaded.
+
+        Raises:
+            UnknownModelError: there is no such model.
+            OverloadedError: too many requests wait for it.
+            UnavailableError: it cannot be loaded, or its engine has stopped.
+        """
+        engine = await self._shelf.model(model or self._first).ready()
+        engine.check()
+        return engine
+
+    async def _set_loaded(self, name: str) -> None:
+        """Give a model the adapters loaded at run time for it."""
+        model = self._shelf.model(name)
+        model.loaded_adapters = [source for source in self._table.sources if (source.model or self._first) == name]
+        if model.engine is not None:
+            await model.engine.set_loaded(model.loaded_adapters)
+
+    def _figures(self, most_keys: int) -> _Figures:
+        """Raises `UnavailableError` once the only engine has stopped. A model whose engine has stopped has the load of
+        one that has not been loaded."""
+        engines, loads, memories = self._engines(), {}, []
+        for status in self._shelf.statuses():
+            engine = engines.get(status.name)
+            try:
+                if engine is not None:
+                    loads[status.name], memory = engine.load(most_keys=most_keys), engine.report()
+                    memories.append(memory)
+                    continue
+            except UnavailableError:
+                if not self._is_shared:
+                    raise
+            loads[status.name] = unloaded_report(status, time.monotonic())
+        return _Figures(loads, summed_load(list(loads.values())), summed_memory(memories))
+
     def _exit_if_stopped(self) -> None:
         """End the process of a stopped engine soon: until then Serve sends requests that fail."""
-        if not self._engine.healthy and self._exit_timer is None and not self._closing:
+        if not self._shelf.healthy and self._exit_timer is None and not self._closing:
             self._exit_timer = threading.Timer(_FLUSH_GRACE_S, os._exit, (1,))
             self._exit_timer.start()
 
@@ -288,7 +406,10 @@ class EngineReplica:
             return self._generated(call, pace)
         if call.replica != self._name:
             raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
-        return self._engine.fork(
+        engine = self._shelf.model(call.model or self._first).engine
+        if engine is None:
+            raise UnknownRequestError(f"there is no request {call.fork_of!r} here", "request_id")
+        return engine.fork(
             call.fork_of,
             call.params,
             call.request_id,
@@ -299,12 +420,13 @@ class EngineReplica:
         )
 
     async def _generated(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
+        model = self._shelf.model(request.model or self._first)
         key, expected = request.repeat_key, request.expected
         if expected is not None and expected.replica != self._name:  # the expectation concerns another replica
             expected = None
 
         def generate(prompt: list[int], num_expected: int | None = None) -> AsyncGenerator[list[Delta], None]:
-            return self._engine.generate(
+            return model.generate(
                 prompt,
                 request.params,
                 request.request_id,
@@ -342,9 +464,9 @@ class EngineReplica:
             raise
 
     def __del__(self) -> None:
-        if hasattr(self, "_engine"):  # else the start failed
+        if hasattr(self, "_shelf"):  # else the start failed
             self._closing = True
-            self._engine.close()
+            self._shelf.close()
             if self._member is not None:
                 self._member.close()
 
@@ -365,7 +487,7 @@ def peer_prefixes(deployment: str, app_name: str, fingerprint: str) -> list[Sequ
     try:
         if not _num_running(deployment, app_name):  # the first replica would wait for peers until the timeout
             return []
-        answers = _broadcast(deployment, app_name, "hot_prefixes")
+        answers = _broadcast(deployment, app_name, "hot_prefixes", fingerprint)
     except Exception as error:  # any: the deployment may just have gone, and the start goes on
         name = type(error).__name__
         logger.warning("peer replicas cannot be asked for hot prefixes: %s: %s", name, error, exc_info=True)
@@ -392,7 +514,7 @@ def _num_running(deployment: str, app_name: str) -> int:
     return int(states.get("RUNNING", 0))
 
 
-def _broadcast(deployment: str, app_name: str, method: str) -> list[Any]:
+def _broadcast(deployment: str, app_name: str, method: str, *args: Any) -> list[Any]:
     """Every running replica's answer or exception."""
     # `serve.get_deployment_handle` would keep the handle, and its router would read all load reports for ever.
     handle: DeploymentHandle[Any] = DeploymentHandle(deployment, app_name)
@@ -401,7 +523,7 @@ def _broadcast(deployment: str, app_name: str, method: str) -> list[Any]:
         while True:
             try:
                 left_s = max(deadline - time.monotonic(), 0.0)
-                return list(handle.broadcast(method).results(timeout_s=left_s, return_exceptions=True))
+                return list(handle.broadcast(method, *args).results(timeout_s=left_s, return_exceptions=True))
             except DeploymentUnavailableError:  # a new handle does not know any replica yet
                 if time.monotonic() > deadline:
                     raise

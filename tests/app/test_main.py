@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from app.config.args import AppArgs, RoutingArgs, StreamingArgs
 from app.config.engine import EngineConfig
 from app.errors import ConfigError
-from app.main import bounded, build, max_ongoing_requests, most_seqs, replica_resources, shared_engine
+from app.main import bounded, build, max_ongoing_requests, most_seqs, replica_resources, served_shelf
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_serve_does_not_log_requests_too() -> None:
 
 def test_the_shared_memory_is_the_ceiling_of_each_replica() -> None:
     args = AppArgs(engine=EngineConfig(model="builtin", speculation="ngram"), shared_kv_memory_bytes=1 << 20)
-    assert shared_engine(args).kv_memory_bytes == 1 << 20
-    assert shared_engine(AppArgs(engine=EngineConfig(model="builtin"))).kv_memory_bytes is None
+    assert served_shelf(args).first.engine.kv_memory_bytes == 1 << 20
+    assert served_shelf(AppArgs(engine=EngineConfig(model="builtin"))).first.engine.kv_memory_bytes is None
 
 
 def test_the_engines_queue_is_the_bound_not_serves() -> None:

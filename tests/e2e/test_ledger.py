@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 from app.config.engine import EngineConfig
 from app.engine import SamplingParams
 from app.fleet.messages import GenerateRequest
-from app.main import AppArgs, replica_resources, shared_engine
+from app.main import AppArgs, replica_resources, served_shelf
 from app.serving.ledger import NAMESPACE, ledger_name
 from app.serving.replica import EngineReplica
 from tests.e2e.conftest import deleted_at_the_end
@@ -83,10 +83,11 @@ class Server:
 @pytest.fixture(scope="module")
 def server(cluster_url: str) -> Iterator[Server]:
     args = AppArgs(engine=EngineConfig(model="builtin", max_model_len=1024), shared_kv_memory_bytes=SHARED_BYTES)
-    engine = shared_engine(args)
-    deployment: Any = serve.deployment(autoscaling_config=AUTOSCALING, **replica_resources(engine))(EngineReplica)
+    shelf = served_shelf(args)
+    resources = replica_resources(shelf.first.engine)
+    deployment: Any = serve.deployment(autoscaling_config=AUTOSCALING, **resources)(EngineReplica)
     with deleted_at_the_end(NAME):
-        yield Server(serve.run(deployment.bind(engine, SHARED_BYTES), name=NAME, route_prefix="/shared"))
+        yield Server(serve.run(deployment.bind(shelf, SHARED_BYTES), name=NAME, route_prefix="/shared"))
 
 
 def test_budgets_add_up_while_replicas_and_the_ledger_are_replaced(server: Server) -> None:

@@ -20,11 +20,13 @@ class AdapterSource:
     Attributes:
         path: a folder, or a Hub id.
         version: `files_version` of the files; `None` for an adapter of the settings, whose files may not change.
+        model: the name of its model among those of a replica; empty: the first one.
     """
 
     name: str
     path: str
     version: str | None = None
+    model: str = ""
 
     @property
     def id(self) -> str:

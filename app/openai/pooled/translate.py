@@ -25,6 +25,7 @@ class PooledTranslator:
     Args:
         adapter_of: the adapter of a model's name.
         key_of: `GenerateRequest.adapter_key` of an adapter.
+        model_name: the model's name at replicas.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class PooledTranslator:
         prompts: PromptEncoder,
         adapter_of: Callable[[str], str | None],
         key_of: Callable[[str | None], str | None],
+        model_name: str,
     ) -> None:
         self._prompts = prompts
         self._adapter_of = adapter_of
         self._key_of = key_of
+        self._model_name = model_name
 
     def translate_embeddings(
         self, request: EmbeddingRequest, max_model_len: int, served: ServedPooling
@@ -139,6 +142,7 @@ class PooledTranslator:
                 timeout_s=timeout_s,
                 repeat_key=None if attempt_of is None else f"{attempt_of} {number}",
                 pooling=pooling,
+                model=self._model_name,
             )
             for number, prompt in enumerate(prompts)
         ]

@@ -66,11 +66,11 @@ def test_keep_in_yaml_is_a_word_or_seconds() -> None:
 
 def test_a_single_engine_is_a_shelf_of_one_that_never_sleeps() -> None:
     engine = EngineConfig(model="builtin", max_num_seqs=3)
-    [model] = AppArgs(engine=engine, model_name="m", tool_call_parser="hermes", reasoning_parser="qwen3").shelf
+    [model] = AppArgs(engine=engine, model_name="m", tool_call_parser="hermes", reasoning_parser="qwen3").shelf.models
     assert model == ModelConfig(
         name="m", engine=engine, keep="always", tool_call_parser="hermes", reasoning_parser="qwen3"
     )
-    [model] = AppArgs(engine=EngineConfig(model="Qwen/Qwen2.5-0.5B")).shelf
+    [model] = AppArgs(engine=EngineConfig(model="Qwen/Qwen2.5-0.5B")).shelf.models
     assert model.name == "Qwen2.5-0.5B"
 
 

@@ -49,7 +49,7 @@ from app.request_context import CURRENT, RequestContext
 from app.serving import adapters
 from tests.app.serving.registry import Cluster
 from tests.app.serving.test_calls import Handle
-from tests.local_server import ingress_of
+from tests.local_server import a_model, ingress_of
 
 TOKENIZER = load_tokenizer("builtin")
 
@@ -62,7 +62,7 @@ class Engines(Handle):
     ) -> None:
         super().__init__(self._items)
         self._error, self._fails_at, self._hangs, self._text = error, fails_at, hangs, text
-        self.max_model_len = SimpleNamespace(remote=self._max_model_len)
+        self.max_model_len = SimpleNamespace(remote=lambda model: self._max_model_len())
 
     def _items(self, call: GenerateRequest | ForkCall) -> list[Any]:
         number, n = len(self.calls) - 1, call.params.n
@@ -80,7 +80,7 @@ class Engines(Handle):
 
 
 def ingress_with(engines: Engines, **settings: Any) -> Any:
-    return ingress_of(engines, "m", ("pirate",), **settings)
+    return ingress_of(engines, a_model("m", adapters={"pirate": "x/pirate"}), **settings)
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -100,9 +100,8 @@ async def test_a_deadline_counts_from_the_arrival(stream: bool, monkeypatch: pyt
         return prepare(*args)
 
     ingress = ingress_with(engines := Engines())
-    monkeypatch.setattr(
-        ingress._translator, "translate_completion", partial(slowly, ingress._translator.translate_completion)
-    )
+    translator = ingress._models.first.translator
+    monkeypatch.setattr(translator, "translate_completion", partial(slowly, translator.translate_completion))
     for timeout_s in (60.0, 0.05):
         request = completion(timeout_s=timeout_s)
         answer = collect(ingress.generate_stream(request)) if stream else ingress.generate(request)
@@ -160,7 +159,7 @@ async def test_long_answers_are_made_outside_of_the_event_loop(monkeypatch: pyte
         threads.append(threading.current_thread())
         return "answer"
 
-    whole = ingress_with(Engines())._translator.build_answer
+    whole = ingress_with(Engines())._models.first.translator.build_answer
     for num_tokens in (1, 1000):
         tokens = (TokenLogprobs(5, -1.0, 1, ()),) * num_tokens
         assert await whole(note, [[Piece("", (5,) * num_tokens, logprobs=tokens)]]) == "answer"
@@ -211,7 +210,7 @@ def cluster_of(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 async def test_an_ingress_learns_of_adapters_that_another_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first request for one: it need not wait for the next exchange of tables."""
     registry = cluster_of(monkeypatch).actor.registry
-    ingress = ingress_of(engines := Engines(), "m", ("pirate",), loads_adapters=True)
+    ingress = ingress_of(engines := Engines(), a_model("m", adapters={"pirate": "x/pirate"}, adapter_dir="/adapters"))
     with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
         await ingress.generate(completion(model="legal"))
     registry.restore(AdapterTable(1, (AdapterSource("legal", "/a", "1"),)))
@@ -275,7 +274,7 @@ async def test_a_fork_goes_to_the_replica_in_the_id() -> None:
     fork = ForkRequest(model="m", request_id=first.id, n=2, index=0, max_tokens=3)
     forks = await ingress.fork(fork)
     [begun, call] = engines.calls
-    assert call == ForkCall(call.request_id, begun.request_id, 0, "r7", fork.sampling_params())
+    assert call == ForkCall(call.request_id, begun.request_id, 0, "r7", fork.sampling_params(), model="m")
     assert call.request_id != begun.request_id
     assert [choice.text for choice in forks.choices] == ["10", "11"]
     assert (forks.usage.prompt_tokens, forks.usage.completion_tokens) == (0, 2)
@@ -379,13 +378,12 @@ async def test_ready_does_not_wait_while_the_server_starts(monkeypatch: pytest.M
     """It took ten seconds to say that there was no replica yet. The question goes on: it may be what starts one."""
     ingress, there, asked = ingress_with(engines := Engines()), asyncio.Event(), 0
 
-    async def max_model_len() -> int:
+    async def ready() -> None:
         nonlocal asked
         asked += 1
         await there.wait()
-        return 64
 
-    engines.max_model_len = SimpleNamespace(remote=max_model_len)
+    engines.ready = SimpleNamespace(remote=ready)
     monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 0.0)
     monkeypatch.setattr("app.serving.ingress.READY_TIMEOUT_S", 30.0)
     for _ in range(2):

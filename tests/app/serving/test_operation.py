@@ -170,11 +170,11 @@ async def test_a_request_pins_its_prompt_everywhere_before_it_is_sent() -> None:
     await ingress.generate(request)
     async for _ in ingress.generate_stream(request):
         pass
-    expected = ("pin", ("rules", TOKENIZER.encode("Hello you"), "s", "t"))
+    expected = ("pin", ("rules", TOKENIZER.encode("Hello you"), "s", "t", "m"))
     assert fleet.broadcasts == [expected] * 2
     assert len(fleet.calls) == 2
     await ingress.pin(PinRequest(name="rules", prompt=[1, 2], cache_salt="s", tenant="t"))
-    assert fleet.broadcasts[2] == ("pin", ("rules", [1, 2], "s", "t"))
+    assert fleet.broadcasts[2] == ("pin", ("rules", [1, 2], "s", "t", "m"))
     for wrong in (completion(prompt=["a", "b"], pin="x"), completion(model="pirate", pin="x")):
         with pytest.raises(RequestError) as caught:
             await ingress.generate(wrong)

@@ -43,7 +43,8 @@ class Serve:
     def handle(self, deployment: str, app_name: str) -> Any:
         """A `DeploymentHandle`, to be shut down."""
 
-        def broadcast(method: str) -> Any:
+        def broadcast(method: str, fingerprint: str) -> Any:
+            assert fingerprint == "same"
             self.asked.append((deployment, app_name, method))
             return SimpleNamespace(results=self._results)
 
@@ -104,7 +105,7 @@ def test_prefixes_of_other_models_and_versions_are_dropped(
     """Regression: token ids of another tokenizer were computed, and pinned, as if they were this one's."""
     caplog.set_level("INFO")
     other = HotPrefixes("other", PREFIXES)
-    assert ask(monkeypatch, Serve({"RUNNING": 4}, [other, ANSWER, PREFIXES, other])) == [PREFIXES]
+    assert ask(monkeypatch, Serve({"RUNNING": 4}, [other, ANSWER, PREFIXES, None])) == [PREFIXES]
     assert [r.getMessage() for r in caplog.records if "another model" in r.getMessage()] == [
         "3 peer replicas have another model or version; their prefixes are not restored"
     ]

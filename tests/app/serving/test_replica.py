@@ -207,7 +207,8 @@ async def test_the_hot_prefixes() -> None:
     replica = replica_with(engine := Engine(DELTAS))
     engine.hot_prefixes = lambda: [CachedPrefix((1,), (), 2)]  # type: ignore[attr-defined]
     engine.prefix_fingerprint = "f"  # type: ignore[attr-defined]
-    assert await replica.hot_prefixes() == HotPrefixes("f", [CachedPrefix((1,), (), 2)])
+    assert await replica.hot_prefixes("f") == HotPrefixes("f", [CachedPrefix((1,), (), 2)])
+    assert await replica.hot_prefixes("g") is None
 
 
 def test_a_replica_whose_budget_cannot_change_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +250,7 @@ async def test_nothing_waits_for_the_memory_on_the_event_loop() -> None:
             replica.record_routing_stats(),
             replica.record_autoscaling_stats(),
             replica.set_budget(12 << 20, 1),
-            replica.hot_prefixes(),
+            replica.hot_prefixes("f"),
             replica.unpin("a"),
             replica.pin("b", list(range(64)), None),
         )

@@ -429,8 +429,7 @@ async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkey
     for i in range(9):
         chosen = await choose(router, pending(i))
         if chosen != "c":
-            await asyncio.sleep(0)  # its placement is noted
-    router.on_request_completed(ReplicaID(chosen, DEPLOYMENT), f"internal-{i}")
+            router.on_request_completed(ReplicaID(chosen, DEPLOYMENT), f"internal-{i}")
     for replica in replicas:
         replica.num_ongoing = replica.max_ongoing_requests
         router.on_new_queue_len_info(replica.replica_id, replica.num_ongoing)

@@ -1,0 +1,174 @@
+"""The models that an ingress serves: their names, tokenizers and contexts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from app.compat.transformers import imported_without_torch
+from app.config.shelf import ModelConfig
+from app.engine.model.tokenizer import load_tokenizer
+from app.engine.shelf.status import ModelState
+from app.errors import UnknownModelError
+from app.fleet.adapters import AdapterTable
+from app.fleet.messages import HostedModel, ServedPooling
+from app.fleet.overload import LoadShedder
+from app.openai.output.formats import output_format
+from app.openai.pooled.translate import PooledTranslator
+from app.openai.translate import Translator
+
+# The most ready first.
+_STATES: tuple[ModelState, ...] = ("awake", "waking", "asleep", "loading", "new", "failed")
+
+
+class Replicas(Protocol):
+    """The engine replicas, as far as a model's context is concerned."""
+
+    async def max_model_len(self, model: str) -> int: ...
+    async def pooling(self, model: str) -> ServedPooling: ...
+
+
+class ServedModel:
+    """One model: everything of it that an ingress needs, as far as requests have asked for it.
+
+    Attributes:
+        translator, pooled: of bodies, once `load` has returned.
+        shedder: sheds its load while all replicas are full of its requests.
+    """
+
+    translator: Translator
+    pooled: PooledTranslator
+
+    def __init__(self, config: ModelConfig, replicas: Replicas) -> None:
+        self.config, self.name = config, config.name
+        self.shedder = LoadShedder()
+        self.created = int(time.time())
+        self.context_tokens: int | None = None
+        self._adapters: Mapping[str, str] = {}
+        self._replicas = replicas
+        self._pooling: ServedPooling | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._is_loaded = False
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of its adapters."""
+        return (*self.config.engine.adapters, *self._adapters)
+
+    def set_adapters(self, ids: Mapping[str, str]) -> None:
+        """Set the adapters loaded at run time: name → id."""
+        self._adapters = ids
+        if self._is_loaded:
+            self.translator.loaded = ids
+
+    def load_now(self) -> None:
+        """Load the tokenizer, which takes up to a second. Raises `ModelError`."""
+        with imported_without_torch():
+            tokenizer = load_tokenizer(self.config.engine.model)
+        parsers = self.config.tool_call_parser, self.config.reasoning_parser
+        adapters = tuple(self.config.engine.adapters)
+        self.translator = Translator(tokenizer, self.name, adapters, output_format(tokenizer, *parsers))
+        self.translator.loaded = self._adapters
+        self.pooled = PooledTranslator(
+            self.translator.prompts, self.translator.adapter_of, self.translator.key_of, self.name
+        )
+        self._is_loaded = True
+
+    async def load(self) -> None:
+        """Load the tokenizer in a thread, once. Raises `ModelError`."""
+        if self._is_loaded:
+            return
+        if self._loading is None or self._loading.done():
+            self._loading = asyncio.create_task(asyncio.to_thread(self.load_now))
+        await asyncio.shield(self._loading)
+
+    async def max_model_len(self) -> int:
+        """The context in tokens. The first call waits until a replica has loaded the model."""
+        if self.context_tokens is None:
+            self.context_tokens = await self._replicas.max_model_len(self.name)
+        return self.context_tokens
+
+    async def pooling(self) -> ServedPooling:
+        """The vectors that the model makes. Waits as `max_model_len`."""
+        if self._pooling is None:
+            self._pooling = await self._replicas.pooling(self.name)
+        return self._pooling
+
+
+class ServedModels:
+    """The models and adapters by their names: those of the settings, and those added at run time.
+
+    Args:
+        aliases: further names: names or patterns with `*` → a served name.
+        shedders: is filled with what sheds each model's load; `None`: there is one model, whose load is shed from
+            requests' heads.
+
+    Attributes:
+        first: the model of requests that name none.
+        by_name: served name, also of adapters → its model.
+        reserved: served names of the settings.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelConfig],
+        replicas: Replicas,
+        aliases: Mapping[str, str],
+        shedders: dict[str, LoadShedder] | None,
+    ) -> None:
+        self._replicas = replicas
+        self._aliases = aliases
+        self._shedders = shedders
+        self._settled = {config.name: ServedModel(config, replicas) for config in models}
+        self._added: dict[str, ServedModel] = {}
+        self.first = self._settled[models[0].name]
+        self.first.load_now()
+        self.reserved = frozenset(name for model in self._settled.values() for name in (model.name, *model.adapters))
+        self._index()
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter((*self._settled.values(), *self._added.values()))
+
+    def apply(self, table: AdapterTable) -> None:
+        """Take over what was added at run time."""
+        for model in self:
+            model.set_adapters({s.name: s.id for s in table.sources if (s.model or self.first.name) == model.name})
+        self._index()
+
+    def served_name(self, name: str) -> str:
+        """The served name that a client's name stands for: an alias's, or the name itself."""
+        if name in self.by_name:
+            return name
+        matching = (served for alias, served in self._aliases.items() if fnmatchcase(name, alias))
+        return self._aliases.get(name) or next(matching, name)
+
+    def knows(self, name: str) -> bool:
+        return name in self.by_name
+
+    def note_states(self, replicas: Sequence[Sequence[HostedModel]]) -> dict[str, ModelState]:
+        """The state of each model at the replica where it is the most ready. Contexts are noted."""
+        states: dict[str, ModelState] = {}
+        for hosted in (hosted for replica in replicas for hosted in replica):
+            name, state = hosted.status.name, hosted.status.state
+            if name not in states or _STATES.index(state) < _STATES.index(states[name]):
+                states[name] = state
+            if hosted.max_model_len is not None and name in self.by_name:
+                self.by_name[name].context_tokens = hosted.max_model_len
+        return states
+
+    def find(self, name: str) -> ServedModel:
+        """The model of a served name, an adapter's included. Raises `UnknownModelError` if there is none."""
+        if (model := self.by_name.get(name)) is None:
+            served = ", ".join(map(repr, self.by_name))
+            raise UnknownModelError(f"the model {name!r} does not exist; this server has {served}", "model")
+        return model
+
+    def _index(self) -> None:
+        # Settled names first, as they are listed.
+        self.by_name = {name: model for model in self for name in (model.name, *model.adapters)}
+        if self._shedders is not None:
+            self._shedders.clear()
+            self._shedders.update({model.name: model.shedder for model in self})

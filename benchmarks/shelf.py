@@ -96,8 +96,8 @@ async def measure_alone(server: LeanServer, model: BenchModel, repeats: int) -> 
 
 
 def settings_of(model: BenchModel) -> dict[str, Any]:
-    """For a server of this model alone. Without a warm-up: the first request waits for the same, and less of it."""
-    return model.engine | {"kv_memory_bytes": model.kv_bytes, "warm_up": False}
+    """For a server of this model alone."""
+    return model.engine | {"kv_memory_bytes": model.kv_bytes}
 
 
 def alone_times(servers: LeanServers, models: Sequence[BenchModel], repeats: int) -> dict[str, Alone]:

@@ -114,10 +114,12 @@ def measure(
 
     sizes = QUICK if quick else Sizes()
     with cluster(num_cpus=8) as url:
-        serve.run(build(AppArgs(**shelf_args(models, targets, budget_bytes))), name=SHELF, route_prefix="/")
+        serve.run(
+            build(AppArgs.model_validate(shelf_args(models, targets, budget_bytes))), name=SHELF, route_prefix="/"
+        )
         outcome, figures = asyncio.run(_replay(url, models, asks, sizes))
         alone = {"engine": models[0].engine, "model_name": models[0].name}
-        serve.run(build(AppArgs(**alone)), name=ALONE, route_prefix=ALONE_PREFIX)
+        serve.run(build(AppArgs.model_validate(alone)), name=ALONE, route_prefix=ALONE_PREFIX)
         return outcome, figures | asyncio.run(_busy(url, models, budget_bytes, sizes))
 
 

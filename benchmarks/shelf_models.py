@@ -153,8 +153,14 @@ class BenchModel:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """Settings of `EngineConfig`, the same for every way of serving."""
-        return {"model": str(self.folder), "max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS}
+        """Settings of `EngineConfig`, the same for every way of serving. Without a warm-up, which would make a start
+        longer by more than the first request waits for."""
+        return {
+            "model": str(self.folder),
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "warm_up": False,
+        }
 
 
 @dataclass(frozen=True, slots=True)

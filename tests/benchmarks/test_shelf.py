@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from app.cli.load import Ask, Clock, Record, Send
+from app.config.args import AppArgs
 from benchmarks.latency import Targets
+from benchmarks.lean_server import lean_servers
+from benchmarks.loops import closed_loop
 from benchmarks.shelf import Alone, window
+from benchmarks.shelf_folio import shelf_args
 from benchmarks.shelf_models import BenchModel, ModelAsk, TracedRequest, asks_of, read_trace
 from benchmarks.shelf_outcome import Outcome
-from benchmarks.shelf_rivals import NOT_SERVED, OneAtATime, StaticSplit, best_split
+from benchmarks.shelf_rivals import NOT_SERVED, OneAtATime, StaticSplit, best_split, connections
 
 
 def model(name: str, weight_bytes: int = 100) -> BenchModel:
@@ -168,6 +172,39 @@ def test_a_server_that_does_not_start_fails_the_requests_that_wait() -> None:
             await swap(ask("a"), Record(0.0, 3), Clock())
 
     asyncio.run(run())
+
+
+# ---- servers ----
+
+
+@pytest.mark.processes
+def test_a_lean_server_streams_refuses_and_is_killed() -> None:
+    async def ask_for(url: str, *asks: Ask) -> list[Record]:
+        async with connections() as connect:
+            return await closed_loop(connect("m", url), asks, 1)
+
+    with lean_servers() as servers:
+        with pytest.raises(RuntimeError, match="the server of m does not start"):
+            servers.start("m", {"model": "/no/such/folder"})
+        server = servers.start("m", {"model": "builtin", "device": "cpu", "warm_up": False, "max_model_len": 64})
+        try:
+            whole, too_long = asyncio.run(ask_for(server.url, Ask([5, 6, 7], 4), Ask([5] * 64, 1)))
+            assert asyncio.run(server.kv_bytes()) > 0
+        finally:
+            server.kill()
+        assert asyncio.run(server.kv_bytes()) == 0
+    assert whole.completed
+    assert len(whole.events) >= 2
+    assert too_long.status == 500
+    assert "64" in (too_long.error or "")
+
+
+def test_the_shelfs_arguments_are_an_applications() -> None:
+    args = AppArgs.model_validate(shelf_args([model("a"), model("b")], dict.fromkeys("ab", Targets(2.0, 0.2)), 1000))
+    assert args.models is not None
+    assert [m.name for m in args.models] == ["a", "b"]
+    assert args.models[1].slo.tpot_s == 0.2
+    assert args.device_memory_bytes == 1000
 
 
 # ---- requests ----

@@ -43,6 +43,7 @@ class PagePool:
         fewest: pages the budget may be lowered to when nothing is pinned.
         handle_pages: pages of a handle.
         extent_pages: the budget is a multiple of so many pages.
+        returns: a budget that was lowered is raised again when sequences need it.
 
     Raises:
         BudgetError: the budget is below `longest`.
@@ -65,7 +66,9 @@ class PagePool:
         *,
         handle_pages: int = 1,
         extent_pages: int = 1,
+        returns: bool = False,
     ) -> None:
+        self._returns = returns
         self.page_bytes, self.handle_pages, self._extent_pages = page_bytes, handle_pages, extent_pages
         self.num_pinned = 0
         self.longest, self.fewest = longest, fewest
@@ -76,6 +79,11 @@ class PagePool:
         self.spare: list[int] = []
         self.num_created = 0
         self._num_promised = 0  # claimed and not created yet
+
+    @property
+    def usable(self) -> int:
+        """Pages that sequences and pins may take in the long run."""
+        return self.most if self._returns else self.budget
 
     @property
     def handle_bytes(self) -> int:

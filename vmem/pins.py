@@ -125,7 +125,8 @@ class Pins:
         """Raise `PinError` if the name is taken, or so many pages exceed the quota."""
         if name in self._pins:
             raise PinError(f"another prefix named {name!r} is pinned already; unpin it first")
-        most = max(min(int(self._quota * self._pages.budget), self._pages.budget - self._pages.longest), 0)
+        usable = self._pages.usable
+        most = max(min(int(self._quota * usable), usable - self._pages.longest), 0)
         if num_pinned + num_pages > most:
             page_bytes = self._pages.page_bytes
             raise PinError(

@@ -100,7 +100,7 @@ class RunningGroups:
             raise TokensAwaited
         self._forget_refusal()
         members = [request for request in victim.members if request.memory is not None]
-        if mode is None and self.running == [victim] and len(members) > 1:
+        if mode is None and self.running == [victim] and len(members) > 1 and not self._memory.may_be_empty:
             self.running.remove(victim)
             self._split(victim)
             return
@@ -121,7 +121,8 @@ class RunningGroups:
         bisect.insort(self.preempted, victim, key=rank)
 
     def _split(self, group: SequenceGroup) -> None:
-        """Recompute the sequences of a group one by one: it runs alone, and no longer fits into a lowered budget."""
+        """Recompute the sequences of a group one by one: it runs alone, and no longer fits into a lowered budget, which
+        is not raised for it."""
         logger.warning("%d sequences of one request no longer fit into the KV cache together", len(group.members))
         if group.swapped is not None:
             self._memory.swapping.discard_swapped(group.swapped)
@@ -148,7 +149,7 @@ class RunningGroups:
         try:
             memories = self._memory.swap_in(group.swapped)
         except OutOfPages:
-            if not self.running:
+            if not self.running and not self._memory.may_be_empty:
                 self.preempted.remove(group)
                 self._split(group)
             return False

@@ -54,8 +54,7 @@ def kv_need(engine: Engine) -> KVNeed:
     page_bytes = pages.page_bytes / share  # a draft model's part included
 
     def bytes_for(group: SequenceGroup) -> int:
-        lengths = (min(len(request.token_ids) + _GROWTH_TOKENS, memory.max_tokens) for request in group.members)
-        return int(sum(map(memory.pages_for, lengths)) * page_bytes)
+        return int(sum(memory.pages_for(_next_tokens(request)) for request in group.members) * page_bytes)
 
     waiting = list(islice(chain(groups.preempted, scheduler.waiting), _MOST_COUNTED))
     waiting_bytes = sum(map(bytes_for, waiting))
@@ -111,6 +110,10 @@ def waited_s(need: KVNeed, preempted_at: float | None) -> float:
 def _oldest(groups: list[SequenceGroup]) -> float | None:
     """Arrival of the oldest request without a first token."""
     return min((r.submitted_at for r in _requests(groups) if not r.num_output_tokens), default=None)
+
+
+def _next_tokens(request: Request) -> int:
+    return len(request.token_ids) + min(request.max_tokens - request.num_output_tokens, _GROWTH_TOKENS)
 
 
 def _requests(groups: list[SequenceGroup]) -> Iterator[Request]:

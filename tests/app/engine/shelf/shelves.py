@@ -1,0 +1,192 @@
+"""Tiny models for tests of the shelf, what each of them gives alone, and shelves that hold a few of them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from app.config.engine import EngineConfig
+from app.config.shelf import ModelConfig
+from app.engine.async_engine import AsyncEngine
+from app.engine.delta import Delta
+from app.engine.model.device import resolve
+from app.engine.model.kv_plan import estimated_activations
+from app.engine.model.size import ModelSize
+from app.engine.sampling.params import SamplingParams
+from app.engine.shelf.control import Control
+from app.engine.shelf.shelf import Shelf
+from app.engine.shelf.shelved_model import ShelvedModel
+from tests.app.engine.lora.adapters import make_adapter
+from tests.app.small_tokenizers import byte_level
+from tests.conftest import GPT2, HYBRIDS, SMALL, MakeCheckpoint
+from tests.processes import until_async
+
+TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+MAX_MODEL_LEN = 128
+SWAP_BYTES = 1 << 20
+# name → model type, its config, and settings of the engine.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", TINY, {}),
+    "qwen3": ("qwen3", TINY | {"head_dim": 16}, {}),
+    "gemma2": ("gemma2", TINY | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16}, {}),
+    "gpt2": ("gpt2", GPT2 | {"n_embd": 32, "n_layer": 2}, {"preemption": "recompute"}),
+    "mixtral": ("mixtral", TINY | {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
+    "bamba": ("bamba", HYBRIDS["bamba"], {}),
+    "int8": ("llama", TINY, {"quantization": "int8"}),
+    "ngram": ("llama", TINY, {"speculation": "ngram", "max_draft_tokens": 4, "preemption": "swap"}),
+    "draft": ("llama", TINY, {"speculation": "draft", "draft_model": "llama", "max_draft_tokens": 3}),
+    "lora": ("llama", TINY, {"adapters": {"red": 1, "blue": 2}}),
+    "embeds": ("qwen3", TINY | {"head_dim": 16}, {"pooling": "last"}),
+}
+
+Outputs = list[list[int]]
+
+
+class Generates(Protocol):
+    generate: Callable[..., Any]
+
+
+class TinyModels:
+    """Checkpoints of the `MODELS`, and an engine of its own for each.
+
+    Args:
+        folder: for adapters and copies.
+    """
+
+    def __init__(self, make_checkpoint: MakeCheckpoint, folder: Path) -> None:
+        self._make, self._folder = make_checkpoint, folder
+        self._engines: dict[str, AsyncEngine] = {}
+        self._outputs: dict[str, Outputs] = {}
+
+    def checkpoint(self, name: str) -> Path:
+        model_type, config, _ = MODELS[name]
+        made = self._make(model_type, **config)
+        folder = self._folder / made.name
+        if not folder.exists():
+            shutil.copytree(made, folder)  # other tests want it without a tokenizer
+            byte_level().save_pretrained(folder)
+        return folder
+
+    def engine(self, name: str, **settings: Any) -> EngineConfig:
+        defaults: dict[str, Any] = {
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": 6,
+            "max_num_batched_tokens": 48,
+            "block_tokens": 16,
+            "num_threads": 1,
+            "swap_bytes": SWAP_BYTES,
+        }
+        own = dict(MODELS[name][2])
+        if "draft_model" in own:
+            own["draft_model"] = str(self.checkpoint(own["draft_model"]))
+        if "adapters" in own:
+            own["adapters"] = {a: str(self._adapter(name, a, seed)) for a, seed in own["adapters"].items()}
+        return EngineConfig(model=str(self.checkpoint(name)), **(defaults | own | settings))
+
+    def config(self, name: str, *, of: str | None = None, **settings: Any) -> ModelConfig:
+        """A model `name` with the engine of the model `of`."""
+        return ModelConfig(name=name, engine=self.engine(of or name), **settings)
+
+    async def alone(self, name: str, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Outputs:
+        """What the model gives in a process of its own."""
+        key = repr((name, prompt, params, options))
+        if key not in self._outputs:
+            self._outputs[key] = await outputs(self.reference(name), prompt, params, **options)
+        return self._outputs[key]
+
+    def reference(self, name: str) -> AsyncEngine:
+        """The model's own engine."""
+        if name not in self._engines:
+            self._engines[name] = AsyncEngine(self.engine(name, kv_memory_bytes=4 << 20))
+        return self._engines[name]
+
+    def weight_bytes(self, *names: str) -> int:
+        return sum(ModelSize(resolve(self.engine(name))).weight_bytes for name in names)
+
+    def memory_for(self, *names: str, room_bytes: int, beside: Iterable[str] = ()) -> int:
+        """Device memory for the weights of these models and `room_bytes` of KV memory. Their steps need a workspace, as
+        do those of models `beside` them."""
+        configs = [resolve(self.engine(name)) for name in (*names, *beside)]
+        workspace_bytes = max(estimated_activations(config, ModelSize(config).model) for config in configs)
+        return workspace_bytes + self.weight_bytes(*names) + room_bytes
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+    def _adapter(self, name: str, adapter: str, seed: int) -> Path:
+        folder = self._folder / f"{name} {adapter}"
+        if not folder.exists():
+            make_adapter(folder, self.checkpoint(name), r"layers.*_proj$", seed=seed)
+        return folder
+
+
+async def deltas_of(model: Generates, prompt: Sequence[int], params: SamplingParams, **options: Any) -> list[Delta]:
+    return [delta async for deltas in model.generate(prompt, params, **options) for delta in deltas]
+
+
+async def outputs(model: Generates, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Outputs:
+    """The tokens of each output; of an embedding, its bytes."""
+    return outputs_of(await deltas_of(model, prompt, params, **options))
+
+
+def outputs_of(deltas: Iterable[Delta]) -> Outputs:
+    found: dict[int, list[int]] = {}
+    for delta in deltas:
+        found.setdefault(delta.index, []).extend(delta.token_ids or delta.pooled or ())
+    return [found[index] for index in sorted(found)]
+
+
+def control_of(shelf: Shelf) -> Control:
+    assert shelf._control is not None
+    return shelf._control
+
+
+@asynccontextmanager
+async def opened(models: Sequence[ModelConfig], device_memory_bytes: int, **settings: Any) -> AsyncIterator[Shelf]:
+    """A shelf, of which nothing is left afterwards."""
+    before = set(threading.enumerate())
+    shelf = Shelf(models, device_memory_bytes=device_memory_bytes, **settings)
+    try:
+        yield shelf
+    finally:
+        await asyncio.to_thread(shelf.close)
+    await nothing_left(shelf, before)
+
+
+async def nothing_left(shelf: Shelf, before: set[threading.Thread]) -> None:
+    pages = control_of(shelf)._device.shared.pages
+    pages.check_integrity()
+    assert (pages.used_bytes, pages.idle_bytes, pages.charged_bytes) == (0, 0, 0)
+    await until_async(lambda: not _folio_threads(before), 10.0)
+    assert shelf.statuses() == ()
+
+
+def _folio_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t not in before and t.name.startswith("folio")]
+
+
+async def in_step_thread(shelf: Shelf, call: Callable[[], Any]) -> Any:
+    return await asyncio.wrap_future(control_of(shelf)._thread.call(call))
+
+
+async def put_to_sleep(shelf: Shelf, name: str) -> bool:
+    """Put a model to sleep between two steps, as for another one; whether it was awake."""
+
+    def sleep(model: ShelvedModel) -> bool:
+        if model.state != "awake" or model.engine is None or model.engine.driver.closed.done():
+            return False
+        control_of(shelf)._put_to_sleep(model, "another")
+        return True
+
+    return bool(await in_step_thread(shelf, partial(sleep, shelf.model(name))))
+
+
+async def until_state(shelf: Shelf, name: str, *states: str) -> None:
+    await until_async(lambda: shelf.model(name).state in states, 30.0)

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Time between two plans: while requests wait for memory, while there is work, and without any.
 _WAITING_S, _WORKING_S, _IDLE_S = 0.02, 0.25, 1.0
+# A model that has just been loaded, perhaps to be asked for its context's length, is about to get a request.
+_LEAST_AWAKE_S = 1.0
 # Pages that no model has had for this long go back to the machine.
 _TRIM_S = 2.0
 # KV memory for the warm-up of a model that is loaded, beyond a step's tokens: rounding to pages, and decodes.
@@ -196,7 +198,8 @@ class Control:
         for model, budget in budgets.items():
             self._set_budget(model, budget, lower=True)
         for name, other in allocation.sleep.items():
-            self._put_to_sleep(models[name], other)
+            if other is not None or time.monotonic() - models[name].turn_since > _LEAST_AWAKE_S:
+                self._put_to_sleep(models[name], other)
         for model, budget in budgets.items():
             self._set_budget(model, budget, lower=False)
         for name in allocation.wake:

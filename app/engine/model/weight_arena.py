@@ -74,9 +74,12 @@ class Collection:
 
     def attach(self, contents: torch.Tensor) -> None:
         """Let the tensors read the contents, uint8 `[num_bytes]`. Their own memory is freed with the last reference."""
-        for place, tensor in zip(self.table.tensors, self.tensors, strict=True):
-            # Every reference to the tensor reads the new memory, in frozen dataclasses, too.
-            tensor.data = place.view(contents)
+        # In place: every reference to a tensor reads the new memory then, in frozen dataclasses, too. In this mode
+        # because fusion makes inference tensors, which may not be changed outside of it.
+        with torch.inference_mode():
+            for place, tensor in zip(self.table.tensors, self.tensors, strict=True):
+                offset = place.offset // tensor.element_size()
+                tensor.set_(contents.untyped_storage(), offset, place.shape, place.stride)
 
 
 def collect(model: nn.Module) -> Collection:
@@ -109,18 +112,23 @@ def collect(model: nn.Module) -> Collection:
             str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),
             tensor.stride(),
-            starts[tensor.untyped_storage().data_ptr()] + tensor.storage_offset() * tensor.element_size(),
+            starts[tensor.untyped_storage().data_ptr()] + _first_byte(tensor),
         )
         for path, tensor in found
     )
     return Collection(WeightTable(places, used), tuple(tensor for _, tensor in found), tuple(pieces))
 
 
+def _first_byte(tensor: torch.Tensor) -> int:
+    """Of a tensor, in its storage."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and end of a tensor that is not empty, in its storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
-    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+    first = _first_byte(tensor)
+    return first, first + (last + 1) * tensor.element_size()
 
 
 class WeightSource(Protocol):

@@ -52,13 +52,6 @@ class TensorPlace:
     stride: tuple[int, ...]
     offset: int
 
-    def view(self, contents: torch.Tensor) -> torch.Tensor:
-        """The tensor as a view of `contents`, uint8 from a multiple of 64 bytes on."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        # Whole elements: the contents may end within one of this dtype.
-        elements = contents[: len(contents) // dtype.itemsize * dtype.itemsize].view(dtype)
-        return elements.as_strided(self.shape, self.stride, self.offset // dtype.itemsize)
-
 
 @dataclass(frozen=True, slots=True)
 class WeightTable:
@@ -129,7 +122,7 @@ def write_weights(
 def _chunks(num_bytes: int, pieces: Sequence[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, memoryview]]:
     """(offset, bytes) of each chunk of the contents; the bytes are valid until the next one."""
     buffer = torch.empty(min(CHUNK_BYTES, num_bytes), dtype=torch.uint8)
-    bytes_of_buffer = memoryview(buffer.numpy())
+    bytes_of_buffer = buffer.numpy().data
     first = 0  # piece that the chunk begins in or before
     for start in range(0, num_bytes, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, num_bytes)
@@ -169,7 +162,7 @@ def read_header(fd: int) -> WeightHeader:
 
 def check_contents(contents: torch.Tensor, header: WeightHeader) -> None:
     """Compare the contents `[num_bytes]` uint8 with their checksums, on several cores. Raises `WeightFileError`."""
-    data = memoryview(contents.numpy())
+    data = contents.numpy().data
     with ThreadPoolExecutor(min(_CHECK_THREADS, os.cpu_count() or 1)) as threads:
         starts = range(0, len(data), CHUNK_BYTES)
         actual = threads.map(lambda start: zlib.crc32(data[start : start + CHUNK_BYTES]), starts)

@@ -1,0 +1,313 @@
+"""Weight arenas: a model whose tensors have moved computes the same, whenever they are mapped."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from app.config.engine import EngineConfig
+from app.engine import SamplingParams
+from app.engine.engine import Engine
+from app.engine.execution import executor
+from app.engine.model.linear import PackedLinear, choose_product, onednn_product
+from app.engine.model.loader import LoadedModel, load_model
+from app.engine.model.weight_arena import WeightArena, collect, find_tensors
+from app.engine.model.weight_store import WeightStore
+from app.errors import ConfigError, ModelError
+from kernels import HeadNorm
+from tests.app.engine.model.test_cpu_layer import layers_in_one_call
+from tests.app.engine.model.test_models import ALL, generate_staggered
+from tests.conftest import MakeCheckpoint, tokens
+from vmem.weights import FileRange
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = [tokens(length, seed) for seed, length in enumerate((1, 17, 129, 300))]
+
+
+@dataclass(frozen=True)
+class Parts:
+    named: dict[str, Any]
+    norm: HeadNorm
+
+
+class Tangled(nn.Module):
+    """Tensors that share memory, in all places where models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.arange(24.0).reshape(4, 6), requires_grad=False)
+        self.tied = self.rows
+        self.transposed = self.rows.detach().t()
+        self.last = (self.rows.detach()[2:, 1:],)
+        self.register_buffer("frequencies", torch.arange(7, dtype=torch.float64), persistent=False)
+        self.register_buffer("absent", None)
+        self.empty = torch.empty(0)
+        with torch.inference_mode():  # as fusion does
+            self.child = nn.ModuleList([nn.Linear(3, 2, dtype=torch.bfloat16)]).requires_grad_(False)
+        self.hidden = ([nn.Linear(2, 2, bias=False).requires_grad_(False)],)
+        self.parts = Parts({"a": torch.tensor(5, dtype=torch.int8)}, HeadNorm(torch.ones(3000), 1e-5, 0.0))
+        self.parts.named["self"] = self.parts
+
+    def all_tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            "rows": self.rows,
+            "transposed": self.transposed,
+            "last": self.last[0],
+            "frequencies": self.frequencies,
+            "weight": self.child[0].weight,
+            "bias": self.child[0].bias,
+            "hidden": self.hidden[0][0].weight,
+            "a": self.parts.named["a"],
+            "norm": self.parts.norm.weight,
+        }
+
+
+def test_every_tensor_is_found_once() -> None:
+    model = Tangled()
+    found = dict(find_tensors(model))
+    assert list(found) == [
+        "rows",
+        "frequencies",
+        "child.0.weight",
+        "child.0.bias",
+        "transposed",
+        "last.0",
+        "empty",
+        "hidden.0.0.weight",
+        "parts.named.a",
+        "parts.norm.weight",
+    ]
+    assert len({id(tensor) for tensor in found.values()}) == len(found)
+
+
+def test_tensors_that_share_memory_share_it_in_the_new_place() -> None:
+    model = Tangled()
+    before = {name: tensor.clone() for name, tensor in model.all_tensors().items()}
+    collection = collect(model)
+    contents = torch.zeros(collection.table.num_bytes, dtype=torch.uint8)
+    for at, piece in collection.pieces:
+        contents[at : at + len(piece)] = piece
+    old = {tensor.untyped_storage().data_ptr() for tensor in collection.tensors}
+    kinds = [tensor.is_inference() for tensor in collection.tensors]
+    collection.attach(contents)
+    assert [tensor.is_inference() for tensor in collection.tensors] == kinds
+    for name, tensor in model.all_tensors().items():
+        assert torch.equal(tensor, before[name]), name
+        assert tensor.untyped_storage().data_ptr() == contents.data_ptr() not in old
+        assert tensor.dtype == before[name].dtype
+    assert isinstance(model.rows, nn.Parameter)
+    assert model.tied is model.rows
+    model.rows[2, 1] = 99
+    assert model.transposed[1, 2] == model.last[0][0, 0] == 99
+    assert len(collection.pieces) == 7, "each byte should be kept once"
+    assert model.parts.norm.weight.data_ptr() % 64 == model.rows.data_ptr() % 64 == contents.data_ptr() % 64
+
+
+def test_opaque_tensors_are_refused() -> None:
+    model = nn.Module()
+    model.packed = torch.ones(2, 2).to_sparse()
+    with pytest.raises(ModelError, match=r"the tensor packed has the layout torch\.sparse_coo, which cannot be moved"):
+        collect(model)
+
+
+def test_products_that_can_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiles for bfloat16, oneDNN's product is the fastest, and its weights cannot move."""
+    monkeypatch.setattr("app.engine.model.linear.has_matrix_tiles", lambda: True)
+    monkeypatch.setattr("app.engine.model.linear.onednn_supports", lambda _: True)
+    opaque, movable = choose_product(torch.bfloat16), choose_product(torch.bfloat16, movable=True)
+    assert opaque is not None
+    assert opaque.pack is onednn_product().pack
+    assert movable is None or movable.pack is not opaque.pack
+    assert choose_product(torch.float16) is not None
+    assert choose_product(torch.float16, movable=True) is None
+
+
+def engine_with(store: WeightStore | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
+    monkeypatch.setattr(executor, "load_model", lambda config, weights=None: load_model(config, weights=store))
+    return Engine(EngineConfig(skip_tokenizer_init=True, kv_memory_bytes=16 << 20, num_threads=1, **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen2", {}),
+        ("qwen2", {"dtype": "bfloat16"}),
+        ("qwen2", {"dtype": "float16"}),
+        ("qwen3", {"quantization": "int8"}),
+        ("gemma2", {"quantization": "int8", "dtype": "bfloat16"}),
+        ("gpt_oss", {"dtype": "bfloat16"}),
+        ("qwen3_next", {}),
+        ("bamba", {"dtype": "bfloat16"}),
+    ],
+    ids=str,
+)
+def test_same_tokens(
+    name: str,
+    settings: dict[str, Any],
+    make_checkpoint: MakeCheckpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As without an arena; after each time that the weights were unmapped; and from the file of another process."""
+    model_type, of_model = ALL[name]
+    if name == "qwen2":
+        of_model = of_model | {"tie_word_embeddings": True}
+    settings |= {"model": str(make_checkpoint(model_type, **of_model))}
+    alone = engine_with(None, monkeypatch, **settings)
+    expected = generate_staggered(alone, PROMPTS, GREEDY)
+    calls = layers_in_one_call(alone.model.module)
+    alone.close()
+    assert len(set(map(tuple, expected))) > 1
+    for _ in range(2):
+        engine = engine_with(WeightStore(tmp_path), monkeypatch, **settings)
+        arena = engine.model.weights
+        assert arena is not None
+        assert layers_in_one_call(engine.model.module) == calls
+        for _ in range(2):
+            assert generate_staggered(engine, PROMPTS, GREEDY) == expected
+            arena.unmap()
+            arena.map()
+        engine.close()
+        assert not arena.is_mapped
+
+
+def test_a_draft_model_and_adapters_layers(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each model has its arena. Layers of adapters wrap what has moved, and the file is the one without them."""
+    model_type, of_model = ALL["llama"]
+    settings: dict[str, Any] = {"model": str(make_checkpoint(model_type, **of_model))}
+    settings |= {"draft_model": settings["model"], "speculation": "draft"}
+    engine = engine_with(None, monkeypatch, **settings)
+    expected = generate_staggered(engine, PROMPTS, GREEDY)
+    engine.close()
+    (tmp_path / "adapters").mkdir()
+    for more in ({}, {"adapter_dir": str(tmp_path / "adapters")}):
+        engine = engine_with(WeightStore(tmp_path / "weights"), monkeypatch, **settings | more)
+        assert generate_staggered(engine, PROMPTS, GREEDY) == expected
+        engine.close()
+        assert len(list((tmp_path / "weights").iterdir())) == 1, "one checkpoint should have one file"
+
+
+def _tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter)]
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Iterator[list[WeightArena]]:
+    arenas: list[WeightArena] = []
+    yield arenas
+    for arena in arenas:
+        arena.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gpt2", "mixtral", "gpt_oss", "bamba", "qwen3_next", "deepseek_v2"]
+)
+def test_no_tensor_of_a_model_stays_behind(
+    name: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, loaded: list[WeightArena]
+) -> None:
+    """Wherever it is kept: all tensors that came with loading the model are looked at."""
+    model_type, of_model = ALL[name]
+    config = EngineConfig(model=str(make_checkpoint(model_type, **of_model)), skip_tokenizer_init=True).on_device("cpu")
+    load_model(config)
+    before = _tensors()
+    model = load_model(config, weights=WeightStore(tmp_path))
+    assert model.weights is not None
+    loaded.append(model.weights)
+    known, inside = {id(tensor) for tensor in before}, 0
+    addresses = _addresses(model)
+    for tensor in _tensors():
+        if id(tensor) not in known and tensor.numel():
+            assert tensor.data_ptr() in addresses, f"{list(tensor.shape)} {tensor.dtype} is outside of the arena"
+            inside += 1
+    assert inside > 20
+
+
+def _addresses(model: LoadedModel) -> range:
+    assert model.weights is not None
+    first = min(tensor.data_ptr() for _, tensor in find_tensors(model.module) if tensor.numel())
+    start = first // (2 << 20) * (2 << 20)
+    return range(start, start + model.weights.num_bytes)
+
+
+def test_all_packed_weights_are_in_the_arena(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, loaded: list[WeightArena]
+) -> None:
+    """And its bytes are those of the tensors, but for what aligns them."""
+    model_type, of_model = ALL["llama"]
+    config = EngineConfig(
+        model=str(make_checkpoint(model_type, **of_model)), skip_tokenizer_init=True, quantization="int8"
+    )
+    model = load_model(config.on_device("cpu"), weights=WeightStore(tmp_path))
+    assert model.weights is not None
+    loaded.append(model.weights)
+    addresses, packed_bytes = _addresses(model), 0
+    for part in model.module.modules():
+        if isinstance(part, PackedLinear):
+            assert part.packed.data.data_ptr() in addresses
+            assert part.packed.scales.data_ptr() in addresses
+            packed_bytes += part.packed.nbytes
+    embedding_bytes = model.module.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
+    assert packed_bytes + embedding_bytes <= model.weights.num_bytes <= 2 * (packed_bytes + embedding_bytes)
+
+
+def test_a_failed_load_unmaps_the_weights(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, of_model = ALL["llama"]
+    config = EngineConfig(model=str(make_checkpoint(model_type, **of_model)), skip_tokenizer_init=True)
+    closed: list[FileRange] = []
+    close = FileRange.close
+    monkeypatch.setattr(FileRange, "close", lambda self: closed.append(self) or close(self))
+
+    def fail(_: object) -> int:
+        raise ModelError("injected")
+
+    monkeypatch.setattr("app.engine.model.loader.run_in_one_call", fail)
+    with pytest.raises(ModelError, match="injected"):
+        load_model(config.on_device("cpu"), weights=WeightStore(tmp_path))
+    assert [weights.is_mapped for weights in closed] == [False]
+
+
+def test_a_changed_checkpoint_has_another_file_and_no_second_chance(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, loaded: list[WeightArena]
+) -> None:
+    """The file is known by the checkpoint's sizes and times. A sleeping model whose file is lost must not wake up as
+    another one."""
+    model_type, of_model = ALL["llama"]
+    folder = tmp_path / "checkpoint"
+    folder.symlink_to(make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1}))
+    config = EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu")
+    store = WeightStore(tmp_path / "weights")
+    model = load_model(config, weights=store)
+    assert model.weights is not None
+    loaded.append(model.weights)
+    (first,) = (tmp_path / "weights").iterdir()
+    model.weights.unmap()
+    (weights,) = folder.glob("*.safetensors")
+    os.utime(weights, ns=(1, 1))
+    os.truncate(first, 100)
+    with pytest.raises(ModelError, match="has changed since it was loaded; load it again"):
+        model.weights.map()
+    again = load_model(config, weights=store)
+    assert again.weights is not None
+    loaded.append(again.weights)
+    (second,) = (tmp_path / "weights").iterdir()
+    assert second.name != first.name
+
+
+def test_ranks_have_no_store(tmp_path: Path) -> None:
+    config = EngineConfig(model="builtin", tensor_parallel_size=2).on_device("cpu")
+    comm: Any = object()
+    with pytest.raises(ConfigError, match="for one rank on a CPU"):
+        load_model(config, comm, WeightStore(tmp_path))

@@ -126,10 +126,9 @@ class AppArgs(Settings):
         """(whether the problem exists, the problem)."""
         routing, streaming = self.routing, self.streaming
         served = [name for model in self.shelf.models for name in (model.name, *model.engine.adapters)]
-        grows = self.models_dir is not None or any(model.engine.adapter_dir is not None for model in self.shelf.models)
         for alias, name in self.model_aliases.items():
             yield (
-                name not in served and not grows,
+                name not in served and not self.shelf.grows,
                 f"model_aliases[{alias!r}] is {name!r}, which is not served; it must be one of {', '.join(served)}",
             )
             yield alias in served, f"model_aliases has {alias!r}, which is a served name itself; leave it out"

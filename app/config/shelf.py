@@ -97,6 +97,11 @@ class ShelfConfig:
     def first(self) -> ModelConfig:
         return self.models[0]
 
+    @property
+    def grows(self) -> bool:
+        """Whether models or adapters can be added at run time."""
+        return self.models_dir is not None or any(model.engine.adapter_dir is not None for model in self.models)
+
 
 def shelf_problems(models: tuple[ModelConfig, ...]) -> Iterator[str]:
     """What prevents models from being served together; each begins with the key, such as `models[2].name`."""

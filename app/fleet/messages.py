@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from app.config.shelf import ModelConfig
 from app.engine.delta import Delta, FinishReason, TokenLogprobs
 from app.engine.pooled import PooledKind, PoolingParams
 from app.engine.report import ReplicaReport, StepTimes
@@ -128,6 +129,14 @@ class ExpectedPrefix:
 
     replica: str
     cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """A model that a replica can serve, with its folder's path. `files`: names and sizes of its files."""
+
+    config: ModelConfig
+    files: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model_validator
 
+from app.config.parsers import ReasoningParserName, ToolParserName
 from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError
 from app.openai.base import (
@@ -396,6 +397,8 @@ class LoadAdapterRequest(StrictBody):
     """Its folder, in PEFT's format, below the setting `adapter_dir`, where relative paths begin."""
     load_inplace: bool | None = None
     """It may replace another adapter, or other files, of this name."""
+    base_model_name: Annotated[Text | None, Field(max_length=256)] = None
+    """Its model; by default the first one."""
 
 
 class UnloadAdapterRequest(StrictBody):
@@ -405,6 +408,41 @@ class UnloadAdapterRequest(StrictBody):
     """The name of an adapter that has been loaded."""
     lora_int_id: int | None = None
     """Ignored: adapters have no numbers here."""
+
+
+class SloFields(StrictBody):
+    """Latency targets of a model."""
+
+    ttft_s: Annotated[float, Field(gt=0)] = 1.0
+    """Time to first token."""
+    tpot_s: Annotated[float, Field(gt=0)] = 0.1
+    """Time per output token after it."""
+
+
+class AddModelRequest(StrictBody):
+    """`POST /v1/models`: a model to serve. It is loaded at its first request."""
+
+    name: Annotated[PinName, Field(examples=["qwen"])]
+    """Its name in requests."""
+    path: Annotated[Text, Field(min_length=1, max_length=4096, examples=["Qwen2.5-0.5B-Instruct"])]
+    """Its folder below the setting `models_dir`, where relative paths begin."""
+    keep: Literal["auto", "always"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = "auto"
+    """When its weights leave the device: when other models can use the memory better, never, or after this time
+    without a request."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Its share of the device's time while several models have work."""
+    slo: SloFields = SloFields()
+    """Its latency targets."""
+    max_model_len: Annotated[int | None, Field(ge=1)] = None
+    """Longest prompt plus output; by default the model's own limit."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and computation."""
+    quantization: Literal["none", "int8"] = "none"
+    """Of the weights of linear layers (CPU)."""
+    tool_call_parser: ToolParserName = "auto"
+    """How the model writes calls of functions."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """How the model writes its reasoning."""
 
 
 class BudgetRequest(StrictBody):

@@ -26,6 +26,7 @@ from app.openai.base import json_routes
 from app.openai.batches.http import add_batches
 from app.openai.batches.runner import BatchRunner
 from app.openai.bodies import (
+    AddModelRequest,
     BudgetRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -61,6 +62,7 @@ from app.openai.replies import (
     Frames,
     LoadReport,
     ModelCard,
+    ModelDeleted,
     ModelList,
     PinCard,
     PinDeleted,
@@ -116,6 +118,8 @@ class Service(Protocol):
     async def load(self) -> LoadReport: ...
     async def reports(self) -> dict[str, MemoryReport]: ...
     async def change_budget(self, request: BudgetRequest) -> BudgetReport: ...
+    async def add_model(self, request: AddModelRequest) -> ModelCard: ...
+    async def remove_model(self, name: str) -> None: ...
     async def load_adapter(self, request: LoadAdapterRequest) -> None: ...
     async def unload_adapter(self, request: UnloadAdapterRequest) -> None: ...
     async def pins(self) -> PinList: ...
@@ -247,13 +251,29 @@ def _add_pooling(api: FastAPI, service: Service) -> None:
 def _add_models(api: FastAPI, service: Service) -> None:
     @api.get("/v1/models", tags=["models"])
     async def list_models() -> ModelList:
-        """The served model and its adapters."""
+        """The served models and their adapters."""
         return await service.models()
 
     @api.get("/v1/models/{name:path}", tags=["models"])
     async def get_model(name: str) -> ModelCard:
-        """The model, or one of its adapters."""
+        """A model, or an adapter."""
         return await service.model(name)
+
+    # Whatever `operator_paths` says, as for the budget: all callers may list models.
+    @api.post("/v1/models", tags=["operation"])
+    async def add_model(request: AddModelRequest) -> ModelCard:
+        """Add a model to those of every engine replica, or of none."""
+        if (context := current_context()) is not None:
+            context.check_operator("adding a model")
+        return await service.add_model(request)
+
+    @api.delete("/v1/models/{name:path}", tags=["operation"])
+    async def remove_model(name: str) -> ModelDeleted:
+        """Remove a model that was added at run time, and its adapters. Requests for it end with an error."""
+        if (context := current_context()) is not None:
+            context.check_operator("removing a model")
+        await service.remove_model(name)
+        return ModelDeleted(id=name)
 
 
 def _add_adapters(api: FastAPI, service: Service) -> None:

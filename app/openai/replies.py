@@ -200,6 +200,12 @@ class ModelCard(BaseModel):
     state: Omitted[ModelState] = None
 
 
+class ModelDeleted(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
+
+
 class Version(BaseModel):
     version: str
 

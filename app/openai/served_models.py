@@ -13,7 +13,7 @@ from app.config.shelf import ModelConfig
 from app.engine.model.tokenizer import load_tokenizer
 from app.engine.shelf.status import ModelState
 from app.errors import UnknownModelError
-from app.fleet.adapters import AdapterTable
+from app.fleet.loaded import LoadedTable
 from app.fleet.messages import HostedModel, ServedPooling
 from app.fleet.overload import LoadShedder
 from app.openai.output.formats import output_format
@@ -132,8 +132,14 @@ class ServedModels:
     def __iter__(self) -> Iterator[ServedModel]:
         return iter((*self._settled.values(), *self._added.values()))
 
-    def apply(self, table: AdapterTable) -> None:
+    def apply(self, table: LoadedTable) -> None:
         """Take over what was added at run time."""
+        self._added = {
+            config.name: known
+            if (known := self._added.get(config.name)) is not None and known.config == config
+            else ServedModel(config, self._replicas)
+            for config in table.models
+        }
         for model in self:
             model.set_adapters({s.name: s.id for s in table.sources if (s.model or self.first.name) == model.name})
         self._index()

@@ -19,8 +19,9 @@ from ray.serve.handle import DeploymentHandle
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.builtin import BUILTIN, BUILTIN_DESCRIPTION
+from app.config.added_model import added_engine, check_added
 from app.config.http import HttpSettings
-from app.config.shelf import ShelfConfig
+from app.config.shelf import SLO, ModelConfig, ShelfConfig
 from app.dashboard.collector import Collector
 from app.dashboard.http import add_dashboard
 from app.dashboard.traffic import TrafficLog
@@ -31,9 +32,11 @@ from app.edge.limits import IngressLimits
 from app.edge.request_body import ReadsRefusedBodies
 from app.engine.shelf.status import ModelState
 from app.errors import (
+    ConfigError,
     DeadlineError,
     FolioError,
     ForbiddenError,
+    ModelError,
     NoReplicaError,
     RequestError,
     UnavailableError,
@@ -47,6 +50,7 @@ from app.logs import configure_logs
 from app.openai.batches.runner import BatchRunner
 from app.openai.batches.store import BatchStore
 from app.openai.bodies import (
+    AddModelRequest,
     BudgetRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -85,11 +89,11 @@ from app.openai.served_models import ServedModel, ServedModels
 from app.openai.translate import Translator
 from app.openai.unknown_fields import UnknownFields
 from app.request_context import current_context
-from app.serving.adapters import LoadedAdapters, TableCopy
 from app.serving.calls import ReplicaClient
 from app.serving.dashboard import WatchedReplicas, count_starting
 from app.serving.grpc_ingress import GrpcIngress
 from app.serving.limits import LimitReporter, num_ingresses
+from app.serving.loaded import LoadedTables, TableCopy
 from app.serving.metrics import EdgeMeter, Measured, RequestMeter
 from app.serving.metrics_page import FreshPage, MetricsPage, render
 from app.serving.shared_streams import SharedReader
@@ -191,10 +195,11 @@ class Ingress(GrpcIngress):
         self._limits = LimitReporter(
             self._ingress_limits, shedder, context.app_name, context.replica_id.unique_id, num_ingresses
         )
-        self._adapters: LoadedAdapters | None = None
-        if any(model.engine.adapter_dir is not None for model in shelf.models):
+        self._settings = shelf
+        self._tables: LoadedTables | None = None
+        if shelf.grows:
             copy = TableCopy(context.app_name, self._models.apply)
-            self._adapters = LoadedAdapters(copy, self._replicas, self._models.reserved)
+            self._tables = LoadedTables(copy, self._replicas, self._models.reserved)
         self._has_answered = False
         traffic = TrafficLog()
         self._meter = RequestMeter(traffic)
@@ -224,8 +229,8 @@ class Ingress(GrpcIngress):
         trusting: Any = ProxyHeadersMiddleware
         self._api = trusting(api, trusted_addresses())  # for gRPC; for HTTP uvicorn has it
         self._limits.start()
-        if self._adapters is not None:
-            self._adapters.start()
+        if self._tables is not None:
+            self._tables.start()
         if self._batches is not None:
             self._batches.start()
         return api
@@ -278,8 +283,8 @@ class Ingress(GrpcIngress):
         return self._admission.num_in_flight
 
     async def models(self) -> ModelList:
-        if self._adapters is not None:
-            await self._adapters.refresh()
+        if self._tables is not None:
+            await self._tables.refresh()
         states = await self._states()
         return ModelList(data=[await self._card(name, model, states) for name, model in self._models.by_name.items()])
 
@@ -484,12 +489,52 @@ class Ingress(GrpcIngress):
         raise UnavailableError(f"the budget was changed by others {_BUDGET_TRIES} times meanwhile; try again")
 
     async def load_adapter(self, request: LoadAdapterRequest) -> None:
-        """Load a LoRA adapter on every engine replica, or on none (`LoadedAdapters.load`)."""
-        await self._changeable().load(request.lora_name, request.lora_path, in_place=bool(request.load_inplace))
+        """Load a LoRA adapter on every engine replica, or on none (`LoadedTables.load`)."""
+        tables = self._changeable()
+        name = self._models.first.name if request.base_model_name is None else request.base_model_name
+        await self._learn(name)
+        model = self._models.find(name)
+        if model.name != name or model.config.engine.adapter_dir is None:
+            raise RequestError(
+                f"base_model_name is {name!r}, for which no adapters can be loaded at run time: its setting "
+                "engine.adapter_dir is not set",
+                "base_model_name",
+            )
+        in_place = bool(request.load_inplace)
+        await tables.load(request.lora_name, request.lora_path, in_place=in_place, model=model.name)
 
     async def unload_adapter(self, request: UnloadAdapterRequest) -> None:
-        """Unload a LoRA adapter from every engine replica, or from none (`LoadedAdapters.unload`)."""
+        """Unload a LoRA adapter from every engine replica, or from none (`LoadedTables.unload`)."""
         await self._changeable().unload(request.lora_name)
+
+    async def add_model(self, request: AddModelRequest) -> ModelCard:
+        """Add a model to those of every engine replica, or of none (`LoadedTables.add_model`)."""
+        tables, shelf = self._growing(), self._settings
+        try:
+            config = ModelConfig(
+                name=request.name,
+                engine=added_engine(shelf, request.path, request.max_model_len, request.dtype, request.quantization),
+                keep=request.keep,
+                weight=request.weight,
+                slo=SLO(ttft_s=request.slo.ttft_s, tpot_s=request.slo.tpot_s),
+                tool_call_parser=request.tool_call_parser,
+                reasoning_parser=request.reasoning_parser,
+            )
+        except ConfigError as error:
+            raise RequestError(str(error)) from error
+        # Here first: this process needs the tokenizer.
+        config, _ = await asyncio.to_thread(check_added, config, shelf)
+        try:
+            await ServedModel(config, self._replicas).load()
+        except ModelError as error:
+            raise RequestError(f"path is {request.path!r}: {error}", "path") from error
+        await tables.add_model(config)
+        return await self.model(request.name)
+
+    async def remove_model(self, name: str) -> None:
+        """Remove a model that was added at run time from every engine replica, or from none
+        (`LoadedTables.remove_model`)."""
+        await self._growing().remove_model(name)
 
     async def load(self) -> LoadReport:
         """The load of every engine replica; replicas without an answer in `STATUS_TIMEOUT_S` are only counted."""
@@ -599,19 +644,26 @@ class Ingress(GrpcIngress):
         except RequestError as error:
             raise type(error)(error.message, "pin") from error
 
-    def _changeable(self) -> LoadedAdapters:
+    def _changeable(self) -> LoadedTables:
         """Raises `ForbiddenError` unless adapters can be loaded at run time."""
-        if self._adapters is None:
+        if self._tables is None or not any(model.config.engine.adapter_dir for model in self._models):
             raise ForbiddenError(
                 "adapters cannot be loaded at run time here: the setting engine.adapter_dir is not set"
             )
         self._admission.check_open()
-        return self._adapters
+        return self._tables
+
+    def _growing(self) -> LoadedTables:
+        """Raises `ForbiddenError` unless models can be added at run time."""
+        if self._tables is None or self._settings.models_dir is None:
+            raise ForbiddenError("models cannot be added at run time here: the setting models_dir is not set")
+        self._admission.check_open()
+        return self._tables
 
     async def _learn(self, model: str | None) -> None:
         """Get the newest adapters if the model is unknown: another ingress may have loaded it a moment ago."""
-        if self._adapters is not None and model is not None and not self._models.knows(model):
-            await self._adapters.refresh()
+        if self._tables is not None and model is not None and not self._models.knows(model):
+            await self._tables.refresh()
 
     async def _named(self, request: Named) -> tuple[Named, ServedModel]:
         """The request with the served name in place of an alias, which counts for permissions, metrics and the answer;

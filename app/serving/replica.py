@@ -20,7 +20,8 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app.config.shelf import ShelfConfig
+from app.config.added_model import check_added
+from app.config.shelf import ModelConfig, ShelfConfig
 from app.dashboard.views import ReplicaView, WatchCall, view_replica
 from app.engine import Delta
 from app.engine.lora.source import AdapterSource
@@ -33,9 +34,10 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.fleet.adapters import AdapterTable
 from app.fleet.autoscaling import AutoscalingLoad
+from app.fleet.loaded import LoadedTable
 from app.fleet.messages import (
+    CheckedModel,
     ForkCall,
     GenerateRequest,
     HostedModel,
@@ -51,9 +53,9 @@ from app.fleet.retry import DuplicateGuard
 from app.fleet.shelf_load import reports_for_routers, summed_activity, summed_load, summed_memory, unloaded_report
 from app.fleet.streams import StreamPace, interleave, with_heartbeats
 from app.logs import configure_logs
-from app.serving.adapters import TableCopy
 from app.serving.engine_metrics import EngineMeter, RoutingAudit
 from app.serving.ledger import BudgetMember, device_of_this_replica
+from app.serving.loaded import TableCopy
 from app.serving.shared_streams import Entry, SharedStreams
 from app.tracing import keep_traces_whole, traced
 from vmem import BudgetAnswer, CachedPrefix, MemoryReport
@@ -112,7 +114,7 @@ class EngineReplica:
 
         configure_logs()
         keep_traces_whole()
-        self._first, self._is_shared = shelf.first.name, shelf.device_memory_bytes is not None
+        self._settings, self._first, self._is_shared = shelf, shelf.first.name, shelf.device_memory_bytes is not None
         self._most_keys = MOST_KEYS
         first = shelf.first.engine  # all models have the same device
         if first.device == "cuda" and len(ray.get_gpu_ids()) != 1:
@@ -135,22 +137,23 @@ class EngineReplica:
         self._exit_timer: threading.Timer | None = None
         self._closing = False
         self._member: BudgetMember | None = None
-        self._table = AdapterTable()  # that the engine has
+        self._table = LoadedTable()  # that the engine has
         self._setting = asyncio.Lock()
         self._syncing: asyncio.Task[None] | None = None
-        self._adapters: TableCopy | None = None
-        if any(model.engine.adapter_dir is not None for model in shelf.models):
-            self._adapters = TableCopy(context.app_name)
-            self._table = self._adapters.fetch()
+        self._removals: set[asyncio.Task[None]] = set()
+        self._tables: TableCopy | None = None
+        if shelf.grows:
+            self._tables = TableCopy(context.app_name)
+            self._table = self._tables.fetch()
         make_shelf = partial(
             Shelf,
-            [replace(model, engine=model.engine.on_device(self._device)) for model in shelf.models],
+            [self._on_device(model) for model in (*shelf.models, *self._table.models)],
             device_memory_bytes=shelf.device_memory_bytes,
             host_memory_bytes=shelf.host_memory_bytes,
             weights_dir=shelf.weights_dir,
             launch=actors_of_this_replica(),
             prefixes_of_others=peers,
-            loaded=self._table.sources,
+            loaded=self._table.sources if not self._is_shared else (),
         )
         self._shelf: Shelf
         if shared_kv_memory_bytes is None:
@@ -165,6 +168,8 @@ class EngineReplica:
                 raise
             [engine] = self._engines().values()
             member.follow(partial(engine.load, most_keys=0))
+        for name in self._shelf.names if self._is_shared else ():
+            self._shelf.model(name).loaded_adapters = self._adapters_of(name)
         self._ready_at = time.monotonic()
         gc.collect()  # as in the ingress: keep libraries' objects out of full collections
         gc.freeze()
@@ -289,14 +294,20 @@ class EngineReplica:
         """Check an adapter of a model before it is loaded (`AsyncEngine.check_adapter`)."""
         return replace(await (await self._ready(model)).check_adapter(name, path), model=model)
 
-    async def set_adapters(self, table: AdapterTable) -> None:
-        """Set the adapters loaded at run time, unless the engine has a newer table."""
+    async def check_model(self, config: ModelConfig) -> CheckedModel:
+        """Check a model before it is added. Raises `RequestError` if it cannot be served."""
+        return CheckedModel(*await _run_in_thread(partial(check_added, config, self._settings)))
+
+    async def set_loaded(self, table: LoadedTable) -> None:
+        """Set the models and adapters added at run time, unless this replica has a newer table."""
         async with self._setting:
             if table.revision > self._table.revision:
+                await self._set_models(table.models)
                 self._table = table
                 for name in self._shelf.names:
-                    await self._set_loaded(name)
-                logger.info("adapters loaded at run time: %s", ", ".join(table.ids.values()) or "none")
+                    await self._set_adapters(name)
+                names = ", ".join((*(model.name for model in table.models), *table.ids.values()))
+                logger.info("models and adapters added at run time: %s", names or "none")
 
     async def hot_prefixes(self, fingerprint: str) -> HotPrefixes | None:
         """The prefixes that warm the cache of a new replica (`app.engine.startup.hot_prefixes`), of the model with this
@@ -313,8 +324,8 @@ class EngineReplica:
             self._meter.note_speculation(engines[0].speculation)
             self._meter.note_start(engines[0].start_times)
         self._exit_if_stopped()
-        if self._adapters is not None and (self._syncing is None or self._syncing.done()):
-            self._syncing = asyncio.create_task(self._sync_adapters(self._adapters))
+        if self._tables is not None and (self._syncing is None or self._syncing.done()):
+            self._syncing = asyncio.create_task(self._sync_tables(self._tables))
         figures = await _run_in_thread(partial(self._figures, self._most_keys // max(len(engines), 1)))
         if engines:
             activity = summed_activity([engine.take_activity() for engine in engines])
@@ -349,12 +360,31 @@ class EngineReplica:
         engine.check()
         return engine
 
-    async def _set_loaded(self, name: str) -> None:
+    async def _set_models(self, models: Sequence[ModelConfig]) -> None:
+        """Remove and add models, so that those added at run time are these."""
+        kept = [model for model in self._table.models if model in models]
+        for model in self._table.models:
+            if model not in kept and model.name in self._shelf.names:
+                removal = asyncio.create_task(self._shelf.remove(model.name))
+                self._removals.add(removal)
+                removal.add_done_callback(self._removals.discard)
+                await asyncio.wait([removal], timeout=_ANSWER_S)  # its name is free at once
+        for model in models:
+            if model not in kept and model.name not in self._shelf.names:
+                self._shelf.add(self._on_device(model))
+
+    async def _set_adapters(self, name: str) -> None:
         """Give a model the adapters loaded at run time for it."""
         model = self._shelf.model(name)
-        model.loaded_adapters = [source for source in self._table.sources if (source.model or self._first) == name]
+        model.loaded_adapters = self._adapters_of(name)
         if model.engine is not None:
             await model.engine.set_loaded(model.loaded_adapters)
+
+    def _adapters_of(self, name: str) -> list[AdapterSource]:
+        return [source for source in self._table.sources if (source.model or self._first) == name]
+
+    def _on_device(self, model: ModelConfig) -> ModelConfig:
+        return replace(model, engine=model.engine.on_device(self._device))
 
     def _figures(self, most_keys: int) -> _Figures:
         """Raises `UnavailableError` once the only engine has stopped. A model whose engine has stopped has the load of
@@ -379,10 +409,10 @@ class EngineReplica:
             self._exit_timer = threading.Timer(_FLUSH_GRACE_S, os._exit, (1,))
             self._exit_timer.start()
 
-    async def _sync_adapters(self, copy: TableCopy) -> None:
+    async def _sync_tables(self, copy: TableCopy) -> None:
         """Take over a change that this replica has missed."""
         try:
-            await self.set_adapters(await copy.refresh())
+            await self.set_loaded(await copy.refresh())
         except UnavailableError:
             return  # the engine has stopped; the health check says so
 

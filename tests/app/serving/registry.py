@@ -7,14 +7,14 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from app.fleet.adapters import AdapterRegistry
+from app.fleet.loaded import LoadedRegistry
 
 
 class Actor:
     """The registry's actor; `dies`: methods whose calls find it dead, before (or after) they have had their effect."""
 
     def __init__(self, settling_s: float = 0.0) -> None:
-        self.registry = AdapterRegistry(settling_s)
+        self.registry = LoadedRegistry(settling_s)
         self.is_dead = False
         self.dies: dict[str, bool] = {}
 
@@ -50,7 +50,7 @@ class Cluster:
         self._name = name
 
     def find(self, kind: type, name: str) -> Actor:
-        assert (kind, name) == (AdapterRegistry, self._name)
+        assert (kind, name) == (LoadedRegistry, self._name)
         if self.actor.is_dead:
             self.actor = Actor()
         return self.actor

@@ -31,7 +31,7 @@ from app.errors import (
     UnknownModelError,
     UnknownRequestError,
 )
-from app.fleet.adapters import AdapterTable
+from app.fleet.loaded import LoadedTable
 from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.openai import translate as translator
 from app.openai.bodies import (
@@ -46,7 +46,7 @@ from app.openai.bodies import (
 from app.openai.prompts import TextEncoder
 from app.openai.responses.body import ResponsesRequest
 from app.request_context import CURRENT, RequestContext
-from app.serving import adapters
+from app.serving import loaded as loaded_module
 from tests.app.serving.registry import Cluster
 from tests.app.serving.test_calls import Handle
 from tests.local_server import a_model, ingress_of
@@ -202,8 +202,8 @@ async def test_adapters_are_models() -> None:
 
 
 def cluster_of(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster("folio-adapters:folio")
-    monkeypatch.setattr(adapters, "find_actor", cluster.find)
+    cluster = Cluster("folio-loaded:folio")
+    monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
     return cluster
 
 
@@ -213,18 +213,18 @@ async def test_an_ingress_learns_of_adapters_that_another_has_loaded(monkeypatch
     ingress = ingress_of(engines := Engines(), a_model("m", adapters={"pirate": "x/pirate"}, adapter_dir="/adapters"))
     with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
         await ingress.generate(completion(model="legal"))
-    registry.restore(AdapterTable(1, (AdapterSource("legal", "/a", "1"),)))
+    registry.restore(LoadedTable(1, (AdapterSource("legal", "/a", "1"),)))
     assert (await ingress.generate(completion(model="legal"))).model == "legal"
     assert (engines.calls[0].adapter, engines.calls[0].adapter_key) == ("legal", "legal@1")
     await ingress.generate(completion(model="pirate"))
     assert (engines.calls[1].adapter, engines.calls[1].adapter_key) == ("pirate", None)
-    registry.restore(AdapterTable(2, (AdapterSource("poet", "/b", "2"),)))
+    registry.restore(LoadedTable(2, (AdapterSource("poet", "/b", "2"),)))
     cards = (await ingress.models()).data
     assert [(card.id, card.parent) for card in cards] == [("m", None), ("pirate", "m"), ("poet", "m")]
     with pytest.raises(UnknownModelError):
         await ingress.generate(completion(model="legal"))
     for name, loaded in (("ode", 3), ("sonnet", 4), ("haiku", 5)):
-        registry.restore(AdapterTable(loaded, (AdapterSource(name, "/c", "3"),)))
+        registry.restore(LoadedTable(loaded, (AdapterSource(name, "/c", "3"),)))
         if name == "ode":
             assert (await ingress.model(name)).id == name
         elif name == "sonnet":

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.builtin import resolve_model
 from app.config.http import HttpSettings, KeyEntry
 from app.config.shelf import ShelfConfig
-from app.errors import ForbiddenError, RequestError, UnknownModelError
+from app.errors import ForbiddenError, RequestError, UnavailableError, UnknownModelError, UnknownRequestError
 from app.openai.bodies import (
+    AddModelRequest,
     BudgetRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -21,6 +25,8 @@ from app.openai.bodies import (
 )
 from app.openai.pooled.bodies import EmbeddingRequest
 from app.request_context import CURRENT, RequestContext
+from app.serving import loaded as loaded_module
+from tests.app.serving.registry import Cluster
 from tests.local_server import LocalHandle, a_model, ingress_of, replica_of_shelf
 
 SETTINGS: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "max_num_batched_tokens": 512, "warm_up": False}
@@ -30,6 +36,24 @@ MODELS = (
     a_model("third", **SETTINGS),
 )
 SHELF = ShelfConfig(models=MODELS, device_memory_bytes=256 << 20)
+
+
+@pytest.fixture
+def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """One model, to which those in the folder "small" can be added."""
+    cluster = Cluster("folio-loaded:folio")
+    monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
+    monkeypatch.setattr(loaded_module.ray, "get", lambda reference, timeout: reference.future().result())
+    shutil.copytree(resolve_model("builtin"), tmp_path / "models" / "small")
+    (tmp_path / "models" / "broken").mkdir()
+    shelf = ShelfConfig(models=MODELS[:1], device_memory_bytes=256 << 20, models_dir=tmp_path / "models")
+    replica: Any = replica_of_shelf(shelf)
+    ingress = ingress_of(
+        LocalHandle(replica), *MODELS[:1], shelf={"device_memory_bytes": 256 << 20, "models_dir": shelf.models_dir}
+    )
+    ingress.replica, ingress.shelf = replica, shelf
+    yield ingress
+    replica.__del__()
 
 
 @pytest.fixture
@@ -77,7 +101,7 @@ async def test_every_route_uses_the_model_of_its_body(server: Any) -> None:
         await server.embed(EmbeddingRequest(model="second", input="x"))
     answer = await server.generate(completion("second"))
     assert (await server.fork(ForkRequest(model="second", request_id=answer.id, max_tokens=2))).model == "second"
-    with pytest.raises(UnknownModelError):
+    with pytest.raises(UnknownRequestError):
         await server.fork(ForkRequest(model="first", request_id=answer.id, max_tokens=2))
     assert (await states(server))["third"] == "new"
 
@@ -119,6 +143,88 @@ async def test_pins_belong_to_a_model(server: Any) -> None:
     assert cached[1] == 0
     await server.unpin("rules")
     assert (await server.pins()).data == []
+
+
+async def test_a_model_is_added_and_removed(growing: Any, tmp_path: Path) -> None:
+    alone = (await growing.generate(completion("first"))).choices[0].text
+    card = await growing.add_model(AddModelRequest(name="second", path="small", keep=30.0, dtype="float32"))
+    assert (card.id, card.state, card.parent) == ("second", "new", None)
+    assert (await growing.generate(completion("second"))).choices[0].text == alone
+    assert await states(growing) == {"first": "awake", "second": "awake"}
+    for _ in range(2):  # idempotent
+        await growing.add_model(AddModelRequest(name="second", path="small", keep=30.0, dtype="float32"))
+    with pytest.raises(RequestError, match=r"already, from .*small'.*remove it first"):
+        await growing.add_model(AddModelRequest(name="second", path="small"))
+    late: Any = replica_of_shelf(growing.shelf, "late")  # a replica that starts later has it, too
+    try:
+        assert [hosted.status.name for hosted in await late.hosted_models()] == ["first", "second"]
+        assert late._shelf.model("second").config.keep == 30.0
+    finally:
+        late.__del__()
+    await growing.remove_model("second")
+    assert await states(growing) == {"first": "awake"}
+    with pytest.raises(UnknownModelError):
+        await growing.generate(completion("second"))
+    with pytest.raises(UnknownModelError, match="no model 'second' has been added"):
+        await growing.remove_model("second")
+    with pytest.raises(RequestError, match="belongs to the settings"):
+        await growing.remove_model("first")
+    assert (await growing.generate(completion("first"))).choices[0].text == alone
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"path": "gone"}, "there is no such folder in models_dir"),
+        ({"path": "../models"}, "not below models_dir"),
+        ({"path": "/etc"}, "not below models_dir"),
+        ({"path": "broken"}, "has no config.json"),
+        ({"path": "outside"}, "links out of models_dir"),
+        ({"path": "truncated"}, "truncated or damaged"),
+        ({"path": "small", "name": "first"}, "of the settings"),
+    ],
+)
+async def test_what_cannot_be_served_is_not_added(
+    growing: Any, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "models" / str(fields["path"])
+    if fields["path"] in ("outside", "truncated"):
+        shutil.copytree(tmp_path / "models" / "small", folder)
+        weights = folder / "model.safetensors"
+        weights.rename(tmp_path / "model.safetensors")
+        if fields["path"] == "outside":
+            weights.symlink_to(tmp_path / "model.safetensors")
+        else:
+            weights.write_bytes((tmp_path / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(RequestError, match=message):
+        await growing.add_model(AddModelRequest.model_validate({"name": "second"} | fields))
+    assert await states(growing) == {"first": "new"}
+    assert growing._tables._copy.table.revision == 0
+
+
+async def test_a_model_that_one_replica_cannot_take_is_on_none(growing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica, calls = growing.replica, 0
+    set_loaded = type(replica).set_loaded
+
+    async def fails_once(self: Any, table: Any) -> None:
+        nonlocal calls
+        calls += 1
+        await set_loaded(self, table)
+        if calls == 1:
+            raise UnavailableError("silent")
+
+    monkeypatch.setattr(type(replica), "set_loaded", fails_once)
+    with pytest.raises(UnavailableError):
+        await growing.add_model(AddModelRequest(name="second", path="small"))
+    assert calls == 2
+    assert replica._shelf.names == ("first",)
+    assert await states(growing) == {"first": "new"}
+
+
+async def test_without_a_models_dir_no_model_can_be_added(server: Any) -> None:
+    for change in (server.add_model(AddModelRequest(name="x", path="x")), server.remove_model("first")):
+        with pytest.raises(ForbiddenError, match="models_dir is not set"):
+            await change
 
 
 async def test_operators_see_all_models_together(server: Any) -> None:

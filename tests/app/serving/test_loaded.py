@@ -10,9 +10,9 @@ import pytest
 
 from app.engine.lora.source import AdapterSource
 from app.errors import EngineError, FolioError, NoReplicaError, RequestError, UnavailableError, UnknownModelError
-from app.fleet.adapters import AdapterTable
-from app.serving import adapters
-from app.serving.adapters import LoadedAdapters, TableCopy
+from app.fleet.loaded import LoadedTable
+from app.serving import loaded as loaded_module
+from app.serving.loaded import LoadedTables, TableCopy
 from tests.app.serving.registry import Cluster
 
 
@@ -20,19 +20,19 @@ class Replica:
     """Has a table and files: path → version. `fails`: method → what it raises, once for each."""
 
     def __init__(self, files: dict[str, str]) -> None:
-        self.table = AdapterTable()
+        self.table = LoadedTable()
         self.files = files
         self.fails: dict[str, list[FolioError]] = {}
         self.num_checks = 0
         self.before: Callable[[str], None] = lambda _: None
 
-    async def check_adapter(self, name: str, path: str) -> AdapterSource:
+    async def check_adapter(self, name: str, path: str, model: str) -> AdapterSource:
         self.num_checks += 1
         if path not in self.files:
             raise UnknownModelError(f"no adapter: {path!r}", "lora_path")
         return AdapterSource(name, f"/adapters/{path}", self.files[path])
 
-    async def set_adapters(self, table: AdapterTable) -> None:
+    async def set_loaded(self, table: LoadedTable) -> None:
         if table.revision > self.table.revision:
             self.table = table
 
@@ -63,8 +63,8 @@ FILES = {"v1": "1", "v2": "2", "poet": "3"}
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster("folio-adapters:app")
-    monkeypatch.setattr(adapters, "find_actor", cluster.find)
+    cluster = Cluster("folio-loaded:app")
+    monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
     return cluster
 
 
@@ -73,9 +73,9 @@ def replicas() -> Replicas:
     return Replicas(Replica(dict(FILES)), Replica(dict(FILES)))
 
 
-def ingress(replicas: Any) -> tuple[LoadedAdapters, TableCopy]:
+def ingress(replicas: Any) -> tuple[LoadedTables, TableCopy]:
     copy = TableCopy("app")
-    return LoadedAdapters(copy, replicas, ("model", "configured")), copy
+    return LoadedTables(copy, replicas, ("model", "configured")), copy
 
 
 def served(replicas: Replicas) -> list[dict[str, str]]:
@@ -85,7 +85,7 @@ def served(replicas: Replicas) -> list[dict[str, str]]:
 
 async def test_all_replicas_and_ingresses_learn_a_change(cluster: Cluster, replicas: Replicas) -> None:
     (first, one), (second, two) = ingress(replicas), ingress(replicas)
-    await first.load("legal", "v1", in_place=False)
+    await first.load("legal", "v1", in_place=False, model="model")
     assert served(replicas) == [{"legal": "1"}] * 2
     assert one.table.ids == {"legal": "legal@1"}
     assert two.table.ids == {}
@@ -100,29 +100,29 @@ async def test_all_replicas_and_ingresses_learn_a_change(cluster: Cluster, repli
 async def test_loading_again(cluster: Cluster, replicas: Replicas) -> None:
     """The same files: no effect. Others: only in place."""
     loaded, copy = ingress(replicas)
-    await loaded.load("legal", "v1", in_place=False)
+    await loaded.load("legal", "v1", in_place=False, model="model")
     for in_place in (False, True):
-        await loaded.load("legal", "v1", in_place=in_place)
+        await loaded.load("legal", "v1", in_place=in_place, model="model")
         assert copy.table.revision == 1
     with pytest.raises(RequestError, match=r"from '/adapters/v1'.*load_inplace") as refused:
-        await loaded.load("legal", "v2", in_place=False)
+        await loaded.load("legal", "v2", in_place=False, model="model")
     assert refused.value.param == "lora_name"
-    await loaded.load("legal", "v2", in_place=True)
+    await loaded.load("legal", "v2", in_place=True, model="model")
     assert served(replicas) == [{"legal": "2"}] * 2
     for replica in replicas.replicas:
         replica.files["v2"] = "22"
     with pytest.raises(RequestError, match="its files have changed since"):
-        await loaded.load("legal", "v2", in_place=False)
-    await loaded.load("legal", "v2", in_place=True)
+        await loaded.load("legal", "v2", in_place=False, model="model")
+    await loaded.load("legal", "v2", in_place=True, model="model")
     assert served(replicas) == [{"legal": "22"}] * 2
-    await loaded.load("other", "v2", in_place=False)  # the same files under two names
+    await loaded.load("other", "v2", in_place=False, model="model")  # the same files under two names
 
 
 async def test_names_of_the_settings_are_refused(cluster: Cluster, replicas: Replicas) -> None:
     loaded, _ = ingress(replicas)
     for name in ("model", "configured"):
         with pytest.raises(RequestError, match="of the settings"):
-            await loaded.load(name, "v1", in_place=True)
+            await loaded.load(name, "v1", in_place=True, model="model")
         with pytest.raises(RequestError, match="belongs to the settings"):
             await loaded.unload(name)
     with pytest.raises(UnknownModelError) as unknown:
@@ -138,8 +138,8 @@ async def test_names_of_the_settings_are_refused(cluster: Cluster, replicas: Rep
     [
         ("check_adapter", RequestError("does not fit", "lora_path")),
         ("check_adapter", UnavailableError("gone")),
-        ("set_adapters", UnavailableError("gone")),
-        ("set_adapters", EngineError("failed")),
+        ("set_loaded", UnavailableError("gone")),
+        ("set_loaded", EngineError("failed")),
     ],
 )
 async def test_a_load_that_fails_on_one_replica_is_on_none(
@@ -147,23 +147,23 @@ async def test_a_load_that_fails_on_one_replica_is_on_none(
 ) -> None:
     (loaded, copy), (other, two) = ingress(replicas), ingress(replicas)
     if has_old:
-        await loaded.load("legal", "v1", in_place=False)
+        await loaded.load("legal", "v1", in_place=False, model="model")
     before = served(replicas)
     replicas.replicas[at].fails[method] = [error]
     with pytest.raises(type(error), match=error.args[0]):
-        await loaded.load("legal", "v2", in_place=True)
+        await loaded.load("legal", "v2", in_place=True, model="model")
     await other.refresh()
     assert served(replicas) == before
     assert copy.table == two.table
     assert copy.table.ids == ({"legal": "legal@1"} if has_old else {})
-    await other.load("legal", "v2", in_place=True)  # the next change need not wait
+    await other.load("legal", "v2", in_place=True, model="model")  # the next change need not wait
     assert served(replicas) == [{"legal": "2"}] * 2
 
 
 async def test_an_unload_that_fails_on_one_replica_is_on_none(cluster: Cluster, replicas: Replicas) -> None:
     loaded, copy = ingress(replicas)
-    await loaded.load("legal", "v1", in_place=False)
-    replicas.replicas[1].fails["set_adapters"] = [UnavailableError("gone")]
+    await loaded.load("legal", "v1", in_place=False, model="model")
+    replicas.replicas[1].fails["set_loaded"] = [UnavailableError("gone")]
     with pytest.raises(UnavailableError, match="gone"):
         await loaded.unload("legal")
     assert served(replicas) == [{"legal": "1"}] * 2
@@ -175,13 +175,13 @@ async def test_a_replica_that_missed_a_change_takes_it_over(cluster: Cluster, re
     """It did not answer when the change was made, nor when it was undone; or it started later."""
     loaded, _ = ingress(replicas)
     late = replicas.replicas[1]
-    late.fails["set_adapters"] = [UnavailableError("silent")] * 2
+    late.fails["set_loaded"] = [UnavailableError("silent")] * 2
     with pytest.raises(UnavailableError):
-        await loaded.load("legal", "v1", in_place=False)
+        await loaded.load("legal", "v1", in_place=False, model="model")
     assert late.table.revision == 0
-    await loaded.load("poet", "poet", in_place=False)
+    await loaded.load("poet", "poet", in_place=False, model="model")
     for replica in (late, Replica(FILES)):
-        await replica.set_adapters(await TableCopy("app").sync())
+        await replica.set_loaded(await TableCopy("app").sync())
         assert {source.name for source in replica.table.sources} == {"poet"}
 
 
@@ -190,15 +190,15 @@ async def test_the_error_that_says_most_is_raised(cluster: Cluster, replicas: Re
     replicas.replicas[0].fails["check_adapter"] = [UnavailableError("gone")]
     replicas.replicas[1].fails["check_adapter"] = [RequestError("does not fit", "lora_path")]
     with pytest.raises(RequestError, match="does not fit"):
-        await loaded.load("legal", "v1", in_place=False)
+        await loaded.load("legal", "v1", in_place=False, model="model")
     replicas.replicas[1].files["v1"] = "other"
     with pytest.raises(RequestError, match="not the same for all replicas"):
-        await loaded.load("legal", "v1", in_place=False)
+        await loaded.load("legal", "v1", in_place=False, model="model")
     with pytest.raises(UnknownModelError):
-        await loaded.load("legal", "typo", in_place=False)
+        await loaded.load("legal", "typo", in_place=False, model="model")
     replicas.replicas = []
     with pytest.raises(NoReplicaError):
-        await loaded.load("legal", "v1", in_place=False)
+        await loaded.load("legal", "v1", in_place=False, model="model")
 
 
 async def test_changes_at_the_same_time_come_one_after_the_other(cluster: Cluster, replicas: Replicas) -> None:
@@ -216,11 +216,13 @@ async def test_changes_at_the_same_time_come_one_after_the_other(cluster: Cluste
 
     for replica in replicas.replicas:
         replica.before = enter
-    loads = [ingresses[i % 2].load(f"a{i}", "v1", in_place=False) for i in range(8)]
+    loads = [ingresses[i % 2].load(f"a{i}", "v1", in_place=False, model="model") for i in range(8)]
     await asyncio.gather(*loads)
     assert served(replicas) == [{f"a{i}": "1" for i in range(8)}] * 2
     changes = [ingresses[i % 2].unload(f"a{i}") for i in range(4)]
-    changes += [ingresses[i % 2].load("same", path, in_place=False) for i, path in enumerate(("v1", "v2", "v1"))]
+    changes += [
+        ingresses[i % 2].load("same", path, in_place=False, model="model") for i, path in enumerate(("v1", "v2", "v1"))
+    ]
     outcomes = await asyncio.gather(*changes, return_exceptions=True)
     errors = [error for error in outcomes if error is not None]
     assert len(errors) == 1  # v2 came before or after v1
@@ -232,7 +234,7 @@ async def test_changes_at_the_same_time_come_one_after_the_other(cluster: Cluste
 async def test_a_new_registry_gets_the_table_from_the_copies(cluster: Cluster, replicas: Replicas) -> None:
     """Its process has died; an ingress that starts then has the table, too."""
     loaded, copy = ingress(replicas)
-    await loaded.load("legal", "v1", in_place=False)
+    await loaded.load("legal", "v1", in_place=False, model="model")
     cluster.actor.is_dead = True
     await loaded.refresh()  # finds it dead
     assert copy.table.ids == {"legal": "legal@1"}
@@ -240,7 +242,7 @@ async def test_a_new_registry_gets_the_table_from_the_copies(cluster: Cluster, r
     late, late_copy = ingress(replicas)
     await late.refresh()
     assert late_copy.table == copy.table
-    await late.load("poet", "poet", in_place=False)
+    await late.load("poet", "poet", in_place=False, model="model")
     assert served(replicas) == [{"legal": "1", "poet": "3"}] * 2
 
 
@@ -251,16 +253,16 @@ async def test_a_registry_that_dies_during_a_change(
 ) -> None:
     """The change fails and has no effect, unless only its end was left; the next one succeeds."""
     loaded, _ = ingress(replicas)
-    await loaded.load("legal", "v1", in_place=False)
+    await loaded.load("legal", "v1", in_place=False, model="model")
     cluster.actor.dies[method] = has_effect
     if method == "end":
-        await loaded.load("legal", "v2", in_place=True)
+        await loaded.load("legal", "v2", in_place=True, model="model")
     else:
         with pytest.raises(UnavailableError, match="registry"):
-            await loaded.load("legal", "v2", in_place=True)
+            await loaded.load("legal", "v2", in_place=True, model="model")
         assert served(replicas) == [{"legal": "1"}] * 2
     await loaded.refresh()
-    await loaded.load("legal", "v2", in_place=True)
+    await loaded.load("legal", "v2", in_place=True, model="model")
     assert served(replicas) == [{"legal": "2"}] * 2
 
 
@@ -268,35 +270,35 @@ async def test_a_cancelled_change_lets_others_begin(cluster: Cluster, replicas: 
     """Its client has gone."""
     loaded, _ = ingress(replicas)
 
-    async def hang(name: str, path: str) -> AdapterSource:
+    async def hang(name: str, path: str, model: str) -> AdapterSource:
         await asyncio.Event().wait()
         raise AssertionError
 
     replicas.replicas[0].check_adapter = hang  # type: ignore[method-assign]
-    change = asyncio.create_task(loaded.load("legal", "v1", in_place=False))
+    change = asyncio.create_task(loaded.load("legal", "v1", in_place=False, model="model"))
     for _ in range(100):
         await asyncio.sleep(0)
     change.cancel()
     with pytest.raises(asyncio.CancelledError):
         await change
     del replicas.replicas[0].check_adapter
-    await ingress(replicas)[0].load("legal", "v2", in_place=False)
+    await ingress(replicas)[0].load("legal", "v2", in_place=False, model="model")
     assert served(replicas) == [{"legal": "2"}] * 2
 
 
 async def test_a_change_waits_only_so_long(
     cluster: Cluster, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "TURN_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(adapters, "_TURN_POLL_S", 0.01)
+    monkeypatch.setattr(loaded_module, "TURN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(loaded_module, "_TURN_POLL_S", 0.01)
     loaded, _ = ingress(replicas)
     cluster.actor.registry.begin("another")
     with pytest.raises(UnavailableError, match="another change") as refused:
-        await loaded.load("legal", "v1", in_place=False)
+        await loaded.load("legal", "v1", in_place=False, model="model")
     assert refused.value.retry_after_s is not None
     assert served(replicas) == [{}] * 2
     cluster.actor.registry.end("another")
-    await loaded.load("legal", "v1", in_place=False)
+    await loaded.load("legal", "v1", in_place=False, model="model")
 
 
 async def test_silence_is_logged_once(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,10 +1,10 @@
-"""Adapters loaded and unloaded at run time: each process's copy of the registry's table, and the changes by ingresses.
+"""Models and adapters added at run time: each process's copy of the registry's table, and the changes by ingresses.
 
 The first process that finds no registry creates and owns it, as with the ledgers. A change is on all replicas or on
 none:
 
 1. Begin the change at the registry, after other changes.
-2. Check the adapter on every replica, which keeps nothing of it.
+2. Check the model or adapter on every replica, which keeps nothing of it.
 3. Commit the new table at the registry.
 4. Set the new table on every replica. If a replica does not confirm it, commit and set the old sources again.
 
@@ -18,14 +18,17 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from app.config.shelf import ModelConfig
 from app.engine.lora.source import AdapterSource
 from app.errors import FolioError, NoReplicaError, RequestError, UnavailableError, UnknownModelError
-from app.fleet.adapters import AdapterRegistry, AdapterTable
+from app.fleet.loaded import LoadedRegistry, LoadedTable
+from app.fleet.messages import CheckedModel
 from app.serving.calls import ReplicaClient
 from app.serving.ledger import find_actor
 
@@ -49,25 +52,25 @@ class TableCopy:
         on_change: called with each new table.
     """
 
-    def __init__(self, app_name: str, on_change: Callable[[AdapterTable], None] = lambda _: None) -> None:
-        self._name = f"folio-adapters:{app_name}"
+    def __init__(self, app_name: str, on_change: Callable[[LoadedTable], None] = lambda _: None) -> None:
+        self._name = f"folio-loaded:{app_name}"
         self._on_change = on_change
         self._actor: Any = None
         self._is_silent = False
-        self.table = AdapterTable()
+        self.table = LoadedTable()
 
-    def fetch(self) -> AdapterTable:
+    def fetch(self) -> LoadedTable:
         """The table, for a process that starts, from a thread that may wait; empty if there is no answer."""
         try:
-            actor = find_actor(AdapterRegistry, self._name)
+            actor = find_actor(LoadedRegistry, self._name)
             _, newer = ray.get(actor.newer.remote(self.table.revision), timeout=FIRST_ANSWER_S)
         except (RayError, ValueError, GetTimeoutError) as error:
-            logger.warning("no answer about loaded adapters, which come later: %s", error)
+            logger.warning("no answer about models and adapters added at run time, which come later: %s", error)
         else:
             self.adopt(newer)
         return self.table
 
-    async def refresh(self) -> AdapterTable:
+    async def refresh(self) -> LoadedTable:
         """The newest table as far as the registry answers; the first failure is logged."""
         try:
             await self.sync()
@@ -79,7 +82,7 @@ class TableCopy:
             self._is_silent = False
         return self.table
 
-    async def sync(self) -> AdapterTable:
+    async def sync(self) -> LoadedTable:
         """Exchange the newest table with the registry. Raises `UnavailableError` if it does not answer."""
         revision, newer = await self.call("newer", self.table.revision)
         self.adopt(newer)
@@ -87,7 +90,7 @@ class TableCopy:
             await self.call("restore", self.table)
         return self.table
 
-    def adopt(self, table: AdapterTable | None) -> None:
+    def adopt(self, table: LoadedTable | None) -> None:
         """Take over a table if it is newer."""
         if table is not None and table.revision > self.table.revision:
             self.table = table
@@ -97,19 +100,21 @@ class TableCopy:
         """Call the registry. Raises `UnavailableError` if it does not answer."""
         try:
             if self._actor is None:
-                self._actor = await asyncio.to_thread(find_actor, AdapterRegistry, self._name)
+                self._actor = await asyncio.to_thread(find_actor, LoadedRegistry, self._name)
             reference = getattr(self._actor, method).remote(*args)
             return await asyncio.wait_for(asyncio.wrap_future(reference.future()), ANSWER_TIMEOUT_S)
         except (RayError, ValueError, TimeoutError) as error:  # its process has died, or was found dead
             self._actor = None
-            raise UnavailableError("the registry of loaded adapters does not answer; send the request again") from error
+            raise UnavailableError(
+                "the registry of models and adapters does not answer; send the request again"
+            ) from error
 
 
-class LoadedAdapters:
-    """The adapters loaded at run time, as an ingress knows and changes them.
+class LoadedTables:
+    """The models and adapters added at run time, as an ingress knows and changes them.
 
     Args:
-        reserved: names of the model and of the adapters of the settings.
+        reserved: names of the models and adapters of the settings.
     """
 
     def __init__(self, copy: TableCopy, replicas: ReplicaClient, reserved: Collection[str]) -> None:
@@ -122,17 +127,18 @@ class LoadedAdapters:
     def start(self) -> None:
         """Keep the copy of the table new, in a task of this event loop."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._beat(), name="folio-adapters")
+            self._task = asyncio.get_running_loop().create_task(self._beat(), name="folio-loaded")
 
     async def refresh(self) -> None:
         """Get the newest table. Without an answer the old one remains."""
         await self._copy.refresh()
 
-    async def load(self, name: str, path: str, *, in_place: bool) -> None:
+    async def load(self, name: str, path: str, *, in_place: bool, model: str) -> None:
         """Load an adapter on every replica, or on none. Idempotent.
 
         Args:
             path: its folder, below `adapter_dir`.
+            model: the name of its model.
             in_place: it may replace another one of its name.
 
         Raises:
@@ -144,7 +150,9 @@ class LoadedAdapters:
         if name in self._reserved:
             raise RequestError(f"{name!r} is a model or adapter of the settings; choose another name", "lora_name")
         async with self._change() as (change, table):
-            source = await self._checked(name, path)
+            if table.find_model(name) is not None:
+                raise RequestError(f"{name!r} is the name of a model; choose another one", "lora_name")
+            source = await self._checked("check_adapter", "lora_path", name, path, model)
             known = table.find(name)
             if known == source:
                 return
@@ -171,13 +179,58 @@ class LoadedAdapters:
                 raise UnknownModelError(f"no adapter {name!r} has been loaded", "lora_name")
             await self._switch(change, table, table.without(name))
 
+    async def add_model(self, model: ModelConfig) -> ModelConfig:
+        """Add a model on every replica, or on none; nothing of it is loaded. Idempotent.
+
+        Args:
+            model: with its folder, below `models_dir`.
+
+        Returns:
+            the model, with its folder's path.
+
+        Raises:
+            RequestError: the name is taken, or the folder's model cannot be served.
+            EngineError, UnavailableError: see `load`.
+        """
+        if model.name in self._reserved:
+            raise RequestError(f"{model.name!r} is a model or adapter of the settings; choose another name", "name")
+        async with self._change() as (change, table):
+            if table.find(model.name) is not None:
+                raise RequestError(f"{model.name!r} is the name of an adapter; choose another one", "name")
+            checked: CheckedModel = await self._checked("check_model", "path", model)
+            known = table.find_model(model.name)
+            if known not in (None, checked.config):
+                raise RequestError(
+                    f"there is a model {model.name!r} already, from {known.engine.model!r} or with other settings; "
+                    "remove it first",
+                    "name",
+                )
+            if known is None:
+                await self._switch(change, table, table.with_model(checked.config))
+            return checked.config
+
+    async def remove_model(self, name: str) -> None:
+        """Remove a model and its adapters on every replica, or on none; requests for it end with `UnavailableError`.
+
+        Raises:
+            RequestError: the model belongs to the settings.
+            UnknownModelError: there is no such model.
+            EngineError, UnavailableError: see `load`.
+        """
+        if name in self._reserved:
+            raise RequestError(f"{name!r} belongs to the settings and cannot be removed", "name")
+        async with self._change() as (change, table):
+            if table.find_model(name) is None:
+                raise UnknownModelError(f"no model {name!r} has been added", "name")
+            await self._switch(change, table, table.without_model(name))
+
     async def _beat(self) -> None:
         while True:
             await self.refresh()
             await asyncio.sleep(BEAT_S)
 
     @asynccontextmanager
-    async def _change(self) -> AsyncIterator[tuple[str, AdapterTable]]:
+    async def _change(self) -> AsyncIterator[tuple[str, LoadedTable]]:
         """A change, the only one in progress: its name, and the newest table."""
         change = uuid.uuid4().hex
         try:
@@ -191,7 +244,7 @@ class LoadedAdapters:
             self._turn.release()
             await self._end(change)  # also when it was cancelled before the answer that it has begun
 
-    async def _begin(self, change: str) -> AdapterTable:
+    async def _begin(self, change: str) -> LoadedTable:
         await self._copy.sync()
         deadline = asyncio.get_running_loop().time() + TURN_TIMEOUT_S
         while (table := await self._copy.call("begin", change)) is None:
@@ -207,28 +260,27 @@ class LoadedAdapters:
         except UnavailableError as error:  # the registry is gone, and the change with it, or ends it after its time
             logger.warning("%s", error)
 
-    async def _checked(self, name: str, path: str) -> AdapterSource:
-        """The adapter, which all replicas can serve."""
-        answers = await self._replicas.call_each("check_adapter", name, path, timeout_s=CHECK_TIMEOUT_S)
+    async def _checked(self, method: str, param: str, *args: Any) -> Any:
+        """The one answer of all replicas to a check. Raises `RequestError`, about `param`, if they differ."""
+        answers = await self._replicas.call_each(method, *args, timeout_s=CHECK_TIMEOUT_S)
         _raise_error(answers)
-        if len(set(answers)) > 1:
-            raise RequestError(f"the files of {path!r} are not the same for all replicas", "lora_path")
-        source: AdapterSource = answers[0]
-        return source
+        if any(answer != answers[0] for answer in answers):
+            raise RequestError("the files are not the same for all replicas", param)
+        return answers[0]
 
-    async def _switch(self, change: str, old: AdapterTable, new: AdapterTable) -> None:
+    async def _switch(self, change: str, old: LoadedTable, new: LoadedTable) -> None:
         await self._commit(change, new)
         try:
-            _raise_error(await self._replicas.call_each("set_adapters", new, timeout_s=SET_TIMEOUT_S))
+            _raise_error(await self._replicas.call_each("set_loaded", new, timeout_s=SET_TIMEOUT_S))
         except FolioError:
-            undone = AdapterTable(new.revision + 1, old.sources)
+            undone = replace(old, revision=new.revision + 1)
             await self._commit(change, undone)
-            await self._replicas.call_each("set_adapters", undone, timeout_s=SET_TIMEOUT_S)
+            await self._replicas.call_each("set_loaded", undone, timeout_s=SET_TIMEOUT_S)
             raise
 
-    async def _commit(self, change: str, table: AdapterTable) -> None:
+    async def _commit(self, change: str, table: LoadedTable) -> None:
         if not await self._copy.call("commit", change, table):
-            raise UnavailableError("the change of adapters took too long, and another one has come; try again")
+            raise UnavailableError("the change took too long, and another one has come; try again")
         self._copy.adopt(table)
 
 
@@ -246,4 +298,4 @@ def _difference(known: AdapterSource, source: AdapterSource) -> str:
 
 
 def _no_turn() -> UnavailableError:
-    return UnavailableError("another change of adapters is in progress; send the request again", 1.0)
+    return UnavailableError("another change of models or adapters is in progress; send the request again", 1.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app.engine.lora.source import AdapterSource
-from app.fleet import adapters
-from app.fleet.adapters import AdapterRegistry, AdapterTable
+from app.fleet import loaded as loaded_module
+from app.fleet.loaded import LoadedRegistry, LoadedTable
 
 A, B, NEW_A = AdapterSource("a", "/a", "1"), AdapterSource("b", "/b", "2"), AdapterSource("a", "/new", "3")
 
@@ -21,53 +21,53 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(adapters, "time", clock)
+    monkeypatch.setattr(loaded_module, "time", clock)
     return clock
 
 
 def test_tables() -> None:
-    table = AdapterTable().with_source(A).with_source(B)
+    table = LoadedTable().with_source(A).with_source(B)
     assert (table.revision, table.sources, table.ids) == (2, (A, B), {"a": "a@1", "b": "b@2"})
     assert (table.find("a"), table.find("c")) == (A, None)
-    assert table.with_source(NEW_A) == AdapterTable(3, (B, NEW_A))
-    assert table.without("a") == AdapterTable(3, (B,))
+    assert table.with_source(NEW_A) == LoadedTable(3, (B, NEW_A))
+    assert table.without("a") == LoadedTable(3, (B,))
 
 
 def test_one_change_at_a_time(clock: Clock) -> None:
-    registry = AdapterRegistry(settling_s=0)
-    assert registry.begin("first") == AdapterTable()
+    registry = LoadedRegistry(settling_s=0)
+    assert registry.begin("first") == LoadedTable()
     assert registry.begin("second") is None
-    assert not registry.commit("second", AdapterTable(1, (A,)))
+    assert not registry.commit("second", LoadedTable(1, (A,)))
     registry.end("second")  # ends nothing
     assert registry.begin("second") is None
-    assert registry.commit("first", AdapterTable(1, (A,)))
-    assert not registry.commit("first", AdapterTable(1, (B,)))  # not newer
+    assert registry.commit("first", LoadedTable(1, (A,)))
+    assert not registry.commit("first", LoadedTable(1, (B,)))  # not newer
     registry.end("first")
-    assert registry.begin("second") == AdapterTable(1, (A,))
-    assert not registry.commit("first", AdapterTable(2, ()))
+    assert registry.begin("second") == LoadedTable(1, (A,))
+    assert not registry.commit("first", LoadedTable(2, ()))
 
 
 def test_a_change_that_takes_too_long_is_not_committed(clock: Clock) -> None:
-    registry = AdapterRegistry(settling_s=0, lease_s=10)
+    registry = LoadedRegistry(settling_s=0, lease_s=10)
     registry.begin("slow")
     clock.now += 9
     assert registry.begin("other") is None
     clock.now += 1
     assert registry.begin("other") is not None
-    assert not registry.commit("slow", AdapterTable(1, (A,)))
-    assert registry.commit("other", AdapterTable(1, (B,)))
+    assert not registry.commit("slow", LoadedTable(1, (A,)))
+    assert registry.commit("other", LoadedTable(1, (B,)))
     registry.end("slow")
     assert registry.begin("third") is None
 
 
 def test_a_new_registry_learns_the_newest_table(clock: Clock) -> None:
     """Before it has, no change may begin: it would be the change of an old table."""
-    registry = AdapterRegistry(settling_s=3)
+    registry = LoadedRegistry(settling_s=3)
     assert registry.begin("change") is None
-    for table in (AdapterTable(2, (A,)), AdapterTable(5, (B,)), AdapterTable(4, ())):
+    for table in (LoadedTable(2, (A,)), LoadedTable(5, (B,)), LoadedTable(4, ())):
         registry.restore(table)
     clock.now += 3
-    assert registry.begin("change") == AdapterTable(5, (B,))
-    assert registry.newer(4) == (5, AdapterTable(5, (B,)))
+    assert registry.begin("change") == LoadedTable(5, (B,))
+    assert registry.newer(4) == (5, LoadedTable(5, (B,)))
     assert registry.newer(5) == (5, None)
     assert registry.newer(6) == (5, None)

@@ -1,4 +1,5 @@
-"""Adapters loaded at run time: the table that all ingresses and replicas have, and the registry with the newest one.
+"""Models and adapters added at run time: the table that all ingresses and replicas have, and the registry with the
+newest one.
 
 The registry is the truth: it orders the changes and gives the newest table to every process that asks. It has no
 storage. When its process dies, another one is started, and gets the newest table from the copies of all ingresses and
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from app.config.shelf import ModelConfig
 from app.engine.lora.source import AdapterSource
 
 # Longest time of a change; then another one may begin, and the first can no longer be committed.
@@ -20,11 +22,12 @@ SETTLING_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterTable:
-    """The adapters loaded at run time, after `revision` changes."""
+class LoadedTable:
+    """The adapters and models added at run time, after `revision` changes."""
 
     revision: int = 0
     sources: tuple[AdapterSource, ...] = ()
+    models: tuple[ModelConfig, ...] = ()
 
     @property
     def ids(self) -> Mapping[str, str]:
@@ -34,34 +37,51 @@ class AdapterTable:
     def find(self, name: str) -> AdapterSource | None:
         return next((source for source in self.sources if source.name == name), None)
 
-    def with_source(self, source: AdapterSource) -> AdapterTable:
+    def with_source(self, source: AdapterSource) -> LoadedTable:
         """The next table, with this adapter in place of any other of its name."""
-        return AdapterTable(self.revision + 1, (*self.without(source.name).sources, source))
+        others = self.without(source.name)
+        return replace(others, sources=(*others.sources, source))
 
-    def without(self, name: str) -> AdapterTable:
+    def without(self, name: str) -> LoadedTable:
         """The next table, without the adapter of this name."""
-        return AdapterTable(self.revision + 1, tuple(source for source in self.sources if source.name != name))
+        kept = tuple(source for source in self.sources if source.name != name)
+        return replace(self, revision=self.revision + 1, sources=kept)
+
+    def find_model(self, name: str) -> ModelConfig | None:
+        return next((model for model in self.models if model.name == name), None)
+
+    def with_model(self, model: ModelConfig) -> LoadedTable:
+        """The next table, with this model, whose name is new."""
+        return replace(self, revision=self.revision + 1, models=(*self.models, model))
+
+    def without_model(self, name: str) -> LoadedTable:
+        """The next table, without the model of this name and its adapters."""
+        return LoadedTable(
+            self.revision + 1,
+            tuple(source for source in self.sources if source.model != name),
+            tuple(model for model in self.models if model.name != name),
+        )
 
 
-class AdapterRegistry:
+class LoadedRegistry:
     """The newest table, and the change in progress, of which there is at most one."""
 
     def __init__(self, settling_s: float = SETTLING_S, lease_s: float = LEASE_S) -> None:
-        self._table = AdapterTable()
+        self._table = LoadedTable()
         self._lease_s = lease_s
         self._holder: str | None = None
         self._free_at = time.monotonic() + settling_s
 
-    def newer(self, revision: int) -> tuple[int, AdapterTable | None]:
+    def newer(self, revision: int) -> tuple[int, LoadedTable | None]:
         """The revision, and the table if it is newer than the caller's."""
         return self._table.revision, self._table if self._table.revision > revision else None
 
-    def restore(self, table: AdapterTable) -> None:
+    def restore(self, table: LoadedTable) -> None:
         """Take over a caller's table if it is newer."""
         if table.revision > self._table.revision:
             self._table = table
 
-    def begin(self, change: str) -> AdapterTable | None:
+    def begin(self, change: str) -> LoadedTable | None:
         """Begin a change with this unique name; returns the table, or `None` if it must wait for another change."""
         now = time.monotonic()
         if now < self._free_at:
@@ -69,7 +89,7 @@ class AdapterRegistry:
         self._holder, self._free_at = change, now + self._lease_s
         return self._table
 
-    def commit(self, change: str, table: AdapterTable) -> bool:
+    def commit(self, change: str, table: LoadedTable) -> bool:
         """Replace the table; false if the change has taken too long, or the table is not newer."""
         if self._holder != change or table.revision <= self._table.revision:
             return False

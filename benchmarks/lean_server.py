@@ -28,6 +28,7 @@ _ARCHITECTURES = ("llama", "gpt_neox", "gemma3", "qwen2", "qwen3")
 PRELOADED = (
     "aiohttp.web",
     "app.engine.async_engine",
+    "app.engine.model.weight_arena",
     "benchmarks.lean_server",
     *(f"transformers.models.{name}.modeling_{name}" for name in _ARCHITECTURES),
 )
@@ -45,13 +46,14 @@ class LeanServer:
         self.url, self.start_s = f"http://127.0.0.1:{port}", start_s
         self._process = process
 
-    async def kv_bytes(self) -> int:
-        """Memory of its KV cache; 0 if it has been killed."""
+    async def memory_bytes(self) -> tuple[int, int]:
+        """Memory of the weights, as the kernels read them, and of the KV cache; 0 if it has been killed."""
         try:
             async with aiohttp.ClientSession() as session, session.get(f"{self.url}/memory") as response:
-                return int((await response.json())["kv_bytes"])
+                answer = await response.json()
         except aiohttp.ClientError:
-            return 0
+            return 0, 0
+        return answer["weight_bytes"], answer["kv_bytes"]
 
     def kill(self) -> None:
         """End the process; returns when its memory is free."""
@@ -109,6 +111,7 @@ async def _serve(ready: Connection, name: str, settings: dict[str, Any]) -> None
     from transformers.utils.logging import disable_progress_bar
 
     from app.engine import AsyncEngine
+    from app.engine.model.weight_arena import collect
 
     disable_progress_bar()
     engine = AsyncEngine(EngineConfig(**settings, skip_tokenizer_init=True))
@@ -116,8 +119,10 @@ async def _serve(ready: Connection, name: str, settings: dict[str, Any]) -> None
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name}]})
 
+    weight_bytes = collect(engine.driver.engine.model.module).table.num_bytes
+
     async def memory(_: web.Request) -> web.Response:
-        return web.json_response({"kv_bytes": engine.report().physical_bytes})
+        return web.json_response({"weight_bytes": weight_bytes, "kv_bytes": engine.report().physical_bytes})
 
     app = web.Application()
     completions = web.post("/v1/completions", _Completions(engine))

@@ -1,11 +1,12 @@
 """Twelve models in the memory of three: Folio's shelf, a static split, and one process at a time.
 
 Twelve checkpoints (`benchmarks.shelf_models`), and memory for weights and KV caches of three of them: three times the
-mean need, with a KV cache for 8 sequences of 256 tokens each. Their requests are the first ones of the twelve models
-that a trace of production traffic asks for most (`--trace`, ServeGen's clients), with lengths divided by 8. Names are
-ranked by requests; which of them is how large is drawn at random. Requests are due at the trace's times, compressed:
-as many requests are replayed in the time of a run as would take 60 % of the device if each was computed alone, one
-after the other, by models that are there already. Times alone are measured first, on servers of single models.
+mean need, which is a model's weights as the kernels read them, and a KV cache for 8 sequences of 256 tokens. Requests
+are the first ones of the twelve models that a trace of production traffic asks for most (`--trace`, ServeGen's
+clients), with lengths divided by 8. Models are named by rank; which of them is how large is drawn at random. Requests
+are due at the trace's times, compressed: as many requests are replayed in the time of a run as would take 60 % of the
+device if each was computed alone, one after the other, by models that are there already. Times alone are measured
+first, on servers of single models.
 
 The same load generator replays the same requests, streamed over HTTP, against
 
@@ -34,7 +35,7 @@ import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,13 @@ QUICK = Sizes(replay_s=6.0, repeats=2)
 @dataclass(frozen=True, slots=True)
 class Alone:
     """A model's times when it is loaded and serves nothing else: `first_s` and `prompt_token_s` to the first token,
-    then `token_s` for each one; `start_s` of its process."""
+    then `token_s` for each one; `start_s` of its process; `weight_bytes` as the kernels read them."""
 
     first_s: float
     prompt_token_s: float
     token_s: float
     start_s: float
+    weight_bytes: int
 
     def ttft_s(self, prompt_tokens: float) -> float:
         return self.first_s + prompt_tokens * self.prompt_token_s
@@ -91,7 +93,11 @@ async def measure_alone(server: LeanServer, model: BenchModel, repeats: int) -> 
     short_s, long_s = (statistics.median(record.ttft_s for record in records[i::2]) for i in (0, 1))
     token_s = max(long_s - short_s, 0.0) / (LONG - SHORT)
     return Alone(
-        short_s - SHORT * token_s, token_s, statistics.median(record.tpot_s for record in records), server.start_s
+        short_s - SHORT * token_s,
+        token_s,
+        statistics.median(record.tpot_s for record in records),
+        server.start_s,
+        (await server.memory_bytes())[0],
     )
 
 
@@ -102,14 +108,14 @@ def settings_of(model: BenchModel) -> dict[str, Any]:
 
 def alone_times(servers: LeanServers, models: Sequence[BenchModel], repeats: int) -> dict[str, Alone]:
     alone = {}
-    for model in models:
+    for model in (models[0], *models):  # the first one twice: the machine's first seconds are slower
         server = servers.start(model.name, settings_of(model))
         try:
             alone[model.name] = a = asyncio.run(measure_alone(server, model, repeats))
         finally:
             server.kill()
         print(
-            f"{model.name} {model.shape:13s} {model.weight_bytes / 2**20:4.0f} MiB  starts in {a.start_s:.2f} s, first "
+            f"{model.name} {model.shape:13s} {a.weight_bytes / 2**20:4.0f} MiB  starts in {a.start_s:.2f} s, first "
             f"token of {LONG} after {1e3 * a.ttft_s(LONG):.0f} ms, then {1e3 * a.token_s:.1f} ms each",
             flush=True,
         )
@@ -155,7 +161,7 @@ async def replay_static(servers: LeanServers, split: Sequence[BenchModel], asks:
                 await closed_loop(targets[model.name], arrivals.asks([(LONG, 4)] * 2, model.vocab_size, 2), 1)
 
             async def num_bytes() -> int:
-                return sum([model.weight_bytes + await running[model.name].kv_bytes() for model in split])
+                return sum([sum(await server.memory_bytes()) for server in running.values()])
 
             async with memory_curve(num_bytes) as curve:
                 records = await open_loop(StaticSplit(targets), asks)
@@ -164,13 +170,11 @@ async def replay_static(servers: LeanServers, split: Sequence[BenchModel], asks:
 
 async def replay_swap(servers: LeanServers, models: Sequence[BenchModel], asks: Sequence[ModelAsk]) -> Outcome:
     settings = {model.name: settings_of(model) for model in models}
-    weights = {model.name: model.weight_bytes for model in models}
     async with connections() as connect:
         swap = OneAtATime(lambda name: servers.start(name, settings[name]), connect)
 
         async def num_bytes() -> int:
-            model, server = swap.model, swap.server
-            return 0 if server is None or model is None else weights[model] + await server.kv_bytes()
+            return 0 if (server := swap.server) is None else sum(await server.memory_bytes())
 
         try:
             async with memory_curve(num_bytes) as curve:
@@ -189,10 +193,11 @@ def main() -> None:
     sizes = QUICK if args.quick else Sizes()
     requests, source = read_trace(args.trace)
     models = make_models(requests, quick=args.quick)
-    budget = round(HELD * statistics.fmean(model.need_bytes for model in models))
     outcomes: dict[str, Outcome] = {}
     with lean_servers() as servers:
         alone = alone_times(servers, models, sizes.repeats)
+        models = [replace(model, weight_bytes=alone[model.name].weight_bytes) for model in models]
+        budget = round(HELD * statistics.fmean(model.need_bytes for model in models))
         targets = targets_of(models, alone, requests)
         chosen = window(requests, models, alone, sizes.replay_s)
         asks = asks_of(chosen, models, sizes.replay_s)

@@ -131,6 +131,7 @@ class BenchModel:
     Attributes:
         name: for clients, by rank: "m00" is the model that the trace asks for most.
         traced: its name in the trace.
+        weight_bytes: of the checkpoint; kernels may read copies of some weights in other layouts.
         token_bytes: keys and values of a token.
     """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from app.builtin import BUILTIN_FOLDER
 from app.cli.load import Ask, Clock, Record, Send
 from app.config.args import AppArgs
 from benchmarks.latency import Targets
@@ -99,8 +100,8 @@ class FakeServer:
     def __init__(self, fake: Fake, name: str) -> None:
         self._fake, self._name, self.url = fake, name, f"url of {name}"
 
-    async def kv_bytes(self) -> int:
-        return 0
+    async def memory_bytes(self) -> tuple[int, int]:
+        return 0, 0
 
     def kill(self) -> None:
         self._fake.num_alive -= 1
@@ -189,10 +190,12 @@ def test_a_lean_server_streams_refuses_and_is_killed() -> None:
         server = servers.start("m", {"model": "builtin", "device": "cpu", "warm_up": False, "max_model_len": 64})
         try:
             whole, too_long = asyncio.run(ask_for(server.url, Ask([5, 6, 7], 4), Ask([5] * 64, 1)))
-            assert asyncio.run(server.kv_bytes()) > 0
+            weight_bytes, kv_bytes = asyncio.run(server.memory_bytes())
         finally:
             server.kill()
-        assert asyncio.run(server.kv_bytes()) == 0
+        assert asyncio.run(server.memory_bytes()) == (0, 0)
+    assert weight_bytes >= sum(path.stat().st_size for path in BUILTIN_FOLDER.glob("*.safetensors"))
+    assert kv_bytes > 0
     assert whole.completed
     assert len(whole.events) >= 2
     assert too_long.status == 500
@@ -233,7 +236,7 @@ def test_without_a_trace_requests_are_synthetic() -> None:
 def test_as_many_requests_as_take_their_share_of_the_time_alone() -> None:
     """0.1 s to the first token and 0.1 s for each of 4 others are 0.5 s: 60 % of 5 s have room for 6 requests."""
     requests = [TracedRequest(float(i), "traced-a", 10, 5) for i in range(100)]
-    alone = {"a": Alone(first_s=0.05, prompt_token_s=0.005, token_s=0.0999, start_s=1.0)}
+    alone = {"a": Alone(first_s=0.05, prompt_token_s=0.005, token_s=0.0999, start_s=1.0, weight_bytes=1)}
     chosen = window(requests, [model("a")], alone, 5.0)
     assert len(chosen) == 6
     asks = asks_of(chosen, [model("a")], 5.0)

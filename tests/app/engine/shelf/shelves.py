@@ -30,6 +30,7 @@ from tests.processes import until_async
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MAX_MODEL_LEN = 128
 SWAP_BYTES = 1 << 20
+DEADLINE_S = 90.0
 # name → model type, its config, and settings of the engine.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", TINY, {}),
@@ -57,10 +58,14 @@ class TinyModels:
 
     Args:
         folder: for adapters and copies.
+
+    Attributes:
+        weights_dir: of all shelves.
     """
 
     def __init__(self, make_checkpoint: MakeCheckpoint, folder: Path) -> None:
         self._make, self._folder = make_checkpoint, folder
+        self.weights_dir = folder / "weights"
         self._engines: dict[str, AsyncEngine] = {}
         self._outputs: dict[str, Outputs] = {}
 
@@ -116,6 +121,18 @@ class TinyModels:
         workspace_bytes = max(estimated_activations(config, ModelSize(config).model) for config in configs)
         return workspace_bytes + self.weight_bytes(*names) + room_bytes
 
+    @asynccontextmanager
+    async def opened(self, configs: Sequence[ModelConfig], device_memory_bytes: int) -> AsyncIterator[Shelf]:
+        """A shelf, of which nothing is left afterwards."""
+        before = set(threading.enumerate())
+        shelf = Shelf(configs, device_memory_bytes=device_memory_bytes, weights_dir=self.weights_dir)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                yield shelf
+        finally:
+            await asyncio.to_thread(shelf.close)
+        await nothing_left(shelf, before)
+
     def close(self) -> None:
         for engine in self._engines.values():
             engine.close()
@@ -146,18 +163,6 @@ def outputs_of(deltas: Iterable[Delta]) -> Outputs:
 def control_of(shelf: Shelf) -> Control:
     assert shelf._control is not None
     return shelf._control
-
-
-@asynccontextmanager
-async def opened(models: Sequence[ModelConfig], device_memory_bytes: int, **settings: Any) -> AsyncIterator[Shelf]:
-    """A shelf, of which nothing is left afterwards."""
-    before = set(threading.enumerate())
-    shelf = Shelf(models, device_memory_bytes=device_memory_bytes, **settings)
-    try:
-        yield shelf
-    finally:
-        await asyncio.to_thread(shelf.close)
-    await nothing_left(shelf, before)
 
 
 async def nothing_left(shelf: Shelf, before: set[threading.Thread]) -> None:

@@ -30,7 +30,6 @@ from tests.app.engine.shelf.shelves import (
     TinyModels,
     control_of,
     in_step_thread,
-    opened,
     outputs,
     outputs_of,
     put_to_sleep,
@@ -78,7 +77,7 @@ async def actual(shelf: Shelf, name: str) -> list[Outputs]:
 async def test_all_kinds_of_models_share_memory_for_a_few(models: TinyModels) -> None:
     memory_bytes = models.memory_for("llama", "bamba", room_bytes=KV_BYTES, beside=MODELS)
     alone = {name: await expected(models, name) for name in MODELS}
-    async with opened([models.config(name) for name in MODELS], memory_bytes) as shelf:
+    async with models.opened([models.config(name) for name in MODELS], memory_bytes) as shelf:
         for _ in range(2):
             together = await asyncio.gather(*(actual(shelf, name) for name in MODELS))
             await shelf.check_integrity()
@@ -90,7 +89,7 @@ async def test_all_kinds_of_models_share_memory_for_a_few(models: TinyModels) ->
 @pytest.mark.parametrize("name", MODELS)
 async def test_a_model_sleeps_while_its_requests_run(models: TinyModels, name: str) -> None:
     alone = await expected(models, name)
-    async with opened([models.config(name)], models.memory_for(name, room_bytes=KV_BYTES)) as shelf:
+    async with models.opened([models.config(name)], models.memory_for(name, room_bytes=KV_BYTES)) as shelf:
         await shelf.model(name).ready()
         task = asyncio.create_task(actual(shelf, name))
         slept = 0
@@ -99,4 +98,4 @@ async def test_a_model_sleeps_while_its_requests_run(models: TinyModels, name: s
             await shelf.check_integrity()
             await asyncio.sleep(0.01)
         assert await task == alone
-            assert slept > (name != "embeds")  # one step may do for them
+        assert slept > (name != "embeds")  # one step may do for them

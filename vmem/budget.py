@@ -43,7 +43,6 @@ class PagePool:
         fewest: pages the budget may be lowered to when nothing is pinned.
         handle_pages: pages of a handle.
         extent_pages: the budget is a multiple of so many pages.
-        returns: a budget that was lowered is raised again when sequences need it.
 
     Raises:
         BudgetError: the budget is below `longest`.
@@ -66,9 +65,7 @@ class PagePool:
         *,
         handle_pages: int = 1,
         extent_pages: int = 1,
-        returns: bool = False,
     ) -> None:
-        self._returns = returns
         self.page_bytes, self.handle_pages, self._extent_pages = page_bytes, handle_pages, extent_pages
         self.num_pinned = 0
         self.longest, self.fewest = longest, fewest
@@ -79,11 +76,6 @@ class PagePool:
         self.spare: list[int] = []
         self.num_created = 0
         self._num_promised = 0  # claimed and not created yet
-
-    @property
-    def usable(self) -> int:
-        """Pages that sequences and pins may take in the long run."""
-        return self.most if self._returns else self.budget
 
     @property
     def handle_bytes(self) -> int:
@@ -115,6 +107,12 @@ class PagePool:
                 f"a budget of {budget_bytes} bytes must be between {least * self.page_bytes}, which the longest "
                 f"sequence, the floor and pinned prefixes take, and {self.most * self.page_bytes}"
             )
+
+    @property
+    def nominal(self) -> int:
+        """The budget that requests and pins are judged by: `budget`, or `most` where `budget` may be lowered below
+        `longest`, which is for a while only."""
+        return self.budget if self.fewest >= self.longest else self.most
 
     @property
     def least(self) -> int:

@@ -176,6 +176,8 @@ class DevicePages:
     def destroy(self, handle: int) -> None:
         """Make a used page, which is mapped nowhere, idle."""
         with self._lock:
+            if handle not in self._used:
+                raise IntegrityError(f"destroy of page {handle}, which no backend has")
             page_bytes = self._used.pop(handle)
             self._used_bytes -= page_bytes
             heapq.heappush(self._idle.setdefault(page_bytes, []), handle)

@@ -126,7 +126,6 @@ class KVMemory:
             floor if may_be_empty else longest,
             handle_pages=layout.extent_blocks,
             extent_pages=extent_pages,
-            returns=may_be_empty,
         )
         unit_tokens = math.lcm(*(group.layout.block_tokens for group in groups if not group.is_state))
         order = eviction or ReturnOrder(
@@ -195,7 +194,7 @@ class KVMemory:
             if not group.is_state and group.window_tokens is None
         )
         needed = sum(map(self.pages_for, lengths)) - shared * (len(lengths) - 1)
-        return needed <= self.pages.usable - self.pages.num_pinned
+        return needed <= self.pages.nominal - self.pages.num_pinned
 
     # ---- sequences ----
 

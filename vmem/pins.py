@@ -125,8 +125,8 @@ class Pins:
         """Raise `PinError` if the name is taken, or so many pages exceed the quota."""
         if name in self._pins:
             raise PinError(f"another prefix named {name!r} is pinned already; unpin it first")
-        usable = self._pages.usable
-        most = max(min(int(self._quota * usable), usable - self._pages.longest), 0)
+        nominal = self._pages.nominal
+        most = max(min(int(self._quota * nominal), nominal - self._pages.longest), 0)
         if num_pinned + num_pages > most:
             page_bytes = self._pages.page_bytes
             raise PinError(

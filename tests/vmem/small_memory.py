@@ -19,6 +19,7 @@ from vmem import (
     BlockContents,
     CacheTensors,
     CudaBackend,
+    DevicePages,
     HostBackend,
     KVLayout,
     KVMemory,
@@ -91,8 +92,8 @@ def groups(
 class FlakyHost(HostBackend):
     """The host backend; call number `fail_at` of those that change something fails."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self, capacity_bytes: int, pages: DevicePages | None = None) -> None:
+        super().__init__(capacity_bytes, pages=pages)
         self.num_calls = 0
         self.fail_at = -1
 
@@ -119,15 +120,18 @@ class FlakyHost(HostBackend):
 
 
 class FlakyCuda(CudaBackend):
-    """The CUDA backend over a fake driver with pages of 4 KiB; driver call number `fail_at` fails."""
+    """The CUDA backend over a fake driver with pages of 4 KiB, perhaps of another backend; driver call number `fail_at`
+    fails."""
 
     driver_type: type[FakeDriver | StandInDriver] = FakeDriver
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.fake = self.driver_type(capacity_bytes)
+    def __init__(
+        self, capacity_bytes: int, pages: DevicePages | None = None, fake: FakeDriver | StandInDriver | None = None
+    ) -> None:
+        self.fake = fake or self.driver_type(capacity_bytes)
         self.fake.granularity_bytes = PAGE_BYTES
         # Without a clock, so that the same calls are made each time: `fail_at` counts them.
-        super().__init__(driver=self.fake, tensor_device=CPU, clock=lambda: 0.0)
+        super().__init__(driver=self.fake, tensor_device=CPU, clock=lambda: 0.0, pages=pages)
 
     @property
     def num_calls(self) -> int:
@@ -211,6 +215,9 @@ class Tokens:
 def make_memory(
     backend: type[FlakyHost] | type[FlakyCuda] | type[FlakyMirror] = FlakyHost,
     *,
+    device: FlakyBackend | None = None,
+    pages: DevicePages | None = None,
+    layer_groups: Sequence[LayerGroup] = (),
     num_pages: int = 40,
     kind: LayoutKind = "interleaved",
     windowed: bool = False,
@@ -227,8 +234,13 @@ def make_memory(
     clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> tuple[KVMemory, FlakyBackend]:
-    """A memory that gives nothing back by itself unless `idle_release_s` says so."""
-    device = backend((num_pages + 1) * PAGE_BYTES)  # with the anchor page
+    """A memory that gives nothing back by itself unless `idle_release_s` says so.
+
+    Args:
+        device: over `pages`, which other memories share.
+        layer_groups: in place of those that the other settings describe.
+    """
+    device = device or backend((num_pages + 1) * PAGE_BYTES)  # with the anchor page
 
     def contents(tensors: CacheTensors) -> BlockContents:
         local = LocalContents(tensors)
@@ -236,7 +248,9 @@ def make_memory(
 
     memory = KVMemory(
         device,
-        groups(kind, windowed=windowed, window_block_tokens=window_block_tokens, stateful=stateful),
+        layer_groups or groups(kind, windowed=windowed, window_block_tokens=window_block_tokens, stateful=stateful),
+        may_be_empty=pages is not None,
+        mappings=None if pages is None else pages.mappings,
         budget_bytes=num_pages * PAGE_BYTES,
         floor_bytes=floor_pages * PAGE_BYTES,
         num_regions=num_regions,

@@ -11,7 +11,17 @@ import torch
 from tests.vmem.backends.fake_driver import FakeDriver
 from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
 from tests.vmem.direct_peers import DirectPeers
-from vmem import AddressRange, Backend, CudaBackend, HostBackend, IntegrityError, MapError, MirroredBackend, OutOfPages
+from vmem import (
+    AddressRange,
+    Backend,
+    CudaBackend,
+    DevicePages,
+    HostBackend,
+    IntegrityError,
+    MapError,
+    MirroredBackend,
+    OutOfPages,
+)
 from vmem.backends.cuda import CPU
 
 NUM_PAGES = 8
@@ -48,6 +58,17 @@ def mirrored_cuda() -> tuple[Backend, int]:
     return MirroredBackend(local, peers, capacity_bytes=NUM_PAGES * page_bytes), page_bytes
 
 
+def shared_host() -> tuple[Backend, int]:
+    page_bytes = 16384
+    return HostBackend(0, pages=DevicePages(NUM_PAGES * page_bytes)), page_bytes
+
+
+def shared_cuda() -> tuple[Backend, int]:
+    page_bytes = FakeDriver.granularity_bytes
+    driver, pages = FakeDriver(1 << 30), DevicePages(NUM_PAGES * page_bytes)
+    return CudaBackend(driver=driver, tensor_device=CPU, pages=pages), page_bytes
+
+
 def real_cuda() -> tuple[Backend, int]:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -56,7 +77,7 @@ def real_cuda() -> tuple[Backend, int]:
     return backend, backend.granularity_bytes
 
 
-WITHOUT_A_DEVICE = [host, fake_cuda, stand_in_cuda, mirrored_host, mirrored_cuda]
+WITHOUT_A_DEVICE = [host, fake_cuda, stand_in_cuda, mirrored_host, mirrored_cuda, shared_host, shared_cuda]
 
 
 @pytest.fixture(params=[*WITHOUT_A_DEVICE, pytest.param(real_cuda, marks=pytest.mark.gpu)])
@@ -64,10 +85,19 @@ def case(request: pytest.FixtureRequest) -> Iterator[tuple[Backend, int]]:
     make: Callable[[], tuple[Backend, int]] = request.param
     backend, page_bytes = make()
     yield backend, page_bytes
-    backend.close()  # raises if a test left anything behind
+    close(backend)
     driver = driver_of(backend)
     if isinstance(driver, FakeDriver | StandInDriver):
         assert (driver.leftovers, driver.violations) == ((0, 0, 0, 0, 0), [])
+
+
+def close(backend: Backend) -> None:
+    """Raises if a test left anything behind."""
+    backend.close()
+    if (pages := getattr(backend, "_pages", None)) is not None:
+        pages.check_integrity()
+        assert not pages.idle_bytes
+        pages.close()
 
 
 def driver_of(backend: Backend) -> object:
@@ -229,7 +259,7 @@ def test_out_of_pages_is_transient(make: Callable[[], tuple[Backend, int]]) -> N
     handles.append(backend.create(size))
     for handle in handles:
         backend.destroy(handle)
-    backend.close()
+    close(backend)
 
 
 def test_tensor_covers_a_terabyte(case: tuple[Backend, int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from app.engine.model import kv_plan
 from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError
 from tests.conftest import SMALL, VOCAB_SIZE, MakeCheckpoint
+from vmem import DevicePages, PeerRanks
 
 GIB = 1 << 30
 BLOCK_BYTES = 16 * 768
@@ -101,6 +102,59 @@ def test_ceilings(
     budget, swap = ceilings(make_engine(make_checkpoint, **settings))
     assert budget_bytes - BLOCK_BYTES < budget <= budget_bytes
     assert swap == swap_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "most_bytes", "budget_bytes"),
+    [
+        ({}, None, 600 << 20),  # not a quarter of the machine
+        ({}, 80 << 20, 80 << 20),
+        ({"kv_memory_bytes": 8 << 20}, 80 << 20, 8 << 20),
+        ({"kv_memory_bytes": 90 << 20}, 80 << 20, 80 << 20),
+    ],
+)
+def test_models_on_one_device(
+    monkeypatch: pytest.MonkeyPatch,
+    make_checkpoint: MakeCheckpoint,
+    settings: dict[str, int],
+    most_bytes: int | None,
+    budget_bytes: int,
+) -> None:
+    """Each may have what the device gives it at most, and gives all of it back; mappings are counted together, and
+    swap space leaves the others their part."""
+    set_machine(monkeypatch, GIB, GIB)
+    pages = DevicePages(600 << 20)
+    engines = [make_engine(make_checkpoint, **settings) for _ in range(2)]
+    memories = []
+    for engine in engines:
+        layers = engine.executor.layers
+        memories.append(kv_plan.build_memory(engine.config, engine.model, layers, pages=pages, most_bytes=most_bytes))
+        assert budget_bytes - 48 * BLOCK_BYTES < memories[-1].most_budget_bytes <= budget_bytes
+        assert memories[-1].report().swap_budget_bytes == GIB - taken_bytes(GIB) - (most_bytes or 600 << 20)
+    first, second = memories
+    assert first.least_budget_bytes == 0
+    assert first.policy.mappings_left == second.policy.mappings_left < 50_000
+    # As many pages as there are mappings for in the whole process hold the whole device.
+    assert pages.capacity_bytes // first.pages.page_bytes <= kv_plan.MAX_PAGES["cpu"]
+    assert pages.used_bytes == 2 * first.pages.handle_bytes  # anchor pages
+    for memory in memories:
+        memory.close()
+    pages.close()
+    for engine in engines:
+        engine.close()
+
+
+def test_ranks_do_not_share_a_device(monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint) -> None:
+    engine = make_engine(make_checkpoint)
+    with pytest.raises(ConfigError, match="one rank"):
+        kv_plan.build_memory(
+            engine.config,
+            engine.model,
+            engine.executor.layers,
+            cast(PeerRanks, object()),
+            pages=DevicePages(GIB),
+        )
+    engine.close()
 
 
 def test_the_log_names_the_limit_of_the_default_ceiling(

@@ -1,0 +1,478 @@
+"""Random use of several KV memories over the pages of one device, against a plain model.
+
+What one memory has written is never changed by another owner of pages, bytes add up after every rule within a small
+capacity, and at the end nothing is left. Beside the memories, a backend with pages of other sizes writes to them, as
+weights would.
+
+CI runs about 3,000 rules; `pytest --hypothesis-profile=nightly tests/vmem/test_shared_machine.py` more than 100,000.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.nightly import examples
+from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.small_memory import (
+    BLOCK_TOKENS,
+    DOCUMENTS,
+    MAX_TOKENS,
+    PAGE_BYTES,
+    FlakyCuda,
+    FlakyHost,
+    Tokens,
+    do_background,
+    make_memory,
+    pages_read,
+    read,
+    write,
+)
+from vmem import (
+    AddressRange,
+    DevicePages,
+    KVMemory,
+    LayerGroup,
+    LayerSpec,
+    MapError,
+    OutOfPages,
+    OutOfSwap,
+    PinError,
+    SequenceMemory,
+    StepDemand,
+    SwappedGroup,
+    VmemError,
+    plan_layout,
+)
+
+# What is drawn must not depend on what happened, or threads would make examples impossible to repeat.
+CHOICE = st.integers(0, 5)
+PINS = st.sampled_from([0, 0, 17, 32])
+_STEPS = 50
+
+
+def groups_of(page_bytes: int) -> list[LayerGroup]:
+    """One layer in blocks of one page."""
+    dim = page_bytes // BLOCK_TOKENS // 16
+    layout = plan_layout(
+        [LayerSpec(2, dim, dim)], torch.float32, granularity_bytes=page_bytes, block_tokens=BLOCK_TOKENS
+    )
+    assert layout.page_bytes == page_bytes
+    return [LayerGroup((0,), layout)]
+
+
+@dataclass
+class Model:
+    """A memory, and what should be in it."""
+
+    memory: KVMemory
+    device: FlakyHost | FlakyCuda
+    written: dict[SequenceMemory, Tokens] = field(default_factory=dict)
+    swapped: list[tuple[SwappedGroup, list[Tokens]]] = field(default_factory=list)
+    pinned: dict[str, list[int]] = field(default_factory=dict)
+    revision: int = 0
+
+    def at(self, which: int) -> SequenceMemory | None:
+        return list(self.written)[which % len(self.written)] if self.written else None
+
+    def free_all(self) -> None:
+        while self.written:
+            self.memory.free(self.written.popitem()[0])
+
+    @property
+    def owned_bytes(self) -> int:
+        return self.memory.held_bytes + self.memory.pages.handle_bytes  # with the anchor page
+
+
+class SharedMachine(RuleBasedStateMachine):
+    """With `threaded` each memory has its mapper's thread. A fake GPU may have less memory than the account says."""
+
+    @initialize(
+        on_cuda=st.booleans(),
+        threaded=st.booleans(),
+        capacity_pages=st.integers(24, 80),
+        missing_pages=st.sampled_from([0, 0, 8]),
+        page_sizes=st.lists(st.sampled_from([1, 1, 2]), min_size=2, max_size=3),
+        eager=st.booleans(),
+        idle_s=st.sampled_from([1e9, 0.0]),
+        max_mappings=st.sampled_from([70, 1000]),
+    )
+    def start(
+        self,
+        on_cuda: bool,
+        threaded: bool,
+        capacity_pages: int,
+        missing_pages: int,
+        page_sizes: list[int],
+        eager: bool,
+        idle_s: float,
+        max_mappings: int,
+    ) -> None:
+        self.pages = DevicePages(capacity_pages * PAGE_BYTES)
+        self.driver = FakeDriver((capacity_pages - missing_pages) * PAGE_BYTES) if on_cuda else None
+        self.threaded = threaded
+        self.options = {
+            "background": threaded,
+            "eager_allocation": eager,
+            "idle_release_s": idle_s,
+            "max_mappings": max_mappings,
+        }
+        self.budget_pages = max(capacity_pages, 40)
+        self.next_token = 10_000
+        self.charged = 0
+        self.models: list[Model | None] = [None] * len(page_sizes)
+        self.page_sizes = [size * PAGE_BYTES for size in page_sizes]
+        self.weights = self._device()
+        self.layers: list[tuple[AddressRange, int, int]] = []  # where, page, byte that fills it
+        for m in range(len(page_sizes)):
+            self._add(m)
+
+    # ---- models come and go ----
+
+    @rule(m=CHOICE, removes=st.sampled_from([False, False, True]))
+    def replace(self, m: int, removes: bool) -> None:
+        """Remove a model, or add the one that is missing."""
+        m %= len(self.models)
+        if (model := self.models[m]) is None:
+            self._add(m)
+        if model is None or not removes:
+            return
+        model.device.fail_at = -1
+        model.free_all()
+        for swapped, _ in model.swapped:
+            model.memory.swapping.discard_swapped(swapped)
+        self.finish_steps()
+        model.memory.close()
+        self.models[m] = None
+
+    @rule(
+        m=CHOICE,
+        documents=st.lists(st.integers(0, 1), max_size=2),
+        pins=PINS,
+        swaps=st.booleans(),
+        fails_after=st.sampled_from([None, None, 1, 2, 3, 5]),
+    )
+    def release_all(self, m: int, documents: list[int], pins: int, swaps: bool, fails_after: int | None) -> None:
+        """A model falls asleep, perhaps after some prompts; what it should remember is in host memory."""
+        if (model := self._model(m)) is None:
+            return
+        memory = model.memory
+        self.submit(m, documents, 64, 20, "auto", pins)
+        if swaps and model.written:
+            self._swap_out(model, list(model.written))
+        self._free(model, list(model.written))
+        if fails_after is not None:
+            model.device.fail_at = model.device.num_calls + fails_after
+        try:
+            pinned = memory.release_all()
+        except MapError:
+            memory.check_integrity()
+            model.device.fail_at = -1
+            pinned = memory.release_all()
+        found = [(prefix.pin_name, list(prefix.token_ids)) for prefix in pinned]
+        assert found == [(name, ids[: len(ids) // BLOCK_TOKENS * BLOCK_TOKENS]) for name, ids in model.pinned.items()]
+        model.pinned.clear()
+        if not self.threaded:
+            assert memory.held_bytes == 0
+        model.revision += 1
+        memory.set_budget(0, model.revision)
+        memory.check_integrity()
+        assert memory.held_bytes == 0
+        assert memory.report().cached_prefixes == 0
+        self._look()
+
+    @rule(m=CHOICE, fraction=st.sampled_from([0.0, 0.2, 0.5, 1.0, 1.0]))
+    def set_budget(self, m: int, fraction: float) -> None:
+        if (model := self._model(m)) is None:
+            return
+        least, most = model.memory.least_budget_bytes, model.memory.most_budget_bytes
+        model.revision += 1
+        model.memory.set_budget(least + math.floor(fraction * (most - least)), model.revision)
+        while model.memory.num_free_pages < 0 and model.written:  # as the scheduler does: the latest gives way
+            self._free(model, [list(model.written)[-1]])
+
+    # ---- memory that is not of a KV cache ----
+
+    @rule(num_bytes=st.sampled_from([1, 5 * PAGE_BYTES + 1, 20 * PAGE_BYTES, 0, 0]))
+    def charge(self, num_bytes: int) -> None:
+        """Charge some memory, or end all charges."""
+        if not num_bytes:
+            self.pages.discharge(self.charged)
+            self.charged = 0
+        with contextlib.suppress(OutOfPages, MapError):
+            self.pages.charge(num_bytes)
+            self.charged += num_bytes
+
+    @rule()
+    def trim(self) -> None:
+        with contextlib.suppress(MapError):
+            self.pages.trim()
+            if not self.threaded:
+                assert not self.pages.idle_bytes
+
+    @rule(value=st.sampled_from([0, 0x7F, 0xFF]), count=st.integers(-9, 9))
+    def load_layers(self, value: int, count: int) -> None:
+        """Load weights into pages of the size of some memory's, or unload some; 0xFF bytes are NaN."""
+        self._never_fail()
+        self._unload_layers(-count)
+        size = self.weights.page_bytes or self.page_sizes[-1]
+        for _ in range(count):
+            try:
+                page = self.weights.create(size)
+            except OutOfPages:
+                return
+            reserved = self.weights.reserve(size)
+            self.weights.map(reserved.address, [page])
+            self.weights.tensor(reserved).fill_(value)
+            self.layers.append((reserved, page, value))
+        self._look()
+
+    def _unload_layers(self, count: int) -> None:
+        for _ in range(min(count, len(self.layers))):
+            reserved, page, _ = self.layers.pop()
+            self.weights.unmap(reserved)
+            self.weights.destroy(page)
+            self.weights.release(reserved)
+
+    # ---- requests ----
+
+    @rule(
+        m=CHOICE,
+        documents=st.lists(st.integers(0, 1), min_size=1, max_size=3),
+        common=st.sampled_from([0, 16, 33, 64, 97]),
+        own=st.sampled_from([0, 1, 20, 60]),
+        policy=st.sampled_from(["auto", "region", "block_table"]),
+        pins=PINS,
+    )
+    def submit(self, m: int, documents: list[int], common: int, own: int, policy: str, pins: int) -> None:
+        """Prompts, one after the other, of which the beginning may be pinned. They wake the model."""
+        if (model := self._model(m)) is None:
+            return
+        if not model.memory.pages.budget:
+            model.revision += 1
+            model.memory.set_budget(model.memory.most_budget_bytes, model.revision)
+        for document in documents:
+            ids = DOCUMENTS[document][:common] + self._fresh(max(own, 1 - common))
+            if (sequence := self._begin(model, ids, policy)) is not None and pins:
+                self._pin(model, sequence, pins)
+
+    def _begin(self, model: Model, ids: list[int], policy: str) -> SequenceMemory | None:
+        memory = model.memory
+        tokens = Tokens(memory.prefixes.chain(), ids)
+        sequence = memory.create_sequence(policy, expected_tokens=len(ids))  # type: ignore[arg-type]
+        try:
+            found = memory.share_prefix(sequence, tokens.chain, ids)
+            memory.append(sequence, len(ids), start=found)
+        except VmemError:
+            memory.free(sequence)
+            return None
+        memory.prefixes.stage_prefix(sequence, ids, found, len(ids))
+        model.written[sequence] = Tokens(tokens.chain, ids[:found])
+        if self._step(model, sequence, ids):
+            return sequence
+        self._free(model, [sequence])
+        return None
+
+    @rule(m=CHOICE, growth=st.integers(1, 40))
+    def step(self, m: int, growth: int) -> None:
+        """Each sequence of a model grows."""
+        if (model := self._model(m)) is not None:
+            for sequence in list(model.written):
+                self._grow(model, sequence, growth)
+
+    def _grow(self, model: Model, sequence: SequenceMemory, growth: int) -> None:
+        tokens = model.written[sequence]
+        ids = (tokens.ids + self._fresh(growth))[:MAX_TOKENS]
+        if len(ids) == len(tokens.ids):
+            return
+        try:
+            model.memory.append(sequence, len(ids), start=len(tokens.ids))
+        except (OutOfPages, MapError):
+            return
+        model.memory.prefixes.stage_prefix(sequence, ids, len(tokens.ids), len(ids))
+        if not self._step(model, sequence, ids):
+            model.memory.truncate(sequence, len(tokens.ids))
+
+    @rule(m=CHOICE, which=CHOICE)
+    def finish(self, m: int, which: int) -> None:
+        if (model := self._model(m)) is not None and (sequence := model.at(which)) is not None:
+            self._free(model, [sequence])
+
+    def _pin(self, model: Model, sequence: SequenceMemory, count: int) -> None:
+        ids, name = model.written[sequence].ids, f"pin {len(model.pinned) % 2}"
+        with contextlib.suppress(PinError, VmemError):
+            model.memory.pin(name, sequence, min(count, len(ids)))
+            model.pinned.setdefault(name, ids[:count])
+
+    @rule(m=CHOICE, which=CHOICE)
+    def swap_out(self, m: int, which: int) -> None:
+        if (model := self._model(m)) is not None and (sequence := model.at(which)) is not None:
+            self._swap_out(model, [sequence])
+
+    @rule(m=CHOICE)
+    def swap_in(self, m: int) -> None:
+        if (model := self._model(m)) is None or not model.swapped:
+            return
+        swapped, tokens = model.swapped[0]
+        try:
+            sequences = model.memory.swap_in(swapped)
+        except VmemError:
+            return
+        model.written.update(zip(sequences, tokens, strict=True))
+        del model.swapped[0]
+
+    # ---- time and trouble ----
+
+    @rule(m=CHOICE, units=st.integers(1, 30))
+    def background(self, m: int, units: int) -> None:
+        if (model := self._model(m)) is None:
+            return
+        if self.threaded:
+            model.memory.wait_for_progress(0.001)
+            return
+        with contextlib.suppress(MapError, OutOfPages):
+            do_background(model.memory, units)
+
+    @rule()
+    def finish_steps(self) -> None:
+        if self.driver is not None:
+            self.driver.finish_work()
+
+    @rule(m=CHOICE, calls=st.integers(1, 12))
+    def fail_soon(self, m: int, calls: int) -> None:
+        """Make one of the next calls of the device fail."""
+        if (model := self._model(m)) is not None:
+            model.device.fail_at = model.device.num_calls + calls
+
+    # ---- checks ----
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "pages"):
+            return
+        models = [model for model in self.models if model is not None]
+        for model in models:
+            model.memory.check_integrity()
+        self.pages.check_integrity()
+        assert self.pages.charged_bytes == self.charged
+        if self.driver is not None:
+            assert not self.driver.violations
+        if self.threaded:  # else mappers take and give back pages meanwhile
+            return
+        owned = sum(model.owned_bytes for model in models) + len(self.layers) * self.weights.page_bytes
+        assert self.pages.used_bytes == owned
+        assert self.pages.mappings.total >= sum(model.device.num_mappings for model in models)
+        if self.driver is not None:
+            free, total = self.driver._num_free_bytes, self.driver._capacity_bytes
+            assert total - free == self.pages.used_bytes + self.pages.idle_bytes
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pages"):
+            return
+        self.charge(0)
+        self._never_fail()
+        self._look()
+        for m, model in enumerate(self.models):
+            if model is not None:
+                self.replace(m, True)
+        self._unload_layers(len(self.layers))
+        self.weights.close()
+        self.pages.check_integrity()
+        assert self.pages.used_bytes == self.pages.idle_bytes == self.pages.mappings.total == 0
+        self.pages.close()
+        if self.driver is not None:
+            assert self.driver.leftovers == (0, 0, 0, 0, 0)
+            assert not self.driver.violations
+
+    # ---- helpers ----
+
+    def _device(self) -> FlakyHost | FlakyCuda:
+        return FlakyHost(0, self.pages) if self.driver is None else FlakyCuda(0, self.pages, self.driver)
+
+    def _never_fail(self) -> None:
+        for device in (self.weights, *(model.device for model in self.models if model is not None)):
+            device.fail_at = -1
+
+    def _add(self, m: int) -> None:
+        """Add a model, if there is memory for its anchor page."""
+        self._never_fail()
+        device = self._device()
+        try:
+            memory, _ = make_memory(
+                device=device,
+                pages=self.pages,
+                layer_groups=groups_of(self.page_sizes[m]),
+                num_pages=self.budget_pages,
+                swap_pages=60,
+                **self.options,
+            )
+        except OutOfPages:
+            device.close()
+            return
+        self.models[m] = Model(memory, device)
+
+    def _model(self, m: int) -> Model | None:
+        return self.models[m % len(self.models)]
+
+    def _free(self, model: Model, sequences: list[SequenceMemory]) -> None:
+        for sequence in sequences:
+            del model.written[sequence]
+            model.memory.free(sequence)
+
+    def _swap_out(self, model: Model, sequences: list[SequenceMemory]) -> None:
+        with contextlib.suppress(OutOfSwap):
+            swapped = model.memory.swap_out(sequences)
+            model.swapped.append((swapped, [model.written.pop(sequence) for sequence in sequences]))
+
+    def _fresh(self, count: int) -> list[int]:
+        """Tokens of no other sequence."""
+        self.next_token += count
+        return list(range(self.next_token - count, self.next_token))
+
+    def _step(self, model: Model, sequence: SequenceMemory, ids: list[int]) -> bool:
+        """Write the new tokens and read all of them; the step runs on. False if it failed before."""
+        memory, tokens = model.memory, model.written[sequence]
+        demand = StepDemand(sequence, len(tokens.ids), len(ids))
+        try:
+            memory.ensure([demand])
+        except (MapError, OutOfPages):
+            memory.prefixes.abort_prefixes()
+            return False
+        if self.driver is not None:
+            self.driver.launch(pages_read(memory, [demand]))
+        tokens.ids = ids
+        write(memory, demand, tokens.contents[demand.start :], "own")
+        assert read(memory, demand, 0, "own") == tokens.contents
+        memory.launched()
+        memory.prefixes.commit_prefixes()
+        memory.plan([StepDemand(sequence, demand.end, min(demand.end + 5, MAX_TOKENS))])
+        return True
+
+    def _look(self) -> None:
+        """Read everything that the open sequences of all memories have written."""
+        for model in self.models:
+            for sequence, tokens in [] if model is None else model.written.items():
+                demand = StepDemand(sequence, len(tokens.ids), len(tokens.ids))
+                with contextlib.suppress(MapError, OutOfPages):
+                    model.memory.ensure([demand])
+                    assert read(model.memory, demand, 0, "own") == tokens.contents
+        for reserved, _, value in self.layers:
+            assert self.weights.tensor(reserved).eq(value).all()
+
+
+SharedMachine.TestCase.settings = settings(
+    max_examples=examples(60, nightly=2200),
+    stateful_step_count=_STEPS,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestSharedMachine = SharedMachine.TestCase

@@ -29,7 +29,7 @@ NUM_MODELS = 12
 # Of prompts and outputs in the trace, which are of models a hundred times larger on GPUs.
 SHORTENED = 8
 LONGEST_PROMPT, LONGEST_OUTPUT = 384, 128
-MAX_MODEL_LEN, MAX_NUM_SEQS = 512, 8
+MAX_MODEL_LEN, MAX_NUM_SEQS, STEP_TOKENS = 512, 8, 256
 # Names of models by how often they are asked for, and sizes, meet at random.
 SEED = 7
 QUICK_LAYERS, QUICK_VOCABULARY = 2, 8192
@@ -154,12 +154,13 @@ class BenchModel:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """Settings of `EngineConfig`, the same for every way of serving. Without a warm-up, which would make a start
-        longer by more than the first request waits for."""
+        """Settings of `EngineConfig`, the same for every way of serving: short steps, which take little memory, and no
+        warm-up, which would make a start longer by more than the first request waits for."""
         return {
             "model": str(self.folder),
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": STEP_TOKENS,
             "warm_up": False,
         }
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli import bench, budget, chat, check, env, pins, plan, serve, top
+from app.cli import bench, budget, chat, check, env, models, pins, plan, serve, top
 from app.cli.text import printable
 from app.errors import ConfigError, FolioError
 
@@ -51,6 +51,7 @@ add(top.top, top.EXAMPLES)
 add(plan.plan, plan.EXAMPLES)
 add(bench.bench, bench.EXAMPLES)
 add(budget.budget, budget.EXAMPLES)
+folio.add_typer(models.models)
 folio.add_typer(pins.pins)
 add(check.check, check.EXAMPLES)
 add(env.env, env.EXAMPLES)

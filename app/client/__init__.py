@@ -21,6 +21,7 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.openai.bodies import (
+    AddModelRequest,
     ChatCompletionRequest,
     CompletionRequest,
     ForkRequest,
@@ -39,6 +40,7 @@ from app.openai.responses.replies import ResponseObject, StreamEvent
 from vmem import BudgetAnswer, MemoryReport
 
 __all__ = [
+    "AddModelRequest",
     "BudgetAnswer",
     "ChatCompletion",
     "ChatCompletionChunk",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from app.client.transport import Transport
 from app.errors import EngineError, UnavailableError
 from app.openai.bodies import (
+    AddModelRequest,
     ChatCompletionRequest,
     CompletionRequest,
     ForkRequest,
@@ -20,7 +21,15 @@ from app.openai.messages.body import CountTokensRequest, MessagesRequest
 from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinList
+from app.openai.replies import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    LoadReport,
+    ModelCard,
+    ModelList,
+    PinList,
+)
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from vmem import BudgetAnswer, MemoryReport
@@ -42,8 +51,8 @@ class Folio:
         application: a name or a handle, in any process of the application's Ray cluster; `http://host:port` or
             `https://…`, with the application's route prefix if it has one; or `grpc://host:port` or `grpcs://…`, with
             the application's name as the path where Serve has several. Calls by URL need no Ray. `fork`,
-            `responses`, `messages`, `count_tokens`, `embed`, `score`, `rerank`, `set_budget`, `load_adapter` and
-            `unload_adapter` are not available over gRPC.
+            `responses`, `messages`, `count_tokens`, `embed`, `score`, `rerank`, `set_budget`, `models`, `add_model`,
+            `remove_model`, `load_adapter` and `unload_adapter` are not available over gRPC.
         api_key: for calls by URL of a server with keys. Calls within the cluster need none.
     """
 
@@ -166,6 +175,25 @@ class Folio:
     async def pins(self) -> PinList:
         """The pinned prefixes of all engine replicas that answer in time."""
         return cast(PinList, await self._transport.call("pins"))
+
+    async def models(self) -> ModelList:
+        """The served models and their adapters; of models that share a device also their states."""
+        return cast(ModelList, await self._transport.call("models"))
+
+    async def add_model(self, request: AddModelRequest) -> ModelCard:
+        """Add a model to those of every engine replica, or of none. Its first request loads it.
+
+        Raises:
+            RequestError: the model cannot be served, or the name is taken.
+            ForbiddenError: the server adds no models at run time, or the caller is no operator.
+            UnavailableError: a replica has not answered, or another change is in progress.
+        """
+        return cast(ModelCard, await self._transport.call("add_model", request))
+
+    async def remove_model(self, name: str) -> None:
+        """Remove a model that was added, and its adapters; requests for it end with `UnavailableError`. Raises as
+        `add_model`, and `UnknownModelError` if no such model has been added."""
+        await self._transport.call("remove_model", name)
 
     async def load_adapter(self, request: LoadAdapterRequest) -> None:
         """Load a LoRA adapter on every engine replica, or on none.

@@ -19,7 +19,7 @@ from starlette.routing import Match
 from app import http_errors as errors
 from app.config.http import UnknownFieldsMode
 from app.error_json import AnthropicErrorBody, anthropic_error, error_json
-from app.errors import FolioError, UnknownPinError
+from app.errors import FolioError, UnknownModelError, UnknownPinError
 from app.http_errors import ErrorBody, HttpRefusal
 from app.openai import description as examples
 from app.openai.base import json_routes
@@ -268,8 +268,10 @@ def _add_models(api: FastAPI, service: Service) -> None:
         return await service.add_model(request)
 
     @api.delete("/v1/models/{name:path}", tags=["operation"])
-    async def remove_model(name: str) -> ModelDeleted:
+    async def remove_model(name: str, request: Request) -> ModelDeleted:
         """Remove a model that was added at run time, and its adapters. Requests for it end with an error."""
+        if not request.scope["path"].endswith(name):  # Starlette drops a final newline
+            raise UnknownModelError("no model has a newline in its name", "name")
         if (context := current_context()) is not None:
             context.check_operator("removing a model")
         await service.remove_model(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,13 +46,15 @@ async def stream(request: web.Request, *parts: bytes, cut: bool = False) -> web.
 
 
 @contextmanager
-def serving(answer: Answer, models: tuple[str, ...] = ("one", "two")) -> Iterator[str]:
-    """The URL of a server that lists these models and lets `answer` do the rest, with the request's JSON."""
+def serving(
+    answer: Answer, models: tuple[str, ...] = ("one", "two"), cards: Sequence[Mapping[str, Any]] | None = None
+) -> Iterator[str]:
+    """The URL of a server that lists these models, or cards, and lets `answer` do the rest, with the request's JSON."""
     loop, ready, urls = asyncio.new_event_loop(), threading.Event(), list[str]()
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        if request.path == "/v1/models":
-            return web.json_response({"data": [{"id": name} for name in models]})
+        if (request.method, request.path) == ("GET", "/v1/models"):
+            return web.json_response({"data": cards or [{"id": name} for name in models]})
         return await answer(request, await request.json() if request.can_read_body else None)
 
     async def run() -> None:

@@ -19,6 +19,7 @@ import grpc
 import pytest
 
 from app.client import (
+    AddModelRequest,
     ChatCompletionRequest,
     CompletionRequest,
     ContextLengthError,
@@ -288,6 +289,14 @@ async def test_keys_reports_and_retry_after(scheme: str, tmp_path: Path) -> None
             if scheme == "http":
                 assert (await folio.fork(fork)).choices[0].text == "r 0"
                 assert [chunk.choices[0].text async for chunk in folio.fork_stream(fork)] == ["a"]
+                add = AddModelRequest(name="b", path="p", keep=3.0)
+                assert (await folio.add_model(add)).state == "new"
+                with pytest.raises(RequestError, match="there is a model already"):
+                    await folio.add_model(add)
+                await folio.remove_model("b")
+                with pytest.raises(UnknownModelError):
+                    await folio.remove_model("b")
+                assert [card.id for card in (await folio.models()).data] == ["m"]
                 await folio.load_adapter(load)
                 with pytest.raises(RequestError, match="it has been loaded"):
                     await folio.load_adapter(load)

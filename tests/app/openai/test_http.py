@@ -28,6 +28,7 @@ from app.errors import (
 from app.openai import description as examples
 from app.openai.base import joined_text
 from app.openai.bodies import (
+    AddModelRequest,
     BudgetRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -157,6 +158,17 @@ class FakeService:
     async def change_budget(self, request: BudgetRequest) -> BudgetReport:
         return BudgetReport(budget_bytes=request.budget_bytes, revision=request.revision or 8, answers=["applied"])
 
+    async def add_model(self, request: AddModelRequest) -> ModelCard:
+        if request.name in self.adapters:
+            raise RequestError("there is a model already", "name")
+        self.adapters.add(request.name)
+        return ModelCard(id=request.name, created=0, max_model_len=None, state="new")
+
+    async def remove_model(self, name: str) -> None:
+        if name not in self.adapters:
+            raise UnknownModelError("no such model", "name")
+        self.adapters.remove(name)
+
     async def load_adapter(self, request: LoadAdapterRequest) -> None:
         if request.lora_name in self.adapters and not request.load_inplace:
             raise RequestError("it has been loaded", "lora_name")
@@ -275,6 +287,34 @@ def test_adapters_are_loaded_and_unloaded(client: TestClient) -> None:
         assert failure(client.post("/v1/load_lora_adapter", json=body | change)) == (400, "invalid_value")
     for field in body:
         missing = client.post("/v1/load_lora_adapter", json={k: v for k, v in body.items() if k != field})
+        assert missing.json()["error"]["param"] == field
+
+
+def test_models_are_added_and_removed(client: TestClient) -> None:
+    body: dict[str, Any] = {"name": "org/qwen", "path": "qwen"}
+    card = client.post("/v1/models", json=body | {"keep": 60, "weight": 2.5, "slo": {"ttft_s": 3}}).json()
+    assert (card["id"], card["max_model_len"], card["state"]) == ("org/qwen", None, "new")
+    assert "state" not in client.get("/v1/models/m").json()
+    assert failure(client.post("/v1/models", json=body)) == (400, "invalid_value")
+    assert client.delete("/v1/models/org/qwen").json() == {"id": "org/qwen", "object": "model", "deleted": True}
+    assert failure(client.delete("/v1/models/org/qwen")) == (404, "model_not_found")
+    assert failure(client.delete("/v1/models/org/qwen%0A")) == (404, "model_not_found")
+    for change in (
+        {"name": ""},
+        {"name": "a\n"},
+        {"path": ""},
+        {"keep": "never"},
+        {"keep": -1},
+        {"weight": 0},
+        {"slo": {"ttft_s": 0}},
+        {"slo": {"tpot_s": "1"}},
+        {"max_model_len": 0},
+        {"dtype": "int4"},
+        {"tool_call_parser": "vim"},
+    ):
+        assert failure(client.post("/v1/models", json=body | change)) == (400, "invalid_value"), change
+    for field in body:
+        missing = client.post("/v1/models", json={k: v for k, v in body.items() if k != field})
         assert missing.json()["error"]["param"] == field
 
 

@@ -125,4 +125,17 @@ def test_adapters_are_for_operators(url: str) -> None:
         without = httpx.post(f"{url}{path}", json=body, headers=headers)
         assert without.status_code == 403
         assert "adapter_dir" in without.json()["error"]["message"]
+
+
+def test_changes_of_models_are_for_operators_and_the_list_for_all(url: str) -> None:
+    body = {"name": "a", "path": "a"}
+    for method, path, json_body in (("POST", "/v1/models", body), ("DELETE", "/v1/models/a", None)):
+        headers = {"authorization": f"Bearer {ALICE}"}
+        refused = httpx.request(method, f"{url}{path}", json=json_body, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+        headers = {"authorization": f"Bearer {ALICES_OTHER}"}
+        without = httpx.request(method, f"{url}{path}", json=json_body, headers=headers)
+        assert without.status_code == 403
+        assert "models_dir" in without.json()["error"]["message"]
     assert httpx.get(f"{url}/ping").status_code == httpx.post(f"{url}/ping").status_code == 200

@@ -107,13 +107,13 @@ class EngineDriver:
     @property
     def healthy(self) -> bool:
         """Whether the engine takes requests and makes progress. Does not block."""
-        return not self._stopped and self.engine.executor.available and not self._stalled
+        return not self._stopped and self.engine.executor.available and not self.stalled
 
     def check(self) -> None:
         """Raise `UnavailableError` once the engine has stopped; stop a stalled engine. Does not block."""
         if self.healthy:
             return
-        if not self._stopped and self._stalled:
+        if not self._stopped and self.stalled:
             self._abandon()
         raise UnavailableError(STOPPED)
 
@@ -166,7 +166,8 @@ class EngineDriver:
         self._thread.wake()
 
     @property
-    def _stalled(self) -> bool:
+    def stalled(self) -> bool:
+        """Whether the engine has work and its thread computes no step. Does not block."""
         since = self._working_since
         return since is not None and time.monotonic() - since > max(self._stalled_s, _STALLED_STEPS * self._longest_s)
 
@@ -338,6 +339,17 @@ class EngineDriver:
         self._fail_all(error)
         for request_id in failed:
             self.engine.cancel(request_id)
+
+    def fail_first(self, error: FolioError) -> None:
+        """End the request that would get memory first with an error, in the thread; all of them if none is queued."""
+        first = self.engine.scheduler.first
+        if first is None:
+            self.fail_all(error)
+            return
+        request_id = first.members[0].request_id
+        if request_id in self._streams:  # no pin that is computed again
+            self._deliver([Delta(request_id, (), "", error=error)])
+        self.engine.cancel(request_id)
 
     def _fail_all(self, error: FolioError) -> None:
         self._deliver([Delta(request_id, (), "", error=error) for request_id in self._streams])

@@ -56,6 +56,8 @@ from vmem import BudgetAnswer, BudgetError, CachedPrefix, KVMemory, MemoryReport
 
 logger = logging.getLogger(__name__)
 
+TOO_LATE = "request {!r} has not finished within its timeout_s; raise it, or send the request later"
+
 
 class Engine:
     """Queue requests with `submit`; compute their deltas with `step`.
@@ -379,8 +381,7 @@ class Engine:
         self.executor.check_ranks()
         deltas = self._steps.take_applied()
         if time.monotonic() >= self._next_deadline and (late := self._expired()):
-            text = "request {!r} has not finished within its timeout_s; raise it, or send the request later"
-            return deltas + [self._fail(request_id, DeadlineError(text.format(request_id))) for request_id in late]
+            return deltas + [self._fail(request_id, DeadlineError(TOO_LATE.format(request_id))) for request_id in late]
         if self.asleep:
             return deltas
         if not_loaded := self.adapters.advance():

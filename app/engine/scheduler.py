@@ -158,6 +158,14 @@ class Scheduler:
         return self.groups.num_running
 
     @property
+    def first(self) -> SequenceGroup | None:
+        """The group that gets memory first."""
+        for groups in (self.running, self.preempted):
+            if groups:
+                return groups[0]
+        return self.waiting.peek()
+
+    @property
     def first_blocked(self) -> Request:
         """The request to fail when none can go on."""
         group = self.preempted[0] if self.preempted else self.waiting.peek() or self.running[-1]

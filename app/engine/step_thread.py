@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from app.errors import UnavailableError
+
 # Seconds of an engine of share 1 in a round: about a step, so that the steps of several engines alternate.
 _QUANTUM_S = 0.02
 
@@ -60,7 +62,7 @@ class StepThread:
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._guard = threading.Lock()  # of the lists, which other threads extend
         self._event = threading.Event()
-        self._closing = False
+        self._closing = self._ended = False
         self._turns = Turns()
         self._thread = threading.Thread(target=self._run, name="folio-engine", daemon=True)
         self._thread.start()
@@ -70,9 +72,12 @@ class StepThread:
         return self._thread.is_alive()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function in the thread, between two steps."""
+        """Call a function in the thread, between two steps. The future fails once the thread has ended."""
         outcome: Future[T] = Future()
         with self._guard:
+            if self._ended:
+                outcome.set_exception(UnavailableError("the engine has stopped; send the request again"))
+                return outcome
             self._calls.append((function, outcome))
         self.wake()
         return outcome
@@ -106,11 +111,16 @@ class StepThread:
                 member.step()
                 if len(members) > 1:
                     self._turns.charge(member, self._clock() - start)
-            elif self._closing and not self._members:
+            elif self._closing and self._ends():
                 return
             else:
                 self._event.wait(wait_s)
                 self._event.clear()
+
+    def _ends(self) -> bool:
+        with self._guard:
+            self._ended = not self._members and not self._calls
+            return self._ended
 
     def _keeps(self, member: Member) -> bool:
         if member.take_commands():

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from app.engine.async_engine import AsyncEngine
@@ -83,6 +84,7 @@ class Control:
 
     def wait_for_moves(self, model: ShelvedModel) -> None:
         """Wait until no other thread loads or wakes a model that is no longer the shelf's."""
+        self._thread.call(lambda: None).result()  # no plan counts on the model any more
         while (thread := self._moves.get(model)) is not None:
             thread.join()
             self._thread.call(lambda: None).result()  # what the thread has told this one is done
@@ -91,6 +93,10 @@ class Control:
         """Check that memory adds up."""
         return self._thread.call(self._check_integrity)
 
+    def abandon(self) -> None:
+        """Leave a thread that hangs, and the device, to the end of the process."""
+        self._thread.close(0)
+
     def close(self) -> None:
         """End the thread, once the models are closed, and give the device back."""
         self._thread.close()
@@ -98,21 +104,33 @@ class Control:
 
     # ---- the thread ----
 
-    def _control(self) -> float | None:
+    def _control(self) -> float:
         """Plan again if it is time; returns the seconds until the next plan."""
+        models = self._models()  # others may be added or removed meanwhile
+        try:
+            return self._plan(models)
+        except Exception as error:  # whatever failed, the thread goes on, and every request ends
+            logger.exception("the models of the shelf cannot be planned; all of them are loaded again")
+            for model in models:
+                if model not in self._moves:
+                    self._fail(model, error)
+            self._plan_at = time.monotonic() + _IDLE_S
+            return _IDLE_S
+
+    def _plan(self, models: Sequence[ShelvedModel]) -> float:
         now = time.monotonic()
         if now - self._planned_at >= _WAITING_S and any(
-            model.engine is not None and model.engine.driver.engine.starved for model in self._models()
+            model.engine is not None and model.engine.driver.engine.starved for model in models
         ):
             self._has_changed = True
         if not self._has_changed and now < self._plan_at:
             return self._plan_at - now
         self._has_changed, self._planned_at = False, now
         self._device.take_workspace()
-        anchors = sum(m.engine.driver.engine.anchor_bytes for m in self._models() if m.engine is not None)
+        anchors = sum(m.engine.driver.engine.anchor_bytes for m in models if m.engine is not None)
         self._capacity_bytes = self._device.capacity_bytes - anchors
-        needs = [self._need(model, now) for model in self._models() if self._is_planned(model)]
-        self._carry_out(Arbiter(self._capacity_bytes).plan(needs))
+        needs = [self._need(model, now) for model in models if self._is_planned(model)]
+        self._carry_out(Arbiter(self._capacity_bytes).plan(needs), {model.name: model for model in models})
         has_work = any(need.has_work for need in needs)
         if has_work:
             self._busy_at = now
@@ -138,7 +156,7 @@ class Control:
         config, engine = model.config, model.engine
         if engine is None:
             assert model.estimate is not None
-            is_loading, kv_bytes = model.state == "loading", self._warm_up_bytes(model.estimate)
+            is_loading, kv_bytes = model.state == "loading", self._warm_up_bytes(model, model.estimate)
             return ModelNeed(
                 name=model.name,
                 state="waking" if is_loading else "asleep",
@@ -185,30 +203,36 @@ class Control:
             keep=config.keep,
         )
 
-    def _warm_up_bytes(self, estimate: Estimate) -> int:
+    def _warm_up_bytes(self, model: ShelvedModel, estimate: Estimate) -> int:
         """KV memory for the warm-up, or most of what the device has beside the weights, which may do for requests."""
-        return max(min(estimate.kv_bytes, int(_MOST_OF_ROOM * (self._capacity_bytes - estimate.weight_bytes))), 0)
+        kept = sum(m.weight_bytes for m in self._models() if m.config.keep == "always" and m is not model)
+        room_bytes = self._capacity_bytes - estimate.weight_bytes - kept
+        return max(min(estimate.kv_bytes, int(_MOST_OF_ROOM * room_bytes)), 0)
 
-    def _carry_out(self, allocation: Allocation) -> None:
+    def _carry_out(self, allocation: Allocation, models: Mapping[str, ShelvedModel]) -> None:
         """In the order that `arbiter` asks for."""
-        models = {model.name: model for model in self._models()}
         budgets = {
             models[name]: budget for name, budget in allocation.budgets.items() if models[name].engine is not None
         }
         for model, budget in budgets.items():
             self._set_budget(model, budget, lower=True)
         for name, other in allocation.sleep.items():
+            if models[name].engine is None:  # it has just failed
+                continue
             if other is not None or time.monotonic() - models[name].turn_since > _LEAST_AWAKE_S:
                 self._put_to_sleep(models[name], other)
         for model, budget in budgets.items():
             self._set_budget(model, budget, lower=False)
         for name in allocation.wake:
-            self._wake(models[name])
+            if models[name].state != "failed":
+                self._wake(models[name])
         for name, reason in allocation.refused.items():
             models[name].refuse(UnavailableError(reason))
+            self._has_changed = True  # the next request may do with less
 
     def _set_budget(self, model: ShelvedModel, budget_bytes: int, *, lower: bool) -> None:
-        assert model.engine is not None
+        if model.engine is None:
+            return
         engine = model.engine.driver.engine
         pinned_bytes = engine.pinned_bytes
         now_bytes = engine.kv_budget_bytes - pinned_bytes
@@ -216,19 +240,18 @@ class Control:
             return
         if now_bytes <= 0:
             model.turn_since = time.monotonic()
-        engine.set_kv_budget(budget_bytes + pinned_bytes)
+        self._attempt(model, partial(engine.set_kv_budget, budget_bytes + pinned_bytes))
 
     def _put_to_sleep(self, model: ShelvedModel, other: str | None) -> None:
         assert model.engine is not None
         engine, began = model.engine.driver.engine, time.monotonic()
         num_bytes = engine.held_bytes + model.weight_bytes
-        try:
+
+        def sleep() -> None:
             engine.sleep()
             engine.set_kv_budget(0)
-        except Exception as error:
-            logger.exception("the model %r cannot be put to sleep; its engine stops", model.name)
-            model.engine.stop()
-            model.set_failed(error)
+
+        if not self._attempt(model, sleep):
             return
         model.state = "asleep"
         model.num_evictions += other is not None
@@ -236,6 +259,16 @@ class Control:
         reason = "" if other is None else f" for {other!r}"
         logger.info("put %r to sleep%s: %.1f MiB in %.0f ms", model.name, reason, num_bytes / 2**20, 1e3 * seconds)
         self._has_changed = True  # its memory can be given out
+
+    def _attempt(self, model: ShelvedModel, call: Callable[[], None]) -> bool:
+        """Call a function of one model, which fails if it raises; returns whether it did not."""
+        try:
+            call()
+        except Exception as error:
+            logger.exception("the model %r fails; its engine stops", model.name)
+            self._fail(model, error)
+            return False
+        return True
 
     def _wake(self, model: ShelvedModel) -> None:
         """Begin to load or wake a model, for which there is memory."""
@@ -272,13 +305,18 @@ class Control:
             def end() -> None:
                 del self._moves[model]
                 self._has_changed = True
-                then()
+                self._attempt(model, then)
 
             self._thread.call(end)
 
         thread = threading.Thread(target=run, name=f"folio-move-{model.name}", daemon=True)
         self._moves[model] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            logger.exception("the model %r cannot be loaded or woken", model.name)
+            del self._moves[model]
+            self._fail(model, error)
 
     def _measure(self, model: ShelvedModel) -> Callable[[], None]:
         """Estimate the size of a model from its config."""
@@ -292,26 +330,31 @@ class Control:
         workspace_bytes = estimated_activations(config, size.model)
 
         def then() -> None:
-            model.state, model.estimate = "new", estimate
+            model.measured(estimate)
             self._device.want_workspace(workspace_bytes)
 
         return then
 
     def _load(self, model: ShelvedModel) -> Callable[[], None]:
         assert model.estimate is not None
-        kv_bytes, began = self._warm_up_bytes(model.estimate), time.monotonic()
+        kv_bytes, began = self._warm_up_bytes(model, model.estimate), time.monotonic()
 
         def admit(memory: KVMemory) -> None:
             set_budget_within(memory, kv_bytes, 1)
 
-        engine = AsyncEngine(
-            model.config.engine,
-            admit=admit,
-            prefixes_of_others=self._prefixes_of_others,
-            loaded=model.loaded_adapters,
-            thread=self._thread,
-            device=self._device.shared,
-        )
+        try:
+            engine = AsyncEngine(
+                model.config.engine,
+                admit=admit,
+                prefixes_of_others=self._prefixes_of_others,
+                loaded=model.loaded_adapters,
+                thread=self._thread,
+                device=self._device.shared,
+            )
+        except OutOfPages as error:  # the weights take more than was estimated, or the memory is not there yet
+            logger.info("%r waits for memory: %s", model.name, error)
+            weight_bytes = max(error.needed, int(_ROUNDING * model.estimate.weight_bytes))
+            return partial(model.measured, replace(model.estimate, weight_bytes=weight_bytes))
 
         def then() -> None:
             model.weight_bytes = engine.driver.engine.weight_bytes

@@ -58,7 +58,7 @@ def kv_need(engine: Engine) -> KVNeed:
 
     waiting = list(islice(chain(groups.preempted, scheduler.waiting), _MOST_COUNTED))
     waiting_bytes = sum(map(bytes_for, waiting))
-    first = groups.running[0] if groups.running else waiting[0] if waiting else None
+    first = scheduler.first
     owned_bytes = int((pages.budget - memory.num_free_pages - pages.num_pinned) * page_bytes)
     pinned_bytes = engine.pinned_bytes
     held_bytes = max(engine.held_bytes - pinned_bytes, 0)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from app.config.shelf import ModelConfig
@@ -21,6 +22,8 @@ from app.errors import RequestError, UnavailableError, UnknownModelError
 from vmem import KVMemory
 
 logger = logging.getLogger(__name__)
+
+_STOPPING = "the server is stopping"
 
 
 class Shelf:
@@ -54,6 +57,7 @@ class Shelf:
     ) -> None:
         self._models = {config.name: ShelvedModel(config, self._note_change) for config in models}
         self._guard = threading.Lock()  # of `_models`, which is replaced and never changed
+        self._is_closed = False
         self._control: Control | None = None
         if len(models) == 1 and device_memory_bytes is None:
             [model] = self._models.values()
@@ -74,8 +78,15 @@ class Shelf:
         return model
 
     def add(self, config: ModelConfig) -> None:
-        """Add a model, which is loaded at its first request. Raises `RequestError` if the name is in use."""
+        """Add a model, which is loaded at its first request.
+
+        Raises:
+            RequestError: the name is in use.
+            UnavailableError: the shelf is closed.
+        """
         with self._guard:
+            if self._is_closed:
+                raise UnavailableError(_STOPPING)
             if config.name in self._models:
                 raise RequestError(f"there is a model {config.name!r} already", "name")
             if self._control is None:
@@ -100,20 +111,27 @@ class Shelf:
     @property
     def healthy(self) -> bool:
         """Whether requests are served. A model that has failed takes no other with it. Does not block."""
+        engines = self._engines
         if self._control is None:
-            return all(model.engine is not None and model.engine.healthy for model in self._models.values())
-        return self._control.is_alive and not any(
-            model.engine is not None and model.engine.driver.hangs for model in self._models.values()
-        )
+            return len(engines) == len(self._models) and all(engine.healthy for engine in engines)
+        return self._control.is_alive and not any(e.driver.hangs or e.driver.stalled for e in engines)
 
     def check(self) -> None:
-        """Raise `UnavailableError` once the shelf serves no requests. Does not block."""
+        """Raise `UnavailableError` once the shelf serves no requests; stop stalled engines. Does not block."""
+        engines = self._engines
         if self._control is None:
-            for model in self._models.values():
-                if model.engine is not None:
-                    model.engine.check()
+            for engine in engines:
+                engine.check()
         elif not self.healthy:
+            for engine in engines:
+                if engine.driver.stalled:
+                    with suppress(UnavailableError):
+                        engine.check()
             raise UnavailableError("the engine has stopped; send the request again")
+
+    @property
+    def _engines(self) -> list[AsyncEngine]:
+        return [engine for model in self._models.values() if (engine := model.engine) is not None]
 
     async def check_integrity(self) -> None:
         """Check between two steps that memory adds up. Raises `IntegrityError`."""
@@ -125,10 +143,17 @@ class Shelf:
         await asyncio.wrap_future(self._control.check_integrity())
 
     def close(self) -> None:
-        """Fail the requests in flight and free all memory."""
-        models, self._models = self._models, {}
+        """Fail the requests in flight and free all memory. A thread that hangs is not waited for."""
+        hangs = any(engine.driver.hangs for engine in self._engines)
+        with self._guard:
+            models, self._models, self._is_closed = self._models, {}, True
+        if self._control is not None and hangs:
+            for model in models.values():
+                model.set_failed(UnavailableError(_STOPPING), for_ever=True)
+            self._control.abandon()
+            return
         for model in models.values():
-            self._close(model, "the server is stopping")
+            self._close(model, _STOPPING)
         if self._control is not None:
             self._control.close()
 
@@ -137,7 +162,7 @@ class Shelf:
         if self._control is not None:
             self._control.wait_for_moves(model)
         engine = model.engine
-        model.set_failed(UnavailableError(reason))
+        model.set_failed(UnavailableError(reason), for_ever=True)
         if engine is not None:
             engine.close()
         self._note_change()

@@ -14,11 +14,13 @@ from typing import Unpack
 from app.config.shelf import ModelConfig
 from app.engine.async_engine import AsyncEngine, Pace
 from app.engine.delta import Delta, RequestOptions
+from app.engine.engine import TOO_LATE
 from app.engine.lora.source import AdapterSource
+from app.engine.request import check_timeout
 from app.engine.sampling.params import SamplingParams
 from app.engine.shelf.arrivals import ArrivalHistory
 from app.engine.shelf.status import ModelState, ModelStatus
-from app.errors import OverloadedError, UnavailableError
+from app.errors import DeadlineError, OverloadedError, UnavailableError
 
 # After a failed load, requests are refused for this long, doubled by each further failure up to the second number.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 300.0
@@ -93,6 +95,10 @@ class ShelvedModel:
         """For how long requests have waited for the model to be loaded."""
         return time.monotonic() - self._pending_since if self._num_pending else 0.0
 
+    def measured(self, estimate: Estimate) -> None:
+        """Note the size of the model, which is not loaded yet."""
+        self.state, self.estimate = "new", estimate
+
     def set_loaded(self, engine: AsyncEngine, seconds: float = 0.0) -> None:
         """Note that the model is loaded and awake."""
         self.engine, self.error, self._num_failures, self.load_s = engine, None, 0, seconds
@@ -116,17 +122,22 @@ class ShelvedModel:
             self.preempted_at = time.perf_counter()
 
     def refuse(self, error: UnavailableError) -> None:
-        """End all requests, of which none can ever have memory."""
-        logger.warning("requests of %r are refused: %s", self.name, error)
+        """End the next request, or those that wait for the model to be loaded: they can never have memory."""
+        logger.warning("a request of %r is refused: %s", self.name, error)
         if self.engine is None:
             self.set_failed(error)
         else:
-            self.engine.driver.fail_all(error)
+            self.engine.driver.fail_first(error)
 
-    def set_failed(self, error: Exception) -> None:
-        """Note that the model could not be loaded, or that its engine has stopped; requests that wait for it fail."""
+    def set_failed(self, error: Exception, *, for_ever: bool = False) -> None:
+        """Note that the model could not be loaded, or that its engine has stopped; requests that wait for it fail.
+
+        Args:
+            for_ever: later requests do not load it again.
+        """
         self.state, self.engine, self.error = "failed", None, str(error)
-        self._retry_at = time.monotonic() + min(_FIRST_RETRY_S * 2**self._num_failures, _LONGEST_RETRY_S)
+        retry_s = min(_FIRST_RETRY_S * 2 ** min(self._num_failures, 30), _LONGEST_RETRY_S)
+        self._retry_at = math.inf if for_ever else time.monotonic() + retry_s
         self._num_failures += 1
         waiting, self._ready = self._ready, Future()
         if not waiting.done():
@@ -179,6 +190,7 @@ class ShelvedModel:
             OverloadedError: too many requests wait for it.
             UnavailableError: it cannot be loaded; the message says why.
         """
+        is_ready = self._ready  # before the state, which changes first
         if self.engine is not None:
             return self.engine
         if self.state == "failed":
@@ -199,7 +211,7 @@ class ShelvedModel:
         self._num_pending += 1
         self._changed()
         try:
-            return await asyncio.shield(asyncio.wrap_future(self._ready))
+            return await asyncio.shield(asyncio.wrap_future(is_ready))
         finally:
             self._num_pending -= 1
 
@@ -231,8 +243,13 @@ class ShelvedModel:
         owner: str | None,
         options: RequestOptions,
     ) -> AsyncGenerator[list[Delta], None]:
-        engine, began = await self.ready(), time.monotonic()
-        timeout_s = options.get("timeout_s")
+        began, timeout_s = time.monotonic(), options.get("timeout_s")
+        check_timeout(timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                engine = await self.ready()
+        except TimeoutError:
+            raise DeadlineError(TOO_LATE.format(request_id)) from None
         if timeout_s is not None:
             options = {**options, "timeout_s": max(timeout_s - (time.monotonic() - began), 0.001)}
         deltas = engine.generate(prompt_token_ids, params, request_id, pace=pace, owner=owner, **options)

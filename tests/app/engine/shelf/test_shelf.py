@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.config.engine import EngineConfig
+from app.config.shelf import SLO, ModelConfig
+from app.engine.async_engine import AsyncEngine
+from app.engine.delta import Delta
 from app.engine.pooled import PoolingParams
 from app.engine.sampling.params import SamplingParams
-from app.engine.shelf import shelved_model
+from app.engine.shelf import control, shelved_model, turns
+from app.engine.shelf.arbiter import Arbiter
 from app.engine.shelf.shelf import Shelf
+from app.engine.shelf.shelved_model import ShelvedModel
 from app.errors import (
     ContextLengthError,
     DeadlineError,
@@ -29,7 +39,6 @@ from tests.app.engine.shelf.shelves import (
     Outputs,
     TinyModels,
     control_of,
-    in_step_thread,
     outputs,
     outputs_of,
     put_to_sleep,
@@ -37,7 +46,7 @@ from tests.app.engine.shelf.shelves import (
 )
 from tests.conftest import tokens
 from tests.processes import until_async
-from vmem import IntegrityError
+from vmem import IntegrityError, MapError
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
@@ -99,3 +108,592 @@ async def test_a_model_sleeps_while_its_requests_run(models: TinyModels, name: s
             await asyncio.sleep(0.01)
         assert await task == alone
         assert slept > (name != "embeds")  # one step may do for them
+
+
+# ---- requests of models that sleep, wake, or are loaded ----
+
+
+@contextmanager
+def asleep(shelf: Shelf, name: str) -> Iterator[None]:
+    """A model that is put to sleep is not woken within."""
+    model, real = shelf.model(name), control_of(shelf)._wake
+
+    def wake(other: ShelvedModel) -> None:
+        if other is not model:
+            real(other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_of(shelf), "_wake", wake)
+        yield
+
+
+async def collect(stream: AsyncIterator[list[Delta]]) -> Outputs:
+    return outputs_of([delta async for deltas in stream for delta in deltas])
+
+
+async def test_the_only_request_that_loads_a_model_is_cancelled(models: TinyModels) -> None:
+    alone = await models.alone("llama", [1, 2], GREEDY)
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        task = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], GREEDY))
+        await until_state(shelf, "llama", "loading")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert shelf.statuses()[0].num_waiting == 0
+        assert await outputs(shelf.model("llama"), [1, 2], GREEDY) == alone
+
+
+async def test_requests_are_cancelled_while_their_model_sleeps(models: TinyModels) -> None:
+    alone = await models.alone("llama", tokens(20), GREEDY)
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        engine = await shelf.model("llama").ready()
+        for params in (LONG, PARALLEL, BEAMS):
+            tasks = [asyncio.create_task(outputs(shelf.model("llama"), tokens(20, i), params)) for i in range(5)]
+            await until_async(lambda: engine.num_requests[0] > 0)
+            with asleep(shelf, "llama"):
+                await put_to_sleep(shelf, "llama")
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await until_async(lambda: engine.num_requests == (0, 0))
+                await shelf.check_integrity()
+                assert shelf.model("llama").state == "asleep"
+                assert engine.held_bytes == 0
+        assert await outputs(shelf.model("llama"), tokens(20), GREEDY) == alone
+
+
+async def test_deadlines_hold_while_a_model_is_loaded_and_while_it_sleeps(models: TinyModels) -> None:
+    """Regression: the time until the first load did not count."""
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("llama")
+        for timeout_s in (1e-6, 0.01):
+            with pytest.raises(DeadlineError, match="'mine'"):
+                await outputs(model, [1, 2], GREEDY, request_id="mine", timeout_s=timeout_s)
+            assert model.engine is None
+        with pytest.raises(RequestError, match="timeout_s"):
+            await outputs(model, [1, 2], GREEDY, timeout_s=-1.0)
+        await model.ready()
+        with asleep(shelf, "llama"):
+            await put_to_sleep(shelf, "llama")
+            began = time.monotonic()
+            with pytest.raises(DeadlineError):
+                await outputs(model, [1, 2], GREEDY, timeout_s=0.05)
+            assert time.monotonic() - began < 2
+        assert len((await outputs(model, [1, 2], GREEDY, timeout_s=60.0))[0]) == 24
+
+
+async def test_outputs_are_forked_while_their_model_sleeps(models: TinyModels) -> None:
+    [alone] = await models.alone("llama", tokens(20), LONG)
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        engine = await shelf.model("llama").ready()
+        stream = engine.generate(tokens(20), LONG, "parent")
+        got = outputs_of(await anext(stream))[0]
+        with asleep(shelf, "llama"):
+            await put_to_sleep(shelf, "llama")
+            forks = [
+                asyncio.create_task(collect(engine.fork("parent", replace(GREEDY, max_tokens=10, n=2), f"fork {i}")))
+                for i in range(2)
+            ]
+            await until_async(lambda: engine.num_requests[1] == 5)
+            with pytest.raises(UnknownRequestError):
+                await collect(engine.fork("another", GREEDY))
+        for outputs_of_fork in await asyncio.gather(*forks):
+            assert len(outputs_of_fork) == 2
+            for output in outputs_of_fork:  # both are greedy
+                assert any(output == alone[i : i + 10] for i in range(len(got), 90))
+        async for deltas in stream:
+            got += outputs_of(deltas)[0]
+        assert got == alone
+
+
+async def test_pins_survive_a_sleep(models: TinyModels) -> None:
+    document = tokens(64, 9)
+    alone = await models.alone("llama", [*document, 5], GREEDY)
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("llama")
+        engine = await model.ready()
+        await engine.pin("document", document)
+        await engine.pin("other", tokens(32, 4))
+        for _ in range(3):
+            with asleep(shelf, "llama"):
+                await put_to_sleep(shelf, "llama")
+                await shelf.check_integrity()
+                assert engine.held_bytes == 0
+            assert await outputs(model, [*document, 5], GREEDY) == alone
+            await until_async(lambda: {pin.name for pin in engine.report().pins} == {"document", "other"})
+            await shelf.check_integrity()
+        with asleep(shelf, "llama"):
+            await put_to_sleep(shelf, "llama")
+            engine.unpin("other")
+        assert await outputs(model, [*document, 5], GREEDY) == alone
+        await until_async(lambda: {pin.name for pin in engine.report().pins} == {"document"})
+
+
+async def test_requests_arrive_at_the_moment_of_sleep(models: TinyModels) -> None:
+    alone = [await models.alone("llama", [i + 1, 2], GREEDY) for i in range(8)]
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("llama")
+        await model.ready()
+        for _ in range(15):
+            sleeping = control_of(shelf)._thread.call(lambda: control_of(shelf)._put_to_sleep(model, "another"))
+            found = asyncio.gather(*(outputs(model, [i + 1, 2], GREEDY) for i in range(8)))
+            await asyncio.wrap_future(sleeping)
+            assert await found == alone
+            await until_state(shelf, "llama", "awake")
+
+
+@pytest.mark.parametrize("state", ["new", "awake", "asleep"])
+async def test_impossible_requests_are_refused_in_every_state(models: TinyModels, state: str) -> None:
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("llama")
+        if state != "new":
+            await model.ready()
+        if state == "asleep":
+            await put_to_sleep(shelf, "llama")
+        with pytest.raises(RequestError, match="empty"):
+            await outputs(model, [], GREEDY)
+        with pytest.raises(ContextLengthError):
+            await outputs(model, tokens(200), GREEDY)
+        with pytest.raises(ContextLengthError):
+            await outputs(model, tokens(40), replace(GREEDY, max_tokens=1000))
+        with pytest.raises(RequestError):
+            await outputs(model, [10**6], GREEDY)
+        with pytest.raises(UnknownModelError):
+            await outputs(model, [1], GREEDY, adapter="none")
+        with pytest.raises(RequestError):
+            await outputs(model, [1], GREEDY, **EMBED)
+        assert len((await outputs(model, [1], GREEDY))[0]) == 24
+
+
+async def test_a_thousand_requests_are_cancelled_at_once(models: TinyModels) -> None:
+    names = ["llama", "qwen3", "gpt2"]
+    alone = {name: await models.alone(name, [1, 2], GREEDY) for name in names}
+    memory_bytes = models.memory_for("llama", "qwen3", room_bytes=KV_BYTES // 2, beside=names)
+    async with models.opened([models.config(name) for name in names], memory_bytes) as shelf:
+        for _ in range(2):  # new, then asleep or awake
+            tasks = [asyncio.create_task(outputs(shelf.model(names[i % 3]), [i % 500 + 1], LONG)) for i in range(1000)]
+            await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            found = await asyncio.gather(*(outputs(shelf.model(name), [1, 2], GREEDY) for name in names))
+            assert found == [alone[name] for name in names]
+            await shelf.check_integrity()
+        await until_async(lambda: all(s.num_running + s.num_waiting == 0 for s in shelf.statuses()))
+
+
+async def test_requests_of_two_event_loops(models: TinyModels) -> None:
+    names = ["llama", "qwen3"]
+    alone = {name: await models.alone(name, [3, 2], GREEDY) for name in names}
+    memory_bytes = models.memory_for("qwen3", room_bytes=KV_BYTES // 4, beside=names)
+
+    async def several(shelf: Shelf) -> None:
+        for name in (*names, *names):
+            found = await asyncio.gather(*(outputs(shelf.model(name), [3, 2], GREEDY) for _ in range(3)))
+            assert found == [alone[name]] * 3
+
+    async with models.opened([models.config(name) for name in names], memory_bytes) as shelf:
+        await asyncio.gather(*(asyncio.to_thread(lambda: asyncio.run(several(shelf))) for _ in range(2)))
+        # a loop that ends while its requests wait
+        for name in names:
+            waiting = asyncio.to_thread(lambda name=name: asyncio.run(give_up(shelf, name)))
+            await waiting
+        await several(shelf)
+
+
+async def give_up(shelf: Shelf, name: str) -> None:
+    tasks = [asyncio.create_task(outputs(shelf.model(name), [3, 2], LONG)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert len(tasks) == 3
+
+
+# ---- models that come, go and fail ----
+
+
+async def test_models_are_added_and_removed_in_every_state(models: TinyModels) -> None:
+    alone = {name: await models.alone(name, [1, 2], LONG) for name in ("llama", "qwen3")}
+    memory_bytes = models.memory_for("llama", "qwen3", room_bytes=KV_BYTES)
+    async with models.opened([models.config("llama")], memory_bytes) as shelf:
+        with pytest.raises(RequestError, match="already"):
+            shelf.add(models.config("llama", of="qwen3"))
+        for state in ("new", "loading", "awake", "waking", "asleep"):
+            shelf.add(models.config("other", of="qwen3"))
+            other = shelf.model("other")
+            running = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], LONG))
+            if state in ("awake", "waking", "asleep"):
+                await other.ready()
+            if state in ("waking", "asleep"):
+                with asleep(shelf, "other") if state == "asleep" else nullcontext():
+                    await put_to_sleep(shelf, "other")
+            tasks = [asyncio.create_task(outputs(other, [1, 2], LONG)) for _ in range(5)]
+            if state == "loading":
+                await until_state(shelf, "other", "loading")
+            elif state != "new":
+                await asyncio.sleep(0)
+            await shelf.remove("other")
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(end, UnavailableError) or end == alone["qwen3"] for end in ended), ended
+            assert any(isinstance(end, UnavailableError) for end in ended)
+            with pytest.raises(UnknownModelError):
+                shelf.model("other")
+            with pytest.raises(UnknownModelError):
+                await shelf.remove("other")
+            with pytest.raises(UnavailableError, match="removed"):
+                await outputs(other, [1, 2], LONG)
+            assert await running == alone["llama"]
+            await shelf.check_integrity()
+        assert shelf.names == ("llama",)
+
+
+async def test_a_removed_model_is_not_waited_for(models: TinyModels) -> None:
+    """Regression: a request to a model that had been removed loaded it again after the back-off, and never ended."""
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("llama")
+        await shelf.remove("llama")
+        await asyncio.sleep(2 * shelved_model._FIRST_RETRY_S)
+        async with asyncio.timeout(10):
+            with pytest.raises(UnavailableError, match="removed"):
+                await outputs(model, [1, 2], GREEDY)
+            with pytest.raises(UnavailableError, match="removed"):
+                await model.ready()
+
+
+async def test_a_name_is_used_again_while_its_last_model_closes(models: TinyModels) -> None:
+    alone = {name: await models.alone(name, [1, 2], GREEDY) for name in ("llama", "qwen3")}
+    memory_bytes = models.memory_for("qwen3", room_bytes=KV_BYTES, beside=["llama"])
+    async with models.opened([], memory_bytes) as shelf:
+        removals = []
+        for i in range(6):
+            name = ("llama", "qwen3")[i % 2]
+            shelf.add(models.config("mine", of=name))
+            if i % 3:
+                assert await outputs(shelf.model("mine"), [1, 2], GREEDY) == alone[name]
+            else:
+                waiting = asyncio.create_task(outputs(shelf.model("mine"), [1, 2], GREEDY))
+                await until_state(shelf, "mine", "loading")
+                waiting.cancel()
+            removals.append(asyncio.create_task(shelf.remove("mine")))
+            await until_async(lambda: not shelf.names)
+        await asyncio.gather(*removals)
+
+
+@pytest.mark.parametrize("damage", ["no folder", "damaged config", "damaged weights"])
+async def test_a_model_that_cannot_be_loaded_is_tried_again(models: TinyModels, tmp_path: Path, damage: str) -> None:
+    alone = await models.alone("llama", [1, 2], GREEDY)
+    whole, folder = models.checkpoint("llama"), tmp_path / "model"
+    if damage != "no folder":
+        shutil.copytree(whole, folder)
+    if damage == "damaged config":
+        (folder / "config.json").write_text("{")
+    if damage == "damaged weights":
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.truncate(1000)
+    broken = replace(models.config("broken", of="llama"), engine=replace(models.engine("llama"), model=str(folder)))
+    memory_bytes = models.memory_for("llama", "llama", room_bytes=KV_BYTES)
+    async with models.opened([models.config("llama"), broken], memory_bytes) as shelf:
+        for _ in range(2):
+            results = await asyncio.gather(
+                *(outputs(shelf.model("broken"), [1, 2], GREEDY) for _ in range(3)),
+                outputs(shelf.model("llama"), [1, 2], GREEDY),
+                return_exceptions=True,
+            )
+            assert results.pop() == alone
+            assert all(isinstance(result, UnavailableError) for result in results), results
+            status = {status.name: status for status in shelf.statuses()}["broken"]
+            assert status.state == "failed"
+            assert status.error is not None
+            assert status.error in str(results[0])
+            await shelf.check_integrity()
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        await until_async(lambda: served(shelf, "broken", alone))
+        assert {status.error for status in shelf.statuses()} == {None}
+
+
+async def served(shelf: Shelf, name: str, alone: Outputs) -> bool:
+    """Whether the model answers; an answer is right."""
+    try:
+        assert await outputs(shelf.model(name), [1, 2], GREEDY) == alone
+    except UnavailableError:
+        return False
+    return True
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), Panic("index out of bounds"), SystemExit(1)])
+async def test_a_loader_that_dies_fails_its_model_only(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    alone = await models.alone("llama", [1, 2], GREEDY)
+    real = control.AsyncEngine
+
+    def load(config: EngineConfig, *args: Any, **kwargs: Any) -> AsyncEngine:
+        if config.max_num_seqs == 5:
+            raise error
+        return real(config, *args, **kwargs)
+
+    dies = ModelConfig(name="dies", engine=models.engine("llama", max_num_seqs=5))
+    memory_bytes = models.memory_for("llama", "llama", room_bytes=KV_BYTES)
+    async with models.opened([models.config("llama"), dies], memory_bytes) as shelf:
+        with monkeypatch.context() as patch:
+            patch.setattr(control, "AsyncEngine", load)
+            with pytest.raises(UnavailableError, match="dies"):
+                await outputs(shelf.model("dies"), [1, 2], GREEDY)
+            assert await outputs(shelf.model("llama"), [1, 2], GREEDY) == alone
+        await until_async(lambda: served(shelf, "dies", alone))
+
+
+async def test_a_machine_without_a_thread_left(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it ended the thread of all steps."""
+    alone = await models.alone("llama", [1, 2], GREEDY)
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("folio-move"):
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(UnavailableError, match="new thread"):
+                await outputs(shelf.model("llama"), [1, 2], GREEDY)
+            assert shelf.healthy
+        await until_async(lambda: served(shelf, "llama", alone))
+
+
+@pytest.mark.parametrize("error", [IntegrityError("injected"), OSError("no space left on device"), Panic("bounds")])
+async def test_an_engine_whose_steps_fail_is_loaded_again(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    alone = {name: await models.alone(name, [1, 2], LONG) for name in ("llama", "qwen3")}
+
+    def fail() -> None:
+        raise error
+
+    memory_bytes = models.memory_for("llama", "qwen3", room_bytes=KV_BYTES)
+    async with models.opened([models.config("llama"), models.config("qwen3")], memory_bytes) as shelf:
+        engine = await shelf.model("llama").ready()
+        others = [asyncio.create_task(outputs(shelf.model("qwen3"), [1, 2], LONG)) for _ in range(3)]
+        monkeypatch.setattr(engine.driver.engine, "step", fail)
+        for _ in range(3):
+            with pytest.raises(EngineError):
+                await outputs(shelf.model("llama"), [1, 2], LONG)
+        await until_state(shelf, "llama", "failed")
+        assert shelf.healthy
+        shelf.check()
+        await until_async(lambda: served(shelf, "llama", [alone["llama"][0][:24]]))
+        assert await asyncio.gather(*others) == [alone["qwen3"]] * 3
+        assert await outputs(shelf.model("llama"), [1, 2], LONG) == alone["llama"]
+        await shelf.check_integrity()
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake", "map_weights", "set_kv_budget"])
+async def test_an_engine_that_cannot_sleep_or_wake_is_loaded_again(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    alone = {name: await models.alone(name, [1, 2], LONG) for name in ("llama", "qwen3")}
+
+    def fail(*_: object) -> None:
+        raise MapError("injected")
+
+    memory_bytes = models.memory_for("llama", "qwen3", room_bytes=KV_BYTES)
+    async with models.opened([models.config("llama"), models.config("qwen3")], memory_bytes) as shelf:
+        engine = await shelf.model("llama").ready()
+        monkeypatch.setattr(engine.driver.engine, call, fail)
+        task = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], LONG))
+        other = asyncio.create_task(outputs(shelf.model("qwen3"), [1, 2], LONG))
+        await put_to_sleep(shelf, "llama")
+        [result] = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(result, UnavailableError) or result == alone["llama"], result
+        await until_async(lambda: served(shelf, "llama", [alone["llama"][0][:24]]))
+        assert await other == alone["qwen3"]
+        await shelf.check_integrity()
+
+
+async def test_a_plan_that_fails_ends_requests_and_not_the_shelf(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the thread of all steps ended, and every request waited for ever."""
+    alone = await models.alone("llama", [1, 2], GREEDY)
+
+    def fail(*_: object) -> None:
+        raise KeyError("injected")
+
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        for is_loaded in (False, True):
+            if is_loaded:
+                await shelf.model("llama").ready()
+            with monkeypatch.context() as patch:
+                patch.setattr(Arbiter, "plan", fail)
+                [result] = await asyncio.gather(outputs(shelf.model("llama"), [1, 2], LONG), return_exceptions=True)
+                assert isinstance(result, EngineError) or is_loaded  # it may end before the next plan
+                assert shelf.healthy
+            await until_async(lambda: served(shelf, "llama", alone))
+
+
+async def test_a_thread_that_hangs_is_found_and_left(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: `check` looked at no engine, and `close` waited for the thread."""
+    released = threading.Event()
+    shelf = Shelf(
+        [models.config("llama"), models.config("qwen3")],
+        device_memory_bytes=models.memory_for("llama", "qwen3", room_bytes=KV_BYTES),
+        weights_dir=models.weights_dir,
+    )
+    engine = await shelf.model("llama").ready()
+    await shelf.model("qwen3").ready()
+    real = engine.driver.engine.step
+
+    def hang() -> Any:
+        released.wait(60)
+        return real()
+
+    monkeypatch.setattr(engine.driver.engine, "step", hang)
+    monkeypatch.setattr(engine.driver, "_stalled_s", 0.1)
+    monkeypatch.setattr(engine.driver, "_longest_s", 0.0)
+    task = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], GREEDY))
+    await until_async(lambda: not shelf.healthy, 10)
+    with pytest.raises(UnavailableError):
+        shelf.check()
+    with pytest.raises(UnavailableError):
+        await task
+    async with asyncio.timeout(10):
+        await asyncio.to_thread(shelf.close)
+    with pytest.raises(UnavailableError):
+        await outputs(shelf.model("llama"), [1], GREEDY) if shelf.names else shelf.add(models.config("llama"))
+    released.set()
+
+
+# ---- memory ----
+
+
+async def test_models_that_can_never_fit_are_refused_with_the_reason(models: TinyModels) -> None:
+    alone = await models.alone("gemma2", [1, 2], GREEDY)
+    memory_bytes = models.memory_for("gemma2", room_bytes=KV_BYTES // 4, beside=["bamba"])
+    async with models.opened([models.config("gemma2"), models.config("bamba")], memory_bytes) as shelf:
+        for _ in range(2):
+            results = await asyncio.gather(
+                outputs(shelf.model("bamba"), [1], GREEDY),
+                outputs(shelf.model("gemma2"), [1, 2], GREEDY),
+                return_exceptions=True,
+            )
+            assert isinstance(results[0], UnavailableError)
+            assert "device_memory_bytes" in str(results[0])
+            assert results[1] == alone
+
+
+async def test_a_request_that_can_never_fit_is_refused_alone(models: TinyModels) -> None:
+    """Regression: all requests of its model were."""
+    params = replace(GREEDY, max_tokens=90)
+    alone = await models.alone("qwen3", [1, 2], GREEDY)
+    page_bytes = models.reference("qwen3").driver.engine.memory.pages.page_bytes
+    pages_a_block = models.reference("qwen3").driver.engine.memory.groups[0].layout.num_slices
+    memory_bytes = models.memory_for("qwen3", room_bytes=5 * pages_a_block * page_bytes)
+    config = ModelConfig(name="qwen3", engine=models.engine("qwen3", max_model_len=None))
+    async with models.opened([config], memory_bytes) as shelf:
+        engine = await shelf.model("qwen3").ready()
+        monkey = engine.max_model_len
+        results = await asyncio.gather(
+            outputs(shelf.model("qwen3"), tokens(30), params),
+            *(outputs(shelf.model("qwen3"), [1, 2], GREEDY) for _ in range(4)),
+            return_exceptions=True,
+        )
+        assert results[1:] == [alone] * 4, (monkey, results)
+        assert isinstance(results[0], UnavailableError | ContextLengthError), results[0]
+
+
+async def test_models_are_kept_always_or_for_some_time(models: TinyModels) -> None:
+    names = ("llama", "qwen3", "gpt2")
+    alone = {name: await models.alone(name, [1, 2], GREEDY) for name in names}
+    configs = [
+        models.config("llama", keep="always"),
+        models.config("qwen3", keep=0.2),
+        models.config("gpt2"),
+    ]
+    memory_bytes = models.memory_for("llama", "qwen3", room_bytes=KV_BYTES, beside=names)
+    async with models.opened(configs, memory_bytes) as shelf:
+        for _ in range(2):
+            for name in names:
+                assert await outputs(shelf.model(name), [1, 2], GREEDY) == alone[name]
+            assert shelf.model("llama").state == "awake"
+            await until_state(shelf, "qwen3", "asleep")
+        statuses = {status.name: status for status in shelf.statuses()}
+        assert statuses["llama"].num_evictions == 0
+        assert statuses["llama"].num_wakes == 1
+        assert statuses["qwen3"].num_wakes == 2
+
+
+async def test_the_queue_is_bounded_while_a_model_is_loaded(models: TinyModels) -> None:
+    alone = await models.alone("llama", [1, 2], GREEDY)
+    config = ModelConfig(name="llama", engine=models.engine("llama", max_queued_requests=3))
+    async with models.opened([config], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        results = await asyncio.gather(
+            *(outputs(shelf.model("llama"), [1, 2], GREEDY) for _ in range(10)), return_exceptions=True
+        )
+        refused = [result for result in results if isinstance(result, OverloadedError)]
+        assert len(refused) == 7
+        assert all(error.retry_after_s > 0 for error in refused)
+        assert [result for result in results if not isinstance(result, OverloadedError)] == [alone] * 3
+
+
+async def test_a_busy_model_starves_no_other(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is memory for one at a time, and one has always more requests than run at once."""
+    monkeypatch.setattr(turns, "LEAST_TURN_S", 0.3)
+    names = ("llama", "qwen3", "gpt2")
+    alone = {name: await models.alone(name, [1, 2], GREEDY) for name in names}
+    memory_bytes = models.memory_for("gpt2", room_bytes=KV_BYTES // 2, beside=names)
+    configs = [models.config(name, slo=SLO(ttft_s=0.2)) for name in names]
+    async with models.opened(configs, memory_bytes) as shelf:
+        for name in names:
+            await shelf.model(name).ready()
+        ended = asyncio.Event()
+
+        async def keep_busy(i: int) -> None:
+            while not ended.is_set():
+                assert len((await outputs(shelf.model("llama"), [i + 1, 2], LONG))[0]) == 100
+
+        busy = [asyncio.create_task(keep_busy(i)) for i in range(12)]
+        for _ in range(3):
+            for name in names[1:]:
+                async with asyncio.timeout(8):
+                    assert await outputs(shelf.model(name), [1, 2], GREEDY) == alone[name]
+        ended.set()
+        await asyncio.gather(*busy)
+
+
+# ---- close ----
+
+
+@pytest.mark.parametrize("state", ["new", "loading", "waking", "awake", "asleep"])
+async def test_close_in_every_state(models: TinyModels, state: str) -> None:
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("llama")
+        if state in ("waking", "awake", "asleep"):
+            await model.ready()
+        holds = asleep(shelf, "llama") if state == "asleep" else nullcontext()
+        with holds:
+            if state in ("waking", "asleep"):
+                await put_to_sleep(shelf, "llama")
+            tasks = [asyncio.create_task(outputs(model, [1, 2], LONG)) for _ in range(10)]
+            if state == "loading":
+                await until_state(shelf, "llama", "loading")
+            elif state == "awake":
+                await until_async(lambda: model.status.num_running > 0)
+            elif state != "new":
+                await until_async(lambda: model.status.num_waiting > 0)
+            await asyncio.to_thread(shelf.close)
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(result, UnavailableError), result
+        with pytest.raises(UnavailableError):
+            await outputs(model, [1, 2], GREEDY)
+        with pytest.raises(UnavailableError):
+            await shelf.check_integrity()
+        with pytest.raises(UnavailableError):
+            shelf.add(models.config("qwen3"))
+        with pytest.raises(UnavailableError):
+            shelf.check()
+        assert not shelf.healthy
+        shelf.close()

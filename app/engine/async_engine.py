@@ -267,7 +267,7 @@ class AsyncEngine:
     @property
     def held_bytes(self) -> int:
         """KV memory that exists."""
-        return self._engine.memory.held_bytes
+        return self._engine.footprint.held_bytes
 
     @property
     def num_requests(self) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from app.engine.execution.executor import Executor
 from app.engine.execution.self_test import self_test
 from app.engine.execution.work_queue import ThreadQueue
 from app.engine.faults import kernel_errors_as_config_errors
+from app.engine.footprint import Footprint
 from app.engine.generation import Generation
 from app.engine.intake import RequestValidator, check_fork, fit_context
 from app.engine.load_report import LoadMeter, LoadReporter
@@ -29,7 +30,6 @@ from app.engine.lora.weights import check_sources
 from app.engine.model.device import resolve
 from app.engine.model.kv_plan import build_memory
 from app.engine.model.memory_profile import plan_device
-from app.engine.model.weight_arena import WeightArena
 from app.engine.pooler import Pooler
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StartTimes, process_age_s
@@ -37,7 +37,7 @@ from app.engine.request import check_timeout
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduler
-from app.engine.shared_device import SharedDevice, set_budget_within
+from app.engine.shared_device import SharedDevice
 from app.engine.speculation import Speculation
 from app.engine.step_loop import StepLoop
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
@@ -75,6 +75,7 @@ class Engine:
         watch: views for the dashboard. From any thread.
         intake: validates requests. From any thread.
         generations: request id → requests that have not ended.
+        footprint: memory of the device that the engine takes.
         asleep: whether weights and KV memory are given back.
 
     Raises:
@@ -95,7 +96,6 @@ class Engine:
         self.asleep = False
         self._unpinned: list[CachedPrefix] = []  # pins of before `sleep`
         self._own: set[str] = set()  # requests that compute them again
-        self._budget_revision = 1  # the first one is that of `admit`
         self.config = config = resolve(config)
         with ExitStack() as undo, kernel_errors_as_config_errors():
             self.executor = Executor(config, launch, None if device is None else device.weights)
@@ -111,6 +111,9 @@ class Engine:
                 share = self.speculation.memory_share
             pages = None if device is None else device.pages
             plan = plan_device(config, self.executor) if pages is None else None
+            models = [self.model, *([] if self.speculation is None else self.speculation.models)]
+            arenas = [model.weights for model in models if model.weights is not None]
+            weight_bytes = sum(arena.num_bytes for arena in arenas)
             try:
                 queue = self.executor.queue
                 self.memory = build_memory(
@@ -122,7 +125,7 @@ class Engine:
                     plan=plan,
                     queue=queue if isinstance(queue, ThreadQueue) else None,
                     pages=pages,
-                    most_bytes=None if pages is None else pages.capacity_bytes - self.weight_bytes,
+                    most_bytes=None if pages is None else pages.capacity_bytes - weight_bytes,
                 )
             except VmemError as error:
                 raise ConfigError(f"these settings do not work here: {error}") from error
@@ -140,6 +143,8 @@ class Engine:
             self.recovery = PreemptionCostModel(config.max_num_batched_tokens)
             if self.speculation is not None:
                 self.speculation.open(self.max_model_len, lambda: self.recovery.step_times, plan, pages)
+            draft = None if self.speculation is None else self.speculation.memory
+            self.footprint = Footprint(self.memory, draft, share, arenas)
             self.scheduler = Scheduler(
                 self.memory,
                 max_num_seqs=config.max_num_seqs,
@@ -217,11 +222,6 @@ class Engine:
     def starved(self) -> bool:
         """Whether the last step found too little memory for any request, on a shared device."""
         return self._steps.starved
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of the model, and of a draft model, while they are awake; 0 without a shared device."""
-        return sum(arena.num_bytes for arena in self._arenas)
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams, options: RequestOptions) -> int:
         """Validate a request, before `add_request`; returns its `max_tokens`. From any thread.
@@ -445,29 +445,13 @@ class Engine:
         self._steps.settle()
         self.scheduler.preempt_all()
         if self.speculation is not None:
-            self.speculation.release_all()
-        self._unpinned += self.memory.release_all()
+            self.speculation.forget_all()
         self.adapters.unload_unused()
         self.asleep = True
-        for arena in self._arenas:
-            arena.unmap()
-
-    def map_weights(self) -> None:
-        """Map the weights of a sleeping engine; `wake` follows. From any one thread.
-
-        Raises:
-            OutOfPages: the device has too little memory; nothing is mapped.
-            ModelError: the file of the weights is gone, and cannot be made again.
-            MapError: the system refused.
-        """
-        with ExitStack() as undo:
-            for arena in self._arenas:
-                arena.map()
-                undo.callback(arena.unmap)
-            undo.pop_all()
+        self._unpinned += self.footprint.release()
 
     def wake(self) -> None:
-        """Serve requests again, once the weights are mapped. Pinned prefixes are computed again."""
+        """Serve requests again, once `footprint` has mapped the weights. Pinned prefixes are computed again."""
         self.asleep = self._steps.starved = False
         pins, self._unpinned = self._unpinned, []
         for pin in pins:
@@ -480,46 +464,14 @@ class Engine:
             self._own.add(request_id)
 
     def set_kv_budget(self, budget_bytes: int) -> None:
-        """Set the budget of KV memory, a draft model's included, as far as pins allow. The mapper gives back what is
-        above it; `held_bytes` says how far it is."""
+        """Set the budget of KV memory, a draft model's included, as far as pins allow."""
         self._steps.starved = False
-        self._budget_revision += 1
-        own_bytes = budget_bytes
-        if self.speculation is not None:
-            own_bytes = int(self.speculation.memory_share * budget_bytes)
-            self.speculation.set_budget(budget_bytes - own_bytes, self._budget_revision)
-        set_budget_within(self.memory, own_bytes, self._budget_revision)
-
-    @property
-    def anchor_bytes(self) -> int:
-        """Memory that KV memory takes as long as it is open."""
-        extra = 0 if self.speculation is None else self.speculation.anchor_bytes
-        return self.memory.anchor_bytes + extra
-
-    @property
-    def pinned_bytes(self) -> int:
-        """KV memory of pinned prefixes."""
-        return self.memory.pages.num_pinned * self.memory.pages.page_bytes
+        self.footprint.set_budget(budget_bytes)
 
     @property
     def num_held(self) -> int:
         """Requests that wait for an adapter."""
         return len(self.adapters.waiting_groups)
-
-    @property
-    def kv_budget_bytes(self) -> int:
-        extra = 0 if self.speculation is None else self.speculation.kv_budget_bytes
-        return self.memory.pages.budget * self.memory.pages.page_bytes + extra
-
-    @property
-    def held_bytes(self) -> int:
-        """KV memory that exists, a draft model's included. From any thread."""
-        return self.memory.held_bytes + (0 if self.speculation is None else self.speculation.held_bytes)
-
-    @property
-    def _arenas(self) -> list[WeightArena]:
-        models = [self.model, *([] if self.speculation is None else self.speculation.models)]
-        return [model.weights for model in models if model.weights is not None]
 
     def _without_own(self, deltas: list[Delta]) -> list[Delta]:
         """The deltas of clients' requests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.engine.model.weight_store import WeightStore
-from vmem import BudgetError, DevicePages, KVMemory
+from vmem import DevicePages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,13 +19,3 @@ class SharedDevice:
 
     pages: DevicePages
     weights: WeightStore
-
-
-def set_budget_within(memory: KVMemory, budget_bytes: int, revision: int) -> None:
-    """Set a budget, or the nearest that the memory accepts. Pins may come between the question and the call."""
-    while True:
-        try:
-            memory.set_budget(min(max(budget_bytes, memory.least_budget_bytes), memory.most_budget_bytes), revision)
-        except BudgetError:
-            continue
-        return

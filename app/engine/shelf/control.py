@@ -17,10 +17,10 @@ from dataclasses import replace
 from functools import partial
 
 from app.engine.async_engine import AsyncEngine
+from app.engine.footprint import set_budget_within
 from app.engine.model.device import resolve
 from app.engine.model.kv_plan import estimated_activations
 from app.engine.model.size import ModelSize
-from app.engine.shared_device import set_budget_within
 from app.engine.shelf.allocation import Allocation, ModelNeed
 from app.engine.shelf.arbiter import HORIZON_S, Arbiter
 from app.engine.shelf.device import ShelfDevice
@@ -127,7 +127,7 @@ class Control:
             return self._plan_at - now
         self._has_changed, self._planned_at = False, now
         self._device.take_workspace()
-        anchors = sum(m.engine.driver.engine.anchor_bytes for m in models if m.engine is not None)
+        anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
         self._capacity_bytes = self._device.capacity_bytes - anchors
         needs = [self._need(model, now) for model in models if self._is_planned(model)]
         self._carry_out(Arbiter(self._capacity_bytes).plan(needs), {model.name: model for model in models})
@@ -234,8 +234,8 @@ class Control:
         if model.engine is None:
             return
         engine = model.engine.driver.engine
-        pinned_bytes = engine.pinned_bytes
-        now_bytes = engine.kv_budget_bytes - pinned_bytes
+        pinned_bytes = engine.footprint.pinned_bytes
+        now_bytes = engine.footprint.budget_bytes - pinned_bytes
         if budget_bytes == now_bytes or (budget_bytes < now_bytes) != lower:
             return
         if now_bytes <= 0:
@@ -245,7 +245,7 @@ class Control:
     def _put_to_sleep(self, model: ShelvedModel, other: str | None) -> None:
         assert model.engine is not None
         engine, began = model.engine.driver.engine, time.monotonic()
-        num_bytes = engine.held_bytes + model.weight_bytes
+        num_bytes = engine.footprint.held_bytes + model.weight_bytes
 
         def sleep() -> None:
             engine.sleep()
@@ -287,8 +287,10 @@ class Control:
             if model.engine is not None and not model.engine.driver.closed.done() and model not in self._moves:
                 engine = model.engine.driver.engine
                 engine.check_integrity()
-                if model.state == "asleep" and (engine.held_bytes or not engine.asleep):
-                    raise IntegrityError(f"{model.name!r} is asleep and holds {engine.held_bytes} bytes of KV memory")
+                if model.state == "asleep" and (engine.footprint.held_bytes or not engine.asleep):
+                    raise IntegrityError(
+                        f"{model.name!r} is asleep and holds {engine.footprint.held_bytes} bytes of KV memory"
+                    )
 
     # ---- other threads ----
 
@@ -357,7 +359,7 @@ class Control:
             return partial(model.measured, replace(model.estimate, weight_bytes=weight_bytes))
 
         def then() -> None:
-            model.weight_bytes = engine.driver.engine.weight_bytes
+            model.weight_bytes = engine.driver.engine.footprint.weight_bytes
             model.set_loaded(engine, time.monotonic() - began)
             logger.info("loaded %r: %.1f MiB in %.2f s", model.name, model.weight_bytes / 2**20, model.load_s)
 
@@ -366,7 +368,7 @@ class Control:
     def _map(self, model: ShelvedModel, engine: AsyncEngine) -> Callable[[], None]:
         began = time.monotonic()
         try:
-            engine.driver.engine.map_weights()
+            engine.driver.engine.footprint.map_weights()
         except OutOfPages as error:  # the memory that the plan counted on is not there yet
             logger.info("%r waits for memory: %s", model.name, error)
 

@@ -60,8 +60,8 @@ def kv_need(engine: Engine) -> KVNeed:
     waiting_bytes = sum(map(bytes_for, waiting))
     first = scheduler.first
     owned_bytes = int((pages.budget - memory.num_free_pages - pages.num_pinned) * page_bytes)
-    pinned_bytes = engine.pinned_bytes
-    held_bytes = max(engine.held_bytes - pinned_bytes, 0)
+    pinned_bytes = engine.footprint.pinned_bytes
+    held_bytes = max(engine.footprint.held_bytes - pinned_bytes, 0)
     cached_bytes = max(held_bytes - owned_bytes, 0)
     cached_tokens = cached_bytes / max(page_bytes * groups.pages_per_token, 1) * memory.prefixes.unit_tokens
     num_waiting = engine.num_held + sum(group.max_sequences for group in waiting)
@@ -69,7 +69,7 @@ def kv_need(engine: Engine) -> KVNeed:
     queued_tokens = sum(request.num_uncomputed for request in _requests(groups.running) if request.num_uncomputed > 1)
     return KVNeed(
         pinned_bytes=pinned_bytes,
-        budget_bytes=max(engine.kv_budget_bytes - pinned_bytes, 0),
+        budget_bytes=max(engine.footprint.budget_bytes - pinned_bytes, 0),
         most_bytes=max(int(pages.most * page_bytes) - pinned_bytes, 0),
         held_bytes=held_bytes,
         num_running=scheduler.num_running,

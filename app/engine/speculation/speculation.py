@@ -15,7 +15,6 @@ from app.engine.model.memory_profile import DevicePlan
 from app.engine.model.weight_store import WeightStore
 from app.engine.report import StepTimes
 from app.engine.request import Request
-from app.engine.shared_device import set_budget_within
 from app.engine.speculation.draft import DraftProposer
 from app.engine.speculation.length import LengthControl
 from app.engine.speculation.ngram import NgramProposer
@@ -212,37 +211,19 @@ class Speculation:
         self._lengths.forget_request(request)
         self._excluded.discard(request)
 
-    # ---- on a shared device ----
-
     @property
     def models(self) -> tuple[LoadedModel, ...]:
         """The models that the proposer runs."""
         return self._proposer.models
 
-    def release_all(self) -> None:
-        """Give back all KV memory; requests may come back."""
+    @property
+    def memory(self) -> KVMemory | None:
+        """The proposer's KV memory, once opened."""
+        return self._proposer.memory
+
+    def forget_all(self) -> None:
+        """Free the proposer's state of all requests, which may come back."""
         self._proposer.forget_all()
-        if self._proposer.memory is not None:
-            self._proposer.memory.release_all()
-
-    def set_budget(self, budget_bytes: int, revision: int) -> None:
-        """Set the budget of the proposer's KV memory."""
-        if self._proposer.memory is not None:
-            set_budget_within(self._proposer.memory, budget_bytes, revision)
-
-    @property
-    def kv_budget_bytes(self) -> int:
-        memory = self._proposer.memory
-        return 0 if memory is None else memory.pages.budget * memory.pages.page_bytes
-
-    @property
-    def anchor_bytes(self) -> int:
-        return 0 if self._proposer.memory is None else self._proposer.memory.anchor_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """KV memory of the proposer that exists. From any thread."""
-        return 0 if self._proposer.memory is None else self._proposer.memory.held_bytes
 
     def check_integrity(self, *, idle: bool) -> None:
         """Raise `IntegrityError` if the proposer's state is inconsistent, or, without requests (`idle`), not empty."""

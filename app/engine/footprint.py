@@ -1,0 +1,90 @@
+"""Footprint: what an engine takes of a device that it shares: weights and KV memory, a draft model's included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from app.engine.model.weight_arena import WeightArena
+from vmem import BudgetError, CachedPrefix, KVMemory
+
+
+class Footprint:
+    """Memory of one engine.
+
+    Args:
+        memory, draft: KV memories of the model and of a draft model, which has the rest of the budget.
+        share: of the model in the budget.
+        arenas: weights that can be unmapped; none on a device of the engine's own.
+    """
+
+    def __init__(self, memory: KVMemory, draft: KVMemory | None, share: float, arenas: Sequence[WeightArena]) -> None:
+        self._memory, self._draft, self._share, self._arenas = memory, draft, share, arenas
+        self._memories = [memory] if draft is None else [memory, draft]
+        self._revision = 1  # of the budget; the first one is that of `Engine`'s `admit`
+
+    @property
+    def weight_bytes(self) -> int:
+        """While they are mapped."""
+        return sum(arena.num_bytes for arena in self._arenas)
+
+    @property
+    def held_bytes(self) -> int:
+        """KV memory that exists. From any thread."""
+        return sum(memory.held_bytes for memory in self._memories)
+
+    @property
+    def anchor_bytes(self) -> int:
+        """Memory beside it that KV memories take as long as they are open."""
+        return sum(memory.anchor_bytes for memory in self._memories)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """KV memory of pinned prefixes."""
+        return self._memory.pages.num_pinned * self._memory.pages.page_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of KV memory."""
+        return sum(memory.pages.budget * memory.pages.page_bytes for memory in self._memories)
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Set the budget of KV memory, as far as pins allow. The mapper gives back what is above it."""
+        self._revision += 1
+        own_bytes = budget_bytes if self._draft is None else int(self._share * budget_bytes)
+        set_budget_within(self._memory, own_bytes, self._revision)
+        if self._draft is not None:
+            set_budget_within(self._draft, budget_bytes - own_bytes, self._revision)
+
+    def release(self) -> list[CachedPrefix]:
+        """Give back KV memory and weights, without sequences; returns the prefixes that were pinned."""
+        pinned = self._memory.release_all()
+        if self._draft is not None:
+            self._draft.release_all()
+        for arena in self._arenas:
+            arena.unmap()
+        return pinned
+
+    def map_weights(self) -> None:
+        """Map the weights again. From any one thread.
+
+        Raises:
+            OutOfPages: the device has too little memory; nothing is mapped.
+            ModelError: the file of the weights is gone, and cannot be made again.
+            MapError: the system refused.
+        """
+        with ExitStack() as undo:
+            for arena in self._arenas:
+                arena.map()
+                undo.callback(arena.unmap)
+            undo.pop_all()
+
+
+def set_budget_within(memory: KVMemory, budget_bytes: int, revision: int) -> None:
+    """Set a budget, or the nearest that the memory accepts. Pins may come between the question and the call."""
+    while True:
+        try:
+            memory.set_budget(min(max(budget_bytes, memory.least_budget_bytes), memory.most_budget_bytes), revision)
+        except BudgetError:
+            continue
+        return

@@ -158,7 +158,7 @@ async def test_requests_are_cancelled_while_their_model_sleeps(models: TinyModel
                 await until_async(lambda: engine.num_requests == (0, 0))
                 await shelf.check_integrity()
                 assert shelf.model("llama").state == "asleep"
-                assert engine.footprint.held_bytes == 0
+                assert engine.held_bytes == 0
         assert await outputs(shelf.model("llama"), tokens(20), GREEDY) == alone
 
 
@@ -218,7 +218,7 @@ async def test_pins_survive_a_sleep(models: TinyModels) -> None:
             with asleep(shelf, "llama"):
                 await put_to_sleep(shelf, "llama")
                 await shelf.check_integrity()
-                assert engine.footprint.held_bytes == 0
+                assert engine.held_bytes == 0
             assert await outputs(model, [*document, 5], GREEDY) == alone
             await until_async(lambda: {pin.name for pin in engine.report().pins} == {"document", "other"})
             await shelf.check_integrity()

@@ -16,7 +16,8 @@ FolioError
 ├── DeadlineError          the request's `timeout_s` has passed (HTTP 408)
 └── EngineError            the engine failed (HTTP 500); the request may be sent again
     └── UnavailableError     no engine now, another one is coming (HTTP 503); send the request again
-        └── NoReplicaError   no replica came in time
+        ├── NoReplicaError   no replica came in time
+        └── ModelUnavailableError  this model cannot be loaded or woken now; others of the replica are served
 """
 
 from __future__ import annotations
@@ -144,6 +145,10 @@ class UnavailableError(_RetryError, EngineError):
         retry_after_s: when there may be another engine; `None` if that is not known.
         replica: the replica whose engine has stopped for good; empty when that is not known.
     """
+
+
+class ModelUnavailableError(UnavailableError):
+    """A model cannot be loaded or woken at a replica that serves others, or its engine has stopped."""
 
 
 class NoReplicaError(UnavailableError):

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Literal
 
-from app.errors import DeadlineError, NoReplicaError, OverloadedError, UnavailableError
+from app.errors import DeadlineError, ModelUnavailableError, NoReplicaError, OverloadedError, UnavailableError
 from app.fleet.messages import GenerateRequest
 from app.fleet.overload import LoadShedder
 
@@ -62,6 +62,7 @@ class CallRetries:
         self._arrived = arrived
         self._refused_by: tuple[str, ...] = ()
         self._stopped: tuple[str, ...] = ()
+        self._failure: ModelUnavailableError | None = None
         self._num_retries = 0
 
     def next_call(self) -> GenerateRequest:
@@ -96,6 +97,10 @@ class CallRetries:
             raise error
         if self._num_retries >= _MOST_RETRIES:
             raise UnavailableError(error.message, error.retry_after_s or _REPLACED_AFTER_S) from error
+        if isinstance(error, ModelUnavailableError):  # no other replica may have it either: nothing is waited for
+            self._num_retries += 1
+            self._refused_by, self._failure = (*self._refused_by, error.replica), error
+            return "unavailable"
         self._num_retries += 1
         if error.replica:
             self._stopped = (*self._stopped, error.replica)
@@ -104,6 +109,10 @@ class CallRetries:
 
     def _refused(self, error: OverloadedError) -> Reason:
         now = time.monotonic()
+        if not error.replica and self._failure is not None:
+            raise UnavailableError(
+                self._failure.message, self._failure.retry_after_s or _REPLACED_AFTER_S
+            ) from self._failure
         if not error.replica:  # the router has no replica left
             if self._may_wait():
                 return "overloaded"

@@ -28,6 +28,7 @@ from app.engine.lora.source import AdapterSource
 from app.engine.report import ReplicaReport
 from app.errors import (
     ConfigError,
+    ModelUnavailableError,
     OverloadedError,
     RequestError,
     UnavailableError,
@@ -63,6 +64,7 @@ from vmem import BudgetAnswer, CachedPrefix, MemoryReport
 if TYPE_CHECKING:
     from app.engine.async_engine import AsyncEngine, Pace
     from app.engine.shelf.shelf import Shelf
+    from app.engine.shelf.shelved_model import ShelvedModel
 
 logger = logging.getLogger(__name__)
 
@@ -488,10 +490,29 @@ class EngineReplica:
                         self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
                         expected = None
                     yield some
-        except (OverloadedError, UnavailableError) as error:
+        except (OverloadedError, UnavailableError) as failure:
+            error = self._of_model(failure, model) if self._is_shared else failure
             error.replica = self._name  # for the retry at another replica
             self._exit_if_stopped()
-            raise
+            if error is failure:
+                raise
+            raise error from failure
+
+    def _of_model(
+        self, failure: OverloadedError | UnavailableError, model: ShelvedModel
+    ) -> OverloadedError | UnavailableError:
+        """A failure of one of several models, with the time that its wake takes."""
+        if isinstance(failure, UnavailableError):
+            if not self._shelf.healthy:
+                return failure
+            return ModelUnavailableError(failure.message, failure.retry_after_s)
+        wake_s = model.expected_wake_s
+        if failure.retry_after_s is None or model.engine is None or not wake_s:  # `ready` counts the first load
+            return failure
+        seconds = failure.retry_after_s + wake_s
+        later = OverloadedError(f"queue full while {model.name!r} wakes; try again in {max(seconds, 1):.0f} s", seconds)
+        later.num_queued = failure.num_queued
+        return later
 
     def __del__(self) -> None:
         if hasattr(self, "_shelf"):  # else the start failed

@@ -21,7 +21,15 @@ from ray.exceptions import (
 )
 
 from app.engine import SamplingParams
-from app.errors import DeadlineError, EngineError, FolioError, NoReplicaError, OverloadedError, UnavailableError
+from app.errors import (
+    DeadlineError,
+    EngineError,
+    FolioError,
+    ModelUnavailableError,
+    NoReplicaError,
+    OverloadedError,
+    UnavailableError,
+)
 from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.fleet.overload import LoadShedder
 from app.serving.calls import ReplicaClient, fits_by_value
@@ -217,6 +225,44 @@ async def test_one_request_is_offered_to_few_full_replicas() -> None:
         await ask(replicas, False)
     assert len(handle.calls) == 8
     assert shedder.admission_delay_s(time.monotonic()) is not None  # a sample large enough
+
+
+def broken(replica: str) -> RayTaskError:
+    error = ModelUnavailableError("the model 'm' cannot be served now: its files are gone")
+    error.replica = replica
+    return RayTaskError("generate", "traceback", error)
+
+
+@STREAM
+async def test_a_model_that_one_replica_cannot_load_is_served_by_another(stream: bool) -> None:
+    replicas, handle = replicas_with([broken("a")], [END])
+    assert await ask(replicas, stream) == ["b"]
+    assert [call.refused_by for call in handle.calls] == [(), ("a",)]
+
+
+@STREAM
+async def test_a_model_that_no_replica_can_load_is_unavailable_with_the_reason(stream: bool) -> None:
+    """The router would wait for another replica, and then say that there is none."""
+    none_left = OverloadedError("the queues of all engine replicas are full")
+    shedder = LoadShedder()
+    replicas, handle = replicas_with([broken("a")], [none_left], shedder=shedder)
+    with pytest.raises(UnavailableError, match="its files are gone") as error:
+        await ask(replicas, stream)
+    assert (type(error.value), error.value.retry_after_s) == (UnavailableError, 5.0)
+    assert len(handle.calls) == 2
+    assert shedder.admission_delay_s(time.monotonic()) is None
+
+
+async def test_each_model_sheds_its_own_load() -> None:
+    none_left = OverloadedError("the queues of all engine replicas are full")
+    left: list[list[Any]] = [[full("a", 40.0)], [none_left]]
+    handle: Any = Handle(lambda call: left.pop(0))
+    whole, of_m, of_n = LoadShedder(), LoadShedder(), LoadShedder()
+    replicas = ReplicaClient(handle, whole, shedders={"m": of_m, "n": of_n})
+    with pytest.raises(OverloadedError):
+        await ask(replicas, False, GenerateRequest("r", [1], SamplingParams(), model="m"))
+    now = time.monotonic()
+    assert [shedder.is_shedding(now) for shedder in (whole, of_m, of_n)] == [False, True, False]
 
 
 async def test_a_retried_call_has_the_time_left() -> None:

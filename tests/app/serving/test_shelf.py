@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,17 @@ import pytest
 from app.builtin import resolve_model
 from app.config.http import HttpSettings, KeyEntry
 from app.config.shelf import ShelfConfig
-from app.errors import ForbiddenError, RequestError, UnavailableError, UnknownModelError, UnknownRequestError
+from app.engine import SamplingParams
+from app.errors import (
+    ForbiddenError,
+    ModelUnavailableError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    UnknownModelError,
+    UnknownRequestError,
+)
+from app.fleet.messages import GenerateRequest
 from app.openai.bodies import (
     AddModelRequest,
     BudgetRequest,
@@ -225,6 +237,57 @@ async def test_without_a_models_dir_no_model_can_be_added(server: Any) -> None:
     for change in (server.add_model(AddModelRequest(name="x", path="x")), server.remove_model("first")):
         with pytest.raises(ForbiddenError, match="models_dir is not set"):
             await change
+
+
+async def test_a_model_that_cannot_be_loaded_takes_no_other_with_it(growing: Any, tmp_path: Path) -> None:
+    await growing.add_model(AddModelRequest(name="second", path="small"))
+    (tmp_path / "models" / "small" / "model.safetensors").unlink()
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="the model 'second' cannot be served now") as failure:
+            await growing.generate(completion("second"))
+    assert failure.value.message.count("model") > 1, "it says why"
+    assert await states(growing) == {"first": "new", "second": "failed"}
+    await growing.generate(completion("first"))
+    growing.replica.check_health()
+    stats = await growing.replica.record_routing_stats()
+    assert stats["models"]["second"]["wake_s"] > 60
+    call = GenerateRequest("r", [1], SamplingParams(), model="second")
+    with pytest.raises(ModelUnavailableError) as refused:
+        await anext(growing.replica.complete_as_stream(call))
+    assert refused.value.replica == "local"
+
+
+async def test_the_time_to_send_a_request_again_includes_the_wake(server: Any) -> None:
+    class Full:
+        """A model that sleeps, and whose queue is full."""
+
+        name, engine, expected_wake_s = "second", object(), 3.0
+
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[list[Any], None]:
+            error = OverloadedError("queue full; try again in 2 s", 2.0)
+            error.num_queued = 8
+            raise error
+            yield []
+
+    replica = server.replica
+    shelf, replica._shelf = replica._shelf, SimpleNamespace(model=lambda name: Full(), healthy=True)
+    try:
+        with pytest.raises(OverloadedError, match="try again in 5 s") as refused:
+            await anext(replica.complete_as_stream(GenerateRequest("r", [1], SamplingParams(), model="second")))
+    finally:
+        replica._shelf = shelf
+    error = refused.value
+    assert (error.retry_after_s, error.num_queued, error.replica) == (5.0, 8, "local")
+
+
+async def test_a_model_whose_queues_are_full_does_not_shed_the_load_of_another(server: Any) -> None:
+    shedder = server._models.find("second").shedder
+    shedder.note_refusal("local", 40.0, 8, time.monotonic())
+    shedder.note_all_refused(time.monotonic())
+    with pytest.raises(OverloadedError, match="queue full on every engine replica"):
+        await server.generate(completion("second"))
+    await server.generate(completion("first"))
+    assert (await states(server))["second"] == "new"
 
 
 async def test_operators_see_all_models_together(server: Any) -> None:

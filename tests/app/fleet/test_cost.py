@@ -114,3 +114,21 @@ def test_more_load_never_costs_less(more: str) -> None:
     columns = dict.fromkeys(LOAD_FIELDS, 0.5) | {more: [0.5, 0.9]}
     ttft_s, harm_s = cost(loads(**columns), weights=CostWeights())
     assert ttft_s[1] + harm_s[1] >= ttft_s[0] + harm_s[0]
+
+
+def test_a_wake_is_waited_for_and_harms_others_only_once() -> None:
+    """The second request for a model that wakes takes no more memory from others."""
+    ttft_s, harm_s = cost(loads(3, wake_s=[0.0, 0.4, 0.4], sleeping_s=[0.0, 0.4, 0.0]))
+    assert ttft_s == pytest.approx([1.1, 1.5, 1.5])
+    assert harm_s == pytest.approx([0.0, 0.4, 0.0])
+
+
+def test_other_models_take_turns() -> None:
+    """A short prompt does not wait for all of another model's queue."""
+    ttft_s, _ = cost(loads(3, others_s=[0.0, 0.3, 50.0], num_others=[0, 1, 1]))
+    assert ttft_s == pytest.approx([1.1, 1.1 + 0.3, 1.1 + 1.1])
+
+
+def test_a_model_that_sleeps_has_no_cache_to_wait_for() -> None:
+    ttft_s, _ = cost(loads(total_tokens=[10_000, 0], free_tokens=[10_000, 0], wake_s=[0.0, 0.2]))
+    assert ttft_s == pytest.approx([1.1, 1.3])

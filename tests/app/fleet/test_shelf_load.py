@@ -1,0 +1,96 @@
+"""Loads of models that share a device: as routers and autoscaling see them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from app.engine.load_report import Activity
+from app.engine.report import StepTimes
+from app.engine.shelf.status import ModelState, ModelStatus
+from app.fleet.autoscaling import AutoscalingLoad
+from app.fleet.shelf_load import (
+    reports_for_routers,
+    summed_activity,
+    summed_load,
+    summed_memory,
+    unloaded_report,
+)
+from tests.app.fleet.reports import IDLE, report
+from vmem import GroupReport, MemoryReport, PinReport
+
+
+def status(name: str, state: ModelState = "awake", wake_s: float = 0.0, **figures: int) -> ModelStatus:
+    return ModelStatus(name=name, state=state, wake_s=wake_s, **figures)
+
+
+def test_a_single_model_is_reported_as_it_is() -> None:
+    loads = {"m": report(1.0, num_running=3)}
+    assert reports_for_routers(loads, [status("m")]) == loads
+    assert summed_load([IDLE]) is IDLE
+
+
+def test_a_model_meets_the_others_on_its_device() -> None:
+    decoding = replace(IDLE, num_running=2, num_decodes=2, decode_s=0.005)
+    queued = replace(IDLE, num_waiting=3, queued_s=0.7, queued_tokens=700)
+    loads = {"a": decoding, "b": queued, "c": IDLE}
+    reports = reports_for_routers(loads, [status(name) for name in loads])
+    assert [load.decode_s for load in reports.values()] == pytest.approx([0.005, 0.015, 0.015])  # 10 ms a step
+    assert [load.others_s for load in reports.values()] == pytest.approx([0.7, 0.0, 0.7])
+    assert [load.num_others for load in reports.values()] == [1, 1, 2]
+    assert {load.wake_s for load in reports.values()} == {0.0}
+
+
+def test_wakes() -> None:
+    statuses = [
+        status("awake", "awake", 0.0),
+        status("asleep", "asleep", 0.3),
+        status("waking", "waking", 0.2),
+        status("loading", "loading", 4.0),
+        status("failed", "failed", 1.0),
+    ]
+    loads = {s.name: unloaded_report(s, 1.0) for s in statuses}
+    reports = reports_for_routers(loads, statuses)
+    assert {name: load.wake_s for name, load in reports.items()} == {
+        "awake": 0.0,
+        "asleep": 0.3,
+        "waking": 0.2,
+        "loading": 4.0,
+        "failed": 61.0,
+    }
+    assert [name for name, load in reports.items() if load.is_waking] == ["waking", "loading"]
+    assert reports_for_routers({}, statuses) == {}  # added between the two questions
+
+
+def test_sums_for_autoscaling() -> None:
+    """A shelf is one replica: its models' requests, tokens and times add up."""
+    busy = report(5.0, num_running=8, num_waiting=2, queued_s=0.5, queued_tokens=500, num_decodes=8, decode_s=0.02)
+    busy = replace(busy, busy_share=0.7, free_tokens=40_000, step=StepTimes(0.02, 0.001))
+    other = replace(IDLE, made_at=5.1, num_waiting=1, busy_share=0.6, max_num_seqs=16)
+    asleep = unloaded_report(status("c", "asleep", num_waiting=4), 5.2)
+    total = summed_load([busy, other, asleep])
+    assert (total.num_running, total.num_waiting, total.num_decodes) == (8, 7, 8)
+    assert (total.queued_s, total.queued_tokens, total.decode_s) == (0.5, 500, 0.02)
+    assert (total.free_tokens, total.total_tokens) == (140_000, 200_000)
+    assert (total.busy_share, total.max_num_seqs, total.made_at) == (1.0, 80, 5.2)
+    assert (total.step, total.keys) == (StepTimes(0.02, 0.001), b"")
+    load = AutoscalingLoad.from_report(total)
+    assert (load.num_requests, load.used_tokens) == (15, 60_000)
+    alone = summed_load([asleep, unloaded_report(status("d", "new"), 5.0)])
+    assert (alone.num_waiting, alone.max_num_seqs, alone.total_tokens) == (4, 128, 0)
+
+
+def test_sums_of_memory_and_work() -> None:
+    group = GroupReport(16, 1 << 16, 1, 2, 3, 0, 0)
+    zeros: dict[str, Any] = {field.name: 0 for field in fields(MemoryReport)}
+    memory = MemoryReport(**zeros | {"pins": (PinReport("a", 16, 64),), "groups": (group,), "budget_bytes": 5})
+    total = summed_memory([memory, memory])
+    assert (total.budget_bytes, len(total.pins), len(total.groups)) == (10, 2, 2)
+    assert summed_memory([memory]) is memory
+    assert summed_memory([]).budget_bytes == 0
+    work = Activity({"swap": 1, "recompute": 2}, [0.1], [0.2], [0.3], [4], 1, 5)
+    both = summed_activity([work, work])
+    assert both == Activity({"swap": 2, "recompute": 4}, [0.1] * 2, [0.2] * 2, [0.3] * 2, [4] * 2, 2, 5)
+    assert summed_activity([work]) is work

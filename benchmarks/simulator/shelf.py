@@ -16,7 +16,7 @@ from app.engine.shelf.arrivals import ArrivalHistory
 from benchmarks.simulator.device import Device
 
 # Tokens of a block, and tokens that a running sequence may add before the next plan.
-_BLOCK, _AHEAD = 16, 16
+_BLOCK, _AHEAD = 16, 64
 # Plans are made at changes, and this often while there is work.
 _PLAN_S = 0.05
 # Device seconds of a model's turn in the deficit round robin.
@@ -56,6 +56,7 @@ class ShelfRequest:
     num_output_tokens: int
     computed: int = 0
     generated: int = 0
+    preempted_at: float = 0.0
     first_token_at: float | None = None
     ended_at: float | None = None
     refused: bool = False
@@ -109,11 +110,9 @@ class _Model:
         self.running: list[ShelfRequest] = []
         self.history = ArrivalHistory()
         self.turn_at = self.idle_at = now
-        self.ran_at = -math.inf
-        self.turn_ended = False
+        self.lost_at = -math.inf
         self.changes_at = math.inf  # end of a wake or a sleep
         self.credit_s = 0.0
-        self.mean_output = 100.0
 
     def kv_bytes(self, num_tokens: int) -> int:
         return -(-num_tokens // _BLOCK) * _BLOCK * self.spec.kv_token_bytes
@@ -123,8 +122,13 @@ class _Model:
         return self.kv_bytes(min(request.length + _AHEAD, request.num_tokens + request.num_output_tokens))
 
     @property
-    def owned_bytes(self) -> int:
-        return sum(self.kv_bytes(max(r.length, r.computed)) for r in self.running)
+    def held_bytes(self) -> int:
+        return sum(self.kv_bytes(request.computed) for request in self.running)
+
+    @property
+    def needed_bytes(self) -> int:
+        """KV memory for the next steps of the running requests."""
+        return sum(self.kv_bytes(request.length) for request in self.running)
 
     def need(self, now: float, capacity_bytes: int) -> ModelNeed:
         spec, running = self.spec, self.running
@@ -132,22 +136,23 @@ class _Model:
         has_work = bool(running or waiting)
         first = (running or waiting)[0] if has_work else None
         left = sum(r.length - r.computed for r in (*running, *waiting))
-        most = max((self.mean_output - r.generated for r in (*running, *waiting)), default=0.0)
+        most = max((r.num_output_tokens - r.generated for r in (*running, *waiting)), default=0)
         return ModelNeed(
             name=spec.name,
             state="waking" if self.state == "waking" else "awake" if self.state == "awake" else "asleep",
             weight_bytes=spec.weight_bytes,
             most_bytes=capacity_bytes - spec.weight_bytes,
             budget_bytes=self.budget_bytes,
-            held_bytes=spec.weight_bytes if self.state == "leaving" else self.owned_bytes,
+            held_bytes=spec.weight_bytes if self.state == "leaving" else self.held_bytes,
             num_running=len(running),
             num_waiting=len(self.waiting),
             running_bytes=sum(self.bytes_ahead(r) for r in running),
             first_bytes=self.bytes_ahead(first) if first else 0,
             waiting_bytes=sum(self.bytes_ahead(r) for r in waiting),
-            work_s=left * spec.device.token_s + max(most, 1.0) * spec.device.fixed_s if has_work else 0.0,
+            work_s=left * spec.device.token_s + most * spec.device.fixed_s,
             wake_s=spec.load_s,
-            waited_s=now - max(min(r.at for r in waiting), self.ran_at) if waiting else 0.0,
+            waited_s=max((now - (r.at if r.first_token_at is None else r.preempted_at) for r in waiting), default=0.0),
+            lost_s=now - self.lost_at,
             turn_s=0.0 if self.state == "waking" else now - self.turn_at,
             idle_s=0.0 if has_work else now - self.idle_at,
             probability=self.history.probability(now, HORIZON_S),
@@ -156,12 +161,12 @@ class _Model:
             keep=spec.keep,
         )
 
-    def preempt_to(self, budget_bytes: int) -> int:
+    def preempt_to(self, budget_bytes: int, now: float) -> int:
         """Preempt the latest requests until the rest fit; returns their number."""
         count = 0
-        while self.running and self.owned_bytes > budget_bytes:
+        while self.running and self.needed_bytes > budget_bytes:
             request = self.running.pop()
-            request.computed = 0
+            request.computed, request.preempted_at = 0, now
             self.waiting.appendleft(request)
             count += 1
         return count
@@ -222,8 +227,11 @@ class ShelfSimulation:
         for model in self._models.values():
             if model.changes_at <= self._now:
                 changed = True
-                model.turn_at, model.turn_ended = model.changes_at, False
-                model.state = "awake" if model.state == "waking" else "asleep"
+                model.turn_at = model.changes_at
+                if model.state == "waking":
+                    model.state, model.lost_at = "awake", -math.inf
+                else:
+                    model.state = "asleep"
                 model.changes_at = math.inf
         if self._loads and self._loads[0].state == "awake":
             self._loads.popleft()
@@ -249,7 +257,7 @@ class ShelfSimulation:
         self.outcome.num_plans += 1
         self._carry_out(allocation)
         weights = sum(m.spec.weight_bytes for m in self._models.values() if m.state != "asleep")
-        used = sum(m.owned_bytes for m in self._models.values())
+        used = sum(m.held_bytes for m in self._models.values())
         budgets = sum(m.budget_bytes for m in self._models.values())
         assert weights + budgets <= capacity, f"{weights} bytes of weights, {budgets} of KV memory, of {capacity}"
         if not self.outcome.timeline or self._now - self.outcome.timeline[-1][0] >= 1.0:
@@ -262,13 +270,16 @@ class ShelfSimulation:
         for name in allocation.preempt:
             model = self._models[name]
             budget_bytes = 0 if name in allocation.sleep else allocation.budgets[name]
-            self.outcome.num_preempted += model.preempt_to(budget_bytes)
-            model.turn_ended |= not model.running
+            self.outcome.num_preempted += model.preempt_to(budget_bytes, self._now)
+            if not model.running:
+                model.lost_at = self._now
         for name in allocation.sleep:
             model = self._models[name]
             assert not model.running, f"{name} is put to sleep while it runs"
             assert model.state == "awake"
             model.state, model.budget_bytes = "leaving", 0
+            if model.waiting:
+                model.lost_at = self._now
             model.changes_at = self._now + model.spec.sleep_s
             self.outcome.num_sleeps += 1
         for name in allocation.wake:
@@ -280,36 +291,41 @@ class ShelfSimulation:
                 self._load(model)
         for name, budget_bytes in allocation.budgets.items():
             model = self._models[name]
-            if budget_bytes and not model.budget_bytes and model.turn_ended:
-                model.turn_at, model.turn_ended = self._now, False
+            if budget_bytes and not model.budget_bytes and model.lost_at > -math.inf:
+                model.turn_at, model.lost_at = self._now, -math.inf
             model.budget_bytes = budget_bytes
 
     # ---- steps ----
 
     def _step(self) -> bool:
         """One step of the model whose turn it is; whether there was one."""
-        for _ in range(2 * len(self._ring)):
-            model = self._ring[0]
-            if model.credit_s > 0 and self._compute(model):
-                return True
-            model.credit_s = min(model.credit_s, 0.0) + _QUANTUM_S * model.spec.share
-            if not (model.running or model.waiting):
-                model.credit_s = 0.0
-            self._ring.rotate(-1)
+        in_debt = True
+        while in_debt:
+            in_debt = False
+            for _ in range(len(self._ring)):
+                model = self._ring[0]
+                if model.credit_s > 0 and self._compute(model):
+                    return True
+                if model.state == "awake" and (model.running or model.waiting):
+                    in_debt |= model.credit_s <= 0
+                    model.credit_s = min(model.credit_s, 0.0) + _QUANTUM_S * model.spec.share
+                else:
+                    model.credit_s = 0.0
+                self._ring.rotate(-1)
         return False
 
     def _compute(self, model: _Model) -> bool:
         if model.state != "awake":
             return False
         device = model.spec.device
-        owned = model.owned_bytes
+        owned = model.needed_bytes
         while model.waiting and len(model.running) < device.max_num_seqs:
             needed = model.kv_bytes(model.waiting[0].length + 1)
             if owned + needed > model.budget_bytes:
                 break
             owned += needed
             model.running.append(model.waiting.popleft())
-        self.outcome.num_preempted += model.preempt_to(model.budget_bytes)
+        self.outcome.num_preempted += model.preempt_to(model.budget_bytes, self._now)
         if not model.running:
             return False
         left, num_tokens, attended, decode_attended = device.step_tokens, 0, 0, 0
@@ -328,7 +344,6 @@ class ShelfSimulation:
                 sampling.append(request)
         seconds = device.step_s(num_tokens, attended, decode_attended)
         self._now += seconds
-        model.ran_at = self._now
         model.credit_s -= seconds
         self.outcome.busy_s += seconds
         for request in sampling:
@@ -337,7 +352,6 @@ class ShelfSimulation:
                 request.first_token_at = self._now
             if request.generated >= request.num_output_tokens:
                 request.ended_at = self._now
-                model.mean_output += (request.num_output_tokens - model.mean_output) / 16
         if any(request.ended_at is not None for request in sampling):
             model.running = [request for request in model.running if request.ended_at is None]
             if not (model.running or model.waiting):

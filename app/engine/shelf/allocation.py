@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -29,8 +30,9 @@ class ModelNeed:
         cached_bytes, cached_s: evictable KV memory, and the seconds that all of it would save requests.
         work_s: seconds until all of its requests have ended, if no others arrive; 0: unknown.
         wake_s: expected seconds to wake or load it.
-        waited_s: how long its requests have waited for the model: since its last step, or since the oldest of those
-            that wait arrived if that was later.
+        waited_s: longest time that one of its requests has waited for a first token, or, preempted, for the next one.
+        lost_s: time since it was put to sleep, or all of its requests were preempted, while it had requests; infinite
+            once it has memory again, and for a model to which this has not happened.
         turn_s: time since it woke, or, if all of its requests have been preempted since, since its budget was raised
             again.
         idle_s: time since it last had a request; 0 while it has one.
@@ -54,6 +56,7 @@ class ModelNeed:
     work_s: float = 0.0
     wake_s: float = 0.0
     waited_s: float = 0.0
+    lost_s: float = math.inf
     turn_s: float = 0.0
     idle_s: float = 0.0
     probability: float = 0.0

@@ -1,21 +1,29 @@
 """Turns: which models with requests have memory, while not all of them fit.
 
-A *resident* has memory to run requests. A *claimant* has requests and no memory for them; it is *due* when its time to
-first token is at stake. Claimants come in the order of waiting time over `ttft_s`, weighted:
+A *resident* has memory to run requests. A *claimant* has requests and no memory for them. Claimants come in this
+order, and within it by the time that they have waited, as a multiple of their target for the first token, weighted:
 
-- A claimant that is not due gets memory that running requests do not need: idle weights, caches, spare memory.
-- A due claimant preempts running requests of residents down to what each can work with; short work may end first.
-- If that is not enough, it replaces residents whose turn is over. A turn lasts a multiple of the time to wake both
-  models: a longer one when the claimant misses its target anyway. While a due claimant waits for turns to end, no later
-  claimant gets memory, so that a large model is not overtaken by small ones without end.
+1. *overdue* claimants, which have waited for a large multiple of their target
+2. those that can still be in time
+3. late ones; a model that has lost its turn is late, whatever its requests have waited for
 
-Every claimant becomes due, residents' turns end, and an overtaken claimant's waiting time grows: each one gets its
+What a claimant may take:
+
+- While it has time, memory that running requests do not need: idle weights, caches, spare memory.
+- When it is *due*, memory of running requests, which are preempted down to what each resident can work with; short work
+  may end first. If that is not enough, residents are replaced whose turn is over. A turn lasts a multiple of the time
+  to wake both models, a longer one before a claimant that is late.
+- While an overdue claimant waits for turns to end, no later claimant gets memory, so that a large model is not
+  overtaken by small ones without end.
+
+Every claimant becomes overdue, residents' turns end, and the time of an overtaken claimant grows: each one gets its
 turn.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,11 +31,13 @@ from app.engine.shelf.allocation import ModelNeed, Wait
 
 # A turn lasts at least this long, ...
 LEAST_TURN_S = 1.0
-# ... and this multiple of the exchange's wake times, if the claimant can be in time, and if it is late anyway. The
-# latter bounds the share of time that an overloaded device spends on exchanges.
-TURN_WAKES, LATE_TURN_WAKES = 4.0, 20.0
-# A claimant is due when less than this share of its target is left.
-DUE_SHARE = 0.25
+# ... and this multiple of the exchange's wake times, if the claimant can be in time, and if it is late. The latter
+# bounds the share of time that an overloaded device spends on exchanges.
+TURN_WAKES, LATE_TURN_WAKES = 2.0, 20.0
+# A claimant that can be in time is due when less than this share of its target is left.
+DUE_SHARE = 0.6
+# A claimant that has waited for this multiple of its target is overdue.
+OVERDUE_TARGETS = 30.0
 # KV memory that a resident can work with, as a share of its weights: with much less, each step reads weights for few
 # sequences.
 WORKING_SHARE = 0.25
@@ -82,7 +92,7 @@ class _TurnTaking:
         self._residents = self._that_fit(residents)
         others = {need.name for need in self._residents} | self.turns.refused.keys()
         claimants = [need for need in needs if need.num_waiting and need.name not in others]
-        claimants.sort(key=lambda need: (-need.share * need.waited_s / need.ttft_s, need.name))
+        claimants.sort(key=_order)
         self._admit([need for need in claimants if need.name not in self.turns.victims])
         self.turns.residents = {need.name: self._floors[need.name] for need in self._residents}
 
@@ -121,9 +131,11 @@ class _TurnTaking:
                 blocked.append(claimant)
             elif self._replace(claimant, needed_bytes):
                 whole_bytes = self._free_bytes - sum(self._bytes(need, whole=True) for need in self._residents)
-            else:
+            elif _waited_targets(claimant) > OVERDUE_TARGETS:
                 blocked += claimants[i:]
                 break
+            else:
+                blocked.append(claimant)
         self._estimate_waits(blocked)
 
     def _replace(self, claimant: ModelNeed, needed_bytes: int) -> bool:
@@ -194,13 +206,28 @@ def _spare_s(claimant: ModelNeed) -> float:
     return claimant.ttft_s - claimant.waited_s - _wake_s(claimant)
 
 
+def _is_in_time(claimant: ModelNeed) -> bool:
+    return _spare_s(claimant) > 0 and claimant.lost_s == math.inf
+
+
 def _is_due(claimant: ModelNeed) -> bool:
-    return _spare_s(claimant) <= DUE_SHARE * claimant.ttft_s
+    return not _is_in_time(claimant) or _spare_s(claimant) <= DUE_SHARE * claimant.ttft_s
+
+
+def _waited_targets(claimant: ModelNeed) -> float:
+    """Time without memory in multiples of the target, weighted. A backlog from before its last turn does not count."""
+    return claimant.share * min(claimant.waited_s, claimant.lost_s) / claimant.ttft_s
+
+
+def _order(claimant: ModelNeed) -> tuple[int, float, str]:
+    waited = _waited_targets(claimant)
+    stage = 0 if waited > OVERDUE_TARGETS else 1 if _is_in_time(claimant) else 2
+    return stage, -waited, claimant.name
 
 
 def _turn_s(resident: ModelNeed, claimant: ModelNeed) -> float:
     """How long the resident's turn lasts, if this claimant waits for it to end."""
-    if _spare_s(claimant) > 0:
+    if _is_in_time(claimant):
         return max(LEAST_TURN_S, TURN_WAKES * (resident.wake_s + claimant.wake_s))
     return _late_turn_s(resident, claimant)
 
@@ -213,4 +240,4 @@ def _ends_soon(resident: ModelNeed, claimant: ModelNeed) -> bool:
     """Whether the resident's work is better finished first. It may be continued by new requests, so that the claimant
     waits for it no longer than for a turn."""
     soon = 0 < resident.work_s <= resident.wake_s + claimant.wake_s
-    return soon and claimant.waited_s < _late_turn_s(resident, claimant)
+    return soon and min(claimant.waited_s, claimant.lost_s) < _late_turn_s(resident, claimant)

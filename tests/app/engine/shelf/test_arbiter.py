@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -100,6 +101,7 @@ def carried_out(allocation: Allocation, needs: list[ModelNeed], held: random.Ran
                 running_bytes=0,
                 waiting_bytes=n.waiting_bytes + n.running_bytes,
                 waited_s=0.0,
+                lost_s=0.0,
             )
         changed.append(n)
     return changed
@@ -157,7 +159,7 @@ def test_due_requests_preempt_before_they_replace() -> None:
 
 def test_a_turn_lasts_a_multiple_of_the_wake_times() -> None:
     early, late = 0.85, 2.0
-    for turn_s, waited_s, replaced in ((1.5, early, False), (1.7, early, True), (7.9, late, False), (8.1, late, True)):
+    for turn_s, waited_s, replaced in ((0.9, early, False), (1.1, early, True), (7.9, late, False), (8.1, late, True)):
         busy = running("busy", 700, turn_s=turn_s, wake_s=0.3)
         allocation = plan(busy, waiting("x", waited_s=waited_s, ttft_s=1.0))
         assert bool(allocation.sleep) == replaced, (turn_s, waited_s)
@@ -171,13 +173,26 @@ def test_short_work_ends_first() -> None:
 
 def test_later_requests_do_not_overtake_a_due_one_that_waits_for_a_turn() -> None:
     busy = running("busy", 400, turn_s=0.1)
-    large, small = waiting("large", 300, weight_bytes=500, waited_s=5.0), waiting("small", 10, waited_s=0.5)
+    large, small = waiting("large", 300, weight_bytes=500, waited_s=50.0), waiting("small", 10, waited_s=0.5)
     allocation = plan(busy, large, small)
     assert not allocation.wake
     assert list(allocation.waits) == ["large", "small"]
     assert allocation.waits["large"].expected_s < allocation.waits["small"].expected_s
-    early = plan(busy, replace(large, waited_s=0.1), small)
-    assert early.wake == ("small",), "a request that has time is overtaken"
+    for waited_s in (0.1, 5.0):
+        early = plan(busy, replace(large, waited_s=waited_s), small)
+        assert early.wake == ("small",), "until it is overdue, a request that can be in time overtakes it"
+
+
+def test_a_model_that_lost_its_turn_does_not_take_it_back_at_once() -> None:
+    """Models with a backlog exchanged places and computed nothing: the one put to sleep had waited longest again."""
+    lost, other = (
+        waiting("lost", waited_s=100.0, lost_s=0.01, weight_bytes=600),
+        waiting("x", weight_bytes=600, waited_s=5),
+    )
+    assert plan(lost, other).wake == ("x",)
+    fresh = replace(lost, waited_s=0.01)  # preempted requests have had their first token
+    assert plan(fresh, other).wake == ("x",)
+    assert plan(replace(lost, lost_s=50.0), other).wake == ("lost",), "it is overdue"
 
 
 def test_weights_of_models_kept_always_stay_and_give_their_turn() -> None:
@@ -300,6 +315,7 @@ def shelves(draw: st.DrawFn) -> list[ModelNeed]:
                 work_s=draw(times),
                 wake_s=draw(times),
                 waited_s=draw(times) if num_waiting else 0.0,
+                lost_s=draw(times | st.just(math.inf)),
                 turn_s=draw(times) if state == "awake" else 0.0,
                 idle_s=0.0 if num_running or num_waiting else draw(times),
                 probability=draw(st.floats(0, 1)),

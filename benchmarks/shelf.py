@@ -63,7 +63,7 @@ class Sizes:
     repeats: int = 5
 
 
-QUICK = Sizes(replay_s=6.0, repeats=2)
+QUICK = Sizes(replay_s=4.0, repeats=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,21 +23,22 @@ from benchmarks.shelf_rivals import Connect, connections
 
 SHELF, ALONE, ALONE_PREFIX = "shelf", "alone", "/alone"
 # Of a busy model: requests at once, and their lengths; the batch fills during the ramp.
-BUSY_PROMPT, BUSY_NEW, RAMP_S = 64, 48, 1.0
+BUSY_PROMPT, BUSY_NEW, RAMP_S = 64, 48, 0.5
 WAKE_PROMPT, WAKE_NEW, PAUSE_S = 16, 4, 1.0
 MOST_ASKS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`wakes` of the largest model; `repeats` of runs of `busy_s` seconds."""
+    """`wakes` of the largest model; `repeats` of runs of `busy_s` seconds, after `warm_ups` of them."""
 
     wakes: int = 9
+    warm_ups: int = 1
     repeats: int = 5
     busy_s: float = 8.0
 
 
-QUICK = Sizes(wakes=2, repeats=1, busy_s=2.0)
+QUICK = Sizes(wakes=2, warm_ups=0, repeats=1, busy_s=1.0)
 
 
 class Shelf:
@@ -170,7 +171,7 @@ async def _busy(url: str, models: Sequence[BenchModel], budget_bytes: int, sizes
                 *(busy_rate(target, model, sizes.busy_s, next(seeds)) for target, model in targets)
             )
 
-        for repeat in range(sizes.repeats + 1):  # the first one warms up
+        for repeat in range(1 - sizes.warm_ups, sizes.repeats + 1):
             [among] = await rates((shelf.targets[models[0].name], models[0]))
             [by_itself] = await rates((alone, models[0]))
             pair = [(shelf.targets[model.name], model) for model in (first, second)]
@@ -178,12 +179,12 @@ async def _busy(url: str, models: Sequence[BenchModel], budget_bytes: int, sizes
             both = await rates(*pair)
             one, two = among / by_itself, sum(a / b for a, b in zip(both, singles, strict=True))
             print(
-                f"{'warming up' if not repeat else f'run {repeat}/{sizes.repeats}'}  one busy model {among:.1f} "
+                f"{'warming up' if repeat < 1 else f'run {repeat}/{sizes.repeats}'}  one busy model {among:.1f} "
                 f"tokens/s, alone {by_itself:.1f}; two {both[0]:.1f} and {both[1]:.1f}, each by itself "
                 f"{singles[0]:.1f} and {singles[1]:.1f}: {two:.3f}",
                 flush=True,
             )
-            if repeat:
+            if repeat > 0:
                 shares["one"].append(one)
                 shares["two"].append(two)
     return {

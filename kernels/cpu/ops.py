@@ -100,6 +100,7 @@ class CpuLinear:
         """Copy `weight [outputs, inputs]` for `__call__`.
 
         Args:
+            weight: on torch's meta device the result is there, too.
             int8: round to 8-bit integers, scaled so that each output's largest weight is 127.
 
         Raises:
@@ -111,10 +112,13 @@ class CpuLinear:
         product, weight = self._products[weight.dtype], weight.contiguous()
         outputs, inputs = weight.shape
         num_bytes = -(-outputs // _TILE) * _TILE * _words(inputs, weight.dtype) * _WORD_BYTES
-        data = on_huge_pages(num_bytes // weight.element_size() if int8 else num_bytes)
-        scales = torch.empty(outputs) if int8 else None
-        pointers = weight.data_ptr(), data.data_ptr(), address(scales)
-        product.pack(CPP_DTYPES[weight.dtype], *pointers, outputs, inputs)
+        if int8:
+            num_bytes //= weight.element_size()
+        data = torch.empty(num_bytes, dtype=torch.uint8, device="meta") if weight.is_meta else on_huge_pages(num_bytes)
+        scales = torch.empty(outputs, device=weight.device) if int8 else None
+        if not weight.is_meta:
+            pointers = weight.data_ptr(), data.data_ptr(), address(scales)
+            product.pack(CPP_DTYPES[weight.dtype], *pointers, outputs, inputs)
         return PackedWeight(data, scales, outputs, inputs, weight.dtype, product.library)
 
     def __call__(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.engine.model.fusion import PROBE_TOKENS, FusedAttention, FusedRMSNorm, close, replace_modules
+from app.engine.model.fusion import PROBE_TOKENS, FusedAttention, FusedRMSNorm, close
+from app.engine.model.fusion_record import FusionRecord, Learned, replace_modules
 from kernels import Elementwise
 
 # Names of a layer's norms: before attention, after it, before the MLP, after it. A norm that comes after is applied to
@@ -93,12 +94,17 @@ class FusedLayer(nn.Module):
 
 
 @torch.inference_mode()
-def fuse_layers(model: nn.Module, ops: Elementwise) -> int:
+def fuse_layers(model: nn.Module, ops: Elementwise, record: FusionRecord | None = None) -> int:
     """Fuse decoder layers with fused norms and attention; return the number of replaced ones."""
-    return replace_modules(model, lambda child: _fused_layer(child, ops))
+
+    def fuse(module: nn.Module, known: Learned | None) -> tuple[nn.Module, Learned] | None:
+        fused = _fused_layer(module, ops, compare=known is None)
+        return None if fused is None else (fused, {})
+
+    return replace_modules(model, fuse, record or FusionRecord())
 
 
-def _fused_layer(original: Any, ops: Elementwise) -> FusedLayer | None:
+def _fused_layer(original: Any, ops: Elementwise, *, compare: bool) -> FusedLayer | None:
     """The replacement, if it behaves like the original."""
     children = dict(original.named_children())
     places = next((names for names in _LAYERS if set(children) == {"self_attn", "mlp", *filter(None, names)}), None)
@@ -109,7 +115,8 @@ def _fused_layer(original: Any, ops: Elementwise) -> FusedLayer | None:
     if type(original.self_attn) is not FusedAttention or not named <= _LAYER_ARGUMENTS:
         return None
     norm: Any = children[next(filter(None, places))]
-    return FusedLayer(ops, original, places) if _same_sums(original, ops, places, norm.weight) else None
+    same = not compare or _same_sums(original, ops, places, norm.weight)
+    return FusedLayer(ops, original, places) if same else None
 
 
 class _StandIn(nn.Module):

@@ -12,15 +12,17 @@ original's call.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from app.engine.execution.attention import AttentionHandler, RotaryLayer, bind_attention, bound
+from app.engine.model.fusion_record import FusionRecord, Learned, replace_modules
 from kernels import Activation, Elementwise, HeadNorm, Masking
 
 # Relative to the largest value; bfloat16 rounds once here and several times in the original.
@@ -70,27 +72,14 @@ def merge_linears(layers: Mapping[str, nn.Linear]) -> nn.Linear:
 
 
 @torch.inference_mode()
-def fuse_modules(model: nn.Module, ops: Elementwise) -> int:
+def fuse_modules(model: nn.Module, ops: Elementwise, record: FusionRecord | None = None) -> int:
     """Fuse norms and MLPs; return the number of replaced modules. Linear layers must not be packed yet."""
 
-    def fuse(module: nn.Module) -> nn.Module | None:
+    def fuse(module: nn.Module, known: Learned | None) -> tuple[nn.Module, Learned] | None:
         fused, size = _fused_norm(module, ops) or _fused_mlp(module, ops) or (None, 0)
-        return fused if fused is not None and _same_output(module, fused, size) else None
+        return (fused, {}) if fused is not None and (known is not None or _same_output(module, fused, size)) else None
 
-    return replace_modules(model, fuse)
-
-
-def replace_modules(parent: nn.Module, fuse: Callable[[nn.Module], nn.Module | None]) -> int:
-    """Replace the modules that `fuse` has a replacement for, the outermost first; return their number."""
-    num_fused = 0
-    for name in [name for name, _ in parent.named_children()]:  # a list of modules would keep replaced ones alive
-        child = parent.get_submodule(name)
-        if (fused := fuse(child)) is None:
-            num_fused += replace_modules(child, fuse)
-        else:
-            setattr(parent, name, fused)
-            num_fused += 1
-    return num_fused
+    return replace_modules(model, fuse, record or FusionRecord())
 
 
 def _fused_norm(module: nn.Module, ops: Elementwise) -> tuple[FusedRMSNorm, int] | None:
@@ -231,10 +220,49 @@ class _Recorder(AttentionHandler):
 
 
 @torch.inference_mode()
-def fuse_attention(model: nn.Module, ops: Elementwise) -> int:
+def fuse_attention(model: nn.Module, ops: Elementwise, record: FusionRecord | None = None) -> int:
     """Fuse attention layers; return the number of replaced ones. Linear layers must not be packed yet."""
-    columns = _angle_columns(model)
-    return 0 if columns is None else replace_modules(model, lambda child: _fused(child, ops, columns))
+    record = record or FusionRecord()
+    columns = 0 if record.is_known else _angle_columns(model)
+    if columns is None:
+        return 0
+
+    def fuse(module: nn.Module, known: Learned | None) -> tuple[nn.Module, Learned] | None:
+        if not _looks_fusable(module):
+            return None
+        fused = _known_attention(module, ops, known) if known else _fused(module, ops, columns)
+        if fused is None:
+            return None
+        learned = known or _learned(fused.rotary, module)
+        bind_attention(fused, None)
+        fused.take_over()
+        return fused, learned
+
+    return replace_modules(model, fuse, record)
+
+
+def _learned(rotary: RotaryLayer, original: nn.Module) -> Learned:
+    """What the constructor of a fused attention layer needs, for JSON. Sinks are a parameter, or a copy of one."""
+    masking = rotary.masking
+    numbers = {field.name: getattr(masking, field.name) for field in dataclasses.fields(masking)}
+    sinks = numbers.pop("sinks")
+    assert numbers.pop("alibi_slopes") is None
+    name = next((name for name, parameter in original.named_parameters() if parameter is sinks), None)
+    return {
+        "layer": rotary.layer,
+        "rotary_dim": rotary.rotary_dim,
+        "masking": numbers,
+        "sinks": None if sinks is None else {"parameter": name, "shape": list(sinks.shape)},
+    }
+
+
+def _known_attention(original: Any, ops: Elementwise, known: Learned) -> FusedAttention:
+    sinks: torch.Tensor | None = None
+    if (of_sinks := known["sinks"]) is not None:
+        name, device = of_sinks["parameter"], original.o_proj.weight.device
+        sinks = original.get_parameter(name) if name else torch.empty(of_sinks["shape"], device=device)
+    masking = Masking(**known["masking"], sinks=sinks)
+    return FusedAttention(ops, original, known["layer"], known["rotary_dim"], masking)
 
 
 def _angle_columns(model: Any) -> int | None:
@@ -292,18 +320,13 @@ def _head_norm(module: nn.Module | None, ops: Elementwise) -> HeadNorm | None:
 
 
 def _fused(original: Any, ops: Elementwise, columns: int) -> FusedAttention | None:
-    """The replacement with the original's weights, if it behaves like the original."""
-    if not _looks_fusable(original):
-        return None
-    fused: FusedAttention | None = None
+    """The replacement, if it behaves like the original."""
     try:
         # Tables of cosines are as wide as what is rotated, or half as wide.
         for rotary_dim in (columns, 2 * columns):
             if rotary_dim <= original.head_dim:
                 fused = _same_attention(original, ops, columns, rotary_dim)
                 if fused is not None:
-                    bind_attention(fused, None)
-                    fused.take_over()
                     return fused
     finally:
         bind_attention(original, None)

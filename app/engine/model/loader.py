@@ -30,11 +30,13 @@ from app.engine.lora.layers import LoRALayers
 from app.engine.model.cpu_layer import run_in_one_call
 from app.engine.model.fused_layer import fuse_layers
 from app.engine.model.fusion import fuse_attention, fuse_modules
+from app.engine.model.fusion_record import FusionRecord
 from app.engine.model.kv_scales import StoredScales, cache_dtype, stored_scales
 from app.engine.model.linear import choose_product, pack_linears
+from app.engine.model.model_parts import fingerprint
 from app.engine.model.pooling import Pooling, find_pooling, is_classifier
 from app.engine.model.tokenizer import load_tokenizer, one_line
-from app.engine.model.weight_arena import Collection, WeightArena, collect
+from app.engine.model.weight_arena import Collection, Skeleton, WeightArena, collect
 from app.engine.model.weight_key import weight_files, weight_key
 from app.engine.model.weight_store import WeightStore
 from app.engine.tensor_parallel.communicator import Communicator
@@ -150,25 +152,28 @@ def load_model(
         raise ConfigError(f"quantization is {config.quantization!r}, which is for CPUs; use 'none' on {device}")
     if weights is not None and (comm is not None or device.type != "cpu"):
         raise ConfigError(f"weights that can be unmapped are for one rank on a CPU, not for {device}")
-    module: Any
+    if config.load_format == "dummy":
+        logger.warning("%r has random weights (load_format dummy): outputs are meaningless", config.model)
     pooling = find_pooling(config, hf_config)
-    module, plan, generates, recurrent_layers = _make_module(config, hf_config, comm, pooling, movable=bool(weights))
     with ExitStack() as undo:
-        arena = None if weights is None else _move(module, weights, config, hf_config, pooling)
-        if arena is not None:
+        if weights is None:
+            made, arena = _make_module(config, hf_config, comm, pooling), None
+        else:
+            made, arena = _in_arena(config, hf_config, pooling, weights)
             undo.callback(arena.close)
+        module: Any = made.module
         tokenizer = None if config.skip_tokenizer_init else _matching_tokenizer(config.model, text_config.vocab_size)
-        adapters = LoRALayers(module, plan) if config.adapters or config.adapter_dir is not None else None
+        adapters = LoRALayers(module, made.plan) if config.adapters or config.adapter_dir is not None else None
         loaded = replace(
-            describe_model(module, max_positions, recurrent_layers, config.kv_dtype, tokenizer, adapters),
+            describe_model(module, max_positions, made.recurrent_layers, config.kv_dtype, tokenizer, adapters),
             pooling=pooling,
-            generates=generates,
+            generates=made.generates,
             weights=arena,
         )
         if loaded.cache_dtype != loaded.dtype and config.load_format == "auto":
             loaded = replace(loaded, stored_scales=stored_scales(weight_files(resolve_model(config.model))))
-        if comm is not None and plan is not None:
-            install_collectives(module, plan, comm)
+        if comm is not None and made.plan is not None:
+            install_collectives(module, made.plan, comm)
         elif adapters is None and device.type == "cpu":
             logger.info("%d layers run in one call each", run_in_one_call(module))
         undo.pop_all()
@@ -200,40 +205,98 @@ def describe_model(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _MadeModule:
+    """A module on its device, fused and packed.
+
+    Attributes:
+        plan: of a rank's share.
+        record: which modules were fused.
+    """
+
+    module: PreTrainedModel
+    plan: ShardPlan | None
+    generates: bool
+    recurrent_layers: frozenset[int]
+    record: FusionRecord
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a file of the module's tensors has to say about it."""
+        generation = self.module.generation_config
+        return {
+            "dtype": str(self.module.dtype).removeprefix("torch."),
+            "generates": self.generates,
+            "eos_token_id": None if generation is None else generation.eos_token_id,
+            "fused": self.record.learned,
+            "fingerprint": fingerprint(self.module),
+        }
+
+
 def _make_module(
     config: ResolvedConfig,
     hf_config: PreTrainedConfig,
     comm: Communicator | None,
     pooling: Pooling | None,
     *,
-    movable: bool,
-) -> tuple[PreTrainedModel, ShardPlan | None, bool, frozenset[int]]:
-    """The results of `_load_module`, on the device, fused and packed; and the recurrent layers."""
-    device = torch.device(config.device)
+    movable: bool = False,
+) -> _MadeModule:
+    """The module from its checkpoint."""
+    device, record = torch.device(config.device), FusionRecord()
     module: Any
     module, plan, generates = _load_module(config, hf_config, device, comm, pooling)
     recurrent_layers = recurrent.install(module)
     module.to(device)
-    _optimise(module, int8=config.quantization == "int8", movable=movable)
-    return module, plan, generates, recurrent_layers
+    _optimise(module, device, record, int8=config.quantization == "int8", movable=movable)
+    return _MadeModule(module, plan, generates, recurrent_layers, record)
 
 
-def _move(
-    module: PreTrainedModel,
-    weights: WeightStore,
-    config: ResolvedConfig,
-    hf_config: PreTrainedConfig,
-    pooling: Pooling | None,
-) -> WeightArena:
-    """Move the module's tensors before anything keeps their addresses."""
-    key = weight_key(config)
+def _in_arena(
+    config: ResolvedConfig, hf_config: PreTrainedConfig, pooling: Pooling | None, weights: WeightStore
+) -> tuple[_MadeModule, WeightArena]:
+    """The module with its tensors in an arena, before anything keeps their addresses. From its file if there is one."""
+    pools = pooling is not None
+    key = weight_key(config, pools=pools)
+
+    def make() -> _MadeModule:
+        return _make_module(config, hf_config, None, pooling, movable=True)
 
     def again() -> Collection:
-        if weight_key(config) != key:
+        if weight_key(config, pools=pools) != key:
             raise ModelError(f"the checkpoint {config.model!r} has changed since it was loaded; load it again")
-        return collect(_make_module(config, hf_config, None, pooling, movable=True)[0])
+        return collect(make().module)
 
-    return weights.move(collect(module), key, again)
+    if (found := weights.find(key)) is not None:
+        try:
+            made = _without_values(config, hf_config, found.header.facts)
+            skeleton = Skeleton(made.module, found.header.table)
+        except (ModelError, RuntimeError, NotImplementedError) as error:  # of torch: an operation that needs values
+            logger.info("%r is loaded from its checkpoint, not from the file of its weights: %s", config.model, error)
+            found.close()
+        else:
+            arena = weights.map(key, found, again)
+            skeleton.fill(arena.contents)
+            return made, arena
+    made = make()
+    return made, weights.move(collect(made.module, made.facts), key, again)
+
+
+def _without_values(config: ResolvedConfig, hf_config: PreTrainedConfig, facts: dict[str, Any]) -> _MadeModule:
+    """The module that a file was written of, on torch's meta device. Raises `ModelError` if it is another one."""
+    attention.register()
+    dtype, record = getattr(torch, facts["dtype"]), FusionRecord.known(facts["fused"])
+    with _loading:
+        module: Any = random_model(
+            hf_config, torch.device("meta"), dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+        )
+    module.eval().requires_grad_(False)
+    if module.generation_config is not None:
+        module.generation_config.eos_token_id = facts["eos_token_id"]
+    recurrent_layers = recurrent.install(module)
+    _optimise(module, torch.device(config.device), record, int8=config.quantization == "int8", movable=True)
+    if fingerprint(module) != facts["fingerprint"]:
+        raise ModelError("its modules are not those of the file")
+    return _MadeModule(module, None, facts["generates"], recurrent_layers, record)
 
 
 def _load_module(
@@ -254,7 +317,6 @@ def _load_module(
     try:
         with _loading:
             if config.load_format == "dummy":
-                logger.warning("%r has random weights (load_format dummy): outputs are meaningless", config.model)
                 module = random_model(hf_config, device, **settings)
             elif comm is None:
                 options = {"config": hf_config, "output_loading_info": True}
@@ -333,12 +395,14 @@ def random_model(
     return model
 
 
-def _optimise(module: PreTrainedModel, *, int8: bool, movable: bool = False) -> None:
-    """Fuse layers; on a CPU, pack linear layers."""
-    product = choose_product(module.dtype, int8=int8, movable=movable) if module.device.type == "cpu" else None
+def _optimise(
+    module: PreTrainedModel, device: torch.device, record: FusionRecord, *, int8: bool, movable: bool
+) -> None:
+    """Fuse layers; for a CPU, pack linear layers. The module is on the device, or on torch's meta device."""
+    product = choose_product(module.dtype, int8=int8, movable=movable) if device.type == "cpu" else None
     try:
-        ops = select_elementwise(module.device)
-        num_fused = fuse_modules(module, ops) + fuse_attention(module, ops) + fuse_layers(module, ops)
+        ops = select_elementwise(device)
+        num_fused = sum(fuse(module, ops, record) for fuse in (fuse_modules, fuse_attention, fuse_layers))
     except KernelError as error:
         num_fused = 0
         logger.warning("layers stay unfused: %s", error)

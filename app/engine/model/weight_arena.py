@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
+from app.engine.model.model_parts import find_tensors
 from app.engine.model.weight_file import TensorPlace, WeightTable
 from app.errors import ModelError
 from vmem.weights import FileRange
@@ -18,44 +16,6 @@ from vmem.weights import FileRange
 _PAGE_BYTES = 4096
 # A cache line, and more than any dtype or vector load needs.
 _ALIGNMENT_BYTES = 64
-# Dictionaries of a module whose entries are attributes.
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
-
-
-def find_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) of every tensor that the model refers to, each once: parameters, buffers, packed weights, and
-    those of modules and dataclasses in plain attributes. Tensors in closures and in C++ are not found."""
-    seen: set[int] = set()
-
-    def visit(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        is_part = isinstance(value, torch.Tensor | nn.Module | Mapping | list | tuple) or (
-            dataclasses.is_dataclass(value) and not isinstance(value, type | PreTrainedConfig)
-        )
-        if not is_part or id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            yield path, value
-            return
-        for name, part in _parts(value):
-            yield from visit(f"{path}.{name}" if path else str(name), part)
-
-    yield from visit("", model)
-
-
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The named parts of a module, mapping, sequence or dataclass."""
-    if isinstance(value, nn.Module):
-        attributes = vars(value)
-        for name in _OF_MODULES:
-            yield from attributes[name].items()
-        yield from ((name, part) for name, part in attributes.items() if name not in _OF_MODULES)
-    elif isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, list | tuple):
-        yield from enumerate(value)
-    else:
-        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,11 +26,13 @@ class Collection:
         tensors: of the table, in its order.
         pieces: (offset in the contents, uint8 `[num_bytes]`), in order: the memory of the tensors, each byte once
             although several tensors may share it.
+        facts: about the model, for its file.
     """
 
     table: WeightTable
     tensors: tuple[torch.Tensor, ...]
     pieces: tuple[tuple[int, torch.Tensor], ...]
+    facts: dict[str, Any]
 
     def attach(self, contents: torch.Tensor) -> None:
         """Let the tensors read the contents, uint8 `[num_bytes]`. Their own memory is freed with the last reference."""
@@ -82,8 +44,11 @@ class Collection:
                 tensor.set_(contents.untyped_storage(), offset, place.shape, place.stride)
 
 
-def collect(model: nn.Module) -> Collection:
+def collect(model: nn.Module, facts: dict[str, Any] | None = None) -> Collection:
     """Lay out the tensors of a model. Those that share memory do so in the new places, too.
+
+    Args:
+        facts: about the model, for its file.
 
     Raises:
         ModelError: a tensor has an opaque layout.
@@ -116,7 +81,7 @@ def collect(model: nn.Module) -> Collection:
         )
         for path, tensor in found
     )
-    return Collection(WeightTable(places, used), tuple(tensor for _, tensor in found), tuple(pieces))
+    return Collection(WeightTable(places, used), tuple(tensor for _, tensor in found), tuple(pieces), facts or {})
 
 
 def _first_byte(tensor: torch.Tensor) -> int:
@@ -129,6 +94,38 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = _first_byte(tensor)
     return first, first + (last + 1) * tensor.element_size()
+
+
+class Skeleton:
+    """A model on torch's meta device, for the tensors of a table.
+
+    Raises:
+        ModelError: the model has other tensors.
+    """
+
+    def __init__(self, model: nn.Module, table: WeightTable) -> None:
+        self._found = list(find_tensors(model))
+        self._places = {place.path: place for place in table.tensors}
+        shapes = {path: (tuple(part.shape), part.stride()) for path, part in self._found if part.numel()}
+        expected = {path: (place.shape, place.stride) for path, place in self._places.items()}
+        if shapes != expected:
+            others = sorted({path for path, _ in shapes.items() ^ expected.items()})
+            raise ModelError(f"the file of its weights has other tensors, {others[0]} among them")
+
+    def fill(self, contents: torch.Tensor) -> None:
+        """Give the tensors the values of the contents, uint8 `[num_bytes]`."""
+        for path, tensor in self._found:
+            place = self._places.get(path)
+            with torch.inference_mode(tensor.is_inference()):
+                if place is None:
+                    value = torch.empty_like(tensor, device=contents.device)
+                else:  # a few tensors of a checkpoint may have another dtype than the model
+                    value = torch.empty(0, dtype=getattr(torch, place.dtype), device=contents.device)
+                    offset = place.offset // value.element_size()
+                    value.set_(contents.untyped_storage(), offset, place.shape, place.stride)
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=False)
+            torch.utils.swap_tensors(tensor, value)  # every reference to the tensor is to the new one then
 
 
 class WeightSource(Protocol):
@@ -156,6 +153,11 @@ class WeightArena:
     def num_bytes(self) -> int:
         """Bytes that the weights take while they are mapped."""
         return self._range.reserved.num_bytes
+
+    @property
+    def contents(self) -> torch.Tensor:
+        """The weights, uint8 `[num_bytes]`, readable while they are mapped."""
+        return self._range.tensor()
 
     @property
     def is_mapped(self) -> bool:

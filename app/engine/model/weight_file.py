@@ -67,11 +67,13 @@ class WeightHeader:
 
     Attributes:
         key: what the contents depend on.
+        facts: about the model, which its tensors do not show; plain values.
         checksums: of each `CHUNK_BYTES` of the contents.
         offset: of the contents in the file.
     """
 
     key: dict[str, Any]
+    facts: dict[str, Any]
     table: WeightTable
     checksums: tuple[int, ...]
     offset: int
@@ -95,6 +97,7 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 def write_weights(
     fd: int,
     key: dict[str, Any],
+    facts: dict[str, Any],
     table: WeightTable,
     pieces: Sequence[tuple[int, torch.Tensor]],
     write: Write = write_all,
@@ -108,13 +111,13 @@ def write_weights(
         OSError: the file cannot be written.
     """
     num_chunks = -(-table.num_bytes // CHUNK_BYTES)
-    longest = _encode(WeightHeader(key, table, (0xFFFFFFFF,) * num_chunks, 1 << 62))
+    longest = _encode(WeightHeader(key, facts, table, (0xFFFFFFFF,) * num_chunks, 1 << 62))
     offset = -(-len(longest) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     checksums = []
     for start, chunk in _chunks(table.num_bytes, pieces):
         checksums.append(zlib.crc32(chunk))
         write(fd, chunk, offset + start)
-    header = WeightHeader(key, table, tuple(checksums), offset)
+    header = WeightHeader(key, facts, table, tuple(checksums), offset)
     write(fd, memoryview(_encode(header)), 0)
     return header
 
@@ -154,7 +157,8 @@ def read_header(fd: int) -> WeightHeader:
         for path, dtype, shape, stride, offset in document["tensors"]
     )
     table = WeightTable(places, document["num_bytes"])
-    header = WeightHeader(document["key"], table, tuple(document["checksums"]), document["offset"])
+    checksums, offset = tuple(document["checksums"]), document["offset"]
+    header = WeightHeader(document["key"], document["facts"], table, checksums, offset)
     if (size := os.fstat(fd).st_size) != header.file_bytes:
         raise WeightFileError(f"it has {size} bytes instead of {header.file_bytes}")
     return header
@@ -176,6 +180,7 @@ def _encode(header: WeightHeader) -> bytes:
     document = {
         "version": LAYOUT_VERSION,
         "key": header.key,
+        "facts": header.facts,
         "num_bytes": table.num_bytes,
         "offset": header.offset,
         "checksums": header.checksums,

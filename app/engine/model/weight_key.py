@@ -56,9 +56,13 @@ def _digest(document: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def weight_key(config: ResolvedConfig) -> WeightKey:
+def weight_key(config: ResolvedConfig, *, pools: bool = False) -> WeightKey:
     """The key of a model's weights as these settings load them. A changed file of the checkpoint is told by its size
-    and time of change. Raises `OSError`."""
+    and time of change. Raises `OSError`.
+
+    Args:
+        pools: the model is loaded for embeddings or scores, and may lack its output layer.
+    """
     folder = resolve_model(config.model)
     downloaded = _checkpoint_folder(folder)
     files = [] if downloaded is None else [*downloaded.glob("*.json")]
@@ -72,6 +76,7 @@ def weight_key(config: ResolvedConfig) -> WeightKey:
             "dtype": config.dtype,
             "quantization": config.quantization,
             "device": config.device,
+            "pools": pools,
             "products": _products(),
         },
         version={

@@ -72,6 +72,17 @@ class Contents:
         os.close(self.fd)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of weights that has been checked."""
+
+    contents: Contents
+    header: WeightHeader
+
+    def close(self) -> None:
+        self.contents.close()
+
+
 def _state(fd: int) -> tuple[int, ...]:
     found = os.fstat(fd)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
@@ -133,15 +144,28 @@ class WeightStore:
             MapError: the system refused.
             ModelError: the weights cannot be kept.
         """
-        source = StoredWeights(self, key, tensors, again)
-        reserved = FileRange(tensors.table.num_bytes, self._charges)
-        arena = WeightArena(reserved, source)
+        arena = self._arena(key, tensors.table, self.provide(key, tensors), again)
+        tensors.attach(arena.contents)
+        return arena
+
+    def find(self, key: WeightKey) -> StoredFile | None:
+        """The file of these weights, checked; `None` if there is none."""
+        return self._open(key)
+
+    def map(self, key: WeightKey, found: StoredFile, again: Callable[[], Collection]) -> WeightArena:
+        """An arena over a file that was found, which is mapped; closes the file if that fails. See `move`."""
+        return self._arena(key, found.header.table, found.contents, again)
+
+    def _arena(
+        self, key: WeightKey, table: WeightTable, contents: Contents, again: Callable[[], Collection]
+    ) -> WeightArena:
+        source = StoredWeights(self, key, table, contents, again)
         try:
+            arena = WeightArena(FileRange(table.num_bytes, self._charges), source)
             arena.map()
         except BaseException:
-            arena.close()
+            source.close()
             raise
-        tensors.attach(reserved.tensor())
         return arena
 
     def provide(self, key: WeightKey, tensors: Collection) -> Contents:
@@ -151,7 +175,7 @@ class WeightStore:
             ModelError: neither is possible.
         """
         if (found := self._open(key, tensors.table)) is not None:
-            return found
+            return found.contents
         try:
             self._make_room(key, tensors.table.num_bytes)
             return self._write_file(key, tensors)
@@ -166,7 +190,7 @@ class WeightStore:
             self._warned = True
         fd = os.memfd_create("folio-weights", os.MFD_CLOEXEC)
         try:
-            header = write_weights(fd, key.document, tensors.table, tensors.pieces)
+            header = write_weights(fd, key.document, tensors.facts, tensors.table, tensors.pieces)
         except OSError as error:
             os.close(fd)
             raise ModelError(
@@ -186,17 +210,18 @@ class WeightStore:
         with self._lock:
             self._host_bytes_left += num_bytes
 
-    def _open(self, key: WeightKey, table: WeightTable) -> Contents | None:
-        """The file of these tensors, checked; `None` if there is none. A wrong one is removed."""
+    def _open(self, key: WeightKey, table: WeightTable | None = None) -> StoredFile | None:
+        """The file of these weights, checked; `None` if there is none. A wrong one is removed, and so is one with
+        other tensors than the `table`."""
         path, fd = self._folder / key.file_name, -1
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             header = self._check(fd, key)
-            if header.table != table:
+            if table not in (None, header.table):
                 raise WeightFileError("its tensors are not those of the model")
             # The time of access, by which old files are removed, whether or not the file system keeps it.
             os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
-            return Contents.of(fd, header.offset)
+            return StoredFile(Contents.of(fd, header.offset), header)
         except FileNotFoundError:
             return None
         except (WeightFileError, MapError, OSError) as error:
@@ -233,7 +258,7 @@ class WeightStore:
         unfinished, fd = _create_locked(self._folder)
         try:
             start = time.monotonic()
-            header = write_weights(fd, key.document, tensors.table, tensors.pieces, self._write)
+            header = write_weights(fd, key.document, tensors.facts, tensors.table, tensors.pieces, self._write)
             os.fsync(fd)
             self._checked.add(_state(fd))
             logger.info("wrote %s, %d bytes, in %.1f s", path, header.file_bytes, time.monotonic() - start)
@@ -242,7 +267,7 @@ class WeightStore:
                     os.link(unfinished, path)
                 if (found := self._open(key, tensors.table)) is not None:
                     _sync_folder(self._folder)
-                    return found
+                    return found.contents
             raise OSError(errno.EEXIST, "it cannot be replaced", path)
         finally:
             os.close(fd)
@@ -275,10 +300,15 @@ class StoredWeights:
     """The contents of one model's weights, which are made again when they are lost."""
 
     def __init__(
-        self, store: WeightStore, key: WeightKey, tensors: Collection, again: Callable[[], Collection]
+        self,
+        store: WeightStore,
+        key: WeightKey,
+        table: WeightTable,
+        contents: Contents,
+        again: Callable[[], Collection],
     ) -> None:
-        self._store, self._key, self._table, self._again = store, key, tensors.table, again
-        self._contents: Contents | None = store.provide(key, tensors)
+        self._store, self._key, self._table, self._again = store, key, table, again
+        self._contents: Contents | None = contents
         self._host_bytes = 0
 
     def open(self) -> tuple[int, int]:

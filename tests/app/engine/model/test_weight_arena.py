@@ -19,7 +19,8 @@ from app.engine.engine import Engine
 from app.engine.execution import executor
 from app.engine.model.linear import PackedLinear, choose_product, onednn_product
 from app.engine.model.loader import LoadedModel, load_model
-from app.engine.model.weight_arena import WeightArena, collect, find_tensors
+from app.engine.model.model_parts import find_tensors
+from app.engine.model.weight_arena import WeightArena, collect
 from app.engine.model.weight_store import WeightStore
 from app.errors import ConfigError, ModelError
 from kernels import HeadNorm

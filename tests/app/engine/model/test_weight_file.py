@@ -58,7 +58,7 @@ def contents_of(fd: int, header: WeightHeader) -> torch.Tensor:
 
 
 def test_what_is_written_is_read(fd: int) -> None:
-    written = write_weights(fd, KEY, TABLE, pieces())
+    written = write_weights(fd, KEY, {"dtype": "float32"}, TABLE, pieces())
     header = read_header(fd)
     assert header == replace(written, key=header.key)
     assert header.key == KEY
@@ -84,17 +84,17 @@ def test_an_incomplete_file_is_none(fd: int) -> None:
             weight_file.write_all(fd, data, offset)
 
         if last == 6:  # five chunks and the header
-            write_weights(fd, KEY, TABLE, pieces(), write)
+            write_weights(fd, KEY, {"dtype": "float32"}, TABLE, pieces(), write)
             read_header(fd)
         else:
             with pytest.raises(OSError, match="No space left"):
-                write_weights(fd, KEY, TABLE, pieces(), write)
+                write_weights(fd, KEY, {"dtype": "float32"}, TABLE, pieces(), write)
             with pytest.raises(WeightFileError, match="no file of weights, or incomplete"):
                 read_header(fd)
 
 
 def test_every_damage_is_found(fd: int) -> None:
-    written = write_weights(fd, KEY, TABLE, pieces())
+    written = write_weights(fd, KEY, {"dtype": "float32"}, TABLE, pieces())
     size = os.fstat(fd).st_size
     contents = contents_of(fd, written)
     # In each chunk, at its borders, in zeros between tensors, and in the last byte.
@@ -115,7 +115,7 @@ def test_every_damage_is_found(fd: int) -> None:
             read_header(fd)
         os.ftruncate(fd, size)
         if other < written.offset:
-            write_weights(fd, KEY, TABLE, pieces())
+            write_weights(fd, KEY, {"dtype": "float32"}, TABLE, pieces())
     read_header(fd)
 
 

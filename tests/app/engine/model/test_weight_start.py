@@ -1,0 +1,169 @@
+"""Models from the files of their weights: the same in every bit as from the checkpoint, which is not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config.engine import EngineConfig
+from app.engine.model import loader
+from app.engine.model.loader import LoadedModel, load_model
+from app.engine.model.model_parts import find_tensors, fingerprint
+from app.engine.model.weight_arena import WeightArena
+from app.engine.model.weight_store import WeightStore
+from app.errors import ModelError
+from tests.app.engine.model.test_models import ALL
+from tests.conftest import MakeCheckpoint
+
+Load = Callable[..., LoadedModel]
+
+
+@pytest.fixture
+def load(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> Iterator[Load]:
+    """`load(name, **settings)` in a store of its own, as a new process would."""
+    arenas: list[WeightArena] = []
+
+    def load(name: str, **settings: Any) -> LoadedModel:
+        model_type, of_model = ALL[name]
+        settings = {"model": str(make_checkpoint(model_type, **of_model)), "skip_tokenizer_init": True} | settings
+        model = load_model(EngineConfig(**settings).on_device("cpu"), weights=WeightStore(tmp_path / "weights"))
+        assert model.weights is not None
+        arenas.append(model.weights)
+        return model
+
+    yield load
+    for arena in arenas:
+        arena.close()
+
+
+@pytest.fixture
+def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """After its call no checkpoint can be read."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("the checkpoint should not be read")
+
+    def forbid() -> None:
+        monkeypatch.setattr(loader, "_load_module", fail)
+        monkeypatch.setattr("safetensors.safe_open", fail)
+
+    return forbid
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {}) for name in ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "bamba", "qwen3_next")),
+        ("gpt_oss", {}),  # sinks are a parameter
+        ("gpt_oss", {"dtype": "bfloat16"}),  # and here copies
+        ("deepseek_v3", {"dtype": "bfloat16"}),  # with a few tensors of float32
+        ("yarn", {"dtype": "bfloat16", "quantization": "int8"}),
+        ("qwen2", {"dtype": "float16"}),
+        ("gemma3n", {}),
+        ("llama", {"load_format": "dummy"}),
+    ],
+    ids=str,
+)
+def test_the_same_in_every_bit(
+    name: str, settings: dict[str, Any], load: Load, no_checkpoint: Callable[[], None]
+) -> None:
+    first = load(name, **settings)
+    no_checkpoint()
+    second = load(name, **settings)
+    tensors = [dict(find_tensors(model.module)) for model in (first, second)]
+    assert list(tensors[0]) == list(tensors[1])
+    for path, tensor in tensors[0].items():
+        other = tensors[1][path]
+        assert torch.equal(tensor, other), path
+        for of in (lambda t: t.dtype, lambda t: t.device, lambda t: t.stride(), type, lambda t: t.is_inference()):
+            assert of(tensor) == of(other), path  # type: ignore[no-untyped-call]
+        assert not other.requires_grad
+    assert fingerprint(first.module) == fingerprint(second.module)
+    unequal = {"module": None, "weights": None}
+    assert replace(first, **unequal) == replace(second, **unequal)  # type: ignore[arg-type]
+    if settings.get("dtype") != "float16":  # its products are slow, and here not for all sizes
+        logits = []
+        for model in (first, second):
+            model.module.set_attn_implementation("eager")
+            with torch.inference_mode():
+                logits.append(model.module(input_ids=torch.arange(3, 60)[None], use_cache=False).logits)
+        assert torch.equal(*logits)
+
+
+def test_tensors_of_one_object_are_one_again(load: Load, no_checkpoint: Callable[[], None]) -> None:
+    """Tied embeddings that are not packed, and the weights of norms that attention has taken over."""
+    for _ in range(2):
+        module: Any = load("qwen3", dtype="float16").module
+        attention = module.model.layers[0].self_attn
+        assert attention.rotary.query_norm.weight is attention._original[0].q_norm.weight
+        no_checkpoint()
+
+
+@pytest.mark.parametrize("wrong", ["fused", "fingerprint", "dtype"])
+def test_a_model_that_is_not_the_file_s_is_loaded_from_its_checkpoint(
+    wrong: str, load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever differs, such as a fusion that another version of the code would not do."""
+    facts = loader._MadeModule.facts.fget  # type: ignore[attr-defined]
+
+    def changed(self: Any) -> dict[str, Any]:
+        right = facts(self)
+        if wrong == "fused":
+            right["fused"].pop("model.layers.1.self_attn")
+        return right | {"fingerprint": {"fingerprint": "0"}, "dtype": {"dtype": "float64"}}.get(wrong, {})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loader._MadeModule, "facts", property(changed))
+        first = load("llama")
+    with caplog.at_level("INFO"):
+        second = load("llama")
+    assert "is loaded from its checkpoint, not from the file of its weights" in caplog.text
+    assert fingerprint(first.module) == fingerprint(second.module)
+    for (path, tensor), (_, other) in zip(find_tensors(first.module), find_tensors(second.module), strict=True):
+        assert torch.equal(tensor, other), path
+
+
+def test_the_file_of_a_model_without_output_layer_is_not_for_generation(
+    make_checkpoint: MakeCheckpoint, load: Load, tmp_path: Path
+) -> None:
+    """It has a file of its own, as a model that pools."""
+    from safetensors.torch import load_file, save_file
+
+    model_type, settings = ALL["llama"]
+    folder = make_checkpoint(model_type, **settings)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.iterdir():
+        if path.suffix == ".json":
+            (copy / path.name).write_bytes(path.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: w for name, w in weights.items() if "lm_head" not in name}, copy / "model.safetensors")
+    model = load("llama", model=str(copy), pooling="last")
+    assert not model.generates
+    assert not load("llama", model=str(copy), pooling="last").generates
+    with pytest.raises(ModelError, match=r"lacks 1 weights, lm_head\.weight among them"):
+        load("llama", model=str(copy))
+
+
+def test_a_fingerprint_shows_whatever_is_computed(load: Load) -> None:
+    """But for values of tensors."""
+    module: Any = load("gemma2").module
+    original = fingerprint(module)
+    layer = module.model.layers[1]
+    for owner, name in ((layer.input_layernorm, "eps"), (layer.mlp, "activation"), (layer.self_attn, "_head_dim")):
+        value = getattr(owner, name)
+        setattr(owner, name, "other")
+        assert fingerprint(module) != original
+        setattr(owner, name, value)
+    rotary = layer.self_attn.rotary
+    layer.self_attn.rotary = replace(rotary, masking=replace(rotary.masking, softcap=2.5))
+    assert fingerprint(module) != original
+    layer.self_attn.rotary = rotary
+    assert fingerprint(module) == original
+    module.model.layers[0], module.model.layers[1] = module.model.layers[1], module.model.layers[0]
+    assert fingerprint(module) != original

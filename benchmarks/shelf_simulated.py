@@ -6,8 +6,8 @@ at another time of the trace, so that models of the same client are not busy tog
 at random; every client has two or three models. Loads are this traffic, compressed in time.
 
 Weights are copied from the host at 50 GB/s, one model after the other and beside steps; each 16 MiB handle is mapped
-and unmapped in the time measured on an H100 (`benchmarks.mapping`), and is taken over without being made anew. One model
-at a time starts a process, in 10 s. The device's time is shared by deficit round robin.
+and unmapped in the time measured on an H100 (`benchmarks.mapping`), and is taken over without being made anew. One
+model at a time starts a process, in 10 s. The device's time is shared by deficit round robin.
 
 - a static split: the models with most requests whose weights fit, each with an equal part of the rest for its KV cache
 - one model at a time, as llama-swap does: a request of another model waits for those that run, and for a process

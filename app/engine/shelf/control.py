@@ -376,10 +376,11 @@ class Control:
                 model.state = "asleep"
 
             return back
+        seconds = time.monotonic() - began  # without the time until the step in progress ends
 
         def then() -> None:
             engine.driver.engine.wake()
-            model.note_awake(time.monotonic() - began)
+            model.note_awake(seconds)
             logger.info("woke %r: %.1f MiB in %.0f ms", model.name, model.weight_bytes / 2**20, 1e3 * model.last_wake_s)
 
         return then

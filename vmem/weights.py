@@ -7,33 +7,18 @@ weights: replicas on one machine share the page cache, and mapping copies nothin
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
-import os
 from typing import Protocol
 
 import torch
 
+from vmem.backends import host_calls
 from vmem.backends.base import AddressRange
 from vmem.errors import IntegrityError, MapError
 
 # Where files are mapped page by page, a huge page takes one entry of the page table instead of 512. It needs large
 # folios in the page cache (ext4, XFS), and equal offsets within a huge page in the file and in memory.
 HUGE_PAGE_BYTES = 2 << 20
-
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Python's mmap has no names for these
-_HOLE_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-_PROT_NONE = 0
-_MADV_HUGEPAGE, _MADV_POPULATE_READ = 14, 22
-_MAP_FAILED = ctypes.c_void_p(-1).value
-# A longer populate holds the process's memory map lock for milliseconds and stalls other threads' mmap.
-_POPULATE_PIECE_BYTES = 2 << 20
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Charges(Protocol):
@@ -64,7 +49,8 @@ class FileRange:
     def __init__(self, num_bytes: int, charges: Charges | None = None) -> None:
         whole_pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         # One mapping, with up to a huge page before and after the range.
-        self._reservation = AddressRange(_reserve(whole_pages + HUGE_PAGE_BYTES), whole_pages + HUGE_PAGE_BYTES)
+        reserved_bytes = whole_pages + HUGE_PAGE_BYTES
+        self._reservation = AddressRange(host_calls.reserve(reserved_bytes), reserved_bytes)
         start = -(-self._reservation.address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.reserved = AddressRange(start, whole_pages)
         self.num_bytes = num_bytes
@@ -89,14 +75,15 @@ class FileRange:
         if self._charges is not None:
             self._charges.charge(self.reserved.num_bytes)
         try:
-            flags = mmap.MAP_SHARED | _MAP_FIXED
-            at, length = self.reserved.address, self.reserved.num_bytes
-            if _libc.mmap(at, length, mmap.PROT_READ, flags, fd, offset) == _MAP_FAILED:
-                raise _os_error(f"mmap of {length} bytes of weights at {at:#x}")
+            host_calls.map_file(self.reserved.address, self.reserved.num_bytes, mmap.PROT_READ, fd, offset)
             try:
-                self._populate()
+                # Before the page table is filled, so that it can be with huge pages; fails without support for them.
+                host_calls.libc.madvise(self.reserved.address, self.reserved.num_bytes, host_calls.MADV_HUGEPAGE)
+                # Now, for else the first step would have a fault for every 4 to 64 KiB, and a SIGBUS where the disk
+                # cannot be read.
+                host_calls.populate(self.reserved)
             except MapError:
-                self._make_hole()
+                host_calls.make_hole(self.reserved)
                 raise
         except MapError:
             self._discharge()
@@ -107,7 +94,7 @@ class FileRange:
         """Turn the range into a hole. Raises `MapError`; it is still mapped then."""
         if not self.is_mapped:
             raise IntegrityError(f"unmap of {self.reserved}, which is not mapped")
-        self._make_hole()
+        host_calls.make_hole(self.reserved)
         self.is_mapped = False
         self._discharge()
 
@@ -117,38 +104,9 @@ class FileRange:
             return
         if self.is_mapped:
             self.unmap()
-        if _libc.munmap(self._reservation.address, self._reservation.num_bytes):
-            raise _os_error(f"munmap of {self._reservation}")
+        host_calls.release(self._reservation)
         self._is_closed = True
-
-    def _populate(self) -> None:
-        """Fill the page table now: the first step would else have a fault for every 4 to 64 KiB. An error of the disk
-        shows here and not as a SIGBUS in a step."""
-        _libc.madvise(self.reserved.address, self.reserved.num_bytes, _MADV_HUGEPAGE)  # EINVAL without huge pages
-        for address in range(self.reserved.address, self.reserved.end, _POPULATE_PIECE_BYTES):
-            length = min(_POPULATE_PIECE_BYTES, self.reserved.end - address)
-            if _libc.madvise(address, length, _MADV_POPULATE_READ):
-                if ctypes.get_errno() == errno.EINVAL:  # Linux before 5.14: pages fault in when they are first touched
-                    return
-                raise _os_error(f"reading {length} bytes of weights at {address:#x}")
-
-    def _make_hole(self) -> None:
-        flags = _HOLE_FLAGS | _MAP_FIXED
-        if _libc.mmap(self.reserved.address, self.reserved.num_bytes, _PROT_NONE, flags, -1, 0) == _MAP_FAILED:
-            raise _os_error(f"mmap of a hole over {self.reserved}")
 
     def _discharge(self) -> None:
         if self._charges is not None:
             self._charges.discharge(self.reserved.num_bytes)
-
-
-def _reserve(num_bytes: int) -> int:
-    address: int = _libc.mmap(None, num_bytes, _PROT_NONE, _HOLE_FLAGS, -1, 0)
-    if address == _MAP_FAILED:
-        raise _os_error(f"mmap of a reservation of {num_bytes} bytes")
-    return address
-
-
-def _os_error(what: str) -> MapError:
-    number = ctypes.get_errno()
-    return MapError(f"{what} failed: [Errno {number}] {os.strerror(number)}")

@@ -54,6 +54,11 @@ def load_library(name: str, march: str = "native", *, openmp: bool = True) -> ct
     return library
 
 
+def build_name(name: str, march: str = "native") -> str:
+    """A name of `load_library(name, march)` which is another one for another source, compiler or processor."""
+    return Path(load_library(name, march)._name).stem
+
+
 def load_function(name: str, function: str, *arguments: Any, result: Any = None, march: str = "native") -> Any:
     """A function of `load_library(name, march)`, with these types of arguments and result."""
     loaded = load_library(name, march)[function]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernels.cpu.build import load_function, load_library
+from kernels.cpu.build import build_name, load_function
 from kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrite, WriteLayer
 from kernels.errors import KernelError
 from kernels.reference import write_by_index
@@ -58,7 +57,7 @@ class _Product:
 
     def __init__(self, name: str, march: str) -> None:
         self.library = name
-        self.build = Path(load_library(name, march)._name).stem
+        self.build = build_name(name, march)
         self.supports = load_function(name, "folio_linear_supports", _INT, result=_INT, march=march)
         self.pack = load_function(name, "folio_linear_pack", _INT, *[_POINTER] * 3, *[_INT64] * 2, march=march)
         self.multiply = load_function(name, "folio_linear", _INT, *[_POINTER] * 6, *[_INT64] * 3, march=march)

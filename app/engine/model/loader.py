@@ -256,7 +256,10 @@ def _in_arena(
 ) -> tuple[_MadeModule, WeightArena]:
     """The module with its tensors in an arena, before anything keeps their addresses. From its file if there is one."""
     pools = pooling is not None
-    key = weight_key(config, pools=pools)
+    try:
+        key = weight_key(config, pools=pools)
+    except OSError as error:
+        raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
 
     def make() -> _MadeModule:
         return _make_module(config, hf_config, None, pooling, movable=True)
@@ -267,16 +270,19 @@ def _in_arena(
         return collect(make().module)
 
     if (found := weights.find(key)) is not None:
+        arena: WeightArena | None = None
         try:
             made = _without_values(config, hf_config, found.header.facts)
             skeleton = Skeleton(made.module, found.header.table)
-        except (ModelError, RuntimeError, NotImplementedError) as error:  # of torch: an operation that needs values
-            logger.info("%r is loaded from its checkpoint, not from the file of its weights: %s", config.model, error)
-            found.close()
-        else:
             arena = weights.map(key, found, again)
             skeleton.fill(arena.contents)
             return made, arena
+        except (
+            ModelError,
+            RuntimeError,
+        ) as error:  # of torch: an operation needs values, or a tensor cannot be swapped
+            logger.info("%r is loaded from its checkpoint, not from the file of its weights: %s", config.model, error)
+            (arena or found).close()
     made = make()
     return made, weights.move(collect(made.module, made.facts), key, again)
 

@@ -18,6 +18,7 @@ from app.config.engine import ResolvedConfig
 from app.engine.model.weight_file import LAYOUT_VERSION
 from app.version import VERSION
 from kernels import CpuLinear, KernelError
+from kernels.cpu.build import build_name
 
 SUFFIX = ".weights"
 _MOST_NAME_CHARACTERS = 60
@@ -77,7 +78,7 @@ def weight_key(config: ResolvedConfig, *, pools: bool = False) -> WeightKey:
             "quantization": config.quantization,
             "device": config.device,
             "pools": pools,
-            "products": _products(),
+            "kernels": _kernels(),
         },
         version={
             "files": sorted([path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files),
@@ -89,13 +90,15 @@ def weight_key(config: ResolvedConfig, *, pools: bool = False) -> WeightKey:
     )
 
 
-def _products() -> list[str]:
-    """The libraries whose order packed weights have, as they are built for this processor."""
+def _kernels() -> list[str]:
+    """The libraries whose order packed weights have and with which fused modules were compared, as they are built for
+    this processor."""
     try:
         linear = CpuLinear()
+        products = {linear.build(dtype) for dtype in (torch.float32, torch.bfloat16) if not linear.unsupported(dtype)}
+        return sorted(products | {build_name(name) for name in ("elementwise", "rotary")})
     except KernelError:
         return []
-    return sorted({linear.build(dtype) for dtype in (torch.float32, torch.bfloat16) if not linear.unsupported(dtype)})
 
 
 def weight_files(model: str) -> list[Path]:

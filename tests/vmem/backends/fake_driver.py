@@ -25,11 +25,11 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from vmem.backends.host import _libc
+from vmem.backends.host_calls import libc
 
 _MAP_FIXED = 0x10
 _HOLE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class CUresult(enum.IntEnum):
@@ -210,7 +210,7 @@ class FakeDriver:
         if size <= 0 or size % self.granularity_bytes:
             return INVALID, 0
         whole = size + self.granularity_bytes
-        start = _libc.mmap(None, whole, 0, _HOLE | 0x4000, -1, 0)
+        start = libc.mmap(None, whole, 0, _HOLE | 0x4000, -1, 0)
         if start == ctypes.c_void_p(-1).value:
             return CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0
         aligned = -(-start // self.granularity_bytes) * self.granularity_bytes
@@ -225,7 +225,7 @@ class FakeDriver:
         if any(address <= mapped < address + size for mapped in self._mappings):
             return (INVALID,)
         _, start, whole = self._reserved.pop(address)
-        _libc.munmap(start, whole)
+        libc.munmap(start, whole)
         return (OK,)
 
     def cuMemCreate(self, size: int, properties: Any, flags: int) -> tuple[CUresult, int]:  # noqa: N802
@@ -260,7 +260,7 @@ class FakeDriver:
             return (INVALID,)
         if any(address < mapped + n and mapped < address + size for mapped, n in self._mappings.items()):
             return (CUresult.CUDA_ERROR_ALREADY_MAPPED,)
-        _libc.mmap(address, size, 0, mmap.MAP_SHARED | _MAP_FIXED, memfd, 0)
+        libc.mmap(address, size, 0, mmap.MAP_SHARED | _MAP_FIXED, memfd, 0)
         self._mappings[address] = size
         return (OK,)
 
@@ -270,7 +270,7 @@ class FakeDriver:
         if count != 1 or access[0].flags != 3 or not self._whole_mappings(address, size):
             return (INVALID,)
         self._spend("cuMemSetAccess", size)
-        _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE)
         self._accessible.update(m for m in self._mappings if address <= m < address + size)
         return (OK,)
 
@@ -286,7 +286,7 @@ class FakeDriver:
             self._accessible.discard(mapped)
             if any(mapped in addresses for *_, addresses in self._launched):
                 self.violations.append(f"{mapped:#x} was unmapped under a running step")
-        _libc.mmap(address, size, 0, _HOLE | _MAP_FIXED | 0x4000, -1, 0)
+        libc.mmap(address, size, 0, _HOLE | _MAP_FIXED | 0x4000, -1, 0)
         return (OK,)
 
     def cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[CUresult, int]:  # noqa: N802

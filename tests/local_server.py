@@ -116,6 +116,9 @@ class Shelf:
 
         return SimpleNamespace(engine=engine, ready=ready, generate=getattr(engine, "generate", None), name=name)
 
+    def device_status(self) -> None:
+        return None
+
     def statuses(self) -> tuple[ModelStatus, ...]:
         return tuple(ModelStatus(name=name, state="awake") for name in self.names)
 

@@ -117,7 +117,7 @@ class RunningGroups:
                 request.num_computed = 0
             request.memory = None
         self.num_preempted[mode] += 1
-        logger.info("preempted %s by %s", ", ".join(r.request_id for r in victim.members), mode)
+        logger.debug("preempted %s by %s", ", ".join(r.request_id for r in victim.members), mode)
         bisect.insort(self.preempted, victim, key=rank)
 
     def _split(self, group: SequenceGroup) -> None:

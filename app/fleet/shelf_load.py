@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.engine.report import ReplicaReport, StepTimes
 from app.engine.shelf.status import ModelStatus
 from vmem import MemoryReport
-
-if TYPE_CHECKING:
-    from app.engine.load_report import Activity
 
 # Time for which a replica is avoided by requests for a model that could not be loaded there.
 _FAILED_S = 60.0
@@ -119,24 +115,6 @@ def summed_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
         for name in names
     }
     return MemoryReport(**sums)
-
-
-def summed_activity(parts: Sequence[Activity]) -> Activity:
-    """The work of all engines, at least one."""
-    if len(parts) == 1:
-        return parts[0]
-    preempted: Counter[Any] = Counter()
-    for part in parts:
-        preempted.update(part.num_preempted)
-    lists = {name: [s for part in parts for s in getattr(part, name)] for name in ("step_s", "queue_s", "prefill_s")}
-    return replace(
-        parts[0],
-        num_preempted=preempted,
-        step_tokens=[tokens for part in parts for tokens in part.step_tokens],
-        num_failed_steps=sum(part.num_failed_steps for part in parts),
-        num_late_compilations=max(part.num_late_compilations for part in parts),  # of the process, each since its start
-        **lists,
-    )
 
 
 def _is_busy(load: ReplicaReport) -> bool:

@@ -127,7 +127,7 @@ def _success(families: Mapping[str, Metric]) -> Metric:
         for sample in _samples(families, source):
             reason = sample.labels[tag] if reasons is None else reasons.get(sample.labels[tag])
             if reason is not None:
-                labels = {name: sample.labels[name] for name in ("model_name", "replica")}
+                labels = {name: sample.labels[name] for name in ("model_name", "replica") if name in sample.labels}
                 sums.add(f"{_SUCCESS}_total", labels | {"finished_reason": reason}, sample.value)
     success = Metric(_SUCCESS, _ABOUT[_SUCCESS], "counter")
     success.samples = sums.samples

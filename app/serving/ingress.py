@@ -207,7 +207,7 @@ class Ingress(GrpcIngress):
         self.dashboard = Collector(WatchedReplicas(self._replicas, self._admission, starting), traffic, first)
         self._edge = EdgeMeter()
         with_vllm = http is not None and http.vllm_metrics
-        self._metrics = MetricsPage(context.app_name, first, with_vllm=with_vllm)
+        self._metrics = MetricsPage(context.app_name, None if self._is_shared else first, with_vllm=with_vllm)
         self._load_page = FreshPage(self._make_load_page, _LOAD_FRESH_S)
         # Keep half a million permanent objects, mostly of libraries, out of full garbage collections, which would hold
         # the event loop for 0.3 s after large bodies.
@@ -425,6 +425,7 @@ class Ingress(GrpcIngress):
         """
         with self._meter.measure("fork") as measured, self._admission.admitted():
             named, model = await self._named(request)
+            measured.served_by = model.name
             call, answer = model.translator.translate_fork(named)
             outputs = await self._replicas.complete_fork(call)
             measured.receives([outputs])
@@ -433,6 +434,7 @@ class Ingress(GrpcIngress):
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         with self._meter.measure("fork") as measured, self._admission.admitted():
             named, model = await self._named(request)
+            measured.served_by = model.name
             call, answer = model.translator.translate_fork(named)
             async with aclosing(self._replicas.stream_fork(call)) as pieces:
                 async for piece in pieces:
@@ -603,6 +605,7 @@ class Ingress(GrpcIngress):
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
             request, model = await self._named(request)
+            measured.served_by = model.name
             translator, translate = model.translator, method(model.pooled)
             self._check_room(model)
             served = await model.max_model_len(), await model.pooling()
@@ -620,6 +623,7 @@ class Ingress(GrpcIngress):
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
             request, model = await self._named(request)
+            measured.served_by = model.name
             self._check_room(model)
             ready = self._within(model.max_model_len(), "the model was not loaded", request.timeout_s, arrived)
             max_model_len = await ready

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from ray.serve import metrics
@@ -32,6 +32,7 @@ _WHOLE_S: list[float] = [0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 60, 12
 _LENGTHS: list[float] = [float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)]
 # Half integers: Ray adds the middle of the bucket to a sum for each value, and that is the value itself up to 4.
 _OUTPUTS: list[float] = [0.5, 1.5, 2.5, 3.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5]
+_TAGS: Any = ("route", "model")  # Ray's annotation allows one name only
 
 
 class RequestMeter:
@@ -46,60 +47,60 @@ class RequestMeter:
         self._requests = metrics.Counter(
             "folio_requests",
             "Requests that have ended, by outcome.",
-            ("route", "outcome"),  # type: ignore[arg-type]  # Ray's annotation allows one name only
+            ("route", "model", "outcome"),  # type: ignore[arg-type]
         )
         self._running = metrics.Gauge("folio_requests_in_flight", "Requests that have not ended.", ("route",))
-        self._prompt = metrics.Counter("folio_prompt_tokens", "Tokens of prompts, cached ones included.", ("route",))
+        self._prompt = metrics.Counter("folio_prompt_tokens", "Tokens of prompts, cached ones included.", _TAGS)
         self._cached = metrics.Counter(
-            "folio_prompt_cached_tokens", "Tokens of prompts found in the prefix cache.", ("route",)
+            "folio_prompt_cached_tokens", "Tokens of prompts found in the prefix cache.", _TAGS
         )
-        self._output = metrics.Counter("folio_output_tokens", "Tokens generated and passed on.", ("route",))
+        self._output = metrics.Counter("folio_output_tokens", "Tokens generated and passed on.", _TAGS)
         self._ended = metrics.Counter(
             "folio_outputs",
             "Outputs that were passed on to their end, by finish reason.",
-            ("route", "reason"),  # type: ignore[arg-type]
+            ("route", "model", "reason"),  # type: ignore[arg-type]
         )
         self._prompt_length = metrics.Histogram(
-            "folio_prompt_length_tokens", "Tokens of a prompt.", boundaries=_LENGTHS, tag_keys=("route",)
+            "folio_prompt_length_tokens", "Tokens of a prompt.", boundaries=_LENGTHS, tag_keys=_TAGS
         )
         self._output_length = metrics.Histogram(
             "folio_output_length_tokens",
             "Tokens of an output that was passed on to its end.",
             boundaries=_LENGTHS,
-            tag_keys=("route",),
+            tag_keys=_TAGS,
         )
         self._most_tokens = metrics.Histogram(
             "folio_requested_tokens",
             "Most tokens of an output (max_tokens), of requests that have a limit.",
             boundaries=_LENGTHS,
-            tag_keys=("route",),
+            tag_keys=_TAGS,
         )
         self._num_outputs = metrics.Histogram(
-            "folio_requested_outputs", "Outputs of a prompt (n).", boundaries=_OUTPUTS, tag_keys=("route",)
+            "folio_requested_outputs", "Outputs of a prompt (n).", boundaries=_OUTPUTS, tag_keys=_TAGS
         )
         self._first_s = metrics.Histogram(
             "folio_time_to_first_token_seconds",
             "Streams: from the request to the first piece of any output (TTFT).",
             boundaries=FIRST_S,
-            tag_keys=("route",),
+            tag_keys=_TAGS,
         )
         self._token_s = metrics.Histogram(
             "folio_time_per_output_token_seconds",
             "Streams: mean time per token of each output after its first piece (TPOT).",
             boundaries=_TOKEN_S,
-            tag_keys=("route",),
+            tag_keys=_TAGS,
         )
         self._decode_s = metrics.Histogram(
             "folio_decode_seconds",
             "Streams: from an output's first piece to its last.",
             boundaries=_WHOLE_S,
-            tag_keys=("route",),
+            tag_keys=_TAGS,
         )
         self._whole_s = metrics.Histogram(
             "folio_request_seconds",
             "From the request to the end of its answer.",
             boundaries=_WHOLE_S,
-            tag_keys=("route",),
+            tag_keys=_TAGS,
         )
         self._num_running: Counter[str] = Counter()
 
@@ -130,8 +131,8 @@ class RequestMeter:
         self._running.set(self._num_running[route], {"route": route})
 
     def _record(self, route: str, measured: Measured) -> None:
-        tags = {"route": route}
-        self._requests.inc(1, {"route": route, "outcome": measured.outcome})
+        tags = {"route": route, "model": measured.served_by}
+        self._requests.inc(1, tags | {"outcome": measured.outcome})
         counts = (self._prompt, measured.prompt_tokens), (self._cached, measured.cached_tokens)
         for counter, number in (*counts, (self._output, measured.output_tokens)):
             if number:  # Ray refuses an increase by 0
@@ -185,7 +186,8 @@ class Measured:
     """Measurements of one request.
 
     Attributes:
-        model: its name, once it is known to exist.
+        model: its name in the request, once it is known to exist.
+        served_by: the model with that name, alias or adapter; empty before it is known.
         params: of all its prompts; `None` if they are pooled.
         prompt_lengths: tokens of each prompt.
         output_lengths: finish reason → tokens of each output that ended with it; 0 of a vector.
@@ -193,7 +195,7 @@ class Measured:
     """
 
     def __init__(self) -> None:
-        self.model = ""
+        self.model = self.served_by = ""
         self.begun_at = time.perf_counter()
         self._outputs: dict[tuple[int, int], _Output] = {}
         self._cached: dict[int, int] = {}  # by prompt

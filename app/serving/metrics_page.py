@@ -59,7 +59,8 @@ class MetricsPage:
     """
     Args:
         application: name of the application whose metrics are shown.
-        model: its name for clients, the label `model_name`.
+        model: the only model's name for clients; `None`: there are several. It is the label `model_name` of metrics
+            that have no label `model`; others repeat theirs.
         with_vllm: add the metrics under vLLM's names.
         agents: returns the addresses of the nodes' agents; may block.
         fresh_s: greatest age of the page.
@@ -68,7 +69,7 @@ class MetricsPage:
     def __init__(
         self,
         application: str,
-        model: str,
+        model: str | None,
         *,
         with_vllm: bool = False,
         agents: Callable[[], Sequence[str]] | None = None,
@@ -121,14 +122,14 @@ def agents_of_this_cluster() -> list[str]:
     ]
 
 
-def merge(pages: Iterable[str], application: str, model: str) -> dict[str, Metric]:
-    """The metrics of one application on the agents' pages, by name. Labels are in snake case; `model_name` is added.
-    Raises `UnavailableError` if there are none."""
+def merge(pages: Iterable[str], application: str, model: str | None) -> dict[str, Metric]:
+    """The metrics of one application on the agents' pages, by name. Labels are in snake case; `model_name` is added
+    where a model is known. Raises `UnavailableError` if there are none."""
     merged: dict[str, Metric] = {}
     for page in pages:
         for family in text_string_to_metric_families("".join(_relevant(page))):
             of_application = [
-                Sample(sample.name, _labels(sample.labels) | {"model_name": model}, sample.value)
+                Sample(sample.name, _labels(sample.labels, model), sample.value)
                 for sample in family.samples
                 if sample.labels.get("application") == application
             ]
@@ -142,9 +143,11 @@ def merge(pages: Iterable[str], application: str, model: str) -> dict[str, Metri
     return {name: merged[name] for name in sorted(merged)}
 
 
-def _labels(labels: Mapping[str, str]) -> dict[str, str]:
+def _labels(labels: Mapping[str, str], model: str | None) -> dict[str, str]:
     """Ray's `NodeAddress` becomes `node_address`, as is the custom for labels."""
-    return {_HUMP.sub("_", name).lower(): value for name, value in labels.items() if name not in _NOISE}
+    found = {_HUMP.sub("_", name).lower(): value for name, value in labels.items() if name not in _NOISE}
+    name = labels.get("model") or model
+    return found if name is None else found | {"model_name": name}
 
 
 def render(families: Iterable[Metric]) -> str:

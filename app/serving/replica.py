@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from app.dashboard.views import ReplicaView, WatchCall, view_replica
 from app.engine import Delta
 from app.engine.lora.source import AdapterSource
 from app.engine.report import ReplicaReport
+from app.engine.shelf.status import ModelStatus
 from app.errors import (
     ConfigError,
     ModelUnavailableError,
@@ -51,13 +52,14 @@ from app.fleet.messages import (
     reports_as_stats,
 )
 from app.fleet.retry import DuplicateGuard
-from app.fleet.shelf_load import reports_for_routers, summed_activity, summed_load, summed_memory, unloaded_report
+from app.fleet.shelf_load import reports_for_routers, summed_load, summed_memory, unloaded_report
 from app.fleet.streams import StreamPace, interleave, with_heartbeats
 from app.logs import configure_logs
 from app.serving.engine_metrics import EngineMeter, RoutingAudit
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.loaded import TableCopy
 from app.serving.shared_streams import Entry, SharedStreams
+from app.serving.shelf_metrics import ShelfMeter
 from app.tracing import keep_traces_whole, traced
 from vmem import BudgetAnswer, CachedPrefix, MemoryReport
 
@@ -81,11 +83,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """Loads by model, and load and memory of all models together."""
+    """Loads by model, load and memory of all models together, and memory of each model that has an engine."""
 
     loads: dict[str, ReplicaReport]
     load: ReplicaReport
     memory: MemoryReport
+    memories: dict[str, MemoryReport]
 
 
 class EngineReplica:
@@ -129,7 +132,7 @@ class EngineReplica:
             logger.warning("device auto is the CPU: Ray gave this replica no GPU")
             self._device = "cpu"
         self._audit = RoutingAudit()
-        self._meter = EngineMeter()
+        self._meter, self._shelf_meter = EngineMeter(), ShelfMeter()
         self._shared = SharedStreams()
         self._duplicates = DuplicateGuard()
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
@@ -321,18 +324,14 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The load reports for routers. Serve calls this every report period; metrics are recorded here, too."""
-        engines = list(self._engines().values())
-        if len(engines) == 1:
-            self._meter.note_speculation(engines[0].speculation)
-            self._meter.note_start(engines[0].start_times)
         self._exit_if_stopped()
         if self._tables is not None and (self._syncing is None or self._syncing.done()):
             self._syncing = asyncio.create_task(self._sync_tables(self._tables))
+        engines = self._engines()
         figures = await _run_in_thread(partial(self._figures, self._most_keys // max(len(engines), 1)))
-        if engines:
-            activity = summed_activity([engine.take_activity() for engine in engines])
-            self._meter.note(figures.load, figures.memory, activity)
-        return reports_as_stats(reports_for_routers(figures.loads, self._shelf.statuses()))
+        statuses = self._shelf.statuses()
+        self._record(engines, figures, statuses)
+        return reports_as_stats(reports_for_routers(figures.loads, statuses))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""
@@ -391,19 +390,38 @@ class EngineReplica:
     def _figures(self, most_keys: int) -> _Figures:
         """Raises `UnavailableError` once the only engine has stopped. A model whose engine has stopped has the load of
         one that has not been loaded."""
-        engines, loads, memories = self._engines(), {}, []
+        engines, loads, memories = self._engines(), {}, {}
         for status in self._shelf.statuses():
             engine = engines.get(status.name)
             try:
                 if engine is not None:
                     loads[status.name], memory = engine.load(most_keys=most_keys), engine.report()
-                    memories.append(memory)
+                    memories[status.name] = memory
                     continue
             except UnavailableError:
                 if not self._is_shared:
                     raise
             loads[status.name] = unloaded_report(status, time.monotonic())
-        return _Figures(loads, summed_load(list(loads.values())), summed_memory(memories))
+        return _Figures(loads, summed_load(list(loads.values())), summed_memory(list(memories.values())), memories)
+
+    def _record(self, engines: Mapping[str, AsyncEngine], figures: _Figures, statuses: Sequence[ModelStatus]) -> None:
+        """Record metrics, of the models by their names."""
+        num_late: list[int] = []
+        for name, load in figures.loads.items():
+            engine, memory = engines.get(name), figures.memories.get(name)
+            if engine is None or memory is None:
+                self._meter.note_load(name, load)
+                continue
+            activity = engine.take_activity()
+            num_late.append(activity.num_late_compilations)
+            self._meter.note(name, load, memory, activity)
+            self._meter.note_speculation(name, engine.speculation)
+            self._meter.note_start(name, engine.start_times)
+        # Compilations of a load are no late ones; each engine counts those of the process since its own load.
+        if num_late and not any(status.state == "loading" for status in statuses):
+            self._meter.note_compilations(min(num_late))
+        if (device := self._shelf.device_status()) is not None:
+            self._shelf_meter.note(statuses, device)
 
     def _exit_if_stopped(self) -> None:
         """End the process of a stopped engine soon: until then Serve sends requests that fail."""

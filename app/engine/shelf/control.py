@@ -245,7 +245,7 @@ class Control:
     def _put_to_sleep(self, model: ShelvedModel, other: str | None) -> None:
         assert model.engine is not None
         engine, began = model.engine.driver.engine, time.monotonic()
-        num_bytes = engine.footprint.held_bytes + model.weight_bytes
+        num_bytes, num_running = engine.footprint.held_bytes + model.weight_bytes, engine.scheduler.num_running
 
         def sleep() -> None:
             engine.sleep()
@@ -254,9 +254,11 @@ class Control:
         if not self._attempt(model, sleep):
             return
         model.state = "asleep"
-        model.num_evictions += other is not None
+        reason = f" after {began - model.worked_at:.0f} s without a request"
+        if other is not None:
+            model.num_evictions, model.evicted_for = model.num_evictions + 1, other
+            reason = f" for {other!r}" + (f", preempting {num_running} sequences" if num_running else "")
         seconds = time.monotonic() - began
-        reason = "" if other is None else f" for {other!r}"
         logger.info("put %r to sleep%s: %.1f MiB in %.0f ms", model.name, reason, num_bytes / 2**20, 1e3 * seconds)
         self._has_changed = True  # its memory can be given out
 
@@ -370,7 +372,7 @@ class Control:
         try:
             engine.driver.engine.footprint.map_weights()
         except OutOfPages as error:  # the memory that the plan counted on is not there yet
-            logger.info("%r waits for memory: %s", model.name, error)
+            logger.debug("%r waits for memory: %s", model.name, error)
 
             def back() -> None:
                 model.state = "asleep"

@@ -14,6 +14,7 @@ from app.engine.model.device import resolve
 from app.engine.model.memory_profile import HEADROOM_BYTES
 from app.engine.model.weight_store import WeightStore
 from app.engine.shared_device import SharedDevice
+from app.engine.shelf.status import DeviceStatus
 from vmem import DevicePages, OutOfPages
 
 # Share of a machine's memory that all models may take together if the settings do not say.
@@ -52,6 +53,18 @@ class ShelfDevice:
     def has_workspace(self) -> bool:
         """Whether the workspace that was asked for is free of other uses."""
         return self._workspace_bytes == self._wanted_bytes
+
+    @property
+    def status(self) -> DeviceStatus:
+        """From any thread; figures may change meanwhile."""
+        pages = self.shared.pages
+        return DeviceStatus(
+            capacity_bytes=pages.capacity_bytes,
+            used_bytes=pages.used_bytes,
+            idle_bytes=pages.idle_bytes,
+            charged_bytes=pages.charged_bytes - self._workspace_bytes,
+            workspace_bytes=self._workspace_bytes,
+        )
 
     def want_workspace(self, num_bytes: int) -> None:
         """Keep memory for the tensors of a step. One step is computed at a time, so that the largest one counts."""

@@ -15,7 +15,7 @@ from app.engine.lora.source import AdapterSource
 from app.engine.shelf.control import Control
 from app.engine.shelf.device import ShelfDevice
 from app.engine.shelf.shelved_model import ShelvedModel
-from app.engine.shelf.status import ModelStatus
+from app.engine.shelf.status import DeviceStatus, ModelStatus
 from app.engine.startup import PeerPrefixes
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.errors import RequestError, UnavailableError, UnknownModelError
@@ -59,11 +59,12 @@ class Shelf:
         self._guard = threading.Lock()  # of `_models`, which is replaced and never changed
         self._is_closed = False
         self._control: Control | None = None
+        self._device: ShelfDevice | None = None
         if len(models) == 1 and device_memory_bytes is None:
             [model] = self._models.values()
             model.set_loaded(AsyncEngine(model.config.engine, launch, admit, prefixes_of_others, loaded))
             return
-        device = ShelfDevice(models, device_memory_bytes, host_memory_bytes, weights_dir)
+        self._device = device = ShelfDevice(models, device_memory_bytes, host_memory_bytes, weights_dir)
         self._control = Control(device, lambda: tuple(self._models.values()), prefixes_of_others)
 
     @property
@@ -107,6 +108,10 @@ class Shelf:
     def statuses(self) -> tuple[ModelStatus, ...]:
         """From any thread."""
         return tuple(model.status for model in self._models.values())
+
+    def device_status(self) -> DeviceStatus | None:
+        """The shared memory; `None` for a single model that has its device alone. From any thread."""
+        return None if self._device is None else self._device.status
 
     @property
     def healthy(self) -> bool:

@@ -48,8 +48,8 @@ class ShelvedModel:
     Attributes:
         arrivals: of its requests.
         engine: `None` until the model is loaded.
-        state, weight_bytes, num_wakes, num_evictions, last_wake_s, error: see `ModelStatus`; changed by the shelf's
-            thread only, as the following.
+        state, weight_bytes, num_wakes, last_wake_s, num_evictions, evicted_for, error: see `ModelStatus`; changed by
+            the shelf's thread only, as the following.
         estimate: `None` until the model is measured.
         load_s: seconds of the load.
         turn_since: when the model woke, or its budget was raised from 0.
@@ -65,8 +65,9 @@ class ShelvedModel:
         self.state: ModelState = "new"
         self.estimate: Estimate | None = None
         self.weight_bytes = self.num_wakes = self.num_evictions = 0
+        self.evicted_for: str | None = None
         self.load_s = self.last_wake_s = 0.0
-        self.turn_since = -math.inf
+        self.turn_since = self._woken_at = -math.inf
         self.worked_at = time.monotonic()
         self.preempted_at: float | None = None
         self.error: str | None = None
@@ -108,7 +109,7 @@ class ShelvedModel:
     def note_awake(self, seconds: float) -> None:
         """Note that the model is awake."""
         self.state, self.last_wake_s, self.num_wakes = "awake", seconds, self.num_wakes + 1
-        self.turn_since = self.worked_at = time.monotonic()
+        self.turn_since = self.worked_at = self._woken_at = time.monotonic()
         if self.num_wakes > 1:
             self._wake_s = seconds
 
@@ -176,7 +177,9 @@ class ShelvedModel:
             num_wakes=self.num_wakes,
             wake_s=self.expected_wake_s,
             last_wake_s=self.last_wake_s,
+            woken_ago_s=time.monotonic() - self._woken_at if self.num_wakes else None,
             num_evictions=self.num_evictions,
+            evicted_for=self.evicted_for,
             error=self.error,
             idle_s=0.0 if num_running + num_waiting else self.arrivals.silence_s(time.monotonic()),
         )

@@ -1,4 +1,4 @@
-"""Status of a model on a shelf."""
+"""Status of a shelf: of each model, and of the device's memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class ModelStatus:
         num_wakes: times that it was loaded or woken.
         wake_s: expected seconds to wake it from its present state; 0 while it is awake.
         last_wake_s: seconds of the last wake or load.
+        woken_ago_s: time since then; `None` before the first.
         num_evictions: times that it was put to sleep for another model.
+        evicted_for: the other model, the last time.
         error: why it has failed.
         idle_s: seconds since its last request ended; 0 while it has one.
     """
@@ -34,6 +36,32 @@ class ModelStatus:
     num_wakes: int = 0
     wake_s: float = 0.0
     last_wake_s: float = 0.0
+    woken_ago_s: float | None = None
     num_evictions: int = 0
+    evicted_for: str | None = None
     error: str | None = None
     idle_s: float = 0.0
+
+    @property
+    def device_weight_bytes(self) -> int:
+        """Bytes of its weights on the device now."""
+        return self.weight_bytes if self.state in ("awake", "waking") else 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """Memory of the device that the models share.
+
+    Attributes:
+        capacity_bytes: bound of all others together.
+        used_bytes: pages of KV caches, and of weights where they are pages (CUDA).
+        idle_bytes: pages between two owners: given back by one model, and kept for the next one.
+        charged_bytes: mapped files of weights (CPU).
+        workspace_bytes: kept for the tensors of a step.
+    """
+
+    capacity_bytes: int
+    used_bytes: int
+    idle_bytes: int
+    charged_bytes: int
+    workspace_bytes: int

@@ -57,8 +57,8 @@ def family(name: str, kind: str, *samples: str) -> str:
     return f"# HELP ray_folio_{name} X.\n# TYPE ray_folio_{name} {kind}\n" + "".join(samples)
 
 
-def derived(*pages: str) -> dict[str, Metric]:
-    return {metric.name: metric for metric in vllm_families(merge(["".join(pages)], "folio", "toy"))}
+def derived(*pages: str, model: str | None = "toy") -> dict[str, Metric]:
+    return {metric.name: metric for metric in vllm_families(merge(["".join(pages)], "folio", model))}
 
 
 def values(metric: Metric) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -182,6 +182,35 @@ def test_finished_reasons() -> None:
         "length": 7,
         "abort": 2,
         "error": 1,
+    }
+
+
+def test_each_model_of_a_shelf_has_its_name() -> None:
+    """Without a model, as in requests for unknown ones, there is no name."""
+
+    def both(name: str, **labels: str) -> str:
+        return "".join(sample(name, v, replica="r1", model=model, **labels) for v, model in ((1, "a"), (2, "b")))
+
+    budget = sample("kv_bytes", 4, replica="r1", model="a", kind="budget")
+    made = derived(
+        family("running_sequences", "gauge", both("running_sequences")),
+        family("kv_bytes", "gauge", both("kv_bytes", kind="active"), budget),
+        family(
+            "requests_total",
+            "counter",
+            sample("requests_total", 3, replica="i1", route="chat", model="a", outcome="failed"),
+            sample("requests_total", 4, replica="i1", route="chat", model="", outcome="failed"),
+        ),
+        model=None,
+    )
+    found = {
+        name: [(s.labels.get("model_name"), s.value) for s in made[name].samples]
+        for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:request_success")
+    }
+    assert found == {
+        "vllm:num_requests_running": [("a", 1), ("b", 2)],
+        "vllm:kv_cache_usage_perc": [("a", 0.25)],
+        "vllm:request_success": [("a", 3), (None, 4)],
     }
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from ray.serve import metrics
 
 from app.config.engine import EngineConfig
 from app.engine.engine import Engine
 from app.engine.report import StartTimes
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
-from app.serving.engine_metrics import EngineMeter
+from app.serving.engine_metrics import EngineMeter, SteadyGauge, TotalCounter
 from kernels import note_compilation
 from tests.app.serving.conftest import Recorded
 
@@ -27,19 +28,19 @@ def engine() -> Iterator[Engine]:
 def test_draft_tokens_are_counted_once(recorded: Recorded) -> None:
     """The engine has totals, a counter takes increases, and never one of 0."""
     meter = EngineMeter()
-    meter.note_speculation(None)
+    meter.note_speculation("m", None)
     counts = SpeculationCounts("ngram")
-    meter.note_speculation(counts)
+    meter.note_speculation("m", counts)
     counts.draft_tokens, counts.accepted_tokens, counts.checks = 8, 0, 2
-    meter.note_speculation(counts)
-    meter.note_speculation(counts)
+    meter.note_speculation("m", counts)
+    meter.note_speculation("m", counts)
     counts.draft_tokens, counts.accepted_tokens = 11, 2
-    meter.note_speculation(counts)
+    meter.note_speculation("m", counts)
     assert recorded == [
-        ("folio_verified_drafts", 2, {"proposer": "ngram"}),
-        ("folio_draft_tokens", 8, {"proposer": "ngram"}),
-        ("folio_draft_tokens", 3, {"proposer": "ngram"}),
-        ("folio_accepted_tokens", 2, {"proposer": "ngram"}),
+        ("folio_verified_drafts", 2, {"model": "m", "proposer": "ngram"}),
+        ("folio_draft_tokens", 8, {"model": "m", "proposer": "ngram"}),
+        ("folio_draft_tokens", 3, {"model": "m", "proposer": "ngram"}),
+        ("folio_accepted_tokens", 2, {"model": "m", "proposer": "ngram"}),
     ]
 
 
@@ -48,7 +49,7 @@ def test_kernels_that_compile_after_the_start_are_counted(recorded: Recorded, en
 
     def note() -> list[float]:
         recorded.clear()
-        meter.note(engine.load.report(), engine.report(), engine.load.take_activity())
+        meter.note_compilations(engine.load.take_activity().num_late_compilations)
         return [value for name, value, _ in recorded if name == "folio_late_compilations"]
 
     note_compilation("a kernel of the warm-up")
@@ -59,14 +60,24 @@ def test_kernels_that_compile_after_the_start_are_counted(recorded: Recorded, en
     assert note() == []
 
 
+def test_compilations_of_later_loads_are_no_late_ones(recorded: Recorded) -> None:
+    """Each model's engine counts those of the process since its own load; the least number is told."""
+    meter = EngineMeter()
+    for least in (1, 0, 2, 2):  # the second engine begins at 0
+        meter.note_compilations(least)
+    assert recorded == [("folio_late_compilations", 1, {}), ("folio_late_compilations", 2, {})]
+
+
 def test_an_engines_activity_is_recorded_once(recorded: Recorded, engine: Engine) -> None:
     """Gauges have present values, counters increases, histograms each step's time once."""
     meter = EngineMeter()
 
-    def note() -> list[tuple[str, float, dict[str, str]]]:
+    gauges: dict[tuple[str, str], float] = {}
+
+    def note() -> None:
         recorded.clear()
-        meter.note(engine.load.report(), engine.report(), engine.load.take_activity())
-        return list(recorded)
+        meter.note("m", engine.load.report(), engine.report(), engine.load.take_activity())
+        gauges.update({(name, tags["kind"]): value for name, value, tags in recorded if "kind" in tags})
 
     def values(name: str) -> list[float]:
         return [value for n, value, _ in recorded if n == name]
@@ -87,10 +98,9 @@ def test_an_engines_activity_is_recorded_once(recorded: Recorded, engine: Engine
     assert first > second > 0  # both wait for the same step
     assert values("folio_prefix_queried_tokens") == [80]
     report = engine.report()
-    by_kind = {tags["kind"]: value for name, value, tags in recorded if name == "folio_kv_bytes"}
-    assert by_kind["budget"] == report.budget_bytes
-    assert by_kind["active"] == report.active_bytes > 0
-    tokens = {tags["kind"]: value for name, value, tags in recorded if name == "folio_kv_tokens"}
+    assert gauges["folio_kv_bytes", "budget"] == report.budget_bytes
+    assert gauges["folio_kv_bytes", "active"] == report.active_bytes > 0
+    tokens = {kind: value for (name, kind), value in gauges.items() if name == "folio_kv_tokens"}
     assert tokens == {"block": 16, "free": engine.load.report().free_tokens, "total": engine.load.report().total_tokens}
     while engine.has_work:
         engine.step()
@@ -131,17 +141,39 @@ def test_prefill_lasts_from_the_first_chunk_to_the_first_token() -> None:
 def test_preemptions_are_counted_by_mode(recorded: Recorded, engine: Engine) -> None:
     meter = EngineMeter()
     load, report, activity = engine.load.report(), engine.report(), engine.load.take_activity()
-    meter.note(load, report, replace(activity, num_preempted={"swap": 2, "recompute": 0}))
-    meter.note(load, report, replace(activity, num_preempted={"swap": 2, "recompute": 1}))
+    meter.note("m", load, report, replace(activity, num_preempted={"swap": 2, "recompute": 0}))
+    meter.note("m", load, report, replace(activity, num_preempted={"swap": 2, "recompute": 1}))
     assert [call for call in recorded if call[0] == "folio_preemptions"] == [
-        ("folio_preemptions", 2, {"way": "swap"}),
-        ("folio_preemptions", 1, {"way": "recompute"}),
+        ("folio_preemptions", 2, {"model": "m", "way": "swap"}),
+        ("folio_preemptions", 1, {"model": "m", "way": "recompute"}),
     ]
 
 
 def test_the_phases_of_a_start(recorded: Recorded) -> None:
-    EngineMeter().note_start(StartTimes(model_s=1.0, warm_up_s=2.0, process_s=7.0))
+    EngineMeter().note_start("m", StartTimes(model_s=1.0, warm_up_s=2.0, process_s=7.0))
     phases = {tags["phase"]: value for name, value, tags in recorded if name == "folio_ready_seconds"}
     assert len(phases) == len(recorded)
     assert (phases["model"], phases["warm_up"], phases["process"], phases["all"]) == (1.0, 2.0, 7.0, 3.0)
     assert phases["prefixes"] == 0.0
+
+
+def test_the_totals_of_a_new_engine_begin_at_0(recorded: Recorded) -> None:
+    """A model that is loaded again has a new engine, whose first events were not counted."""
+    counter = TotalCounter(metrics.Counter("c", "C.", ("model",)))
+    for total in (5, 5, 2, 3):
+        counter.rise_to(total, {"model": "a"})
+    counter.rise_to(1, {"model": "b"})
+    assert [(value, tags["model"]) for _, value, tags in recorded] == [(5, "a"), (2, "a"), (1, "a"), (1, "b")]
+
+
+def test_a_gauge_is_set_when_it_changes_and_again_before_ray_drops_it(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("app.serving.engine_metrics.time.monotonic", lambda: now)
+    gauge = SteadyGauge(metrics.Gauge("g", "G.", ("model",)))
+    for now, value in ((100.0, 1), (100.5, 1), (101.0, 2), (101.5, 2), (106.0, 2), (110.0, 2)):  # noqa: B007
+        gauge.set(value, {"model": "a"})
+        gauge.set(7, {"model": "b"})
+    assert [value for _, value, tags in recorded if tags["model"] == "a"] == [1, 2, 2]
+    assert [value for _, value, tags in recorded if tags["model"] == "b"] == [7, 7]

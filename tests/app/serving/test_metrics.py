@@ -35,7 +35,13 @@ def made_in_code() -> set[tuple[str, str, tuple[str, ...]]]:
     """(name, kind, tags) of every metric in the code."""
     made = set()
     for path in (ROOT / "app").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        module = ast.parse(path.read_text())
+        constants = {
+            ast.unparse(node.target): node.value
+            for node in module.body
+            if isinstance(node, ast.AnnAssign) and node.value
+        }
+        for node in ast.walk(module):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             kind = node.func.attr
@@ -43,6 +49,7 @@ def made_in_code() -> set[tuple[str, str, tuple[str, ...]]]:
                 continue
             keywords = {keyword.arg: keyword.value for keyword in node.keywords}
             tags = keywords.get("tag_keys") or (node.args[2] if len(node.args) > 2 else ast.Tuple([]))
+            tags = constants.get(ast.unparse(tags), tags)
             made.add((ast.literal_eval(node.args[0]), kind.lower(), tuple(sorted(ast.literal_eval(tags)))))
     return made
 
@@ -67,14 +74,15 @@ def test_tokens_and_times_of_a_stream(recorded: Recorded, monkeypatch: pytest.Mo
     clock = iter([10.0, 10.5, 11.0, 12.5, 13.0])
     monkeypatch.setattr("app.serving.metrics.time.perf_counter", lambda: next(clock))
     with RequestMeter().measure("chat") as measured:
+        measured.served_by = "base"
         measured.sends(CALLS, "m")
         measured.streams(Piece("x", (7, 8), num_cached_tokens=2))
         measured.streams(Piece("y", (7,), num_cached_tokens=1), prompt=1)
         measured.streams(Piece("z", (7, 8, 9, 10), finish_reason="stop", num_cached_tokens=2))
-    route = {"route": "chat"}
+    route = {"route": "chat", "model": "base"}
     assert recorded == [
-        ("folio_requests_in_flight", 1, route),
-        ("folio_requests_in_flight", 0, route),
+        ("folio_requests_in_flight", 1, {"route": "chat"}),
+        ("folio_requests_in_flight", 0, {"route": "chat"}),
         ("folio_requests", 1, route | {"outcome": "ok"}),
         ("folio_prompt_tokens", 5, route),
         ("folio_prompt_cached_tokens", 3, route),
@@ -167,7 +175,7 @@ def test_the_error_of_a_request_is_its_outcome(recorded: Recorded, error: BaseEx
     with pytest.raises(type(error)), meter.measure("chat") as measured:  # noqa: PT012
         measured.sends(CALLS, "m")
         raise error
-    assert ("folio_requests", 1, {"route": "chat", "outcome": outcome}) in recorded
+    assert ("folio_requests", 1, {"route": "chat", "model": "", "outcome": outcome}) in recorded
     assert ("folio_requests_in_flight", 0, {"route": "chat"}) in recorded
     assert sums(recorded)["folio_prompt_tokens"] == 5
     assert "folio_request_seconds" not in sums(recorded)
@@ -188,7 +196,7 @@ def test_the_requests_in_flight_are_repeated(recorded: Recorded) -> None:
 def test_an_error_within_an_answer_is_the_outcome(recorded: Recorded) -> None:
     with RequestMeter().measure("responses") as measured:
         measured.fails(EngineError("x"))
-    assert ("folio_requests", 1, {"route": "responses", "outcome": "failed"}) in recorded
+    assert ("folio_requests", 1, {"route": "responses", "model": "", "outcome": "failed"}) in recorded
 
 
 def test_requests_in_flight_are_counted_by_route(recorded: Recorded) -> None:

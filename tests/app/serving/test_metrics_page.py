@@ -114,6 +114,21 @@ def test_no_page_before_the_first_report() -> None:
         merge([agent("10.0.0.1", "other")], "folio", "toy")
 
 
+def test_the_model_of_a_metric_is_its_name() -> None:
+    """With several models all metrics had the name of the first one."""
+    values = "# TYPE ray_folio_x gauge\n" + "".join(
+        f'ray_folio_x{{application="folio",replica="r"{label}}} 1\n'
+        for label in (',model="a"', ',model="b"', ',model=""', "")
+    )
+
+    def names(model: str | None) -> list[str | None]:
+        [family] = merge([values], "folio", model).values()
+        return [s.labels.get("model_name") for s in family.samples]
+
+    assert names(None) == ["a", "b", None, None]
+    assert names("only") == ["a", "b", "only", "only"]
+
+
 def declared() -> str:
     """An agent's page with a sample of every metric in the code, with Ray's labels."""
     lines = []

@@ -38,6 +38,7 @@ from app.openai.bodies import (
 from app.openai.pooled.bodies import EmbeddingRequest
 from app.request_context import CURRENT, RequestContext
 from app.serving import loaded as loaded_module
+from tests.app.serving.conftest import Recorded
 from tests.app.serving.registry import Cluster
 from tests.local_server import LocalHandle, a_model, ingress_of, replica_of_shelf
 
@@ -288,6 +289,33 @@ async def test_a_model_whose_queues_are_full_does_not_shed_the_load_of_another(s
         await server.generate(completion("second"))
     await server.generate(completion("first"))
     assert (await states(server))["second"] == "new"
+
+
+async def test_metrics_tell_models_apart(recorded: Recorded, server: Any) -> None:
+    """Those of all models were added up, without speculation and start times."""
+    await server.generate(completion("first"))
+    await server.generate(completion("second", max_tokens=2))
+    await server.replica.record_routing_stats()
+    by_model = {
+        name: {tags["model"]: value for found, value, tags in recorded if found == name}
+        for name in ("folio_running_sequences", "folio_prefix_queried_tokens", "folio_output_tokens")
+    }
+    assert by_model["folio_running_sequences"] == {"first": 0, "second": 0, "third": 0}
+    assert by_model["folio_prefix_queried_tokens"].keys() == {"first", "second"}
+    assert by_model["folio_output_tokens"] == {"first": 4, "second": 2}
+    states = {tags["model"]: tags["state"] for name, is_it, tags in recorded if name == "folio_model_state" and is_it}
+    assert states == {"first": "awake", "second": "awake", "third": "new"}
+    held = {tuple(tags.values()): value for name, value, tags in recorded if name == "folio_model_bytes"}
+    device = {tags["kind"]: value for name, value, tags in recorded if name == "folio_device_bytes"}
+    assert held["first", "weights"] > 0
+    assert held["third", "weights"] == 0
+    assert device["charged"] >= held["first", "weights"] + held["second", "weights"]
+    assert device["used"] >= held["first", "kv"] + held["second", "kv"] > 0
+    assert device["capacity"] == 256 << 20
+    assert device["workspace"] > 0
+    assert {tags["model"] for name, _, tags in recorded if name == "folio_ready_seconds"} == {"first", "second"}
+    wakes = [tags["model"] for name, _, tags in recorded if name == "folio_model_wake_seconds"]
+    assert sorted(wakes) == ["first", "second"]
 
 
 async def test_operators_see_all_models_together(server: Any) -> None:

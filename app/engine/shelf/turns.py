@@ -110,9 +110,17 @@ class _TurnTaking:
         return _own_weight_bytes(need) + kv_bytes
 
     def _that_fit(self, residents: list[ModelNeed]) -> list[ModelNeed]:
-        """Drop residents while they do not fit, because their requests have grown; the longest turn first."""
+        """Those that fit although their requests have grown: first each one gets less to work with, then those with the
+        longest turns are dropped."""
         kept = sorted(residents, key=lambda need: (need.state != "waking", need.turn_s, need.name))
         taken_bytes = sum(map(self._bytes, kept))
+        least_bytes = {need.name: min(need.first_bytes, self._floors[need.name]) for need in kept}
+        spare_bytes = taken_bytes - sum(_own_weight_bytes(need) + least_bytes[need.name] for need in kept)
+        if 0 < taken_bytes - self._free_bytes <= spare_bytes:
+            part = 1 - (taken_bytes - self._free_bytes) / spare_bytes
+            for name, least in least_bytes.items():
+                self._floors[name] = least + int(part * (self._floors[name] - least))
+            return kept
         while len(kept) > 1 and kept[-1].state == "awake" and taken_bytes > self._free_bytes:
             dropped = kept.pop()
             taken_bytes -= self._bytes(dropped)

@@ -9,6 +9,7 @@ map their weights, so that steps go on meanwhile:
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -195,6 +196,7 @@ class Control:
             work_s=kv.work_s,
             wake_s=model.usual_wake_s,
             waited_s=waited_s(kv, model.preempted_at),
+            lost_s=math.inf if model.lost_at is None else now - model.lost_at,
             turn_s=now - model.turn_since,
             idle_s=now - model.worked_at,
             probability=model.arrivals.probability(now, HORIZON_S),
@@ -216,6 +218,9 @@ class Control:
         }
         for model, budget in budgets.items():
             self._set_budget(model, budget, lower=True)
+        for name in (*allocation.sleep, *allocation.preempt):
+            if not allocation.budgets.get(name):
+                models[name].lost_at = time.monotonic()
         for name, other in allocation.sleep.items():
             if models[name].engine is None:  # it has just failed
                 continue
@@ -238,8 +243,8 @@ class Control:
         now_bytes = engine.footprint.budget_bytes - pinned_bytes
         if budget_bytes == now_bytes or (budget_bytes < now_bytes) != lower:
             return
-        if now_bytes <= 0:
-            model.turn_since = time.monotonic()
+        if now_bytes <= 0 and model.lost_at is not None and model.state == "awake":
+            model.turn_since, model.lost_at = time.monotonic(), None
         self._attempt(model, partial(engine.set_kv_budget, budget_bytes + pinned_bytes))
 
     def _put_to_sleep(self, model: ShelvedModel, other: str | None) -> None:

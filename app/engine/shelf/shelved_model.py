@@ -52,7 +52,8 @@ class ShelvedModel:
             the shelf's thread only, as the following.
         estimate: `None` until the model is measured.
         load_s: seconds of the load.
-        turn_since: when the model woke, or its budget was raised from 0.
+        turn_since: when the model woke, or, after all of its requests were preempted, had memory again.
+        lost_at: when its turn ended while it had requests; `None` once it has memory again.
         worked_at: when it last had a request.
         preempted_at: since when requests with a first token have had no memory, by `time.perf_counter`.
         loaded_adapters: adapters to load with the engine.
@@ -70,6 +71,7 @@ class ShelvedModel:
         self.turn_since = self._woken_at = -math.inf
         self.worked_at = time.monotonic()
         self.preempted_at: float | None = None
+        self.lost_at: float | None = None
         self.error: str | None = None
         self.loaded_adapters: Collection[AdapterSource] = ()
         self._changed = changed
@@ -110,6 +112,7 @@ class ShelvedModel:
         """Note that the model is awake."""
         self.state, self.last_wake_s, self.num_wakes = "awake", seconds, self.num_wakes + 1
         self.turn_since = self.worked_at = self._woken_at = time.monotonic()
+        self.lost_at = None
         if self.num_wakes > 1:
             self._wake_s = seconds
 
@@ -117,6 +120,8 @@ class ShelvedModel:
         """Note whether the model has requests, and requests with a first token and without memory."""
         if has_work:
             self.worked_at = now
+        else:
+            self.lost_at = None
         if not has_preempted:
             self.preempted_at = None
         elif self.preempted_at is None:

@@ -33,9 +33,9 @@ from app.engine.shelf.allocation import ModelNeed, Wait
 LEAST_TURN_S = 1.0
 # ... and this multiple of the exchange's wake times, if the claimant can be in time, and if it is late. The latter
 # bounds the share of time that an overloaded device spends on exchanges.
-TURN_WAKES, LATE_TURN_WAKES = 2.0, 20.0
+TURN_WAKES, LATE_TURN_WAKES = 2.0, 10.0
 # A claimant that can be in time is due when less than this share of its target is left.
-DUE_SHARE = 0.6
+DUE_SHARE = 0.8
 # A claimant that has waited for this multiple of its target is overdue.
 OVERDUE_TARGETS = 30.0
 # KV memory that a resident can work with, as a share of its weights: with much less, each step reads weights for few

@@ -51,7 +51,7 @@ CAPACITY_BYTES, FLOPS, BANDWIDTH = 72 * 10**9, 989e12, 3.35e12
 PCIE, HANDLE_BYTES, MAP_S, UNMAP_S, PROCESS_S = 50e9, 16 << 20, 24e-6, 15e-6, 10.0
 SLO_S = SLO()
 # Requests a second, and seconds of a run.
-LOADS, QUICK_LOADS, SECONDS, QUICK_SECONDS = (0.5, 1.0, 2.0, 4.0), (1.0,), 1800.0, 240.0
+LOADS, QUICK_LOADS, SECONDS, QUICK_SECONDS = (0.5, 1.0, 2.0, 4.0), (1.0,), 900.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ def make_requests(traced: Sequence[TracedRequest], rate: float, seconds: float) 
                 at_s = (request.at_s + shift_s) % lasts_s
                 rows.append((at_s, f"m{i:02d}", request.prompt_tokens, request.output_tokens))
     stretch = len(rows) / lasts_s / rate
-    rows = sorted((at_s * stretch, *rest) for at_s, *rest in rows)
-    return [ShelfRequest(model, at_s, prompt, output) for at_s, model, prompt, output in rows if at_s < seconds]
+    requests = [ShelfRequest(model, at_s * stretch, prompt, output) for at_s, model, prompt, output in sorted(rows)]
+    return [request for request in requests if request.at < seconds]
 
 
 def best_split(models: Sequence[ShelfModel], requests: Sequence[ShelfRequest]) -> StaticSplit:

@@ -37,10 +37,10 @@ TURN_WAKES, LATE_TURN_WAKES = 2.0, 10.0
 # A claimant that can be in time is due when less than this share of its target is left.
 DUE_SHARE = 0.8
 # A claimant that has waited for this multiple of its target is overdue.
-OVERDUE_TARGETS = 30.0
+OVERDUE_TARGETS = 20.0
 # KV memory that a resident can work with, as a share of its weights: with much less, each step reads weights for few
 # sequences.
-WORKING_SHARE = 0.25
+WORKING_SHARE = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +90,7 @@ class _TurnTaking:
         self._floors = {need.name: self._floor_bytes(need) for need in needs}
         residents = [need for need in needs if _is_resident(need)]
         self._residents = self._that_fit(residents)
+        self._replaceable = {need.name for need in self._residents if need.state == "awake"}
         others = {need.name for need in self._residents} | self.turns.refused.keys()
         claimants = [need for need in needs if need.num_waiting and need.name not in others]
         claimants.sort(key=_order)
@@ -154,7 +155,7 @@ class _TurnTaking:
             ends_soon = _ends_soon(need, claimant)
             taken_bytes = self._bytes(need, whole=ends_soon)
             free_bytes -= taken_bytes
-            if not ends_soon and need.state == "awake" and need.turn_s >= _turn_s(need, claimant):
+            if not ends_soon and need.name in self._replaceable and need.turn_s >= _turn_s(need, claimant):
                 over.append((need, taken_bytes))
         over.sort(key=lambda item: (-item[0].turn_s / _turn_s(item[0], claimant), item[0].name))
         victims: list[tuple[ModelNeed, int]] = []

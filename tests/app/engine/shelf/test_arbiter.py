@@ -183,6 +183,15 @@ def test_later_requests_do_not_overtake_a_due_one_that_waits_for_a_turn() -> Non
         assert early.wake == ("small",), "until it is overdue, a request that can be in time overtakes it"
 
 
+def test_a_claimant_that_gets_memory_is_not_replaced_in_the_same_plan() -> None:
+    first = waiting("first", 100, state="awake", weight_bytes=400, waited_s=0.9, turn_s=1e6)
+    second = waiting("second", 100, weight_bytes=600, waited_s=0.8)
+    allocation = plan(first, second)
+    assert not allocation.sleep
+    assert allocation.budgets["first"] >= 100
+    assert allocation.waits["second"].reason == "turn"
+
+
 def test_a_model_that_lost_its_turn_does_not_take_it_back_at_once() -> None:
     """Models with a backlog exchanged places and computed nothing: the one put to sleep had waited longest again."""
     lost, other = (

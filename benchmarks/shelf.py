@@ -59,7 +59,7 @@ SHORT, LONG, NEW_TOKENS = 16, 128, 12
 class Sizes:
     """`replay_s`: of each way of serving; `repeats`: requests of each kind that measure a model alone."""
 
-    replay_s: float = 240.0
+    replay_s: float = 120.0
     repeats: int = 5
 
 

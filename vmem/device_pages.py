@@ -9,7 +9,9 @@ the device. Idle pages are destroyed when others need their memory, or by `trim`
 from __future__ import annotations
 
 import heapq
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -94,14 +96,15 @@ class DevicePages:
                 raise IntegrityError(f"discharge of {num_bytes} bytes where {self._charged_bytes} are charged")
             self._charged_bytes -= num_bytes
 
-    def trim(self) -> int:
-        """Destroy the idle pages; returns their bytes. Raises `MapError`; the remaining pages stay idle."""
-        num_bytes = 0
-        while True:
+    def trim(self, limit_s: float = math.inf) -> int:
+        """Destroy idle pages for at most `limit_s`; returns their bytes. Raises `MapError`; others stay idle."""
+        num_bytes, began = 0, time.monotonic()
+        while time.monotonic() - began < limit_s:
             with self._lock:
                 if not self._idle:
                     return num_bytes
                 num_bytes += self._destroy_idle(self._backends[-1])
+        return num_bytes
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless bytes add up within the capacity and every page has one state."""

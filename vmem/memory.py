@@ -188,13 +188,16 @@ class KVMemory:
 
     def fit_together(self, lengths: Sequence[int], shared_tokens: int = 0) -> bool:
         """Whether sequences of these lengths, with `shared_tokens` in common, fit into the whole memory at once."""
+        return self.pages_together(lengths, shared_tokens) <= self.pages.nominal - self.pages.num_pinned
+
+    def pages_together(self, lengths: Sequence[int], shared_tokens: int = 0) -> int:
+        """The most pages that sequences of these lengths own, with `shared_tokens` in common."""
         shared = sum(
             shared_tokens // group.layout.block_tokens * group.layout.num_slices
             for group in self.groups
             if not group.is_state and group.window_tokens is None
         )
-        needed = sum(map(self.pages_for, lengths)) - shared * (len(lengths) - 1)
-        return needed <= self.pages.nominal - self.pages.num_pinned
+        return sum(map(self.pages_for, lengths)) - shared * (len(lengths) - 1)
 
     # ---- sequences ----
 

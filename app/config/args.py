@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -105,7 +106,8 @@ class AppArgs(Settings):
             )
             return ShelfConfig(models=(only,))
         return ShelfConfig(
-            models=tuple(self.models or ()),
+            # "auto" is the CPU: weights on CUDA cannot be unmapped yet.
+            models=tuple(replace(model, engine=replace(model.engine, device="cpu")) for model in self.models or ()),
             device_memory_bytes=self.device_memory_bytes,
             host_memory_bytes=self.host_memory_bytes,
             weights_dir=self.weights_dir,

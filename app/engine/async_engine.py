@@ -266,8 +266,8 @@ class AsyncEngine:
 
     @property
     def held_bytes(self) -> int:
-        """KV memory that exists."""
-        return self._engine.footprint.held_bytes
+        """KV memory that exists, without a call in progress. Does not block."""
+        return self._engine.footprint.seen_bytes
 
     @property
     def num_requests(self) -> tuple[int, int]:

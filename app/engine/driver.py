@@ -167,9 +167,12 @@ class EngineDriver:
 
     @property
     def stalled(self) -> bool:
-        """Whether the engine has work and its thread computes no step. Does not block."""
+        """Whether the engine has work and its thread makes no progress, with this engine or another. Does not block."""
         since = self._working_since
-        return since is not None and time.monotonic() - since > max(self._stalled_s, _STALLED_STEPS * self._longest_s)
+        if since is None:
+            return False
+        since = max(since, self._thread.progress_at)
+        return time.monotonic() - since > max(self._stalled_s, _STALLED_STEPS * self._longest_s)
 
     def _abandon(self) -> None:
         """Fail all requests in place of the stalled thread. If the thread comes back, the engine stops."""

@@ -34,14 +34,19 @@ class Footprint:
         return sum(memory.held_bytes for memory in self._memories)
 
     @property
+    def seen_bytes(self) -> int:
+        """`held_bytes`, without a call in progress. Does not block."""
+        return sum(memory.pages.num_created * memory.pages.page_bytes for memory in self._memories)
+
+    @property
     def anchor_bytes(self) -> int:
         """Memory beside it that KV memories take as long as they are open."""
         return sum(memory.anchor_bytes for memory in self._memories)
 
     @property
     def pinned_bytes(self) -> int:
-        """KV memory of pinned prefixes."""
-        return self._memory.pages.num_pinned * self._memory.pages.page_bytes
+        """Part of the budget that pinned prefixes take, a draft model's share of it included."""
+        return int(self._memory.pages.num_pinned * self._memory.pages.page_bytes / self._share)
 
     @property
     def budget_bytes(self) -> int:
@@ -57,7 +62,8 @@ class Footprint:
             set_budget_within(self._draft, budget_bytes - own_bytes, self._revision)
 
     def release(self) -> list[CachedPrefix]:
-        """Give back KV memory and weights, without sequences; returns the prefixes that were pinned."""
+        """Give back KV memory and weights, without sequences; returns the prefixes that were pinned. Weights come last:
+        the release of KV memory waits for launched steps."""
         pinned = self._memory.release_all()
         if self._draft is not None:
             self._draft.release_all()

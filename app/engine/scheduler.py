@@ -515,7 +515,12 @@ class Scheduler:
                 self._refused = group, group.num_sequences, None
             return False
         needed = self._prefixes.pages_needed(match, len(first.token_ids))
-        needed += sum(self._memory.pages_for(len(request.token_ids)) for request in others)
+        if self.running:
+            needed += sum(self._memory.pages_for(len(request.token_ids)) for request in others)
+        else:  # nothing else runs: what the sequences share counts once
+            lengths = [len(request.token_ids) for request in group.members]
+            needed += self._memory.pages_together(lengths, len(first.prompt_token_ids))
+            needed -= self._memory.pages_for(lengths[0])
         needed += self.groups.pages_per_token * (group.num_sequences - len(group.members))
         if needed + reserve <= self._memory.num_free_pages:
             return True

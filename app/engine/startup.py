@@ -281,6 +281,8 @@ def warm_prefixes(engine: Engine, reports: Sequence[Sequence[CachedPrefix]], lim
                     logger.warning("a prefix is not warmed: %s", delta.error)
                 elif delta.ends_request:
                     done.append(names[delta.request_id])
+            if engine.starved:  # on a shared device, without the memory that it may have later
+                break
     except (IntegrityError, UnavailableError):
         raise
     except Exception:  # a prefix of a peer replica must not keep this engine from starting

@@ -17,6 +17,7 @@ from app.errors import UnavailableError
 
 # Seconds of an engine of share 1 in a round: about a step, so that the steps of several engines alternate.
 _QUANTUM_S = 0.02
+_ENDED = "the engine has stopped; send the request again"
 
 T = TypeVar("T")
 
@@ -51,6 +52,9 @@ class StepThread:
         control: called between two steps; returns the seconds until it must be called again although no member has
             work, or `None`.
         clock: in seconds.
+
+    Attributes:
+        progress_at: when the thread last looked for work or ended a step, by `time.monotonic`.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class StepThread:
         self._event = threading.Event()
         self._closing = self._ended = False
         self._turns = Turns()
+        self.progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="folio-engine", daemon=True)
         self._thread.start()
 
@@ -76,7 +81,7 @@ class StepThread:
         outcome: Future[T] = Future()
         with self._guard:
             if self._ended:
-                outcome.set_exception(UnavailableError("the engine has stopped; send the request again"))
+                outcome.set_exception(UnavailableError(_ENDED))
                 return outcome
             self._calls.append((function, outcome))
         self.wake()
@@ -99,7 +104,18 @@ class StepThread:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        try:
+            self._run_until_closed()
+        finally:  # nobody waits for a call that is never made
+            with self._guard:
+                self._ended, calls, self._calls = True, self._calls, []
+            for _, outcome in calls:
+                if outcome.set_running_or_notify_cancel():
+                    outcome.set_exception(UnavailableError(_ENDED))
+
+    def _run_until_closed(self) -> None:
         while True:
+            self.progress_at = time.monotonic()
             if self._calls:
                 self._run_calls()
             members = [member for member in tuple(self._members) if self._keeps(member)]
@@ -147,6 +163,7 @@ class Turns:
     def next(self, ready: Sequence[Member]) -> Member:
         """The member whose turn it is, of at least one that is ready."""
         if len(ready) == 1:
+            self._deficits.clear()  # its time alone is no other one's
             self._current = ready[0]
             return ready[0]
         waiting = set(ready)

@@ -346,8 +346,7 @@ class EngineReplica:
 
     def _engines(self) -> dict[str, AsyncEngine]:
         """The engines of the models that have been loaded."""
-        models = [(name, self._shelf.model(name).engine) for name in self._shelf.names]
-        return {name: engine for name, engine in models if engine is not None}
+        return self._shelf.engines()
 
     async def _ready(self, model: str) -> AsyncEngine:
         """The engine of a model, once it has been loaded.

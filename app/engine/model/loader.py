@@ -277,10 +277,8 @@ def _in_arena(
             arena = weights.map(key, found, again)
             skeleton.fill(arena.contents)
             return made, arena
-        except (
-            ModelError,
-            RuntimeError,
-        ) as error:  # of torch: an operation needs values, or a tensor cannot be swapped
+        except (ModelError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+            # Of torch: an operation needs values, or a tensor cannot be swapped. Of the facts: another version's.
             logger.info("%r is loaded from its checkpoint, not from the file of its weights: %s", config.model, error)
             (arena or found).close()
     made = make()

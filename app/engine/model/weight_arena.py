@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -141,13 +142,14 @@ class WeightSource(Protocol):
 
 
 class WeightArena:
-    """The range of a model's weights. Not for several threads at once.
+    """The range of a model's weights. From any thread: a model may be closed while another thread maps it.
 
     While it is not mapped, any touch of the model's tensors is a SIGSEGV. Their addresses never change.
     """
 
     def __init__(self, reserved: FileRange, source: WeightSource) -> None:
         self._range, self._source = reserved, source
+        self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -171,14 +173,17 @@ class WeightArena:
             MapError: the system refused.
             ModelError: the file of the weights is gone or damaged, and the checkpoint cannot replace it.
         """
-        self._range.map(*self._source.open())
+        with self._lock:
+            self._range.map(*self._source.open())
 
     def unmap(self) -> None:
         """Give the memory back. Raises `MapError`; the weights are still mapped then."""
-        self._range.unmap()
-        self._source.release()
+        with self._lock:
+            self._range.unmap()
+            self._source.release()
 
     def close(self) -> None:
         """Unmap the weights for good. The model's tensors must not be touched any more."""
-        self._range.close()
-        self._source.close()
+        with self._lock:
+            self._range.close()
+            self._source.close()

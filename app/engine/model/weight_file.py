@@ -149,6 +149,13 @@ def read_header(fd: int) -> WeightHeader:
     encoded = os.pread(fd, min(num_bytes, _MOST_HEADER_BYTES), _START.size)
     if len(encoded) != num_bytes or zlib.crc32(encoded) != checksum:
         raise WeightFileError("its header is damaged")
+    try:
+        return _decode(encoded, fd)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # of a development version
+        raise WeightFileError(f"its header is not of this version: {error!r}") from error
+
+
+def _decode(encoded: bytes, fd: int) -> WeightHeader:
     document = json.loads(encoded)
     if document["version"] != LAYOUT_VERSION:
         raise WeightFileError(f"its layout has version {document['version']}, not {LAYOUT_VERSION}")

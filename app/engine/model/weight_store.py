@@ -42,6 +42,9 @@ from vmem.weights import Charges, FileRange
 logger = logging.getLogger(__name__)
 
 _UNFINISHED = ".tmp"
+# Of opening something that is no plain file: a link, a FIFO. Other errors, such as too many open files, are the
+# system's, and not the file's.
+_NO_FILE = (errno.ELOOP, errno.ENXIO)
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -219,16 +222,18 @@ class WeightStore:
             header = self._check(fd, key)
             if table not in (None, header.table):
                 raise WeightFileError("its tensors are not those of the model")
-            # The time of access, by which old files are removed, whether or not the file system keeps it.
-            os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
+            with suppress(OSError):  # of a folder that is only read
+                # The time of access, by which old files are removed, whether or not the file system keeps it.
+                os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
             return StoredFile(Contents.of(fd, header.offset), header)
         except FileNotFoundError:
             return None
         except (WeightFileError, MapError, OSError) as error:
-            logger.warning("%s is not used, and made again: %s", path, error)
+            is_wrong = isinstance(error, WeightFileError) or getattr(error, "errno", None) in _NO_FILE
+            logger.warning("%s is not used%s: %s", path, ", and made again" if is_wrong else "", error)
             with suppress(OSError):
                 # Another process may have replaced it.
-                if fd < 0 or os.path.samestat(os.fstat(fd), path.lstat()):
+                if is_wrong and (fd < 0 or os.path.samestat(os.fstat(fd), path.lstat())):
                     path.unlink()
             if fd >= 0:
                 os.close(fd)
@@ -280,6 +285,8 @@ class WeightStore:
         others: list[tuple[int, int, Path]] = []  # (time of use, bytes, path)
         for path in self._folder.glob(f"*{SUFFIX}"):
             with suppress(FileNotFoundError):
+                if path.name == key.file_name:  # another process has just published it
+                    continue
                 if path.name.startswith(key.file_prefix):
                     path.unlink()
                 else:

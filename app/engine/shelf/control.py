@@ -29,7 +29,7 @@ from app.engine.shelf.measure import kv_need, pressure, waited_s
 from app.engine.shelf.shelved_model import Estimate, ShelvedModel
 from app.engine.startup import PeerPrefixes
 from app.engine.step_thread import StepThread
-from app.errors import EngineError, UnavailableError
+from app.errors import EngineError, ModelError, UnavailableError
 from vmem import IntegrityError, KVMemory, OutOfPages
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,12 @@ _WAITING_S, _WORKING_S, _IDLE_S = 0.02, 0.25, 1.0
 _LEAST_AWAKE_S = 1.0
 # Pages that no model has had for this long go back to the machine.
 _TRIM_S = 2.0
+# The longest time that steps wait for that, at once.
+_TRIM_STEP_S = 0.01
+# A load that found too little memory is not tried again before this time.
+_RELOAD_S = 0.5
+# The thread hangs if requests wait and it has done nothing for this long.
+_HANGS_S = 120.0
 # KV memory for the warm-up of a model that is loaded, beyond a step's tokens: rounding to pages, and decodes.
 _WARM_UP_TOKENS, _WARM_UP_BYTES, _ROUNDING = 1024, 8 << 20, 1.25
 # A model's share of the device's time is its weight, times this number plus its pressure, up to a bound.
@@ -77,6 +83,14 @@ class Control:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive
+
+    @property
+    def hangs(self) -> bool:
+        """Whether requests wait for a thread that does nothing. Does not block."""
+        if time.monotonic() - self._thread.progress_at < _HANGS_S:
+            return False
+        engines = [model.engine for model in self._models() if model.engine is not None]
+        return any(engine.driver.arriving for engine in engines) or any(m.is_wanted for m in self._models())
 
     def note_change(self) -> None:
         """Plan soon."""
@@ -120,14 +134,12 @@ class Control:
 
     def _plan(self, models: Sequence[ShelvedModel]) -> float:
         now = time.monotonic()
-        if now - self._planned_at >= _WAITING_S and any(
-            model.engine is not None and model.engine.driver.engine.starved for model in models
-        ):
-            self._has_changed = True
+        if any(map(_waits_for_memory, models)):
+            self._plan_at = min(self._plan_at, self._planned_at + _WAITING_S)
         if not self._has_changed and now < self._plan_at:
             return self._plan_at - now
         self._has_changed, self._planned_at = False, now
-        self._device.take_workspace()
+        self._device.take_workspace(max((m.workspace_bytes for m in models if m.state != "failed"), default=0))
         anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
         self._capacity_bytes = self._device.capacity_bytes - anchors
         needs = [self._need(model, now) for model in models if self._is_planned(model)]
@@ -135,10 +147,12 @@ class Control:
         has_work = any(need.has_work for need in needs)
         if has_work:
             self._busy_at = now
-        elif now - self._busy_at > _TRIM_S and self._device.shared.pages.idle_bytes:
-            self._device.shared.pages.trim()
+        pages, trims = self._device.shared.pages, False
+        if now - self._busy_at > _TRIM_S and pages.idle_bytes:
+            pages.trim(_TRIM_STEP_S)
+            trims = pages.idle_bytes > 0
         waits = any(need.num_waiting or need.held_bytes > need.budget_bytes for need in needs)
-        self._plan_at = now + (_WAITING_S if waits else _WORKING_S if has_work else _IDLE_S)
+        self._plan_at = now + (_WAITING_S if waits or trims else _WORKING_S if has_work else _IDLE_S)
         return self._plan_at - now
 
     def _is_planned(self, model: ShelvedModel) -> bool:
@@ -231,6 +245,9 @@ class Control:
         for name in allocation.wake:
             if models[name].state != "failed":
                 self._wake(models[name])
+        for model in models.values():
+            wait = allocation.waits.get(model.name)
+            model.turn_wait_s = 0.0 if wait is None else wait.expected_s
         for name, reason in allocation.refused.items():
             models[name].refuse(UnavailableError(reason))
             self._has_changed = True  # the next request may do with less
@@ -284,7 +301,7 @@ class Control:
         if model.engine is not None:
             model.state = "waking"
             self._move(model, partial(self._map, model, model.engine))
-        elif self._device.has_workspace:
+        elif self._device.has_workspace and time.monotonic() >= model.load_after:
             model.state = "loading"
             self._move(model, partial(self._load, model))
 
@@ -339,8 +356,14 @@ class Control:
         workspace_bytes = estimated_activations(config, size.model)
 
         def then() -> None:
+            needed, capacity = estimate.weight_bytes + workspace_bytes, self._device.shared.pages.capacity_bytes
+            if needed > capacity:
+                raise ModelError(
+                    f"its weights take {estimate.weight_bytes} bytes and a step {workspace_bytes}; "
+                    f"device_memory_bytes is {capacity}"
+                )
+            model.workspace_bytes = workspace_bytes
             model.measured(estimate)
-            self._device.want_workspace(workspace_bytes)
 
         return then
 
@@ -362,7 +385,8 @@ class Control:
             )
         except OutOfPages as error:  # the weights take more than was estimated, or the memory is not there yet
             logger.info("%r waits for memory: %s", model.name, error)
-            weight_bytes = max(error.needed, int(_ROUNDING * model.estimate.weight_bytes))
+            model.load_after = time.monotonic() + _RELOAD_S
+            weight_bytes = max(error.needed, model.estimate.weight_bytes)
             return partial(model.measured, replace(model.estimate, weight_bytes=weight_bytes))
 
         def then() -> None:
@@ -386,6 +410,8 @@ class Control:
         seconds = time.monotonic() - began  # without the time until the step in progress ends
 
         def then() -> None:
+            if engine.driver.closed.done() or model.engine is not engine:  # it has failed meanwhile
+                return
             engine.driver.engine.wake()
             model.note_awake(seconds)
             logger.info("woke %r: %.1f MiB in %.0f ms", model.name, model.weight_bytes / 2**20, 1e3 * model.last_wake_s)
@@ -396,3 +422,11 @@ class Control:
         if model.engine is not None:
             model.engine.stop()
         model.set_failed(error if isinstance(error, Exception) else EngineError(f"{type(error).__name__}: {error}"))
+
+
+def _waits_for_memory(model: ShelvedModel) -> bool:
+    """Whether a loaded model has requests and no memory for them."""
+    if model.engine is None:
+        return False
+    engine = model.engine.driver.engine
+    return engine.starved or (model.state == "asleep" and engine.has_work)

@@ -42,7 +42,7 @@ class ShelfDevice:
             host_memory_bytes = int(_HOST_SHARE * Machine.detect().memory_bytes)
         store = WeightStore(weights_dir or _default_folder(), charges=pages, host_memory_bytes=host_memory_bytes)
         self.shared = SharedDevice(pages, store)
-        self._workspace_bytes = self._wanted_bytes = 0
+        self._workspace_bytes = self._wanted_bytes = 0  # that is there, and that should be
 
     @property
     def capacity_bytes(self) -> int:
@@ -66,17 +66,16 @@ class ShelfDevice:
             workspace_bytes=self._workspace_bytes,
         )
 
-    def want_workspace(self, num_bytes: int) -> None:
-        """Keep memory for the tensors of a step. One step is computed at a time, so that the largest one counts."""
-        self._wanted_bytes = max(self._wanted_bytes, num_bytes)
-
-    def take_workspace(self) -> None:
-        """Take the wanted workspace, if other uses leave it."""
-        missing = self._wanted_bytes - self._workspace_bytes
-        if not missing:
-            return
+    def take_workspace(self, num_bytes: int) -> None:
+        """Keep memory for the tensors of a step, as soon as other uses leave it. One step is computed at a time, so
+        that the largest one counts."""
+        self._wanted_bytes = num_bytes
+        missing = num_bytes - self._workspace_bytes
         try:
-            self.shared.pages.charge(missing)
+            if missing > 0:
+                self.shared.pages.charge(missing)
+            else:
+                self.shared.pages.discharge(-missing)
         except OutOfPages:
             return
         self._workspace_bytes = self._wanted_bytes

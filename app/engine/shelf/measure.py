@@ -54,7 +54,9 @@ def kv_need(engine: Engine) -> KVNeed:
     page_bytes = pages.page_bytes / share  # a draft model's part included
 
     def bytes_for(group: SequenceGroup) -> int:
-        return int(sum(memory.pages_for(_next_tokens(request)) for request in group.members) * page_bytes)
+        shared_tokens = len(group.members[0].prompt_token_ids) if group.members else 0
+        num_pages = memory.pages_together([_next_tokens(request) for request in group.members], shared_tokens)
+        return int((num_pages + groups.pages_per_token * (group.num_sequences - len(group.members))) * page_bytes)
 
     waiting = list(islice(chain(groups.preempted, scheduler.waiting), _MOST_COUNTED))
     waiting_bytes = sum(map(bytes_for, waiting))

@@ -119,7 +119,9 @@ class Shelf:
         engines = self._engines
         if self._control is None:
             return len(engines) == len(self._models) and all(engine.healthy for engine in engines)
-        return self._control.is_alive and not any(e.driver.hangs or e.driver.stalled for e in engines)
+        if not self._control.is_alive or self._control.hangs:
+            return False
+        return not any(engine.driver.hangs or engine.driver.stalled for engine in engines)
 
     def check(self) -> None:
         """Raise `UnavailableError` once the shelf serves no requests; stop stalled engines. Does not block."""
@@ -133,6 +135,10 @@ class Shelf:
                     with suppress(UnavailableError):
                         engine.check()
             raise UnavailableError("the engine has stopped; send the request again")
+
+    def engines(self) -> dict[str, AsyncEngine]:
+        """The engines of the models that are loaded, by name. From any thread."""
+        return {name: engine for name, model in self._models.items() if (engine := model.engine) is not None}
 
     @property
     def _engines(self) -> list[AsyncEngine]:

@@ -51,7 +51,10 @@ class ShelvedModel:
         state, weight_bytes, num_wakes, last_wake_s, num_evictions, evicted_for, error: see `ModelStatus`; changed by
             the shelf's thread only, as the following.
         estimate: `None` until the model is measured.
+        workspace_bytes: of its steps, once it is measured.
         load_s: seconds of the load.
+        turn_wait_s: expected time until its requests have memory, as other models have it.
+        load_after: not before this time, by `time.monotonic`.
         turn_since: when the model woke, or, after all of its requests were preempted, had memory again.
         lost_at: when its turn ended while it had requests; `None` once it has memory again.
         worked_at: when it last had a request.
@@ -67,7 +70,9 @@ class ShelvedModel:
         self.estimate: Estimate | None = None
         self.weight_bytes = self.num_wakes = self.num_evictions = 0
         self.evicted_for: str | None = None
-        self.load_s = self.last_wake_s = 0.0
+        self.workspace_bytes = 0
+        self.turn_wait_s = 0.0
+        self.load_s = self.last_wake_s = self.load_after = 0.0
         self.turn_since = self._woken_at = -math.inf
         self.worked_at = time.monotonic()
         self.preempted_at: float | None = None
@@ -141,9 +146,10 @@ class ShelvedModel:
         Args:
             for_ever: later requests do not load it again.
         """
-        self.state, self.engine, self.error = "failed", None, str(error)
         retry_s = min(_FIRST_RETRY_S * 2 ** min(self._num_failures, 30), _LONGEST_RETRY_S)
-        self._retry_at = math.inf if for_ever else time.monotonic() + retry_s
+        self._retry_at = math.inf if for_ever else time.monotonic() + retry_s  # before the state, which others read
+        self.engine = self.estimate = None
+        self.state, self.error = "failed", str(error)
         self._num_failures += 1
         waiting, self._ready = self._ready, Future()
         if not waiting.done():
@@ -156,13 +162,13 @@ class ShelvedModel:
 
     @property
     def expected_wake_s(self) -> float:
-        """Expected seconds until the model is awake; 0 if it is."""
+        """Expected seconds until the model is awake and its requests have memory; 0 if they have."""
         if self.state == "awake":
-            return 0.0
+            return self.turn_wait_s
         if self.engine is not None:
-            return self.usual_wake_s
+            return max(self.usual_wake_s, self.turn_wait_s)
         num_bytes = 0 if self.estimate is None else self.estimate.weight_bytes
-        return self.load_s or max(_LOAD_S_A_GB * num_bytes / 1e9, _LEAST_LOAD_S)
+        return max(self.load_s or max(_LOAD_S_A_GB * num_bytes / 1e9, _LEAST_LOAD_S), self.turn_wait_s)
 
     @property
     def status(self) -> ModelStatus:

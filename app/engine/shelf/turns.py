@@ -66,6 +66,12 @@ def refusals(capacity_bytes: int, needs: Sequence[ModelNeed]) -> dict[str, str]:
     always_bytes = sum(need.weight_bytes for need in needs if need.keep == "always")
     refused = {}
     for need in needs:
+        if need.first_bytes > need.most_bytes and not need.num_running:
+            refused[need.name] = (
+                f"a request of {need.name!r} takes {need.first_bytes} bytes of KV memory; its kv_memory_bytes and "
+                f"pinned prefixes leave {need.most_bytes}"
+            )
+            continue
         beside_bytes = always_bytes - (need.weight_bytes if need.keep == "always" else 0)
         if need.weight_bytes + need.first_bytes + beside_bytes > capacity_bytes:
             kept = f", models with keep: always {beside_bytes}" if beside_bytes else ""

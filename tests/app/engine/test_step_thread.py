@@ -55,6 +55,16 @@ def test_a_member_that_was_idle_claims_no_arrears() -> None:
     assert first.taken - before == pytest.approx(second.taken, abs=0.1)
 
 
+def test_time_alone_is_no_debt() -> None:
+    """Regression: an engine that had computed alone for a while got no step until another one had had as much."""
+    turns, first, second = Turns(), Worker([0.0], 0.02), Worker([0.0], 0.02)
+    play(turns, [first, second], 4)
+    play(turns, [first], 5000)
+    before = first.taken
+    play(turns, [first, second], 100)
+    assert first.taken - before == pytest.approx(1.0, abs=0.05)
+
+
 def test_one_member_waits_for_no_other_round() -> None:
     """The order within a round is that of the members, whoever was first before."""
     turns, workers = Turns(), [Worker([0.0], 0.02) for _ in range(5)]

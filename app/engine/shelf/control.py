@@ -182,7 +182,7 @@ class Control:
                 num_waiting=max(model.num_pending, 1),
                 first_bytes=kv_bytes,
                 waiting_bytes=kv_bytes,
-                wake_s=model.expected_wake_s,
+                wake_s=model.usual_load_s,
                 waited_s=model.pending_s,
                 ttft_s=config.slo.ttft_s,
                 share=config.weight,

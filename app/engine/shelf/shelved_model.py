@@ -165,10 +165,13 @@ class ShelvedModel:
         """Expected seconds until the model is awake and its requests have memory; 0 if they have."""
         if self.state == "awake":
             return self.turn_wait_s
-        if self.engine is not None:
-            return max(self.usual_wake_s, self.turn_wait_s)
+        return max(self.turn_wait_s, self.usual_load_s if self.engine is None else self.usual_wake_s)
+
+    @property
+    def usual_load_s(self) -> float:
+        """Expected seconds of a load."""
         num_bytes = 0 if self.estimate is None else self.estimate.weight_bytes
-        return max(self.load_s or max(_LOAD_S_A_GB * num_bytes / 1e9, _LEAST_LOAD_S), self.turn_wait_s)
+        return self.load_s or max(_LOAD_S_A_GB * num_bytes / 1e9, _LEAST_LOAD_S)
 
     @property
     def status(self) -> ModelStatus:

@@ -122,12 +122,14 @@ class TinyModels:
         return workspace_bytes + self.weight_bytes(*names) + room_bytes
 
     @asynccontextmanager
-    async def opened(self, configs: Sequence[ModelConfig], device_memory_bytes: int) -> AsyncIterator[Shelf]:
+    async def opened(
+        self, configs: Sequence[ModelConfig], device_memory_bytes: int, deadline_s: float | None = DEADLINE_S
+    ) -> AsyncIterator[Shelf]:
         """A shelf, of which nothing is left afterwards."""
         before = set(threading.enumerate())
         shelf = Shelf(configs, device_memory_bytes=device_memory_bytes, weights_dir=self.weights_dir)
         try:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(deadline_s):
                 yield shelf
         finally:
             await asyncio.to_thread(shelf.close)

@@ -193,8 +193,8 @@ class Play:
             (4, self.wait),
             (3, self.sleep),
             (1, self.pin),
-            (0.25, self.add),
-            (0.25, self.remove),
+            (0.4, self.add),
+            (0.4, self.remove),
             (0.6, self.fail),
         ]
         [event] = self.dice.choices([event for _, event in events], [weight for weight, _ in events])
@@ -366,11 +366,12 @@ def check_sums(shelf: Shelf) -> None:
     pages = device.shared.pages
     assert pages.used_bytes + pages.idle_bytes + pages.charged_bytes <= pages.capacity_bytes
     engines = [model.engine.driver.engine for model in models if model.engine is not None]
-    if control._moves or len(engines) != len(control._thread._members):
+    members = {member.engine for member in control._thread._members}
+    if control._moves or set(engines) != members:
         return  # another thread maps, or an engine that has failed is closed next
-    weight_bytes = sum(engine.weight_bytes for engine in engines if not engine.asleep)
+    weight_bytes = sum(engine.footprint.weight_bytes for engine in engines if not engine.asleep)
     assert pages.charged_bytes == weight_bytes + device._workspace_bytes
-    assert pages.used_bytes <= sum(engine.held_bytes + engine.anchor_bytes for engine in engines)
+    assert pages.used_bytes <= sum(engine.footprint.held_bytes + engine.footprint.anchor_bytes for engine in engines)
 
 
 @pytest.fixture(autouse=True)
@@ -387,7 +388,9 @@ async def test_events_in_any_order(models: TinyModels, monkeypatch: pytest.Monke
     dice, faults = random.Random(seed), Faults(monkeypatch)
     pair = dice.sample(NAMES, 2)
     memory_bytes = models.memory_for(*pair, room_bytes=dice.choice([100, 200, 400]) << 10, beside=NAMES)
-    memory_bytes = max(memory_bytes, models.memory_for("bamba", room_bytes=100 << 10, beside=NAMES))
+    memory_bytes = max(memory_bytes, models.memory_for("bamba", room_bytes=160 << 10, beside=NAMES))
+    for name in NAMES:
+        models.reference(name)
     async with models.opened([models.config(name) for name in dice.sample(NAMES, 4)], memory_bytes, None) as shelf:
         play = Play(models, shelf, dice, faults)
         try:

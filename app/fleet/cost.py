@@ -105,8 +105,9 @@ def request_cost(loads: LoadArrays, num_tokens: int, cached: Array, weights: Cos
     own_s = prefill_seconds(loads, num_tokens, cached)
     num_steps = np.ceil((loads.queued_tokens + new) / loads.step_tokens)
     room_s = _wait_for_room(loads, new)
-    turns_s = np.minimum(loads.others_s, loads.num_others * (loads.queued_s + own_s))
-    ttft_s = loads.queued_s + own_s + num_steps * loads.decode_s + room_s + loads.wake_s + turns_s
+    ttft_s = loads.queued_s + own_s + num_steps * loads.decode_s + room_s + loads.wake_s
+    if loads.num_others.any():
+        ttft_s += np.minimum(loads.others_s, loads.num_others * (loads.queued_s + own_s))
 
     mean_share = loads.assigned_share.mean()
     shares = np.minimum(loads.assigned_share / mean_share, _MOST_OF_MEAN) if mean_share > 0 else loads.assigned_share
@@ -116,10 +117,7 @@ def request_cost(loads: LoadArrays, num_tokens: int, cached: Array, weights: Cos
 
 def _wait_for_room(loads: LoadArrays, new: Array) -> Array:
     """Seconds until running requests have made room for another one, in the cache and in the batch."""
-    # A model that sleeps has no cache yet; it gets one when it wakes.
-    freed_per_s = np.where(
-        loads.total_tokens > 0, np.maximum(loads.freed_tokens_per_s, loads.total_tokens / _TURNOVER_S), np.inf
-    )
+    freed_per_s = np.maximum(loads.freed_tokens_per_s, loads.total_tokens / _TURNOVER_S)
     short_tokens = np.maximum(loads.queued_tokens + new - loads.free_tokens, 0.0)
     short_seqs = np.maximum(loads.num_requests + 1 - loads.max_num_seqs, 0.0)
     tokens_per_seq = (loads.total_tokens - loads.free_tokens) / np.maximum(loads.num_requests, 1.0)

@@ -14,6 +14,8 @@ from vmem import MemoryReport
 _FAILED_S = 60.0
 # Bounds of a model that has not been loaded yet, of which only the order of magnitude matters to a router.
 _STEP_TOKENS, _NUM_SEQS = 1024, 64
+# Room in the cache that a model will have, for routers: nothing waits for it there.
+_ROOM_TOKENS = 1 << 40
 # Figures that are no sums over the models of a device.
 _OF_ONE = frozenset({"made_at", "unit_tokens", "keys", "changes", "stride", "keys_version", "step", "step_tokens"}) | {
     "busy_share",
@@ -71,6 +73,8 @@ def reports_for_routers(
     for status in statuses:
         if (load := loads.get(status.name)) is None:  # added a moment ago
             continue
+        if not load.total_tokens:  # it gets a cache when it wakes
+            load = replace(load, free_tokens=_ROOM_TOKENS, total_tokens=_ROOM_TOKENS)
         sleeps = status.state != "awake"
         reports[status.name] = replace(
             load,

@@ -127,8 +127,3 @@ def test_other_models_take_turns() -> None:
     """A short prompt does not wait for all of another model's queue."""
     ttft_s, _ = cost(loads(3, others_s=[0.0, 0.3, 50.0], num_others=[0, 1, 1]))
     assert ttft_s == pytest.approx([1.1, 1.1 + 0.3, 1.1 + 1.1])
-
-
-def test_a_model_that_sleeps_has_no_cache_to_wait_for() -> None:
-    ttft_s, _ = cost(loads(total_tokens=[10_000, 0], free_tokens=[10_000, 0], wake_s=[0.0, 0.2]))
-    assert ttft_s == pytest.approx([1.1, 1.3])

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.engine.load_report import Activity
 from app.engine.report import StepTimes
 from app.engine.shelf.status import ModelState, ModelStatus
 from app.fleet.autoscaling import AutoscalingLoad
+from app.fleet.cost import CostWeights, request_cost
+from app.fleet.fleet import Fleet, RoutedRequest
+from app.fleet.policies import PrefixAware
 from app.fleet.shelf_load import (
     reports_for_routers,
     summed_activity,
@@ -61,6 +65,16 @@ def test_wakes() -> None:
         "failed": 61.0,
     }
     assert [name for name, load in reports.items() if load.is_waking] == ["waking", "loading"]
+    fleet = Fleet()
+    fleet.update(reports)
+    for name, load in reports.items():
+        fleet.apply_report(name, load, 1.0)
+    request = RoutedRequest("r", 3000)
+    ranked = PrefixAware(fleet).rank_replicas(request, list(reports), 1.1)
+    assert ranked[-1] == "failed"
+    ttft_s, _ = request_cost(fleet.loads(list(reports), 1.1), 3000, np.zeros(5), CostWeights())
+    waits = ttft_s - ttft_s[0]
+    assert waits.tolist() == pytest.approx([0.0, 0.3, 0.2, 4.0, 61.0]), "no wait for a cache that comes with the wake"
     assert reports_for_routers({}, statuses) == {}  # added between the two questions
 
 

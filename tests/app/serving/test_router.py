@@ -268,7 +268,7 @@ async def test_prefixes_of_one_model_are_none_of_another(replicas: list[Replica]
 
 
 async def test_a_request_goes_where_its_model_is_awake_unless_the_queue_is_longer(replicas: list[Replica]) -> None:
-    asleep = replace(IDLE, unit_tokens=0, total_tokens=0, free_tokens=0, wake_s=0.4)
+    asleep = replace(IDLE, unit_tokens=0, wake_s=0.4)
     for queued_s, first in ((0.0, "a"), (0.5, "a"), (2.0, "bc")):
         shelf_report(replicas[0], m=replace(IDLE, queued_s=queued_s, queued_tokens=int(1000 * queued_s)))
         for other in replicas[1:]:

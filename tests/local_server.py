@@ -119,6 +119,9 @@ class Shelf:
     def device_status(self) -> None:
         return None
 
+    def engines(self) -> dict[str, Any]:
+        return self._engines
+
     def statuses(self) -> tuple[ModelStatus, ...]:
         return tuple(ModelStatus(name=name, state="awake") for name in self.names)
 

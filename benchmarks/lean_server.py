@@ -17,8 +17,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-import aiohttp
-
 from app.cli.env import prepared_environment
 from app.config.engine import EngineConfig
 from app.errors import FolioError, OverloadedError
@@ -48,6 +46,8 @@ class LeanServer:
 
     async def memory_bytes(self) -> tuple[int, int]:
         """Memory of the weights, as the kernels read them, and of the KV cache; 0 if it has been killed."""
+        import aiohttp
+
         try:
             async with aiohttp.ClientSession() as session, session.get(f"{self.url}/memory") as response:
                 answer = await response.json()

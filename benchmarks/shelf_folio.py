@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.cli.load import Ask, Clock, Record, Send, open_loop
-from app.config.args import AppArgs
 from app.engine.shelf.status import ModelStatus
 from benchmarks import arrivals, latency
 from benchmarks.latency import Targets
@@ -111,6 +110,7 @@ def measure(
     """The outcome of the replay, and the figures of the other parts."""
     from ray import serve
 
+    from app.config.args import AppArgs
     from app.main import build
 
     sizes = QUICK if quick else Sizes()

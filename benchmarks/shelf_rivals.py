@@ -16,8 +16,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import aiohttp
-
 from app.cli.load import Ask, Clock, HttpTarget, Record, Send
 from benchmarks.loops import SILENCE_S
 from benchmarks.shelf_models import BenchModel, ModelAsk
@@ -152,6 +150,8 @@ class OneAtATime:
 @asynccontextmanager
 async def connections() -> AsyncIterator[Connect]:
     """A function that makes targets, which share a session."""
+    import aiohttp
+
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         yield lambda model, url: HttpTarget(model, url, model, session)

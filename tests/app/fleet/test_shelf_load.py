@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.load_report import Activity
 from app.engine.report import StepTimes
 from app.engine.shelf.status import ModelState, ModelStatus
 from app.fleet.autoscaling import AutoscalingLoad
@@ -17,7 +16,6 @@ from app.fleet.fleet import Fleet, RoutedRequest
 from app.fleet.policies import PrefixAware
 from app.fleet.shelf_load import (
     reports_for_routers,
-    summed_activity,
     summed_load,
     summed_memory,
     unloaded_report,
@@ -96,7 +94,7 @@ def test_sums_for_autoscaling() -> None:
     assert (alone.num_waiting, alone.max_num_seqs, alone.total_tokens) == (4, 128, 0)
 
 
-def test_sums_of_memory_and_work() -> None:
+def test_sums_of_memory() -> None:
     group = GroupReport(16, 1 << 16, 1, 2, 3, 0, 0)
     zeros: dict[str, Any] = {field.name: 0 for field in fields(MemoryReport)}
     memory = MemoryReport(**zeros | {"pins": (PinReport("a", 16, 64),), "groups": (group,), "budget_bytes": 5})
@@ -104,7 +102,3 @@ def test_sums_of_memory_and_work() -> None:
     assert (total.budget_bytes, len(total.pins), len(total.groups)) == (10, 2, 2)
     assert summed_memory([memory]) is memory
     assert summed_memory([]).budget_bytes == 0
-    work = Activity({"swap": 1, "recompute": 2}, [0.1], [0.2], [0.3], [4], 1, 5)
-    both = summed_activity([work, work])
-    assert both == Activity({"swap": 2, "recompute": 4}, [0.1] * 2, [0.2] * 2, [0.3] * 2, [4] * 2, 2, 5)
-    assert summed_activity([work]) is work

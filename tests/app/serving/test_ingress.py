@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +81,9 @@ class Engines(Handle):
 
 
 def ingress_with(engines: Engines, **settings: Any) -> Any:
-    return ingress_of(engines, a_model("m", adapters={"pirate": "x/pirate"}), **settings)
+    parser: Any = settings.pop("reasoning_parser", "auto")
+    model = replace(a_model("m", adapters={"pirate": "x/pirate"}), reasoning_parser=parser)
+    return ingress_of(engines, model, **settings)
 
 
 def completion(**fields: Any) -> CompletionRequest:

@@ -240,7 +240,7 @@ def test_results_that_are_errors() -> None:
 
 def test_thinking_is_a_block_and_goes_back() -> None:
     engines = Long("<think>", "so", "</think>", f"Well.{CALL}", "More.", encodes=True)
-    create = create_of(engines, parsers=("auto", "qwen3"))
+    create = create_of(engines, reasoning_parser="qwen3")
     events = list(create(tools=[TOOL], thinking={"type": "enabled", "budget_tokens": 1024}, stream=True))
     starts = [event.content_block.type for event in events if event.type == "content_block_start"]
     assert starts == ["thinking", "text", "tool_use", "text"]

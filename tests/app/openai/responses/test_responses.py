@@ -156,7 +156,7 @@ def test_calls_of_functions_and_their_outputs() -> None:
 
 def test_reasoning_is_an_item_and_goes_back() -> None:
     engines = Pieces("<think>", "so", "</think>", f"Well.{CALL}", "More.", encodes=True)
-    create: Any = client_of(engines, parsers=("auto", "qwen3")).responses.create
+    create: Any = client_of(engines, reasoning_parser="qwen3").responses.create
     events = list(create(model="m", input=[USER], tools=[FUNCTION], stream=True))
     deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
     [done] = [event for event in events if event.type == "response.reasoning_text.done"]

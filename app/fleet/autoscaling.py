@@ -7,6 +7,7 @@ The demand, in replicas, is the greatest of
     TPOT        running decodes                     / decodes that fit into a step of `tpot_s`
     slots       sequences, waiting ones too         / sequences that a replica runs at once
     work        seconds of work arriving per second / `busy_share`
+    models      bytes for the models with requests  / bytes of a replica's device, where models share it
 
 and never more than the number of requests: one replica computes a request, and two finish a long prompt no sooner.
 
@@ -42,6 +43,9 @@ _BUSY_S = 10.0
 class AutoscalingLoad:
     """The numbers of a `ReplicaReport` that the policy reads, `fixed_s` and `token_s` from its `step`.
 
+    `device_share`: memory that a shelf's models with requests need together, as a share of the device's; above 1 they
+    take turns. 0 for a single model.
+
     A record of its own because Serve passes on flat metrics, and reads them in its controller, which does without
     torch.
     """
@@ -59,11 +63,14 @@ class AutoscalingLoad:
     token_s: float
     decode_s: float
     busy_share: float
+    device_share: float = 0.0
 
     @classmethod
-    def from_report(cls, report: ReplicaReport) -> AutoscalingLoad:
+    def from_report(cls, report: ReplicaReport, device_share: float = 0.0) -> AutoscalingLoad:
         steps = ("fixed_s", "token_s")
-        return cls(**{name: getattr(report.step if name in steps else report, name) for name in LOAD_FIELDS})
+        names = [name for name in LOAD_FIELDS if name != "device_share"]
+        of_report = {name: getattr(report.step if name in steps else report, name) for name in names}
+        return cls(**of_report, device_share=device_share)
 
     def as_metrics(self) -> dict[str, float]:
         return {_PREFIX + name: float(value) for name, value in asdict(self).items()}
@@ -171,10 +178,11 @@ class ReplicaDemand:
     tpot: float = 0.0
     slots: float = 0.0
     work: float = 0.0
+    models: float = 0.0
 
     @property
     def most(self) -> float:
-        return max(self.kv, self.ttft, self.tpot, self.slots, self.work)
+        return max(self.kv, self.ttft, self.tpot, self.slots, self.work, self.models)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +277,7 @@ class ScalingPolicy:
             ),
             slots=_per_replica(sum(load.num_requests for load in loads), [load.max_num_seqs for load in loads]),
             work=arriving / targets.busy_share,
+            models=sum(load.device_share for load in loads),
         )
 
     def _observed(self, loads: Sequence[AutoscalingLoad], target: int, now: float) -> ScalingState:

@@ -335,7 +335,9 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""
-        return AutoscalingLoad.from_report((await _run_in_thread(partial(self._figures, 0))).load).as_metrics()
+        load, device = (await _run_in_thread(partial(self._figures, 0))).load, self._shelf.device_status()
+        share = 0.0 if device is None else device.needed_bytes / device.capacity_bytes
+        return AutoscalingLoad.from_report(load, share).as_metrics()
 
     def check_health(self) -> None:
         """Called by Serve, which replaces the replica after three errors, or at once when its process has ended."""

@@ -68,6 +68,11 @@ class ModelNeed:
     def has_work(self) -> bool:
         return bool(self.num_running or self.num_waiting)
 
+    @property
+    def needed_bytes(self) -> int:
+        """Memory with which none of its requests waits."""
+        return self.weight_bytes + min(self.running_bytes + self.waiting_bytes, self.most_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:

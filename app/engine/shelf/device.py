@@ -28,6 +28,7 @@ class ShelfDevice:
 
     Attributes:
         shared: for the engines.
+        needed_bytes: see `DeviceStatus`; set with each plan.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ShelfDevice:
             host_memory_bytes = int(_HOST_SHARE * Machine.detect().memory_bytes)
         store = WeightStore(weights_dir or _default_folder(), charges=pages, host_memory_bytes=host_memory_bytes)
         self.shared = SharedDevice(pages, store)
+        self.needed_bytes = 0
         self._workspace_bytes = self._wanted_bytes = 0  # that is there, and that should be
 
     @property
@@ -64,6 +66,7 @@ class ShelfDevice:
             idle_bytes=pages.idle_bytes,
             charged_bytes=pages.charged_bytes - self._workspace_bytes,
             workspace_bytes=self._workspace_bytes,
+            needed_bytes=self.needed_bytes,
         )
 
     def take_workspace(self, num_bytes: int) -> None:

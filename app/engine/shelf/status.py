@@ -58,6 +58,7 @@ class DeviceStatus:
         idle_bytes: pages between two owners: given back by one model, and kept for the next one.
         charged_bytes: mapped files of weights (CPU).
         workspace_bytes: kept for the tensors of a step.
+        needed_bytes: memory with which no request of any model would wait, workspace included; 0 without requests.
     """
 
     capacity_bytes: int
@@ -65,3 +66,4 @@ class DeviceStatus:
     idle_bytes: int
     charged_bytes: int
     workspace_bytes: int
+    needed_bytes: int = 0

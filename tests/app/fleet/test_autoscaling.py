@@ -134,6 +134,7 @@ class Queues:
         ([replace(decoding(40.0), max_num_seqs=100.0)] * 2, "tpot", 2.0),
         ([replace(decoding(4.0), fixed_s=0.2)], "tpot", 0.0),  # no number of replicas makes a step shorter
         ([replace(IDLE, num_running=32.0, num_waiting=16.0)], "slots", 1.5),
+        ([replace(IDLE, device_share=1.5), replace(IDLE, device_share=0.25)], "models", 1.75),
     ],
 )
 def test_the_demand(loads: list[AutoscalingLoad], reason: str, replicas: float) -> None:
@@ -182,6 +183,13 @@ def test_the_least_need_within_the_time_counts() -> None:
     burst.run(0.4, spread(prefilling(7.0)))
     burst.run(0.4, spread(prefilling(7.0)))
     assert burst.history == [1, 2]
+
+
+def test_models_that_take_turns_get_another_replica() -> None:
+    """Each of the two has few requests: nothing but memory keeps them waiting."""
+    shelf = fleet(up_after_s=1.0)
+    shelf.run(60.0, lambda t, n: [replace(IDLE, num_waiting=2.0 / n, device_share=1.6 / n)] * n)
+    assert shelf.history == [1, 2]
 
 
 def test_a_cold_start_orders_no_more() -> None:
@@ -385,8 +393,8 @@ def test_settings_that_may_be_none() -> None:
 def test_loads_as_metrics_and_back() -> None:
     used = {"free_tokens": 900, "total_tokens": 1000, "queued_tokens": 100, "queued_s": 0.4}
     busy = {"num_running": 3, "num_waiting": 2, "num_decodes": 2, "decode_s": 0.006, "busy_share": 0.75}
-    load = AutoscalingLoad.from_report(report(5.0, **used, **busy))
-    assert (load.used_tokens, load.num_requests, load.fixed_s) == (100, 5, 0.01)
+    load = AutoscalingLoad.from_report(report(5.0, **used, **busy), device_share=0.5)
+    assert (load.used_tokens, load.num_requests, load.fixed_s, load.device_share) == (100, 5, 0.01, 0.5)
     metrics = load.as_metrics()
     assert set(metrics) == set(LOAD_METRICS)
     assert all(type(value) is float for value in metrics.values())

@@ -656,13 +656,20 @@ async def test_a_busy_model_starves_no_other(models: TinyModels, monkeypatch: py
             while not ended.is_set():
                 assert len((await outputs(shelf.model("llama"), [i + 1, 2], LONG))[0]) == 100
 
+        def needed_bytes() -> int:
+            status = shelf.device_status()
+            assert status is not None
+            return status.needed_bytes
+
         busy = [asyncio.create_task(keep_busy(i)) for i in range(12)]
+        not_enough = asyncio.create_task(until_async(lambda: needed_bytes() > memory_bytes))
         for _ in range(3):
             for name in names[1:]:
                 async with asyncio.timeout(8):
                     assert await outputs(shelf.model(name), [1, 2], GREEDY) == alone[name]
         ended.set()
-        await asyncio.gather(*busy)
+        await asyncio.gather(*busy, not_enough)
+        await until_async(lambda: not needed_bytes())
 
 
 # ---- close ----

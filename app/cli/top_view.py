@@ -12,6 +12,7 @@ from rich.text import Text
 
 from app.cli.sizes import show_size
 from app.cli.text import counted, printable, show_ms
+from app.cli.top_models import model_rows, models_view
 
 # Kinds of memory in the order of the bar, with colours and characters: without colours the bar is still read.
 KINDS = (
@@ -68,10 +69,19 @@ def view(state: Mapping[str, Any], width: int, problem: tuple[float, str] | None
     replicas: Sequence[Any] = state.get("replicas") or ()
     title, totals, legend = _title(state, problem, width), _totals(state, width), _legend()
     lines_each = 1 if width >= _WIDE else 2 if width >= _MIDDLE else 3
+    rows = model_rows(replicas)
+    models: RenderableType = Group()
     room = len(replicas)
     if height is not None:
         others = sum(-(-len(line) // width) for text in (title, totals, legend) for line in text.plain.split("\n"))
-        room = max((height - others - _SPARE_LINES) // lines_each, 1)
+        height -= others + _SPARE_LINES
+    if rows:
+        # Models get what few replicas leave, and no less than half.
+        most = None if height is None else height - min(lines_each * len(replicas), height // 2)
+        models, num_lines = models_view(rows, replicas, width, most)
+        height = None if height is None else height - num_lines
+    if height is not None:
+        room = max(height // lines_each, 1)
     # The busiest first when not all fit.
     shown = list(replicas)
     if len(replicas) > room:
@@ -80,7 +90,7 @@ def view(state: Mapping[str, Any], width: int, problem: tuple[float, str] | None
     parts.append((_wide if lines_each == 1 else _narrow)(shown, width, state.get("period_s") or 1.0))
     if len(shown) < len(replicas):
         parts.append(Text(f"… and {len(replicas) - len(shown)} replicas with less to do", style="dim"))
-    parts += [Text(), legend]
+    parts += [models, Text(), legend]
     if events := list(state.get("events") or ())[:2]:
         parts.append(
             Text(" · ".join(_event(event) for event in events), style="dim", no_wrap=True, overflow="ellipsis")
@@ -95,7 +105,9 @@ def _business(replica: Mapping[str, Any]) -> int:
 
 def _title(state: Mapping[str, Any], problem: tuple[float, str] | None, width: int) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append(f"folio  {printable(str(state.get('model', '')))}", style="bold")
+    rows = model_rows(state.get("replicas") or ())
+    served = counted(len(rows), "model") if rows else printable(str(state.get("model", "")))
+    text.append(f"folio  {served}", style="bold")
     text.append(f"  {counted(len(state.get('replicas') or ()), 'replica')}")
     for field, word, style in (("num_starting", "starting", "yellow"), ("num_silent", "silent", "red")):
         if state.get(field):

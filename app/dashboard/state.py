@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.engine.shelf.status import ModelState
 from vmem import BlockState
 
 VERSION = 1
@@ -122,15 +123,45 @@ class Steps(State):
     waiting: tuple[int, ...] = ()
 
 
+class ModelOnDevice(State):
+    """A model of a replica whose models share a device, see `app.engine.shelf.status.ModelStatus`."""
+
+    name: str
+    state: ModelState
+    device_weight_bytes: int
+    kv_bytes: int
+    num_running: int
+    num_waiting: int
+    num_wakes: int
+    wake_s: float
+    last_wake_s: float
+    num_evictions: int
+    evicted_for: str | None
+    error: str | None
+
+
+class Device(State):
+    """The memory that the models of a replica share, see `app.engine.shelf.status.DeviceStatus`."""
+
+    capacity_bytes: int
+    used_bytes: int
+    idle_bytes: int
+    charged_bytes: int
+    workspace_bytes: int
+
+
 class ReplicaState(State):
-    """One engine replica.
+    """One engine replica. Load, memory and steps are of all its models together.
 
     Attributes:
         name: the ids of its answers end with it.
+        model: whose blocks `maps` and the details show: of several models the one with the most requests; empty if none
+            has been loaded.
         age_s: since it became ready.
         memory, maps: `None` and empty if the memory was busy at that moment.
         maps: one of each layer group, in at most 256 cells.
         last_step: number of the last step in `steps`.
+        models, device: of a replica whose models share a device; empty and `None` for a single model.
     """
 
     name: str
@@ -141,6 +172,8 @@ class ReplicaState(State):
     maps: tuple[BlockMap, ...]
     steps: Steps
     last_step: int
+    models: tuple[ModelOnDevice, ...] = ()
+    device: Device | None = None
 
 
 class Table(State):

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from app.dashboard.state import (
     BlockMap,
+    Device,
     Load,
     Memory,
+    ModelOnDevice,
     Parked,
     ReplicaDetail,
     ReplicaState,
@@ -19,8 +21,10 @@ from app.dashboard.state import (
     block_map,
     runs_of,
 )
+from app.engine.report import ReplicaReport
+from app.engine.shelf.status import DeviceStatus, ModelStatus
 from app.engine.watch import EngineView, EngineWatch, StepRecord, WatchedSequence
-from vmem import MemorySnapshot
+from vmem import MemoryReport, MemorySnapshot
 
 # Entries of `Steps`, and runs of a `Table`, at most.
 MOST_STEPS, MOST_RUNS = 40, 128
@@ -51,30 +55,89 @@ class ReplicaView:
     detail: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class ShelfView:
+    """Models that share a device, for `view_shelf`.
+
+    Attributes:
+        load, memory: of all of them together.
+        watches: of those that have an engine.
+    """
+
+    models: Sequence[ModelStatus]
+    device: DeviceStatus
+    load: ReplicaReport
+    memory: MemoryReport
+    watches: Mapping[str, EngineWatch]
+
+
 def view_replica(watch: EngineWatch, call: WatchCall, *, name: str, model: str, ready_at: float) -> ReplicaView:
     """Look at an engine. From any thread; waits for 20 ms at most.
 
     Args:
         ready_at: when the replica became ready, by `time.monotonic`.
     """
-    detailed = call.details is None or name in call.details
-    since = call.since.get(name)
-    view = watch.look(since or 0, detailed=detailed, wanted=call.requests)
-    last_step = view.steps[-1].number if view.steps else since or 0
-    memory = view.memory
+    view = _look(watch, call, name)
+    report = None if view.memory is None else view.memory.report
+    return _answer(view, view.load, report, view.steps, call, name=name, model=model, ready_at=ready_at)
+
+
+def view_shelf(shelf: ShelfView, call: WatchCall, *, name: str, ready_at: float) -> ReplicaView:
+    """Look at models that share a device: at the blocks of the one with the most requests. See `view_replica`."""
+    loaded = [status for status in shelf.models if status.name in shelf.watches]
+    busiest = max(loaded, key=lambda status: status.num_running + status.num_waiting, default=None)
+    model = "" if busiest is None else busiest.name
+    view = None if busiest is None else _look(shelf.watches[model], call, name)
+    since = call.since.get(name) or 0
+    steps = [step for other, watch in shelf.watches.items() if other != model for step in watch.steps(since)]
+    steps = sorted([*steps, *(() if view is None else view.steps)])
+    return _answer(view, shelf.load, shelf.memory, steps, call, name=name, model=model, ready_at=ready_at, shelf=shelf)
+
+
+def _look(watch: EngineWatch, call: WatchCall, name: str) -> EngineView:
+    return watch.look(call.since.get(name) or 0, detailed=_is_detailed(call, name), wanted=call.requests)
+
+
+def _is_detailed(call: WatchCall, name: str) -> bool:
+    return call.details is None or name in call.details
+
+
+def _answer(
+    view: EngineView | None,
+    load: ReplicaReport,
+    report: MemoryReport | None,
+    steps: Sequence[StepRecord],
+    call: WatchCall,
+    *,
+    name: str,
+    model: str,
+    ready_at: float,
+    shelf: ShelfView | None = None,
+) -> ReplicaView:
+    """The answer with the blocks of a view."""
+    since, memory = call.since.get(name), None if view is None else view.memory
+    last_step = steps[-1].number if steps else since or 0
     state = ReplicaState(
         name=name,
         model=model,
         age_s=round(time.monotonic() - ready_at, 1),
-        load=Load.model_validate(view.load, from_attributes=True),
-        memory=None if memory is None else Memory.model_validate(memory.report, from_attributes=True),
+        load=Load.model_validate(load, from_attributes=True),
+        memory=None if report is None else Memory.model_validate(report, from_attributes=True),
         maps=() if memory is None else _maps(memory, detailed=False),
         # Not to a new ingress: others watched them, and a viewer whose stream goes on here has seen them there.
-        steps=Steps() if since is None else _steps(view.steps, time.monotonic()),
+        steps=Steps() if since is None else _steps(steps, time.monotonic()),
         last_step=last_step,
+        models=() if shelf is None else tuple(map(_on_device, shelf.models)),
+        device=None if shelf is None else Device.model_validate(shelf.device, from_attributes=True),
     )
-    detail = None if memory is None or not detailed else _detail(view, memory).model_dump_json()
+    detail = None
+    if view is not None and memory is not None and _is_detailed(call, name):
+        detail = _detail(view, memory).model_dump_json()
     return ReplicaView(name, last_step, state.model_dump_json(), detail)
+
+
+def _on_device(status: ModelStatus) -> ModelOnDevice:
+    return ModelOnDevice.model_validate(status, from_attributes=True)
 
 
 def _maps(memory: MemorySnapshot, *, detailed: bool) -> tuple[BlockMap, ...]:

@@ -24,7 +24,8 @@ _MOST_SEQUENCES = _MOST_PARKED = 24
 
 
 class StepRecord(NamedTuple):
-    """One step. `number` counts recorded steps; `at` is its end by `time.monotonic`; outputs are generated tokens."""
+    """One step. `number` rises with time over all engines of a process; `at` is the step's end by `time.monotonic`;
+    outputs are generated tokens."""
 
     number: int
     at: float
@@ -74,7 +75,6 @@ class EngineWatch:
         self._scheduler = scheduler
         self._load = load
         self._steps: deque[StepRecord] = deque(maxlen=_MOST_STEPS)
-        self._num_steps = 0
         self._until = 0.0
 
     @property
@@ -89,9 +89,13 @@ class EngineWatch:
             self._until = 0.0
             self._steps.clear()
             return
-        self._num_steps += 1
-        waiting = self._scheduler.num_waiting
-        self._steps.append(StepRecord(self._num_steps, now, seconds, num_tokens, num_outputs, num_sequences, waiting))
+        number, waiting = round(now * 1e6), self._scheduler.num_waiting
+        self._steps.append(StepRecord(number, now, seconds, num_tokens, num_outputs, num_sequences, waiting))
+
+    def steps(self, since: int = 0) -> list[StepRecord]:
+        """The steps after the one with this number. From any thread."""
+        self._until = time.monotonic() + _WATCHED_S
+        return [step for step in self._steps.copy() if step.number > since]
 
     def look(self, since: int = 0, *, detailed: bool = False, wanted: Collection[str] = ()) -> EngineView:
         """The engine now. From any thread; waits for the memory's lock for 20 ms at most.
@@ -101,7 +105,6 @@ class EngineWatch:
             detailed: with sequences and parked regions.
             wanted: ids of requests whose sequences are to be among them, however short they are.
         """
-        self._until = time.monotonic() + _WATCHED_S
         owners: dict[int, Request] = {}
         chosen: list[SequenceMemory] = []
         if detailed:
@@ -127,5 +130,4 @@ class EngineWatch:
             for sequence in (() if snapshot is None else snapshot.sequences)
             if (owner := owners.get(id(sequence.memory))) is not None
         ]
-        steps = [step for step in self._steps.copy() if step.number > since]
-        return EngineView(self._load.report(most_keys=0), snapshot, steps, sequences)
+        return EngineView(self._load.report(most_keys=0), snapshot, self.steps(since), sequences)

@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.config.added_model import check_added
 from app.config.shelf import ModelConfig, ShelfConfig
-from app.dashboard.views import ReplicaView, WatchCall, view_replica
+from app.dashboard.views import ReplicaView, ShelfView, WatchCall, view_replica, view_shelf
 from app.engine import Delta
 from app.engine.lora.source import AdapterSource
 from app.engine.report import ReplicaReport
@@ -246,15 +246,16 @@ class EngineReplica:
         return ReplicaStatus(self._name, figures.load, figures.memory, ready_s, self._shelf.statuses())
 
     async def look(self, call: WatchCall) -> ReplicaView:
-        """This replica's part of the dashboard. Raises `UnavailableError` once the engine has stopped."""
-        statuses = sorted(self._shelf.statuses(), key=lambda status: status.num_running + status.num_waiting)
-        engines = self._engines()
-        names = [status.name for status in statuses if status.name in engines]
-        if not names:
-            raise UnavailableError("no model has been loaded yet")
-        watch = engines[names[-1]].watch  # of the one with the most requests
-        view = partial(view_replica, watch, call, name=self._name, model=names[-1], ready_at=self._ready_at)
-        return await _run_in_thread(view)
+        """This replica's part of the dashboard. Raises `UnavailableError` once the only engine has stopped."""
+        device = self._shelf.device_status()
+        if device is None:
+            [(model, engine)] = self._engines().items()
+            view = partial(view_replica, engine.watch, call, name=self._name, model=model, ready_at=self._ready_at)
+            return await _run_in_thread(view)
+        figures = await _run_in_thread(partial(self._figures, 0))
+        watches = {name: engine.watch for name, engine in self._engines().items() if engine.healthy}
+        shelf = ShelfView(self._shelf.statuses(), device, figures.load, figures.memory, watches)
+        return await _run_in_thread(partial(view_shelf, shelf, call, name=self._name, ready_at=self._ready_at))
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change the budget of this replica's KV cache (`KVMemory.set_budget`).

@@ -10,11 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from app.builtin import resolve_model
+from app.cli.main import main
 from app.config.http import HttpSettings, KeyEntry
 from app.config.shelf import ShelfConfig
+from app.dashboard.state import DashboardState, ReplicaState
+from app.dashboard.views import WatchCall
 from app.engine import SamplingParams
 from app.errors import (
     ForbiddenError,
@@ -40,7 +44,7 @@ from app.request_context import CURRENT, RequestContext
 from app.serving import loaded as loaded_module
 from tests.app.serving.conftest import Recorded
 from tests.app.serving.registry import Cluster
-from tests.local_server import LocalHandle, a_model, ingress_of, replica_of_shelf
+from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, listening, replica_of_shelf
 
 SETTINGS: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "max_num_batched_tokens": 512, "warm_up": False}
 MODELS = (
@@ -333,3 +337,65 @@ async def test_operators_see_all_models_together(server: Any) -> None:
     assert figures["folio_max_num_seqs"] == 128
     assert figures["folio_num_running"] == figures["folio_device_share"] == 0
     server.replica.check_health()
+
+
+def test_the_dashboard_and_top_show_the_models(
+    server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica counted as silent until its first model was loaded."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def ask(url: str, model: str) -> None:
+        body = {"model": model, "prompt": "The moon", "max_tokens": 4, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+    def looked(url: str) -> ReplicaState:
+        state = DashboardState.model_validate_json(httpx.get(f"{url}/dashboard/state", timeout=60).text)
+        assert state.num_silent == 0
+        [replica] = state.replicas
+        return replica
+
+    with listening(guarded_api(server, None, server.dashboard)) as url:
+        before = looked(url)
+        assert (before.model, before.maps, before.load.num_running) == ("", (), 0)
+        assert [model.state for model in before.models] == ["new"] * 3
+        ask(url, "first")
+        ask(url, "second")
+        found = looked(url)
+        first, second, third = found.models
+        assert found.device is not None
+        assert found.memory is not None
+        assert found.maps
+        assert (first.state, second.state, third.state) == ("awake", "awake", "new")
+        assert (first.num_wakes, third.num_wakes) == (1, 0)
+        assert third.wake_s > first.wake_s == 0
+        assert found.memory.physical_bytes == first.kv_bytes + second.kv_bytes > 0
+        weight_bytes = first.device_weight_bytes + second.device_weight_bytes
+        assert found.device.charged_bytes >= weight_bytes > third.device_weight_bytes == 0
+        assert main(["top", "--url", url, "--once"]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["folio", "3", "models"] in [line[:3] for line in lines]
+    states = {line[0]: line[1] for line in lines if line and line[0] in ("first", "second", "third")}
+    assert states == {"first": "awake", "second": "awake", "third": "new"}
+
+
+def test_steps_of_all_models_are_seen_once(server: Any) -> None:
+    """A look at another model than before took its steps for those of the first one, or left them out."""
+
+    async def outputs() -> list[int]:
+        replica, since, seen = server.replica, {"local": 0}, []
+        for model in ("first", "second", "second", "first"):
+            await replica.look(WatchCall(since=since))
+            body = completion(model, max_tokens=5, ignore_eos=True)
+            await server.generate(body)
+            view = await replica.look(WatchCall(since=since))
+            since = {"local": view.last_step}
+            seen.append(sum(ReplicaState.model_validate_json(view.state).steps.outputs))
+        return seen
+
+    async def loaded() -> None:
+        for model in ("first", "second"):
+            await server.generate(completion(model))
+
+    asyncio.run(loaded())
+    assert asyncio.run(outputs()) == [5] * 4

@@ -1,6 +1,7 @@
 // The page: takes a state each second and shows it.
 import { Chart, charts, recolour } from "./charts.js";
 import { BlockMap, COLOURED, blocksOf, drawMini, drawRegion, readColours } from "./map.js";
+import { ModelTable } from "./models.js";
 import { Playground } from "./playground.js";
 import { States, keepKey } from "./stream.js";
 
@@ -86,6 +87,10 @@ function record(now) {
 
 // ---- parts ----
 
+const modelTable = new ModelTable($("models-panel"), { bytes, seconds });
+const modelChoice = $("model-choice").querySelector("select");
+const replicaOf = (now) => now.replicas.find((r) => r.name === chosen);
+
 function figures(now) {
   const t = now.traffic, sum = (f) => now.replicas.reduce((a, r) => a + (r.memory ? f(r.memory) : 0), 0);
   const running = now.replicas.reduce((a, r) => a + r.load.num_running, 0), waiting = now.replicas.reduce((a, r) => a + r.load.num_waiting, 0);
@@ -163,8 +168,10 @@ function followed() {
 }
 
 function blocks(now) {
-  const replica = now.replicas.find((r) => r.name === chosen), detail = now.details[chosen];
+  const replica = replicaOf(now), detail = now.details[chosen];
   const source = detail?.maps.length ? detail.maps : replica?.maps ?? [];
+  for (const e of document.querySelectorAll(".chosen")) e.textContent = chosen;
+  if (replica?.models.length) $("blocks-title").lastChild.textContent = replica.model ? `${chosen}: ${replica.model}` : `${chosen}: no model has been loaded yet`;
   if (!source.length) return;
   const mine = followed(), owners = source.map(() => new Map()), marked = source.map(() => new Set());
   for (const s of detail?.sequences ?? []) for (const t of s.tables) for (const id of blocksOf(t)) {
@@ -192,7 +199,6 @@ function blocks(now) {
     }
     item.lastChild.textContent = (totals[name] ?? 0).toLocaleString("en");
   }
-  for (const e of document.querySelectorAll(".chosen")) e.textContent = chosen;
 }
 
 function regions(now) {
@@ -288,7 +294,9 @@ function curves() {
 function show(now) {
   state = now;
   arrived();
-  $("model").textContent = now.model;
+  const models = [...new Set(now.replicas.flatMap((r) => r.models.map((m) => m.name)))];
+  $("model").textContent = models.length ? `${models.length} models` : now.model;
+  offer(models);
   const names = now.replicas.map((r) => r.name), before = chosen;
   if (!names.includes(chosen) && !silentOnes(now).has(chosen)) chosen = names[0] ?? chosen;
   record(now);
@@ -299,6 +307,7 @@ function show(now) {
 function draw(now) {
   figures(now);
   replicas(now);
+  modelTable.show(replicaOf(now));
   blocks(now);
   regions(now);
   lists(now);
@@ -310,7 +319,7 @@ function choose(name) {
   chosen = name;
   hovered = null;
   if (state && !state.details[name]) states.changed();
-  if (state) { replicas(state); blocks(state); regions(state); curves(); }
+  if (state) { replicas(state); modelTable.show(replicaOf(state)); blocks(state); regions(state); curves(); }
 }
 
 // ---- what the user does ----
@@ -320,8 +329,17 @@ const playground = new Playground({
   known: (replica) => { if (state?.replicas.some((r) => r.name === replica)) choose(replica); states.changed(); },
   ends: () => setTimeout(() => states.changed(), 1500),
   askKey,
-  model: () => state?.model,
+  model: () => modelChoice.value || state?.model,
 });
+
+/** Offer these models in the playground, unless it does already. */
+function offer(models) {
+  $("model-choice").hidden = !models.length;
+  if (models.join("\n") === [...modelChoice.options].map((o) => o.value).join("\n")) return;
+  const before = modelChoice.value;
+  modelChoice.replaceChildren(...models.map((name) => new Option(name)));
+  if (models.includes(before)) modelChoice.value = before;
+}
 
 function wish() {
   const query = new URLSearchParams();

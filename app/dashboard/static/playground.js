@@ -102,12 +102,12 @@ export class Playground {
     const note = document.createElement("small");
     note.textContent = `first token ${((first - begun) / 1e3).toFixed(2)} s, ${made} tokens${made > 1 && time > 0 ? ` at ${((made - 1) / time).toFixed(0)}/s` : ""}; prompt ${usage.prompt_tokens} tokens, ${cached} of them cached`;
     box.append(note);
-    return { messages: asked, cached };
+    return { model: body.model, messages: asked, cached };
   }
 
   /** The prompt's tokens, those that were found in the cache highlighted: always the first ones. */
-  async showTokens({ messages, cached }, isLatest) {
-    const answer = await fetch("tokenize", { method: "POST", headers: headers({ "content-type": "application/json" }), body: JSON.stringify({ messages, return_token_strs: true }) });
+  async showTokens({ model, messages, cached }, isLatest) {
+    const answer = await fetch("tokenize", { method: "POST", headers: headers({ "content-type": "application/json" }), body: JSON.stringify({ model, messages, return_token_strs: true }) });
     if (!answer.ok) return;
     const { token_strs: texts, count } = await answer.json();
     if (!isLatest()) return;

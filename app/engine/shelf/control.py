@@ -282,7 +282,7 @@ class Control:
         reason = f" after {began - model.worked_at:.0f} s without a request"
         if other is not None:
             model.num_evictions, model.evicted_for = model.num_evictions + 1, other
-            reason = f" for {other!r}" + (f", preempting {num_running} sequences" if num_running else "")
+            reason = f" for {other!r}" + (f", preempting its {num_running} running sequences" if num_running else "")
         seconds = time.monotonic() - began
         logger.info("put %r to sleep%s: %.1f MiB in %.0f ms", model.name, reason, num_bytes / 2**20, 1e3 * seconds)
         self._has_changed = True  # its memory can be given out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import shutil
 import threading
 import time
@@ -625,6 +627,32 @@ async def test_models_are_kept_always_or_for_some_time(models: TinyModels) -> No
         assert statuses["llama"].num_evictions == 0
         assert statuses["llama"].num_wakes == 1
         assert statuses["qwen3"].num_wakes == 2
+
+
+async def test_the_log_says_who_sleeps_for_whom_and_who_wakes(
+    models: TinyModels, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, control.logger.name)
+    names = ("llama", "qwen3")
+    configs = [models.config("llama"), models.config("qwen3", keep=0.2)]
+    async with models.opened(configs, models.memory_for("llama", room_bytes=KV_BYTES // 2, beside=names)) as shelf:
+        for name in ("llama", "qwen3"):
+            await outputs(shelf.model(name), [1, 2], GREEDY)
+        await until_state(shelf, "qwen3", "asleep")
+        running = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], LONG))
+        while not (shelf.model("llama").status.num_running and await put_to_sleep(shelf, "llama")):
+            await asyncio.sleep(0.001)
+        await running
+    lines = [re.sub(r"\d+(\.\d+)?", "1", record.getMessage()) for record in caplog.records if " MiB in " in record.msg]
+    assert lines == [
+        "loaded 'llama': 1 MiB in 1 s",
+        "put 'llama' to sleep for 'qwen1': 1 MiB in 1 ms",
+        "loaded 'qwen1': 1 MiB in 1 s",
+        "put 'qwen1' to sleep after 1 s without a request: 1 MiB in 1 ms",
+        "woke 'llama': 1 MiB in 1 ms",
+        "put 'llama' to sleep for 'another', preempting its 1 running sequences: 1 MiB in 1 ms",
+        "woke 'llama': 1 MiB in 1 ms",
+    ]
 
 
 async def test_the_queue_is_bounded_while_a_model_is_loaded(models: TinyModels) -> None:

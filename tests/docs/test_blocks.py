@@ -61,7 +61,9 @@ def check(value: dict[str, Any], folder: Path) -> None:
         value = {"applications": [{"name": "folio", "import_path": "app.main:build"} | value]}
     value.setdefault("applications", [{"import_path": "app.main:build"}])
     for application in value["applications"]:
-        application.setdefault("args", {}).setdefault("engine", {}).setdefault("model", "builtin")
+        args = application.setdefault("args", {})
+        if "models" not in args:
+            args.setdefault("engine", {}).setdefault("model", "builtin")
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(value))
     load_config(path, is_local=False)  # models and sizes of a page are not this machine's

@@ -49,6 +49,8 @@ class PagePool:
 
     Attributes:
         most: pages there may ever be.
+        attainable: pages that single sequences are judged by: at most `most`, less where other owners of the device's
+            memory leave less for good.
         budget: pages there may be now. After it was lowered, more may exist until some are destroyed.
         revision: of the last order that changed the budget.
         num_pinned: pages that pinned prefixes own.
@@ -71,7 +73,7 @@ class PagePool:
         self.longest, self.fewest = longest, fewest
         self.most = self._pages_in(budget_bytes)
         self._check_budget(budget_bytes, self._whole(longest))
-        self.budget = self.most
+        self.budget = self.attainable = self.most
         self.revision = 0
         self.spare: list[int] = []
         self.num_created = 0
@@ -107,6 +109,10 @@ class PagePool:
                 f"a budget of {budget_bytes} bytes must be between {least * self.page_bytes}, which the longest "
                 f"sequence, the floor and pinned prefixes take, and {self.most * self.page_bytes}"
             )
+
+    def set_attainable(self, num_bytes: int) -> None:
+        """Set `attainable`, from any thread."""
+        self.attainable = min(self._pages_in(num_bytes), self.most)
 
     @property
     def nominal(self) -> int:

@@ -15,7 +15,7 @@ from vmem.backends.base import Backend
 from vmem.budget import BudgetAnswer, MemoryCounts, PagePool
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, OutOfSwap, PinError, VmemError
 from vmem.eviction import EvictionOrder, ReturnOrder
-from vmem.group import LayerGroup, most_pages, reserve_groups
+from vmem.group import LayerGroup, longest_sequence, most_pages, reserve_groups
 from vmem.lock import MemoryLock
 from vmem.mapper import Mapper
 from vmem.mapper_policy import MappingOptions, MappingPolicy
@@ -173,6 +173,15 @@ class KVMemory:
         """Pages without an owner. Negative while sequences own more than a budget that was lowered."""
         return self.allocator.num_free_pages
 
+    @property
+    def context_tokens(self) -> int:
+        """The longest sequence that fits into what can be had of the budget, beside pins: `max_tokens` or less. From
+        any thread."""
+        num_pages = self.pages.attainable - self.pages.num_pinned
+        if num_pages >= self.pages.longest:
+            return self.max_tokens
+        return min(longest_sequence(self.groups, num_pages, self.step_tokens), self.max_tokens)
+
     def pages_for(self, num_tokens: int) -> int:
         """The most pages that a sequence of that length owns."""
         return most_pages(self.groups, num_tokens, self.step_tokens)
@@ -188,7 +197,8 @@ class KVMemory:
 
     def fit_together(self, lengths: Sequence[int], shared_tokens: int = 0) -> bool:
         """Whether sequences of these lengths, with `shared_tokens` in common, fit into the whole memory at once."""
-        return self.pages_together(lengths, shared_tokens) <= self.pages.nominal - self.pages.num_pinned
+        num_pages = min(self.pages.nominal, self.pages.attainable)
+        return self.pages_together(lengths, shared_tokens) <= num_pages - self.pages.num_pinned
 
     def pages_together(self, lengths: Sequence[int], shared_tokens: int = 0) -> int:
         """The most pages that sequences of these lengths own, with `shared_tokens` in common."""

@@ -113,6 +113,11 @@ class AsyncEngine:
         return self._engine.max_model_len
 
     @property
+    def context_tokens(self) -> int:
+        """What of `max_model_len` has memory, on a shared device beside other models that are kept always."""
+        return self._engine.memory.context_tokens
+
+    @property
     def pooling(self) -> Pooling | None:
         """How the model makes vectors of prompts; `None`: it makes none."""
         return self._engine.model.pooling

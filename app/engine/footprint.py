@@ -61,6 +61,10 @@ class Footprint:
         if self._draft is not None:
             set_budget_within(self._draft, budget_bytes - own_bytes, self._revision)
 
+    def set_attainable(self, num_bytes: int) -> None:
+        """Note how much KV memory, pins included, there can ever be at once: it bounds requests, not the budget."""
+        self._memory.pages.set_attainable(int(self._share * num_bytes))
+
     def release(self) -> list[CachedPrefix]:
         """Give back KV memory and weights, without sequences; returns the prefixes that were pinned. Weights come last:
         the release of KV memory waits for launched steps."""

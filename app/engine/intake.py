@@ -53,7 +53,6 @@ class RequestValidator:
         self._prefixes = memory.prefixes
         self._vocabulary = vocabulary
         self._scheduler = scheduler
-        self._max_model_len = memory.max_tokens
         self._isolate_tenants = isolate_tenants
         self._max_cache_ttl_s = max_cache_ttl_s
         self._num_arrivals = 0
@@ -84,11 +83,12 @@ class RequestValidator:
         if pooling is not None:
             self._check_pooled(len(prompt_token_ids), pooling)
             return 0
-        room = self._max_model_len - len(prompt_token_ids)
+        context_tokens = self._memory.context_tokens
+        room = context_tokens - len(prompt_token_ids)
         if room < 1 or (params.max_tokens or 1) > room:
             raise ContextLengthError(
-                f"the context is {self._max_model_len} tokens, but the prompt has {len(prompt_token_ids)} "
-                f"and {params.max_tokens or 1} are to be generated",
+                f"the context is {context_tokens} tokens, but the prompt has {len(prompt_token_ids)} "
+                f"and {params.max_tokens or 1} are to be generated{self._why_short(context_tokens)}",
                 "prompt" if room < 1 else "max_tokens",
             )
         max_tokens = params.max_tokens or room
@@ -113,12 +113,22 @@ class RequestValidator:
                 "model",
             )
         self._pooling.check_params(params, self._hidden_size)
-        if num_tokens > self._max_model_len:
+        if num_tokens > (context_tokens := self._memory.context_tokens):
             raise ContextLengthError(
-                f"the context is {self._max_model_len} tokens, but the input has {num_tokens}; send less, or let "
-                "truncate_prompt_tokens cut it",
+                f"the context is {context_tokens} tokens, but the input has {num_tokens}; send less, or let "
+                f"truncate_prompt_tokens cut it{self._why_short(context_tokens)}",
                 "input",
             )
+
+    def _why_short(self, context_tokens: int) -> str:
+        if context_tokens == self._memory.max_tokens:
+            return ""
+        pages = self._memory.pages
+        return (
+            f"; it is {self._memory.max_tokens} where there is memory: weights, a step's workspace, pinned prefixes, "
+            f"and models with keep: always leave {(pages.attainable - pages.num_pinned) * pages.page_bytes} bytes of "
+            "KV memory; send less, or raise device_memory_bytes"
+        )
 
     def prefix_keys(self, options: RequestOptions) -> tuple[str, ...]:
         """Keys that requests must have in common to share cached prefixes."""

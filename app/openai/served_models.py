@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol
 
@@ -22,6 +23,29 @@ from app.openai.translate import Translator
 
 # The most ready first.
 _STATES: tuple[ModelState, ...] = ("awake", "waking", "asleep", "loading", "new", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A model at all replicas: its state where it is the most ready, and the shortest context of those that have loaded
+    it, as a request may go to any of them."""
+
+    state: ModelState
+    max_model_len: int | None
+
+
+def seen_models(replicas: Iterable[Sequence[HostedModel]]) -> dict[str, Seen]:
+    """What replicas say of their models, by name."""
+    by_name: dict[str, list[HostedModel]] = {}
+    for hosted in (hosted for replica in replicas for hosted in replica):
+        by_name.setdefault(hosted.status.name, []).append(hosted)
+    return {
+        name: Seen(
+            min((one.status.state for one in of_replicas), key=_STATES.index),
+            min((one.max_model_len for one in of_replicas if one.max_model_len is not None), default=None),
+        )
+        for name, of_replicas in by_name.items()
+    }
 
 
 class Replicas(Protocol):
@@ -153,17 +177,6 @@ class ServedModels:
 
     def knows(self, name: str) -> bool:
         return name in self.by_name
-
-    def note_states(self, replicas: Sequence[Sequence[HostedModel]]) -> dict[str, ModelState]:
-        """The state of each model at the replica where it is the most ready. Contexts are noted."""
-        states: dict[str, ModelState] = {}
-        for hosted in (hosted for replica in replicas for hosted in replica):
-            name, state = hosted.status.name, hosted.status.state
-            if name not in states or _STATES.index(state) < _STATES.index(states[name]):
-                states[name] = state
-            if hosted.max_model_len is not None and name in self.by_name:
-                self.by_name[name].context_tokens = hosted.max_model_len
-        return states
 
     def find(self, name: str) -> ServedModel:
         """The model of a served name, an adapter's included. Raises `UnknownModelError` if there is none."""

@@ -30,7 +30,6 @@ from app.edge.callers import Callers
 from app.edge.guard import key_ring, protect
 from app.edge.limits import IngressLimits
 from app.edge.request_body import ReadsRefusedBodies
-from app.engine.shelf.status import ModelState
 from app.errors import (
     ConfigError,
     DeadlineError,
@@ -85,7 +84,7 @@ from app.openai.replies import (
 )
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
-from app.openai.served_models import ServedModel, ServedModels
+from app.openai.served_models import Seen, ServedModel, ServedModels, seen_models
 from app.openai.translate import Translator
 from app.openai.unknown_fields import UnknownFields
 from app.request_context import current_context
@@ -285,33 +284,35 @@ class Ingress(GrpcIngress):
     async def models(self) -> ModelList:
         if self._tables is not None:
             await self._tables.refresh()
-        states = await self._states()
-        return ModelList(data=[await self._card(name, model, states) for name, model in self._models.by_name.items()])
+        seen = await self._seen()
+        return ModelList(data=[await self._card(name, model, seen) for name, model in self._models.by_name.items()])
 
     async def model(self, name: str) -> ModelCard:
         name = self._models.served_name(name)
         await self._learn(name)
-        return await self._card(name, self._models.find(name), await self._states())
+        return await self._card(name, self._models.find(name), await self._seen())
 
-    async def _card(self, name: str, model: ServedModel, states: Mapping[str, ModelState]) -> ModelCard:
-        is_adapter = name != model.name
+    async def _card(self, name: str, model: ServedModel, seen: Mapping[str, Seen]) -> ModelCard:
+        is_adapter, of_replicas = name != model.name, seen.get(model.name)
+        if self._is_shared:  # a model is not loaded for a list
+            max_model_len = None if of_replicas is None else of_replicas.max_model_len
+        else:
+            max_model_len = await model.max_model_len()
         return ModelCard(
             id=name,
             created=model.created,
-            # On a shelf a model is not loaded for a list.
-            max_model_len=model.context_tokens if self._is_shared else await model.max_model_len(),
+            max_model_len=max_model_len,
             parent=model.name if is_adapter else None,
             description=BUILTIN_DESCRIPTION if model.config.engine.model == BUILTIN and not is_adapter else None,
-            state=states.get(model.name),
+            state=None if of_replicas is None else of_replicas.state,
         )
 
-    async def _states(self) -> dict[str, ModelState]:
-        """The state of each model at the replica where it is the most ready; empty for a single model, which is always
-        awake."""
+    async def _seen(self) -> dict[str, Seen]:
+        """Each model at the replicas that answer; empty for a single model, which is always awake."""
         if not self._is_shared:
             return {}
         answers = await self._replicas.call_each("hosted_models", timeout_s=STATUS_TIMEOUT_S)
-        return self._models.note_states([answer for answer in answers if not isinstance(answer, FolioError)])
+        return seen_models(answer for answer in answers if not isinstance(answer, FolioError))
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""

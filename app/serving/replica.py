@@ -222,7 +222,7 @@ class EngineReplica:
         self._shelf.check()
         engines = self._engines()
         return [
-            HostedModel(status, engine.max_model_len if (engine := engines.get(status.name)) is not None else None)
+            HostedModel(status, engine.context_tokens if (engine := engines.get(status.name)) is not None else None)
             for status in self._shelf.statuses()
         ]
 

@@ -146,6 +146,9 @@ class Control:
         needed_bytes = sum(need.needed_bytes for need in needs if need.has_work)
         beside_bytes = self._device.shared.pages.capacity_bytes - self._capacity_bytes
         self._device.needed_bytes = needed_bytes + beside_bytes if needed_bytes else 0
+        for model in models:
+            if model.engine is not None:
+                self._limit_requests(model, model.engine)
         self._carry_out(Arbiter(self._capacity_bytes).plan(needs), {model.name: model for model in models})
         has_work = any(need.has_work for need in needs)
         if has_work:
@@ -224,9 +227,17 @@ class Control:
 
     def _warm_up_bytes(self, model: ShelvedModel, estimate: Estimate) -> int:
         """KV memory for the warm-up, or most of what the device has beside the weights, which may do for requests."""
-        kept = sum(m.weight_bytes for m in self._models() if m.config.keep == "always" and m is not model)
-        room_bytes = self._capacity_bytes - estimate.weight_bytes - kept
+        room_bytes = self._room_bytes(model, estimate.weight_bytes)
         return max(min(estimate.kv_bytes, int(_MOST_OF_ROOM * room_bytes)), 0)
+
+    def _room_bytes(self, model: ShelvedModel, weight_bytes: int) -> int:
+        """Memory that a model with these weights can have beside them and beside models that are kept always."""
+        others = (other for other in self._models() if other.config.keep == "always" and other is not model)
+        return self._capacity_bytes - weight_bytes - sum(other.kept_bytes for other in others)
+
+    def _limit_requests(self, model: ShelvedModel, engine: AsyncEngine) -> None:
+        """Refuse requests from now on that could never run, by the same sum as `turns.refusals`."""
+        engine.driver.engine.footprint.set_attainable(max(self._room_bytes(model, model.weight_bytes), 0))
 
     def _carry_out(self, allocation: Allocation, models: Mapping[str, ShelvedModel]) -> None:
         """In the order that `arbiter` asks for."""
@@ -393,7 +404,10 @@ class Control:
             return partial(model.measured, replace(model.estimate, weight_bytes=weight_bytes))
 
         def then() -> None:
-            model.weight_bytes = engine.driver.engine.footprint.weight_bytes
+            footprint = engine.driver.engine.footprint
+            model.weight_bytes = footprint.weight_bytes
+            self._capacity_bytes -= footprint.anchor_bytes
+            self._limit_requests(model, engine)
             model.set_loaded(engine, time.monotonic() - began)
             logger.info("loaded %r: %.1f MiB in %.2f s", model.name, model.weight_bytes / 2**20, model.load_s)
 

@@ -103,6 +103,14 @@ class ShelvedModel:
         """For how long requests have waited for the model to be loaded."""
         return time.monotonic() - self._pending_since if self._num_pending else 0.0
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of a model that is kept always: its weights and pinned prefixes, which no other model can have."""
+        if self.engine is not None:
+            return self.weight_bytes + self.engine.driver.engine.footprint.pinned_bytes
+        is_coming = self.estimate is not None and (self.is_wanted or self.state == "loading")
+        return self.estimate.weight_bytes if is_coming and self.estimate is not None else 0
+
     def measured(self, estimate: Estimate) -> None:
         """Note the size of the model, which is not loaded yet."""
         self.state, self.estimate = "new", estimate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from typing import Protocol
 
 from app.compat.transformers import imported_without_torch
 from app.config.shelf import ModelConfig
+from app.engine.model.context import context_length, read_config
 from app.engine.model.tokenizer import load_tokenizer
 from app.engine.shelf.status import ModelState
-from app.errors import UnknownModelError
+from app.errors import ModelUnavailableError, UnknownModelError
 from app.fleet.loaded import LoadedTable
 from app.fleet.messages import HostedModel, ServedPooling
 from app.fleet.overload import LoadShedder
@@ -21,6 +23,10 @@ from app.openai.output.formats import output_format
 from app.openai.pooled.translate import PooledTranslator
 from app.openai.translate import Translator
 
+logger = logging.getLogger(__name__)
+
+# A tokenizer that cannot be loaded is tried again as an engine is, see `ShelvedModel`.
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 300.0
 # The most ready first.
 _STATES: tuple[ModelState, ...] = ("awake", "waking", "asleep", "loading", "new", "failed")
 
@@ -61,10 +67,12 @@ class ServedModel:
     Attributes:
         translator, pooled: of bodies, once `load` has returned.
         shedder: sheds its load while all replicas are full of its requests.
+        context_tokens: the context, once a replica that has loaded the model has said so.
     """
 
     translator: Translator
     pooled: PooledTranslator
+    _longest_tokens: int
 
     def __init__(self, config: ModelConfig, replicas: Replicas) -> None:
         self.config, self.name = config, config.name
@@ -76,6 +84,9 @@ class ServedModel:
         self._pooling: ServedPooling | None = None
         self._loading: asyncio.Task[None] | None = None
         self._is_loaded = False
+        self._error = ""
+        self._num_failures = 0
+        self._retry_at = 0.0
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -90,8 +101,10 @@ class ServedModel:
 
     def load_now(self) -> None:
         """Load the tokenizer, which takes up to a second. Raises `ModelError`."""
+        engine = self.config.engine
         with imported_without_torch():
-            tokenizer = load_tokenizer(self.config.engine.model)
+            tokenizer = load_tokenizer(engine.model)
+            self._longest_tokens = engine.max_model_len or context_length(read_config(engine.model))
         parsers = self.config.tool_call_parser, self.config.reasoning_parser
         adapters = tuple(self.config.engine.adapters)
         self.translator = Translator(tokenizer, self.name, adapters, output_format(tokenizer, *parsers))
@@ -102,12 +115,39 @@ class ServedModel:
         self._is_loaded = True
 
     async def load(self) -> None:
-        """Load the tokenizer in a thread, once. Raises `ModelError`."""
+        """Load the tokenizer in a thread, once.
+
+        Raises:
+            ModelUnavailableError: it cannot be loaded; some time after a failure it is tried again.
+        """
         if self._is_loaded:
             return
         if self._loading is None or self._loading.done():
-            self._loading = asyncio.create_task(asyncio.to_thread(self.load_now))
+            if time.monotonic() < self._retry_at:
+                raise self._unavailable()
+            self._loading = asyncio.create_task(self._try_to_load())
         await asyncio.shield(self._loading)
+        if not self._is_loaded:
+            raise self._unavailable()
+
+    async def _try_to_load(self) -> None:
+        try:
+            await asyncio.to_thread(self.load_now)
+        except Exception as error:  # whatever a damaged file leads to, other models are served
+            logger.exception("the tokenizer of %r cannot be loaded", self.name)
+            self._error = str(error)
+            self._retry_at = time.monotonic() + min(_FIRST_RETRY_S * 2 ** min(self._num_failures, 30), _LONGEST_RETRY_S)
+            self._num_failures += 1
+
+    def _unavailable(self) -> ModelUnavailableError:
+        message = f"the model {self.name!r} cannot be served now: {self._error}"
+        return ModelUnavailableError(message, max(self._retry_at - time.monotonic(), 0.0))
+
+    @property
+    def longest_tokens(self) -> int:
+        """The context in tokens as far as it is known without loading the model: else what its settings, or its
+        checkpoint, allow. Once `load` has returned."""
+        return self._longest_tokens if self.context_tokens is None else self.context_tokens
 
     async def max_model_len(self) -> int:
         """The context in tokens. The first call waits until a replica has loaded the model."""
@@ -177,6 +217,12 @@ class ServedModels:
 
     def knows(self, name: str) -> bool:
         return name in self.by_name
+
+    def note(self, seen: Mapping[str, Seen]) -> None:
+        """Note how much context the models have."""
+        for name, of_replicas in seen.items():
+            if of_replicas.max_model_len is not None and name in self.by_name:
+                self.by_name[name].context_tokens = of_replicas.max_model_len
 
     def find(self, name: str) -> ServedModel:
         """The model of a served name, an adapter's included. Raises `UnknownModelError` if there is none."""

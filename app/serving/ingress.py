@@ -104,6 +104,8 @@ STARTING_TIMEOUT_S, READY_TIMEOUT_S = 0.2, 10.0
 STATUS_TIMEOUT_S = 2.0
 UNPIN_TIMEOUT_S = 10.0
 _BUDGET_TRIES = 5
+# Greatest age of the context lengths of several models.
+_CONTEXT_FRESH_S = 10.0
 # Greatest age of the load for endpoint pickers. Each of them asks every 50 ms or so, and all replicas have to answer.
 _LOAD_FRESH_S = 0.05
 
@@ -166,6 +168,8 @@ class Ingress(GrpcIngress):
     """
 
     _probe: asyncio.Task[None] | None = None
+    _seeing: asyncio.Task[dict[str, Seen]] | None = None
+    _seen_at = 0.0
     _batches: BatchRunner | None = None
 
     def __init__(
@@ -311,8 +315,18 @@ class Ingress(GrpcIngress):
         """Each model at the replicas that answer; empty for a single model, which is always awake."""
         if not self._is_shared:
             return {}
+        self._seen_at = time.monotonic()
         answers = await self._replicas.call_each("hosted_models", timeout_s=STATUS_TIMEOUT_S)
-        return seen_models(answer for answer in answers if not isinstance(answer, FolioError))
+        seen = seen_models(answer for answer in answers if not isinstance(answer, FolioError))
+        self._models.note(seen)
+        return seen
+
+    def _refresh_contexts(self) -> None:
+        """Learn beside requests how much context models have: it changes as others are loaded, added and removed."""
+        is_fresh = time.monotonic() - self._seen_at < _CONTEXT_FRESH_S
+        if self._is_shared and not is_fresh and (self._seeing is None or self._seeing.done()):
+            self._seeing = asyncio.create_task(self._seen())
+            self._seeing.add_done_callback(lambda seeing: seeing.cancelled() or seeing.exception())
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
@@ -393,7 +407,7 @@ class Ingress(GrpcIngress):
         """The number of tokens of a conversation of Anthropic's API."""
         named, model = await self._named(request)
         translator = model.translator
-        return await translator.in_thread(translator.count_tokens, named, await model.max_model_len())
+        return await translator.in_thread(translator.count_tokens, named, await self._countable(model))
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
         """The embeddings of inputs."""
@@ -412,7 +426,7 @@ class Ingress(GrpcIngress):
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         named, model = await self._named(request)
         translator = model.translator
-        return await translator.in_thread(translator.translate_tokenize, named, await model.max_model_len())
+        return await translator.in_thread(translator.translate_tokenize, named, await self._countable(model))
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
         named, model = await self._named(request)
@@ -528,7 +542,7 @@ class Ingress(GrpcIngress):
         # Here first: this process needs the tokenizer.
         config, _ = await asyncio.to_thread(check_added, config, shelf)
         try:
-            await ServedModel(config, self._replicas).load()
+            await asyncio.to_thread(ServedModel(config, self._replicas).load_now)
         except ModelError as error:
             raise RequestError(f"path is {request.path!r}: {error}", "path") from error
         await tables.add_model(config)
@@ -609,6 +623,7 @@ class Ingress(GrpcIngress):
             measured.served_by = model.name
             translator, translate = model.translator, method(model.pooled)
             self._check_room(model)
+            self._refresh_contexts()
             served = await model.max_model_len(), await model.pooling()
             calls, answer = await translator.in_thread(translate, request, *served)
             measured.sends(calls, request.model)
@@ -626,6 +641,7 @@ class Ingress(GrpcIngress):
             request, model = await self._named(request)
             measured.served_by = model.name
             self._check_room(model)
+            self._refresh_contexts()
             ready = self._within(model.max_model_len(), "the model was not loaded", request.timeout_s, arrived)
             max_model_len = await ready
             translator = model.translator
@@ -677,6 +693,7 @@ class Ingress(GrpcIngress):
         Raises:
             UnknownModelError: there is no such model.
             ForbiddenError: the caller's API key does not allow it.
+            ModelUnavailableError: its tokenizer cannot be loaded.
         """
         name = None if request.model is None else self._models.served_name(request.model)
         await self._learn(name)
@@ -685,6 +702,10 @@ class Ingress(GrpcIngress):
             context.check_model(name or model.name)  # before anything is loaded for it
         await model.load()
         return (request if name == request.model else request.model_copy(update={"model": name})), model
+
+    async def _countable(self, model: ServedModel) -> int:
+        """The context for requests that only count tokens, which load no model."""
+        return model.longest_tokens if self._is_shared else await model.max_model_len()
 
     def _check_room(self, model: ServedModel) -> None:
         """Raise `OverloadedError` while all replicas are full of a model's requests, unless this request may try. The

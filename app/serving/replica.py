@@ -227,8 +227,8 @@ class EngineReplica:
         ]
 
     async def max_model_len(self, model: str = "") -> int:
-        """The model's context length. Raises as `_ready`."""
-        return (await self._ready(model)).max_model_len
+        """The model's context length, as far as there is memory. Raises as `_ready`."""
+        return (await self._ready(model)).context_tokens
 
     async def pooling(self, model: str = "") -> ServedPooling:
         """The vectors that the model makes of prompts. Raises as `_ready`."""

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
@@ -27,6 +26,7 @@ from app.config.engine import KVDtype, ResolvedConfig
 from app.config.machine import Machine, check_resources
 from app.engine.execution import attention, recurrent
 from app.engine.lora.layers import LoRALayers
+from app.engine.model.context import context_length, read_config
 from app.engine.model.cpu_layer import run_in_one_call
 from app.engine.model.fused_layer import fuse_layers
 from app.engine.model.fusion import fuse_attention, fuse_modules
@@ -51,9 +51,6 @@ ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "hy
 RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "conv"}
 STATELESS_LAYER_TYPES = {"mlp", "moe"}
 SUPPORTED_LAYER_TYPES = ATTENTION_LAYER_TYPES | RECURRENT_LAYER_TYPES | STATELESS_LAYER_TYPES
-# Ropes whose frequencies depend on the length of the text; a packed batch has no single length.
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-DEFAULT_CONTEXT = 2048
 _DUMMY_SEED = 0
 # Exceptions from reading damaged weight files.
 _DAMAGED = (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError)
@@ -98,29 +95,12 @@ class LoadedModel:
 
 def load_config(model: str) -> PreTrainedConfig:
     """The model's config. Raises `ModelError` if it is not found or has unsupported layers."""
-    try:
-        config = AutoConfig.from_pretrained(resolve_model(model))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load {model!r}: {one_line(error)}") from error
+    config = read_config(model)
     text_config = config.get_text_config()
     unsupported = set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if unsupported:
         raise ModelError(f"{model!r} ({config.model_type}) has layers that Folio cannot run yet: {sorted(unsupported)}")
     return config
-
-
-def context_length(config: PreTrainedConfig) -> int:
-    """The longest context within the model's positions for which the rope does not depend on the length."""
-    text_config = config.get_text_config()
-    longest: int = getattr(text_config, "max_position_embeddings", None) or DEFAULT_CONTEXT
-    for rope in _rope_parameters(text_config):
-        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            original = rope.get("original_max_position_embeddings") or getattr(
-                text_config, "original_max_position_embeddings", None
-            )
-            longest = min(longest, original or longest)
-            logger.warning("rope %r depends on the length: the context is limited to %d", rope["rope_type"], longest)
-    return longest
 
 
 def load_model(
@@ -434,12 +414,6 @@ def _windowed_layers(config: PreTrainedConfig) -> frozenset[int]:
         return frozenset()
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return frozenset(i for i, kind in enumerate(types) if kind == "sliding_attention")
-
-
-def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Parameters of every rope: one for all layers, or one for each layer type."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 def _eos_token_ids(config: GenerationConfig | None) -> frozenset[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,9 @@ from app.config.shelf import ShelfConfig
 from app.dashboard.state import DashboardState, ReplicaState
 from app.dashboard.views import WatchCall
 from app.engine import SamplingParams
+from app.engine.shelf.control import Control
 from app.errors import (
+    ContextLengthError,
     ForbiddenError,
     ModelUnavailableError,
     OverloadedError,
@@ -30,17 +33,21 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.fleet.messages import GenerateRequest
+from app.openai import served_models
 from app.openai.bodies import (
     AddModelRequest,
     BudgetRequest,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     ForkRequest,
     PinRequest,
     TokenizeRequest,
 )
+from app.openai.messages.body import CountTokensRequest, MessagesRequest
 from app.openai.pooled.bodies import EmbeddingRequest
 from app.request_context import CURRENT, RequestContext
+from app.serving import ingress as ingress_module
 from app.serving import loaded as loaded_module
 from tests.app.serving.conftest import Recorded
 from tests.app.serving.registry import Cluster
@@ -114,6 +121,7 @@ async def test_every_route_uses_the_model_of_its_body(server: Any) -> None:
     assert await states(server) == {"first": "new", "second": "awake", "third": "new"}
     assert (await server.tokenize(TokenizeRequest(model="second", prompt="x"))).max_model_len == 512
     assert (await server.tokenize(TokenizeRequest(prompt="x"))).max_model_len == 4096  # of the first one
+    assert (await states(server))["first"] == "new"
     with pytest.raises(RequestError, match="embeddings"):
         await server.embed(EmbeddingRequest(model="second", input="x"))
     answer = await server.generate(completion("second"))
@@ -121,6 +129,99 @@ async def test_every_route_uses_the_model_of_its_body(server: Any) -> None:
     with pytest.raises(UnknownRequestError):
         await server.fork(ForkRequest(model="first", request_id=answer.id, max_tokens=2))
     assert (await states(server))["third"] == "new"
+
+
+async def test_counting_tokens_loads_no_model(server: Any) -> None:
+    """Regression: it asked a replica for the context, which loaded the model without a check for room."""
+    server._models.find("second").shedder.note_refusal("local", 40.0, 8, time.monotonic())
+    messages = [{"role": "user", "content": "Hi"}]
+    count = CountTokensRequest.model_validate({"model": "second", "messages": messages})
+    tokens = await server.tokenize(TokenizeRequest(model="second", messages=messages, add_generation_prompt=True))
+    assert (await server.count_tokens(count)).input_tokens == tokens.count
+    assert tokens.max_model_len == 512
+    text = await server.detokenize(DetokenizeRequest(model="third", tokens=tokens.tokens))
+    assert "Hi" in text.prompt
+    with pytest.raises(ContextLengthError, match="context of 512 tokens"):
+        await server.tokenize(TokenizeRequest(model="second", prompt="x" * 100_000))
+    assert await states(server) == {"first": "new", "second": "new", "third": "new"}
+
+
+async def test_contexts_follow_the_memory_of_the_shelf(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`max_model_len` was that of a device without other models, for as long as the ingress ran."""
+    await server.generate(completion("second"))
+    monkeypatch.setattr(Control, "_limit_requests", lambda *_: None)
+    monkeypatch.setattr(ingress_module, "_CONTEXT_FRESH_S", 0.0)
+    footprint = server.replica._engines()["second"].driver.engine.footprint
+    body = {"model": "second", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 500}
+    for num_bytes, most in ((1_000_000, 400), (16 << 20, 512)):
+        footprint.set_attainable(num_bytes)
+        await server.generate(completion("second"))
+        await server._seeing
+        [context] = [card.max_model_len for card in (await server.models()).data if card.id == "second"]
+        assert most - 300 < context <= most
+        answer = await server.messages(MessagesRequest.model_validate(body))  # is cut
+        assert answer.usage.output_tokens + answer.usage.input_tokens <= context
+        with pytest.raises(ContextLengthError, match=f"context is {context} tokens"):
+            await server.generate(completion("second", max_tokens=context))
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "config"])
+async def test_a_tokenizer_that_cannot_be_loaded_takes_no_other_model_with_it(
+    growing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """Regression: HTTP 500 at each request, which read the files again."""
+    monkeypatch.setattr(served_models, "_FIRST_RETRY_S", 0.3)
+    await growing.add_model(AddModelRequest(name="second", path="small"))
+    folder = tmp_path / "models" / "small"
+    file = folder / ("config.json" if damage == "config" else "tokenizer.json")
+    whole = file.read_bytes()
+    if damage == "missing":
+        shutil.rmtree(folder)
+    else:
+        file.write_bytes(whole[: len(whole) // 2])
+    api = guarded_api(growing)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as client:
+        body = {"model": "second", "prompt": "The moon", "max_tokens": 2}
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(3)))
+        answers.append(await client.post("/v1/completions", json=body))
+        for answer in answers:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"], error["code"]) == (503, "server_error", "unavailable")
+            assert "'second' cannot be served now" in error["message"]
+            assert int(answer.headers["retry-after"]) >= 1
+        assert (await growing.generate(completion("first"))).choices
+        if damage == "missing":
+            shutil.copytree(resolve_model("builtin"), folder)
+        file.write_bytes(whole)
+        assert growing._models.find("second")._num_failures == 1, "tried again without a pause"
+
+        async def served() -> bool:
+            return (await client.post("/v1/completions", json=body)).status_code == 200
+
+        await until_served(served)
+
+
+async def until_served(served: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(20):
+        while not await served():
+            await asyncio.sleep(0.05)
+
+
+async def test_a_tokenizer_is_loaded_beside_the_event_loop(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, real = threading.Event(), served_models.load_tokenizer
+
+    def slowly(model: str) -> Any:
+        assert goes_on.wait(20)
+        return real(model)
+
+    monkeypatch.setattr(served_models, "load_tokenizer", slowly)
+    waiting = asyncio.create_task(server.tokenize(TokenizeRequest(model="third", prompt="x")))
+    cancelled = asyncio.create_task(server.tokenize(TokenizeRequest(model="third", prompt="x")))
+    assert (await server.tokenize(TokenizeRequest(model="first", prompt="x"))).count
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    goes_on.set()
+    assert (await waiting).count
 
 
 async def test_unknown_models_and_keys_for_others_load_nothing(server: Any) -> None:

@@ -1,0 +1,49 @@
+"""Context length of a checkpoint, from its config alone. Imports no torch: an ingress needs it, too."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from app.builtin import resolve_model
+from app.engine.model.tokenizer import one_line
+from app.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
+
+# Ropes whose frequencies depend on the length of the text; a packed batch has no single length.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+DEFAULT_CONTEXT = 2048
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """The longest context within the model's positions for which the rope does not depend on the length."""
+    text_config = config.get_text_config()
+    longest: int = getattr(text_config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+    for rope in _rope_parameters(text_config):
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            original = rope.get("original_max_position_embeddings") or getattr(
+                text_config, "original_max_position_embeddings", None
+            )
+            longest = min(longest, original or longest)
+            logger.warning("rope %r depends on the length: the context is limited to %d", rope["rope_type"], longest)
+    return longest
+
+
+def read_config(model: str) -> PreTrainedConfig:
+    """The model's config. Raises `ModelError` if it is not found."""
+    from transformers import AutoConfig  # not with this module, for `imported_without_torch`
+
+    try:
+        return AutoConfig.from_pretrained(resolve_model(model))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load {model!r}: {one_line(error)}") from error
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Parameters of every rope: one for all layers, or one for each layer type."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]

@@ -310,8 +310,7 @@ class EngineReplica:
             if table.revision > self._table.revision:
                 await self._set_models(table.models)
                 self._table = table
-                for name in self._shelf.names:
-                    await self._set_adapters(name)
+                await self._set_adapters()
                 names = ", ".join((*(model.name for model in table.models), *table.ids.values()))
                 logger.info("models and adapters added at run time: %s", names or "none")
 
@@ -376,10 +375,18 @@ class EngineReplica:
             if model not in kept and model.name not in self._shelf.names:
                 self._shelf.add(self._on_device(model))
 
-    async def _set_adapters(self, name: str) -> None:
-        """Give a model the adapters loaded at run time for it."""
+    async def _set_adapters(self) -> None:
+        """Give every model the adapters loaded at run time for it. One of several models whose engine has stopped gets
+        them when it is loaded again."""
+        names = self._shelf.names
+        outcomes = await asyncio.gather(*map(self._set_adapters_of, names), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not (self._is_shared and isinstance(outcome, UnavailableError)):
+                raise outcome
+
+    async def _set_adapters_of(self, name: str) -> None:
         model = self._shelf.model(name)
-        model.loaded_adapters = self._adapters_of(name)
+        model.loaded_adapters = self._adapters_of(name)  # before the look at the engine, see `Control._load`
         if model.engine is not None:
             await model.engine.set_loaded(model.loaded_adapters)
 

@@ -408,6 +408,8 @@ class Control:
             model.weight_bytes = footprint.weight_bytes
             self._capacity_bytes -= footprint.anchor_bytes
             self._limit_requests(model, engine)
+            model.engine = engine  # from here on the engine is given later adapters; now those that have come meanwhile
+            engine.driver.engine.adapters.set_loaded(model.loaded_adapters)
             model.set_loaded(engine, time.monotonic() - began)
             logger.info("loaded %r: %.1f MiB in %.2f s", model.name, model.weight_bytes / 2**20, model.load_s)
 

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,9 @@ from app.config.http import HttpSettings, KeyEntry
 from app.config.shelf import ShelfConfig
 from app.dashboard.state import DashboardState, ReplicaState
 from app.dashboard.views import WatchCall
-from app.engine import SamplingParams
+from app.engine import AsyncEngine, SamplingParams
+from app.engine.lora.source import AdapterSource, files_version
+from app.engine.shelf import control
 from app.engine.shelf.control import Control
 from app.errors import (
     ContextLengthError,
@@ -32,6 +35,7 @@ from app.errors import (
     UnknownModelError,
     UnknownRequestError,
 )
+from app.fleet.loaded import LoadedTable
 from app.fleet.messages import GenerateRequest
 from app.openai import served_models
 from app.openai.bodies import (
@@ -49,6 +53,8 @@ from app.openai.pooled.bodies import EmbeddingRequest
 from app.request_context import CURRENT, RequestContext
 from app.serving import ingress as ingress_module
 from app.serving import loaded as loaded_module
+from app.serving.replica import EngineReplica
+from tests.app.engine.lora.adapters import make_adapter
 from tests.app.serving.conftest import Recorded
 from tests.app.serving.registry import Cluster
 from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, listening, replica_of_shelf
@@ -63,11 +69,16 @@ SHELF = ShelfConfig(models=MODELS, device_memory_bytes=256 << 20)
 
 
 @pytest.fixture
-def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """One model, to which those in the folder "small" can be added."""
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster("folio-loaded:folio")
     monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
     monkeypatch.setattr(loaded_module.ray, "get", lambda reference, timeout: reference.future().result())
+    return cluster
+
+
+@pytest.fixture
+def growing(tmp_path: Path, cluster: Cluster) -> Iterator[Any]:
+    """One model, to which those in the folder "small" can be added."""
     shutil.copytree(resolve_model("builtin"), tmp_path / "models" / "small")
     (tmp_path / "models" / "broken").mkdir()
     shelf = ShelfConfig(models=MODELS[:1], device_memory_bytes=256 << 20, models_dir=tmp_path / "models")
@@ -500,3 +511,60 @@ def test_steps_of_all_models_are_seen_once(server: Any) -> None:
 
     asyncio.run(loaded())
     assert asyncio.run(outputs()) == [5] * 4
+
+
+# ---- adapters ----
+
+
+@pytest.fixture
+def adapting(tmp_path: Path, cluster: Cluster) -> Iterator[tuple[EngineReplica, AdapterSource]]:
+    """A replica of two models, and an adapter for the second."""
+    folder = tmp_path / "adapters" / "poet"
+    make_adapter(folder, Path(resolve_model("builtin")), r"layers.*_proj$", seed=1)
+    models = [replace(model, engine=replace(model.engine, adapter_dir=str(tmp_path / "adapters"))) for model in MODELS]
+    replica = replica_of_shelf(ShelfConfig(models=tuple(models[:2]), device_memory_bytes=256 << 20))
+    yield replica, AdapterSource("poet", str(folder), files_version(folder), "second")
+    replica.__del__()
+
+
+async def say(replica: EngineReplica, model: str, adapter: str | None = None) -> str:
+    call = GenerateRequest("r", [300, 301], SamplingParams(max_tokens=8, temperature=0), model=model, adapter=adapter)
+    [[piece]] = [item async for item in replica.complete_as_stream(call) if item]
+    return piece.text
+
+
+async def test_adapters_reach_the_models_after_a_stopped_engine(adapting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the first engine that had stopped kept the table from all later models."""
+    replica, poet = adapting
+    plain = [await say(replica, name) for name in ("first", "second")]
+    stopped = replica._engines()["first"]
+
+    async def is_gone(loaded: object) -> None:
+        raise UnavailableError("the engine has stopped")
+
+    monkeypatch.setattr(stopped, "set_loaded", is_gone)
+    await replica.set_loaded(LoadedTable(1, (poet, replace(poet, name="other", model="first"))))
+    assert await say(replica, "second", "poet") != plain[1]
+    assert [source.name for source in replica._shelf.model("first").loaded_adapters] == ["other"]
+    assert await say(replica, "first") == plain[0]
+
+
+async def test_adapters_that_come_while_a_model_is_loaded_are_there_at_once(
+    adapting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: they came with the next change of the table."""
+    replica, poet = adapting
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(AsyncEngine):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            begun.set()
+            assert goes_on.wait(20)
+
+    monkeypatch.setattr(control, "AsyncEngine", Slow)
+    answer = asyncio.create_task(say(replica, "second", "poet"))
+    assert await asyncio.to_thread(begun.wait, 20)
+    await replica.set_loaded(LoadedTable(1, (poet,)))
+    goes_on.set()
+    assert await answer != await say(replica, "second")

@@ -411,6 +411,7 @@ class Control:
             model.engine = engine  # from here on the engine is given later adapters; now those that have come meanwhile
             engine.driver.engine.adapters.set_loaded(model.loaded_adapters)
             model.set_loaded(engine, time.monotonic() - began)
+            engine.driver.closed.add_done_callback(lambda _: self.note_change())
             logger.info("loaded %r: %.1f MiB in %.2f s", model.name, model.weight_bytes / 2**20, model.load_s)
 
         return then

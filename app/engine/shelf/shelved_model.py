@@ -235,8 +235,10 @@ class ShelvedModel:
             self._pending_since = time.monotonic()
         self._num_pending += 1
         self._changed()
+        waiting = asyncio.wrap_future(is_ready)
+        waiting.add_done_callback(_retrieve)
         try:
-            return await asyncio.shield(asyncio.wrap_future(is_ready))
+            return await asyncio.shield(waiting)
         finally:
             self._num_pending -= 1
 
@@ -286,3 +288,9 @@ class ShelvedModel:
 
     def _unavailable(self) -> UnavailableError:
         return UnavailableError(f"the model {self.name!r} cannot be served now: {self.error}")
+
+
+def _retrieve(outcome: asyncio.Future[AsyncEngine]) -> None:
+    """Look at an error, which asyncio would report: no request waits for it any more once its shield is cancelled."""
+    if not outcome.cancelled():
+        outcome.exception()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import re
@@ -423,6 +424,30 @@ async def served(shelf: Shelf, name: str, alone: Outputs) -> bool:
     return True
 
 
+async def test_a_load_fails_after_its_request_was_cancelled(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: asyncio logged "Future exception was never retrieved" for each of these requests."""
+    begun, released = threading.Event(), threading.Event()
+
+    def load(*_: Any, **__: Any) -> AsyncEngine:
+        begun.set()
+        released.wait(30)
+        raise OSError("injected")
+
+    monkeypatch.setattr(control, "AsyncEngine", load)
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        task = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], GREEDY))
+        await until_async(begun.is_set)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        released.set()
+        await until_state(shelf, "llama", "failed")
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 class Panic(BaseException):
     """As a library in Rust raises it."""
 
@@ -517,6 +542,17 @@ async def test_an_engine_that_cannot_sleep_or_wake_is_loaded_again(
         await until_async(lambda: served(shelf, "llama", [alone["llama"][0][:24]]))
         assert await other == alone["qwen3"]
         await shelf.check_integrity()
+
+
+async def test_a_stopped_engine_is_noticed_at_once(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: until the next plan, which may be a second later, the model was "awake" and refused requests."""
+    monkeypatch.setattr(control, "_IDLE_S", 60.0)
+    monkeypatch.setattr(control, "_WORKING_S", 60.0)
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        engine = await shelf.model("llama").ready()
+        await outputs(shelf.model("llama"), [1, 2], GREEDY)
+        engine.stop()
+        await until_async(lambda: shelf.model("llama").state == "failed", 5.0)
 
 
 async def test_a_plan_that_fails_ends_requests_and_not_the_shelf(

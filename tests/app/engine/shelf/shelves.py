@@ -123,11 +123,20 @@ class TinyModels:
 
     @asynccontextmanager
     async def opened(
-        self, configs: Sequence[ModelConfig], device_memory_bytes: int, deadline_s: float | None = DEADLINE_S
+        self,
+        configs: Sequence[ModelConfig],
+        device_memory_bytes: int,
+        deadline_s: float | None = DEADLINE_S,
+        host_memory_bytes: int | None = None,
     ) -> AsyncIterator[Shelf]:
         """A shelf, of which nothing is left afterwards."""
         before = set(threading.enumerate())
-        shelf = Shelf(configs, device_memory_bytes=device_memory_bytes, weights_dir=self.weights_dir)
+        shelf = Shelf(
+            configs,
+            device_memory_bytes=device_memory_bytes,
+            host_memory_bytes=host_memory_bytes,
+            weights_dir=self.weights_dir,
+        )
         try:
             async with asyncio.timeout(deadline_s):
                 yield shelf

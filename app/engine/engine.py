@@ -52,7 +52,7 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from vmem import BudgetAnswer, BudgetError, CachedPrefix, KVMemory, MemoryReport, PinError, VmemError
+from vmem import BudgetAnswer, BudgetError, CachedPrefix, KVMemory, MemoryReport, OutOfPages, PinError, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class Engine:
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work; nothing is left behind.
+        OutOfPages: other models have the memory of a shared device now; nothing is left behind.
         UnavailableError: a rank died.
     """
 
@@ -128,6 +129,8 @@ class Engine:
                     most_bytes=None if pages is None else pages.capacity_bytes - weight_bytes,
                 )
             except VmemError as error:
+                if pages is not None and isinstance(error, OutOfPages):
+                    raise  # other models have the memory now
                 raise ConfigError(f"these settings do not work here: {error}") from error
             undo.callback(self.memory.close)
             undo.callback(queue.wait_until_idle)

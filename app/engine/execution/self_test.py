@@ -22,7 +22,7 @@ from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduled
 from app.errors import ModelError
-from vmem import KVMemory, LayerGroup, ViewPolicy, select_backend
+from vmem import KVMemory, LayerGroup, ViewPolicy, VmemError, select_backend
 from vmem.tensor_parallel.mirror import mirror
 
 logger = logging.getLogger(__name__)
@@ -61,15 +61,19 @@ def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy
     capacity = num_pages * page_bytes + groups[0].layout.handle_bytes  # and the anchor page
     local = select_backend(model.module.device, capacity_bytes=capacity)
     backend, contents = mirror(local, executor.ranks, capacity_bytes=capacity)
-    memory = KVMemory(
-        backend,
-        groups,
-        budget_bytes=num_pages * page_bytes,
-        num_regions=len(prompts),
-        max_tokens=max(lengths),
-        prefix_cache=False,
-        contents=contents,
-    )
+    try:
+        memory = KVMemory(
+            backend,
+            groups,
+            budget_bytes=num_pages * page_bytes,
+            num_regions=len(prompts),
+            max_tokens=max(lengths),
+            prefix_cache=False,
+            contents=contents,
+        )
+    except VmemError:
+        backend.close()
+        raise
     try:
         executor.bind_memory(memory)
         fresh, cached = _differences(executor, memory, prompts, expected, views)

@@ -163,6 +163,7 @@ class DraftProposer:
         Raises:
             ConfigError: the share of the budget is too small, or no kernel reads the cache.
             ModelError: the self-test failed.
+            OutOfPages: other models have the memory of a shared device now.
         """
         model = self._executor.model
         config = dataclasses.replace(
@@ -177,6 +178,8 @@ class DraftProposer:
             self._executor.bind_memory(self.memory)
             self._executor.enforce_step_timeout()
         except (KernelError, VmemError) as error:
+            if pages is not None and isinstance(error, OutOfPages):
+                raise
             raise ConfigError(f"draft_model {config.model!r} cannot run with these settings: {error}") from error
         logger.info(
             "draft model %r: %.1f %% of the KV budget, up to %d tokens for each request",

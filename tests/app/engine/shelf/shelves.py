@@ -68,6 +68,7 @@ class TinyModels:
         self.weights_dir = folder / "weights"
         self._engines: dict[str, AsyncEngine] = {}
         self._outputs: dict[str, Outputs] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}  # name → bytes of weights and of a step's workspace
 
     def checkpoint(self, name: str) -> Path:
         model_type, config, _ = MODELS[name]
@@ -112,14 +113,20 @@ class TinyModels:
         return self._engines[name]
 
     def weight_bytes(self, *names: str) -> int:
-        return sum(ModelSize(resolve(self.engine(name))).weight_bytes for name in names)
+        return sum(self._size(name)[0] for name in names)
 
     def memory_for(self, *names: str, room_bytes: int, beside: Iterable[str] = ()) -> int:
         """Device memory for the weights of these models and `room_bytes` of KV memory. Their steps need a workspace, as
         do those of models `beside` them."""
-        configs = [resolve(self.engine(name)) for name in (*names, *beside)]
-        workspace_bytes = max(estimated_activations(config, ModelSize(config).model) for config in configs)
+        workspace_bytes = max(self._size(name)[1] for name in (*names, *beside))
         return workspace_bytes + self.weight_bytes(*names) + room_bytes
+
+    def _size(self, name: str) -> tuple[int, int]:
+        if name not in self._sizes:
+            config = resolve(self.engine(name))
+            size = ModelSize(config)
+            self._sizes[name] = size.weight_bytes, estimated_activations(config, size.model)
+        return self._sizes[name]
 
     @asynccontextmanager
     async def opened(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import math
+import os
 import re
 import shutil
 import threading
@@ -51,7 +53,8 @@ from tests.app.engine.shelf.shelves import (
 )
 from tests.conftest import tokens
 from tests.processes import until_async
-from vmem import IntegrityError, MapError
+from vmem import IntegrityError, MapError, OutOfPages, VmemError
+from vmem.backends.host import HostBackend
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
@@ -542,6 +545,37 @@ async def test_an_engine_that_cannot_sleep_or_wake_is_loaded_again(
         await until_async(lambda: served(shelf, "llama", [alone["llama"][0][:24]]))
         assert await other == alone["qwen3"]
         await shelf.check_integrity()
+
+
+@pytest.mark.parametrize("page", [0, 1, 2])
+@pytest.mark.parametrize("error", [OutOfPages(1, 0), MapError("injected")])
+async def test_a_page_that_a_load_cannot_have(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, page: int, error: VmemError
+) -> None:
+    """Regression: a load that found no page failed, although one that finds no memory for weights waits for it. A
+    self-test that found no page left its memfd open."""
+    alone = await models.alone("draft", [1, 2], GREEDY)
+    pages, real = itertools.count(), HostBackend.create
+
+    def create(backend: HostBackend, page_bytes: int) -> int:
+        if threading.current_thread().name.startswith("folio-move") and next(pages) == page:
+            raise error
+        return real(backend, page_bytes)
+
+    async with models.opened(
+        [models.config("draft")], models.memory_for("draft", "llama", room_bytes=KV_BYTES)
+    ) as shelf:
+        num_files = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(HostBackend, "create", create)
+            if isinstance(error, OutOfPages):
+                assert await outputs(shelf.model("draft"), [1, 2], GREEDY) == alone
+            else:
+                with pytest.raises(UnavailableError, match="injected"):
+                    await outputs(shelf.model("draft"), [1, 2], GREEDY)
+        await until_async(lambda: served(shelf, "draft", alone))
+    assert len(os.listdir("/proc/self/fd")) == num_files
+    assert next(pages) > page
 
 
 async def test_a_stopped_engine_is_noticed_at_once(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:

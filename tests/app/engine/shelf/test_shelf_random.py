@@ -27,6 +27,7 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
+from app.config.shelf import ModelConfig
 from app.engine.delta import Delta
 from app.engine.sampling.params import SamplingParams
 from app.engine.shelf import control, shelved_model, turns
@@ -131,7 +132,7 @@ class Play:
             (0.6, self.fail),
             (0.3, self.damage),
             (0.2, self.fill_disk),
-            (0.1, self.idle),
+            (0.06, self.idle),
         ]
         [rule] = self.dice.choices([rule for _, rule in rules], [weight for weight, _ in rules])
         try:
@@ -289,7 +290,7 @@ class Play:
             with pytest.raises(RequestError, match="already"):
                 self.shelf.add(self.models.config(name, of=of))
             return
-        self.shelf.add(self.models.config(name, of=of, keep=self.dice.choice(["auto", IDLE_S])))
+        self.shelf.add(config_of(self.models, name, of, self.dice))
         self.of[name] = of
         self.counts["added"] += 1
 
@@ -375,6 +376,12 @@ class Play:
         self.counts["equal"] += 1
 
 
+def config_of(models: TinyModels, name: str, of: str, dice: random.Random) -> ModelConfig:
+    """A model with the engine of another one."""
+    engine = models.engine(of, kv_memory_bytes=dice.choice([512, 2048]) << 10)
+    return ModelConfig(name=name, engine=engine, keep=dice.choice(["auto", IDLE_S]))
+
+
 def open_files() -> Counter[str]:
     """What file descriptors of this process are open for, by number of them."""
     found: Counter[str] = Counter()
@@ -407,7 +414,7 @@ async def test_rules_in_any_order(
         models.reference(name)
     least_bytes = max(models.memory_for(name, room_bytes=400 << 10, beside=NAMES) for name in NAMES)
     most_bytes = models.memory_for(*dice.sample(NAMES, 2), room_bytes=dice.choice([100, 300]) << 10, beside=NAMES)
-    configs = [models.config(name, keep=dice.choice(["auto", IDLE_S])) for name in dice.sample(NAMES, 4)]
+    configs = [config_of(models, name, name, dice) for name in dice.sample(NAMES, 4)]
     files, faults = open_files(), Faults(monkeypatch)
     host_bytes = dice.choice([0, 1 << 30])
     async with models.opened(configs, max(least_bytes, most_bytes), None, host_memory_bytes=host_bytes) as shelf:

@@ -33,7 +33,8 @@ from benchmarks import harness
 from benchmarks.picture import OURS, RIVALS, picture
 from benchmarks.shelf_models import TRACE, TracedRequest
 from benchmarks.simulator.device import Device, roofline
-from benchmarks.simulator.shelf import MemoryPolicy, ShelfModel, ShelfOutcome, ShelfRequest, ShelfSimulation, by_model
+from benchmarks.simulator.shelf import MemoryPolicy, ShelfOutcome, ShelfSimulation, by_model
+from benchmarks.simulator.shelf_model import ShelfModel, ShelfRequest
 from benchmarks.simulator.shelf_policies import OneAtATime, StaticSplit
 from benchmarks.simulator.traffic import lognormal
 

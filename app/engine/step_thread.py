@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from app.errors import UnavailableError
 
@@ -22,14 +22,21 @@ _ENDED = "the engine has stopped; send the request again"
 T = TypeVar("T")
 
 
-class Member(Protocol):
-    """An engine in the thread. All methods are called by the thread.
+class Sharer(Protocol):
+    """A member of a round.
 
     Attributes:
-        share: of the thread's time, relative to other members; above 0.
+        share: of the time, relative to other members; above 0.
     """
 
     share: float
+
+
+S = TypeVar("S", bound=Sharer)
+
+
+class Member(Sharer, Protocol):
+    """An engine in the thread. All methods are called by the thread."""
 
     def take_commands(self) -> bool:
         """Execute the commands since the last call; false once the member has stopped and freed its memory."""
@@ -67,7 +74,7 @@ class StepThread:
         self._guard = threading.Lock()  # of the lists, which other threads extend
         self._event = threading.Event()
         self._closing = self._ended = False
-        self._turns = Turns()
+        self._turns = Turns[Member]()
         self.progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="folio-engine", daemon=True)
         self._thread.start()
@@ -153,14 +160,14 @@ class StepThread:
             run_call(function, outcome)
 
 
-class Turns:
+class Turns(Generic[S]):
     """Deficit round robin. A member that has nothing to compute loses its deficit, as in the original."""
 
     def __init__(self) -> None:
-        self._deficits: dict[Member, float] = {}  # in the order of the round
-        self._current: Member | None = None
+        self._deficits: dict[S, float] = {}  # in the order of the round
+        self._current: S | None = None
 
-    def next(self, ready: Sequence[Member]) -> Member:
+    def next(self, ready: Sequence[S]) -> S:
         """The member whose turn it is, of at least one that is ready."""
         if len(ready) == 1:
             self._deficits.clear()  # its time alone is no other one's
@@ -190,12 +197,12 @@ class Turns:
                     self._current = member
                     return member
 
-    def charge(self, member: Member, seconds: float) -> None:
+    def charge(self, member: S, seconds: float) -> None:
         """Note that a member has computed for so long."""
         if member in self._deficits:
             self._deficits[member] -= seconds
 
-    def forget(self, member: Member) -> None:
+    def forget(self, member: S) -> None:
         self._deficits.pop(member, None)
         if self._current is member:
             self._current = None

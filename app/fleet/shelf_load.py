@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from app.engine.report import ReplicaReport, StepTimes
-from app.engine.shelf.status import ModelStatus
+from app.engine.shelf.status import DeviceStatus, ModelStatus
 from vmem import MemoryReport
 
 # Time for which a replica is avoided by requests for a model that could not be loaded there.
@@ -57,24 +57,40 @@ def unloaded_report(status: ModelStatus, now: float) -> ReplicaReport:
 
 
 def reports_for_routers(
-    loads: Mapping[str, ReplicaReport], statuses: Sequence[ModelStatus]
+    loads: Mapping[str, ReplicaReport], statuses: Sequence[ModelStatus], device: DeviceStatus | None = None
 ) -> dict[str, ReplicaReport]:
     """Each model's load as its requests meet it: with its wake, and with the other models on the device.
 
     The device gives turns to all models that have work. So each step of one model waits for a decode step of every
-    other model that decodes; and its prompts share the time with the queued prompts of others.
+    other model that decodes; and its prompts share the time with the queued prompts of others. Its KV budget grows
+    without delay into memory that no requests use: idle weights, cached prefixes, spare memory.
+
+    Args:
+        device: `None`: models do not share memory.
     """
     if len(statuses) == 1 and statuses[0].state == "awake":
         return dict(loads)
     steps = {name: load.step.fixed_s + load.decode_s if load.num_decodes else 0.0 for name, load in loads.items()}
     step_s, queued_s = sum(steps.values()), sum(load.queued_s for load in loads.values())
     num_busy = sum(map(_is_busy, loads.values()))
+    unused_bytes = 0 if device is None else device.capacity_bytes - device.workspace_bytes
+    unused_bytes -= sum(
+        status.weight_bytes + _used_kv_bytes(load)
+        for status in statuses
+        if (load := loads.get(status.name)) is not None and _is_busy(load)
+    )
     reports = {}
     for status in statuses:
         if (load := loads.get(status.name)) is None:  # added a moment ago
             continue
         if not load.total_tokens:  # it gets a cache when it wakes
             load = replace(load, free_tokens=_ROOM_TOKENS, total_tokens=_ROOM_TOKENS)
+        else:  # its budget is no bound of it
+            room_bytes = unused_bytes - (0 if _is_busy(load) else status.weight_bytes)
+            more_tokens = max(room_bytes * load.total_tokens // load.budget_bytes - load.free_tokens, 0)
+            load = replace(
+                load, free_tokens=load.free_tokens + more_tokens, total_tokens=load.total_tokens + more_tokens
+            )
         sleeps = status.state != "awake"
         reports[status.name] = replace(
             load,
@@ -119,6 +135,12 @@ def summed_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
         for name in names
     }
     return MemoryReport(**sums)
+
+
+def _used_kv_bytes(load: ReplicaReport) -> int:
+    """KV memory of requests."""
+    used_tokens = load.total_tokens - load.free_tokens
+    return load.budget_bytes * used_tokens // load.total_tokens if used_tokens else 0
 
 
 def _is_busy(load: ReplicaReport) -> bool:

@@ -331,7 +331,7 @@ class EngineReplica:
         figures = await _run_in_thread(partial(self._figures, self._most_keys // max(len(engines), 1)))
         statuses = self._shelf.statuses()
         self._record(engines, figures, statuses)
-        return reports_as_stats(reports_for_routers(figures.loads, statuses))
+        return reports_as_stats(reports_for_routers(figures.loads, statuses, self._shelf.device_status()))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.engine.report import StepTimes
-from app.engine.shelf.status import ModelState, ModelStatus
+from app.engine.shelf.status import DeviceStatus, ModelState, ModelStatus
 from app.fleet.autoscaling import AutoscalingLoad
 from app.fleet.cost import CostWeights, request_cost
 from app.fleet.fleet import Fleet, RoutedRequest
@@ -43,6 +43,28 @@ def test_a_model_meets_the_others_on_its_device() -> None:
     assert [load.others_s for load in reports.values()] == pytest.approx([0.7, 0.0, 0.7])
     assert [load.num_others for load in reports.values()] == [1, 1, 2]
     assert {load.wake_s for load in reports.values()} == {0.0}
+
+
+def test_a_budget_grows_into_what_no_request_uses() -> None:
+    """Regression: requests waited, in the router's estimate, for room in a budget that the arbiter had just not raised
+    yet, for up to a minute, and woke the model on another replica."""
+    tight = replace(IDLE, budget_bytes=1000, total_tokens=100, free_tokens=10)  # 10 bytes a token
+    running = replace(tight, num_running=1)
+    loads = {"busy": running, "idle": replace(tight, free_tokens=100), "asleep": running}
+    loads["asleep"] = replace(loads["asleep"], budget_bytes=0, total_tokens=0, free_tokens=0, num_running=0)
+    statuses = [status(n, s, weight_bytes=5000) for n, s in zip(loads, ("awake", "awake", "asleep"), strict=True)]
+    device = DeviceStatus(20_000, 0, 0, 0, workspace_bytes=1000)
+    reports = reports_for_routers(loads, statuses, device)
+    # 19,000 bytes without the busy model's weights and 900 bytes of its requests; the idle one has weights, too.
+    assert [(r.free_tokens, r.total_tokens) for r in reports.values()][:2] == [(1310, 1400), (810, 810)]
+    apart = reports_for_routers(loads, statuses)
+    assert [(r.free_tokens, r.total_tokens) for r in apart.values()][:2] == [(10, 100), (100, 100)]
+    fleet = Fleet()
+    fleet.update(["awake", "asleep"])
+    fleet.apply_report("awake", reports["busy"], 1.0)
+    fleet.apply_report("asleep", replace(reports["asleep"], wake_s=0.3), 1.0)
+    ranked = PrefixAware(fleet).rank_replicas(RoutedRequest("r", 1000), ["asleep", "awake"], 1.1)
+    assert ranked == ["awake", "asleep"]
 
 
 def test_wakes() -> None:

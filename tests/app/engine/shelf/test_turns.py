@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from app.engine.shelf.arbiter import Arbiter
 from app.engine.shelf.turns import LATE_TURN_WAKES, OVERDUE_TARGETS
 from benchmarks.simulator.device import Device
-from benchmarks.simulator.shelf import ShelfModel, ShelfOutcome, ShelfRequest, ShelfSimulation
+from benchmarks.simulator.shelf import ShelfOutcome, ShelfSimulation
+from benchmarks.simulator.shelf_model import ShelfModel, ShelfRequest
 from tests.nightly import examples
 
 CAPACITY = 10_000

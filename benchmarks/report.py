@@ -40,6 +40,7 @@ DRAWN = {
     "serving": "benchmarks.latency",
     "sharing": "benchmarks.sharing",
     "shelf": "benchmarks.shelf_outcome",
+    "shelf_simulated": "benchmarks.shelf_simulated",
     "throughput": "benchmarks.throughput",
 }
 ALL_FIGURES = harness.ROOT / "docs" / "benchmarks" / "all-figures.md"

@@ -3,11 +3,13 @@
 Models have the shapes of `SHAPES`, drawn at random; step times are a roofline of the device's data sheet. Requests are
 those of a trace of production traffic (`--trace`, ServeGen's clients): each model's are those of one client, beginning
 at another time of the trace, so that models of the same client are not busy together. Which client a model has is drawn
-at random; every client has two or three models. Loads are this traffic, compressed in time.
+at random; every client has two or three models. Loads are this traffic, stretched or compressed in time. Prompts share
+no prefix.
 
-Weights are copied from the host at 50 GB/s, one model after the other and beside steps; each 16 MiB handle is mapped
-and unmapped in the time measured on an H100 (`benchmarks.mapping`), and is taken over without being made anew. One
-model at a time starts a process, in 10 s. The device's time is shared by deficit round robin.
+The arbiter, the arrival histories and the turns of the step thread are the real ones. Weights are copied from the host
+at 50 GB/s (assumed; PCIe 5.0 has 63), one model after the other and beside steps; each 16 MiB handle is mapped and
+unmapped in the time measured on an H200 (`benchmarks/results/cuda/mapping.json`), and is taken over without being made
+anew. One model at a time starts a process, in 10 s.
 
 - a static split: the models with most requests whose weights fit, each with an equal part of the rest for its KV cache
 - one model at a time, as llama-swap does: a request of another model waits for those that run, and for a process
@@ -48,8 +50,9 @@ SHAPES = (
 )
 # Of an H100 SXM: memory for weights and KV caches (the rest of 80 GB is workspace), peaks a second.
 CAPACITY_BYTES, FLOPS, BANDWIDTH = 72 * 10**9, 989e12, 3.35e12
-# Of wakes: bytes a second from the host, bytes of a handle, seconds to map and to unmap one; start of a process.
-PCIE, HANDLE_BYTES, MAP_S, UNMAP_S, PROCESS_S = 50e9, 16 << 20, 24e-6, 15e-6, 10.0
+# Of wakes: bytes a second from the host, bytes of a handle, seconds to map and to unmap one in runs of 16
+# (`map_again_us_16384kib_x16`, `unmap_us_16384kib_x16`); start of a process.
+PCIE, HANDLE_BYTES, MAP_S, UNMAP_S, PROCESS_S = 50e9, 16 << 20, 23.7e-6, 15.5e-6, 10.0
 SLO_S = SLO()
 # Requests a second, and seconds of a run.
 LOADS, QUICK_LOADS, SECONDS, QUICK_SECONDS = (0.5, 1.0, 2.0), (1.0,), 600.0, 120.0
@@ -73,8 +76,8 @@ class Result:
     timeline: list[tuple[float, int, int, int]]
 
 
-def make_models() -> list[ShelfModel]:
-    rng, shapes = random.Random(SEED), [shape for shape in SHAPES for _ in range(shape[-1])]
+def make_models(seed: int = SEED) -> list[ShelfModel]:
+    rng, shapes = random.Random(seed), [shape for shape in SHAPES for _ in range(shape[-1])]
     return [_model(f"m{i:02d}", *shapes[rng.randrange(len(shapes))][:-1]) for i in range(NUM_MODELS)]
 
 
@@ -121,9 +124,15 @@ def read_trace(path: Path) -> tuple[list[TracedRequest], str]:
     ], "synthetic: Poisson arrivals, 1,800 requests in 3 hours ÷ rank, because there is no trace"
 
 
-def make_requests(traced: Sequence[TracedRequest], rate: float, seconds: float) -> list[ShelfRequest]:
-    """Requests of all models at this mean rate, in order of arrival."""
-    rng, clients = random.Random(SEED), sorted({request.model for request in traced})
+def make_requests(
+    traced: Sequence[TracedRequest], rate: float, seconds: float, *, seed: int = SEED, begin: float = 0.0
+) -> list[ShelfRequest]:
+    """Requests of all models at this mean rate, in order of arrival.
+
+    Args:
+        begin: share of the trace's time that is left out before them.
+    """
+    rng, clients = random.Random(seed), sorted({request.model for request in traced})
     lasts_s = max(request.at_s for request in traced)
     drawn = clients * (NUM_MODELS // len(clients)) + rng.sample(clients, NUM_MODELS % len(clients))
     rng.shuffle(drawn)
@@ -135,8 +144,11 @@ def make_requests(traced: Sequence[TracedRequest], rate: float, seconds: float) 
                 at_s = (request.at_s + shift_s) % lasts_s
                 rows.append((at_s, f"m{i:02d}", request.prompt_tokens, request.output_tokens))
     stretch = len(rows) / lasts_s / rate
-    requests = [ShelfRequest(model, at_s * stretch, prompt, output) for at_s, model, prompt, output in sorted(rows)]
-    return [request for request in requests if request.at < seconds]
+    begin_s = begin * lasts_s
+    requests = [
+        ShelfRequest(model, (at_s - begin_s) * stretch, prompt, output) for at_s, model, prompt, output in sorted(rows)
+    ]
+    return [request for request in requests if 0 <= request.at < seconds]
 
 
 def best_split(models: Sequence[ShelfModel], requests: Sequence[ShelfRequest]) -> StaticSplit:
@@ -179,9 +191,9 @@ def _result(name: str, rate: float, outcome: ShelfOutcome) -> Result:
         policy=name,
         rate=rate,
         num_requests=len(outcome.requests),
-        slo_share=_slo_share(outcome.requests),
-        slo_share_of_models=sum(map(_slo_share, own)) / len(own),
-        ttft_s=[_percentiles(group) for group in groups],
+        slo_share=slo_share_of(outcome.requests),
+        slo_share_of_models=sum(map(slo_share_of, own)) / len(own),
+        ttft_s=[percentiles_of(group) for group in groups],
         num_wakes=outcome.num_wakes,
         num_sleeps=outcome.num_sleeps,
         num_preempted=outcome.num_preempted,
@@ -191,11 +203,11 @@ def _result(name: str, rate: float, outcome: ShelfOutcome) -> Result:
     )
 
 
-def _slo_share(requests: Sequence[ShelfRequest]) -> float:
+def slo_share_of(requests: Sequence[ShelfRequest]) -> float:
     return sum(r.ttft_s <= SLO_S.ttft_s and r.tpot_s <= SLO_S.tpot_s for r in requests) / len(requests)
 
 
-def _percentiles(requests: Sequence[ShelfRequest]) -> tuple[float, float]:
+def percentiles_of(requests: Sequence[ShelfRequest]) -> tuple[float, float]:
     """Of the time to first token; a request without one counts as an hour."""
     times = sorted(min(request.ttft_s, 3600.0) for request in requests)
     return times[len(times) // 2], times[len(times) * 99 // 100]

@@ -1,4 +1,4 @@
-"""Routers in front of several simulated shelves of the same models: the real routing policies, load reports and costs."""
+"""Routers in front of simulated shelves of the same models: the real policies, costs and state of routers."""
 
 from __future__ import annotations
 

@@ -13,13 +13,12 @@ from app.engine.report import ReplicaReport, StepTimes, attended_tokens
 from app.engine.shelf import arbiter
 from app.engine.shelf.allocation import ModelNeed
 from app.engine.shelf.arrivals import ArrivalHistory
+from app.engine.shelf.control import _LEAST_URGENCY, _MOST_PRESSURE
 from app.engine.shelf.status import ModelStatus
 from benchmarks.simulator.device import Device
 
 # Tokens of a block, and tokens that a running sequence may add before the next plan.
 _BLOCK, _AHEAD = 16, 64
-# As the engine's urgency (`app.engine.shelf.control`).
-_LEAST_URGENCY, _MOST_PRESSURE = 0.5, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

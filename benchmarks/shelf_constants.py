@@ -1,7 +1,7 @@
 """The constants of a shelf's arbiter: each of them halved and doubled, on other traffic than that of their choice.
 
 They were chosen with `benchmarks.shelf_simulated`. Here are two other drawings of models and traffic, each from another
-hour of the trace, at a rate that just saturates the device. A figure is the change of the share of requests within
+hour of the trace, at rates that overload the device. A figure is the change of the share of requests within
 their targets, in points, on average over the drawings. What changes by chance when events fall otherwise is shown by
 wakes that are longer and shorter by a thousandth.
 """
@@ -43,20 +43,21 @@ CONSTANTS: dict[str, ModuleType] = {
     "_MOST_PRESSURE": shelf_model,
 }
 FACTORS = {"halved": 0.5, "doubled": 2.0}
-# Seed of models and traffic, and where in the trace the run begins.
-DRAWINGS, QUICK_DRAWINGS = ((1, 1 / 3), (2, 2 / 3)), ((1, 1 / 3),)
-RATE, SECONDS, QUICK_SECONDS = 1.0, 300.0, 15.0
+# Seed of models and traffic, where in the trace the run begins, and the trace's mean rate, requests a second.
+Drawing = tuple[int, float, float]
+DRAWINGS: tuple[Drawing, ...] = ((2, 2 / 3, 3.0), (3, 1 / 2, 2.5))
+SECONDS, QUICK_SECONDS = 120.0, 15.0
 _CHANCE = 1e-3
 
 
 def shares(
-    traced: Sequence[TracedRequest], drawings: Sequence[tuple[int, float]], seconds: float, longer: float = 1.0
+    traced: Sequence[TracedRequest], drawings: Sequence[Drawing], seconds: float, longer: float = 1.0
 ) -> list[float]:
     """The share of requests within their targets in each drawing, with wakes `longer` times as long."""
     found = []
-    for seed, begin in drawings:
+    for seed, begin, rate in drawings:
         models = [replace(model, load_s=model.load_s * longer) for model in make_models(seed)]
-        requests = make_requests(traced, RATE, seconds, seed=seed, begin=begin)
+        requests = make_requests(traced, rate, seconds, seed=seed, begin=begin)
         ShelfSimulation(models, arbiter.Arbiter(CAPACITY_BYTES)).run(requests, until_s=seconds + 60)
         found.append(slo_share_of(requests))
     return found
@@ -65,7 +66,7 @@ def shares(
 def main() -> None:
     args = parse()
     traced, source = read_trace(args.trace)
-    drawings, seconds = (QUICK_DRAWINGS, QUICK_SECONDS) if args.quick else (DRAWINGS, SECONDS)
+    drawings, seconds = (DRAWINGS[:1], QUICK_SECONDS) if args.quick else (DRAWINGS, SECONDS)
     base = shares(traced, drawings, seconds)
     print(f"{source}: {', '.join(f'{share:.1%}' for share in base)}; changes in points:")
     raw: dict[str, list[float]] = {"as they are": base}

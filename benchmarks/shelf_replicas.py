@@ -37,7 +37,7 @@ OURS = "prefix_aware"
 POLICIES = (OURS, "least_loaded", "round_robin", FIXED)
 SIZES, QUICK_SIZES = (2, 4), (2,)
 # Requests a second for each replica, and seconds of a run.
-LOADS, QUICK_LOADS, SECONDS, QUICK_SECONDS = (0.5, 1.0), (1.0,), 300.0, 40.0
+LOADS, QUICK_LOADS, SECONDS, QUICK_SECONDS = (0.5, 1.0), (1.0,), 200.0, 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ def main() -> None:
     args = parse()
     traced, source = read_trace(args.trace)
     print(f"{source}\n{'':36s}requests    SLO   TTFT p50, p99   wakes   cold copies  busy")
-    results, figures = [], {}
+    results: list[Result] = []
+    figures: dict[str, float] = {}
     for num_replicas in QUICK_SIZES if args.quick else SIZES:
         for load in QUICK_LOADS if args.quick else LOADS:
             for policy in POLICIES:

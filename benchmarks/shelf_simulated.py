@@ -32,7 +32,7 @@ from typing import Any
 from app.config.shelf import SLO
 from app.engine.shelf.arbiter import Arbiter
 from benchmarks import harness
-from benchmarks.picture import OURS, RIVALS, picture
+from benchmarks.picture import OURS, RIVALS, legend_below, picture
 from benchmarks.shelf_models import TRACE, TracedRequest
 from benchmarks.simulator.device import Device, roofline
 from benchmarks.simulator.shelf import MemoryPolicy, ShelfOutcome, ShelfSimulation, by_model
@@ -269,7 +269,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     """Share of requests within their targets by load, and Folio's memory over time."""
     runs = result["raw"]["runs"]
     rates = list(dict.fromkeys(run["rate"] for run in runs))
-    with picture(result, path, "Sixty models on one simulated H100", columns=2) as (_, (left, right)):
+    with picture(result, path, "Sixty models on one simulated H100", columns=2, height=4.2) as (figure, plots):
+        left, right = plots
         colours = dict(zip(NAMES, (OURS[0], *RIVALS), strict=False))
         for name, label in NAMES.items():
             shares = [100 * run["slo_share"] for run in runs if run["policy"] == name]
@@ -277,13 +278,15 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         left.set(xlabel="requests a second", ylabel="within targets, %", ylim=(0, 100), title="SLO attainment")
         left.set_xscale("log", base=2)
         left.set_xticks(rates, [f"{rate:g}" for rate in rates])
-        left.legend()
+        legend_below(figure, left, 4)
         run = next(run for run in runs if run["policy"] == "folio" and run["rate"] == rates[len(rates) // 2])
         minutes = [point[0] / 60 for point in run["timeline"]]
         weights, used = ([point[i] / 1e9 for point in run["timeline"]] for i in (1, 2))
         right.stackplot(minutes, weights, used, labels=("weights", "KV in use"), colors=(OURS[2], OURS[0]))
-        right.set(xlabel="minutes", ylabel="GB", title=f"Folio's memory, {run['rate']:g} requests a second")
-        right.legend(loc="lower right")
+        right.set(
+            xlabel="minutes", ylabel="GB", ylim=(0, 85), title=f"Folio's memory, {run['rate']:g} request a second"
+        )
+        right.legend(loc="upper right", ncols=2)
 
 
 def parse() -> argparse.Namespace:

@@ -67,6 +67,18 @@ def test_a_budget_grows_into_what_no_request_uses() -> None:
     assert ranked == ["awake", "asleep"]
 
 
+def test_models_wake_where_memory_is_unused() -> None:
+    """Regression: all devices were alike, and wakes displaced models that others would have kept."""
+    running = replace(IDLE, num_running=1, budget_bytes=1000, total_tokens=100, free_tokens=0)
+    statuses = [status("busy", weight_bytes=8000), status("asleep", "asleep", 0.2, weight_bytes=2000)]
+    loads = {"busy": running, "asleep": unloaded_report(statuses[1], 1.0)}
+    wakes = {
+        capacity: reports_for_routers(loads, statuses, DeviceStatus(capacity, 0, 0, 0, 0))["asleep"].wake_s
+        for capacity in (8000, 9000, 12_000, 15_000, 40_000)
+    }
+    assert list(wakes.values()) == pytest.approx([0.4, 0.4, 0.3, 0.2, 0.2])
+
+
 def test_wakes() -> None:
     statuses = [
         status("awake", "awake", 0.0),

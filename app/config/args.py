@@ -59,6 +59,9 @@ class AppArgs(Settings):
             a quarter of the machine's memory. Weights of other models that sleep come from files.
         weights_dir: the folder for files of weights as the kernels read them, from which `models` wake. By default
             below the user's cache folder.
+        weights_dir_bytes: of all files there. Those used longest ago are removed for a new one, unless a process uses
+            them; weights beyond the bound stay in memory. By default four fifths of the disk's space that is free or
+            theirs.
         models_dir: the folder below which operators add models at run time, at the same path for all replicas. `None`:
             only `models` are served.
         model_name: the model's name in requests; by default the last part of `engine.model`.
@@ -83,6 +86,7 @@ class AppArgs(Settings):
     device_memory_bytes: PositiveInt | None = None
     host_memory_bytes: NonNegativeInt | None = None
     weights_dir: Path | None = None
+    weights_dir_bytes: PositiveInt | None = None
     models_dir: Path | None = None
     model_name: str | None = None
     model_aliases: dict[str, str] = Field(default_factory=dict)
@@ -111,6 +115,7 @@ class AppArgs(Settings):
             device_memory_bytes=self.device_memory_bytes,
             host_memory_bytes=self.host_memory_bytes,
             weights_dir=self.weights_dir,
+            weights_dir_bytes=self.weights_dir_bytes,
             models_dir=self.models_dir,
         )
 
@@ -154,7 +159,7 @@ class AppArgs(Settings):
             f"model_name is {model.name!r}, which is also the name of an adapter; rename one of them",
         )
         yield engine.skip_tokenizer_init, f"engine.skip_tokenizer_init is true; {NEEDS_TOKENIZER}"
-        for setting in ("device_memory_bytes", "host_memory_bytes", "weights_dir", "models_dir"):
+        for setting in ("device_memory_bytes", "host_memory_bytes", "weights_dir", "weights_dir_bytes", "models_dir"):
             value = getattr(self, setting)
             yield (
                 value is not None,

@@ -91,6 +91,7 @@ class ShelfConfig:
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     weights_dir: Path | None = None
+    weights_dir_bytes: int | None = None
     models_dir: Path | None = None
 
     @property

@@ -156,6 +156,7 @@ class EngineReplica:
             device_memory_bytes=shelf.device_memory_bytes,
             host_memory_bytes=shelf.host_memory_bytes,
             weights_dir=shelf.weights_dir,
+            weights_dir_bytes=shelf.weights_dir_bytes,
             launch=actors_of_this_replica(),
             prefixes_of_others=peers,
             loaded=self._table.sources if not self._is_shared else (),

@@ -8,6 +8,7 @@ import pickle
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,7 @@ from app.engine.model.model_parts import fingerprint
 from app.engine.model.pooling import Pooling, find_pooling, is_classifier
 from app.engine.model.tokenizer import load_tokenizer, one_line
 from app.engine.model.weight_arena import Collection, Skeleton, WeightArena, collect
-from app.engine.model.weight_key import weight_files, weight_key
+from app.engine.model.weight_key import WeightKey, weight_files, weight_key
 from app.engine.model.weight_store import WeightStore
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import ShardPlan, install_collectives, load_share
@@ -236,18 +237,16 @@ def _in_arena(
 ) -> tuple[_MadeModule, WeightArena]:
     """The module with its tensors in an arena, before anything keeps their addresses. From its file if there is one."""
     pools = pooling is not None
-    try:
-        key = weight_key(config, pools=pools)
-    except OSError as error:
-        raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
+    key = _key_of(config, pools=pools)
 
     def make() -> _MadeModule:
         return _make_module(config, hf_config, None, pooling, movable=True)
 
     def again() -> Collection:
-        if weight_key(config, pools=pools) != key:
+        if _key_of(config, pools=pools) != key:
             raise ModelError(f"the checkpoint {config.model!r} has changed since it was loaded; load it again")
-        return collect(make().module)
+        made = make()
+        return collect(made.module, made.facts)
 
     if (found := weights.find(key)) is not None:
         arena: WeightArena | None = None
@@ -261,8 +260,19 @@ def _in_arena(
             # Of torch: an operation needs values, or a tensor cannot be swapped. Of the facts: another version's.
             logger.info("%r is loaded from its checkpoint, not from the file of its weights: %s", config.model, error)
             (arena or found).close()
-    made = make()
+    made, before = make(), key
+    key = _key_of(config, pools=pools)
+    if key != before and Path(key.place["model"]).is_dir():
+        raise ModelError(f"the checkpoint {config.model!r} has changed while it was loaded; load it again")
+    # A model of the Hub has been downloaded meanwhile: the key before was of fewer files.
     return made, weights.move(collect(made.module, made.facts), key, again)
+
+
+def _key_of(config: ResolvedConfig, *, pools: bool) -> WeightKey:
+    try:
+        return weight_key(config, pools=pools)
+    except OSError as error:
+        raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
 
 
 def _without_values(config: ResolvedConfig, hf_config: PreTrainedConfig, facts: dict[str, Any]) -> _MadeModule:

@@ -135,8 +135,11 @@ class WeightSource(Protocol):
     def open(self) -> tuple[int, int]:
         """A file descriptor and the offset of the contents, valid until `release`. Raises `ModelError`."""
 
+    def mapped(self) -> None:
+        """The contents have been mapped."""
+
     def release(self) -> None:
-        """The contents are not mapped."""
+        """The contents are not mapped: they have been unmapped, or could not be mapped."""
 
     def close(self) -> None: ...
 
@@ -174,7 +177,12 @@ class WeightArena:
             ModelError: the file of the weights is gone or damaged, and the checkpoint cannot replace it.
         """
         with self._lock:
-            self._range.map(*self._source.open())
+            try:
+                self._range.map(*self._source.open())
+            except BaseException:
+                self._source.release()
+                raise
+            self._source.mapped()
 
     def unmap(self) -> None:
         """Give the memory back. Raises `MapError`; the weights are still mapped then."""

@@ -21,6 +21,9 @@ from kernels import CpuLinear, KernelError
 from kernels.cpu.build import build_name
 
 SUFFIX = ".weights"
+# Files of a checkpoint that decide about its module, by pattern; its tokenizer's do not, and may come later.
+_CONFIG = ("config.json", "generation_config.json", "*.index.json")
+_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # of git, or SHA-256
 _MOST_NAME_CHARACTERS = 60
 
 
@@ -59,16 +62,20 @@ def _digest(document: dict[str, Any]) -> str:
 
 def weight_key(config: ResolvedConfig, *, pools: bool = False) -> WeightKey:
     """The key of a model's weights as these settings load them. A changed file of the checkpoint is told by its size
-    and time of change. Raises `OSError`.
+    and time of change; a downloaded one by its digest. Raises `OSError`.
+
+    A model of the Hub that is not downloaded yet has the key of the files that are there.
 
     Args:
         pools: the model is loaded for embeddings or scores, and may lack its output layer.
     """
     folder = resolve_model(config.model)
     downloaded = _checkpoint_folder(folder)
-    files = [] if downloaded is None else [*downloaded.glob("*.json")]
-    if config.load_format == "auto":
-        files += weight_files(folder)
+    files: list[Path] = []
+    if downloaded is not None:
+        read = config.load_format == "auto"
+        files = [path for pattern in (_CONFIG if read else _CONFIG[:1]) for path in downloaded.glob(pattern)]
+        files += weight_files(folder) if read else []
     return WeightKey(
         name=Path(folder).name,
         place={
@@ -81,7 +88,7 @@ def weight_key(config: ResolvedConfig, *, pools: bool = False) -> WeightKey:
             "kernels": _kernels(),
         },
         version={
-            "files": sorted([path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files),
+            "files": sorted([path.name, path.stat().st_size, _identity(path)] for path in files),
             "folio": VERSION,
             "layout": LAYOUT_VERSION,
             "torch": torch.__version__,
@@ -99,6 +106,12 @@ def _kernels() -> list[str]:
         return sorted(products | {build_name(name) for name in ("elementwise", "rotary")})
     except KernelError:
         return []
+
+
+def _identity(path: Path) -> str:
+    """The digest of a downloaded file, which its name in the Hub's cache is; else the time of its last change."""
+    target = path.resolve()
+    return target.name if _DIGEST.fullmatch(target.name) else str(path.stat().st_mtime_ns)
 
 
 def weight_files(model: str) -> list[Path]:

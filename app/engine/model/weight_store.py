@@ -14,7 +14,6 @@ import errno
 import fcntl
 import logging
 import os
-import secrets
 import stat
 import threading
 import time
@@ -34,14 +33,14 @@ from app.engine.model.weight_file import (
     write_all,
     write_weights,
 )
-from app.engine.model.weight_key import SUFFIX, WeightKey
+from app.engine.model.weight_folder import create_locked, make_room, open_shared, remove_unfinished, sync_folder
+from app.engine.model.weight_key import WeightKey
 from app.errors import ConfigError, ModelError
 from vmem.errors import MapError
-from vmem.weights import Charges, FileRange
+from vmem.weights import HUGE_PAGE_BYTES, Charges, FileRange
 
 logger = logging.getLogger(__name__)
 
-_UNFINISHED = ".tmp"
 # Of opening something that is no plain file: a link, a FIFO. Other errors, such as too many open files, are the
 # system's, and not the file's.
 _NO_FILE = (errno.ELOOP, errno.ENXIO)
@@ -97,7 +96,7 @@ class WeightStore:
     Args:
         folder: on a local disk; made if it is missing. Weights that cannot be written there are kept in memory.
         charges: where the bytes of mapped weights are counted.
-        most_bytes: of all files in the folder. Those used longest ago are removed for a new one.
+        most_bytes: of all files in the folder, see `make_room`. Weights beyond it are kept in memory.
         host_memory_bytes: for weights without a file while they are not mapped. Those beyond it are made again from
             the checkpoint when they are mapped.
         write: writes bytes of a file.
@@ -133,8 +132,7 @@ class WeightStore:
                 f"weights_dir is {str(folder)!r}, of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: "
                 "others could change weights there; use a folder of the server's user with mode 700"
             )
-        for path in folder.glob(f"*{_UNFINISHED}"):
-            _remove_unless_locked(path)
+        remove_unfinished(folder)
 
     def move(self, tensors: Collection, key: WeightKey, again: Callable[[], Collection]) -> WeightArena:
         """Move the tensors of a model into an arena, which is mapped.
@@ -180,7 +178,7 @@ class WeightStore:
         if (found := self._open(key, tensors.table)) is not None:
             return found.contents
         try:
-            self._make_room(key, tensors.table.num_bytes)
+            make_room(self._folder, key, tensors.table.num_bytes + HUGE_PAGE_BYTES, self._most_bytes)
             return self._write_file(key, tensors)
         except OSError as error:
             if not self._warned:
@@ -218,7 +216,7 @@ class WeightStore:
         other tensors than the `table`."""
         path, fd = self._folder / key.file_name, -1
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = open_shared(path)
             header = self._check(fd, key)
             if table not in (None, header.table):
                 raise WeightFileError("its tensors are not those of the model")
@@ -260,7 +258,7 @@ class WeightStore:
     def _write_file(self, key: WeightKey, tensors: Collection) -> Contents:
         """Write and publish a file, or use that of another process which was faster. Raises `OSError`."""
         path = self._folder / key.file_name
-        unfinished, fd = _create_locked(self._folder)
+        unfinished, fd = create_locked(self._folder)
         try:
             start = time.monotonic()
             header = write_weights(fd, key.document, tensors.facts, tensors.table, tensors.pieces, self._write)
@@ -270,37 +268,15 @@ class WeightStore:
             for _ in range(2):  # the first attempt may find and remove a wrong file
                 with suppress(FileExistsError):
                     os.link(unfinished, path)
+                fcntl.flock(fd, fcntl.LOCK_SH)  # readers wait for it
                 if (found := self._open(key, tensors.table)) is not None:
-                    _sync_folder(self._folder)
+                    sync_folder(self._folder)
                     return found.contents
             raise OSError(errno.EEXIST, "it cannot be replaced", path)
         finally:
             os.close(fd)
             with suppress(OSError):
                 unfinished.unlink()
-
-    def _make_room(self, key: WeightKey, num_bytes: int) -> None:
-        """Remove outdated files of this place; then those used longest ago, while all are more than `most_bytes`.
-        Processes that have them mapped keep them."""
-        others: list[tuple[int, int, Path]] = []  # (time of use, bytes, path)
-        for path in self._folder.glob(f"*{SUFFIX}"):
-            with suppress(FileNotFoundError):
-                if path.name == key.file_name:  # another process has just published it
-                    continue
-                if path.name.startswith(key.file_prefix):
-                    path.unlink()
-                else:
-                    found = path.lstat()
-                    others.append((found.st_atime_ns, found.st_size, path))
-        if self._most_bytes is None:
-            return
-        total = num_bytes + sum(size for _, size, _ in others)
-        for _, size, path in sorted(others):
-            if total <= self._most_bytes:
-                return
-            logger.info("removing %s: the weights in the folder may take %d bytes", path, self._most_bytes)
-            path.unlink(missing_ok=True)
-            total -= size
 
 
 class StoredWeights:
@@ -327,12 +303,13 @@ class StoredWeights:
             if tensors.table != self._table:
                 raise ModelError(f"{self._key.name!r} has other tensors than when it was loaded; load it again")
             self._contents = self._store.provide(self._key, tensors)
-        self._store.return_host_bytes(self._host_bytes)  # they are the device's now
-        self._host_bytes = 0
         return self._contents.fd, self._contents.offset
 
+    def mapped(self) -> None:
+        self._return_host_bytes()  # they are the device's now
+
     def release(self) -> None:
-        if self._contents is not None and self._contents.in_memory:
+        if self._contents is not None and self._contents.in_memory and not self._host_bytes:
             num_bytes = self._table.num_bytes
             if self._store.take_host_bytes(num_bytes):
                 self._host_bytes = num_bytes
@@ -346,35 +323,8 @@ class StoredWeights:
         if self._contents is not None:
             self._contents.close()
         self._contents = None
+        self._return_host_bytes()
+
+    def _return_host_bytes(self) -> None:
         self._store.return_host_bytes(self._host_bytes)
         self._host_bytes = 0
-
-
-def _create_locked(folder: Path) -> tuple[Path, int]:
-    """A new file for this process alone, open and locked. Raises `OSError`."""
-    while True:
-        path = folder / f"{secrets.token_hex(8)}{_UNFINISHED}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
-        with suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:
-                return path, fd
-        os.close(fd)  # a process that starts took it for an abandoned one before it was locked
-
-
-def _remove_unless_locked(path: Path) -> None:
-    """Remove a file whose writer has ended."""
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-        os.close(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

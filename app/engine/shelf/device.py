@@ -37,11 +37,17 @@ class ShelfDevice:
         device_memory_bytes: int | None,
         host_memory_bytes: int | None,
         weights_dir: Path | None,
+        weights_dir_bytes: int | None,
     ) -> None:
         pages = DevicePages(device_memory_bytes or _default_bytes(models))
         if host_memory_bytes is None:
             host_memory_bytes = int(_HOST_SHARE * Machine.detect().memory_bytes)
-        store = WeightStore(weights_dir or _default_folder(), charges=pages, host_memory_bytes=host_memory_bytes)
+        store = WeightStore(
+            weights_dir or _default_folder(),
+            charges=pages,
+            most_bytes=weights_dir_bytes,
+            host_memory_bytes=host_memory_bytes,
+        )
         self.shared = SharedDevice(pages, store)
         self.needed_bytes = 0
         self._workspace_bytes = self._wanted_bytes = 0  # that is there, and that should be

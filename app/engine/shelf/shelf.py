@@ -36,7 +36,7 @@ class Shelf:
         models: with different names.
         device_memory_bytes: memory for weights, KV memory and workspace of all models.
         host_memory_bytes: host memory for weights of sleeping models.
-        weights_dir: folder of weight files.
+        weights_dir, weights_dir_bytes: folder of weight files, and bound of its bytes.
         launch, admit, prefixes_of_others, loaded: see `AsyncEngine`; for a single model.
 
     Raises:
@@ -50,6 +50,7 @@ class Shelf:
         device_memory_bytes: int | None = None,
         host_memory_bytes: int | None = None,
         weights_dir: Path | None = None,
+        weights_dir_bytes: int | None = None,
         launch: Launch = spawn_ranks,
         admit: Callable[[KVMemory], None] | None = None,
         prefixes_of_others: PeerPrefixes | None = None,
@@ -64,7 +65,9 @@ class Shelf:
             [model] = self._models.values()
             model.set_loaded(AsyncEngine(model.config.engine, launch, admit, prefixes_of_others, loaded))
             return
-        self._device = device = ShelfDevice(models, device_memory_bytes, host_memory_bytes, weights_dir)
+        self._device = device = ShelfDevice(
+            models, device_memory_bytes, host_memory_bytes, weights_dir, weights_dir_bytes
+        )
         self._control = Control(device, lambda: tuple(self._models.values()), prefixes_of_others)
 
     @property

@@ -117,6 +117,7 @@ def test_settings_of_a_shelf_beside_a_single_engine() -> None:
         {"device_memory_bytes": GIB},
         {"host_memory_bytes": 0},
         {"weights_dir": "/w"},
+        {"weights_dir_bytes": 1},
         {"models_dir": "/m"},
     ):
         with pytest.raises(ConfigError, match=f"^{next(iter(setting))} is .*it is for models"):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,16 @@ import pytest
 import torch
 from torch import nn
 
-from app.config.engine import EngineConfig
+from app.config.engine import EngineConfig, ResolvedConfig
 from app.engine import SamplingParams
 from app.engine.engine import Engine
 from app.engine.execution import executor
+from app.engine.model import loader
 from app.engine.model.linear import PackedLinear, choose_product, onednn_product
 from app.engine.model.loader import LoadedModel, load_model
 from app.engine.model.model_parts import find_tensors
 from app.engine.model.weight_arena import WeightArena, collect
+from app.engine.model.weight_key import weight_key
 from app.engine.model.weight_store import WeightStore
 from app.errors import ConfigError, ModelError
 from kernels import HeadNorm
@@ -305,6 +310,102 @@ def test_a_changed_checkpoint_has_another_file_and_no_second_chance(
     loaded.append(again.weights)
     (second,) = (tmp_path / "weights").iterdir()
     assert second.name != first.name
+
+
+def test_a_model_of_the_hub_that_is_downloaded_while_it_is_loaded_has_one_file(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, loaded: list[WeightArena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had a second one from its second load on, and could not be made again."""
+    model_type, of_model = ALL["llama"]
+    checkpoint = make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1})
+    cache = HubCache(tmp_path / "hub", checkpoint)
+    cache.download("config.json")
+    monkeypatch.setattr("app.engine.model.weight_key.try_to_load_from_cache", cache.find)
+    monkeypatch.setattr(loader, "load_config", partial(_of_folder, loader.load_config, str(checkpoint)))
+    monkeypatch.setattr(loader, "find_pooling", lambda *_: None)  # asks the Hub
+    load_module = loader._load_module
+
+    def download(config: ResolvedConfig, *args: Any) -> Any:
+        for name in ("model.safetensors", "generation_config.json"):
+            cache.download(name)
+        return load_module(replace(config, model=str(checkpoint)), *args)
+
+    monkeypatch.setattr(loader, "_load_module", download)
+    config = EngineConfig(model="org/name", skip_tokenizer_init=True).on_device("cpu")
+    store = WeightStore(tmp_path / "weights")
+
+    def load() -> Path:
+        model = load_model(config, weights=store)
+        assert model.weights is not None
+        loaded.append(model.weights)
+        (file,) = (tmp_path / "weights").iterdir()
+        return file
+
+    first = load()
+    cache.download("tokenizer.json", b"{}")
+    (weights,) = loaded
+    weights.unmap()
+    os.truncate(first, 100)
+    weights.map()
+    made = first.stat().st_ino
+    cache.download_again()
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "_load_module", None)  # the file is read, not the checkpoint
+        assert load() == first
+    assert first.stat().st_ino == made
+    key = weight_key(config)
+    cache.download("model.safetensors", b"another")
+    assert weight_key(config) != key
+
+
+class HubCache:
+    """Files of a snapshot are links to blobs that are named by their digest."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._blobs, self.snapshot = folder / "blobs", folder / "snapshots" / "0"
+        for created in (self._blobs, self.snapshot):
+            created.mkdir(parents=True)
+
+    def find(self, model: str, name: str) -> str:
+        assert (model, name) == ("org/name", "config.json")
+        return str(self.snapshot / name)
+
+    def download(self, name: str, content: bytes | None = None) -> None:
+        content = (self._checkpoint / name).read_bytes() if content is None else content
+        blob = self._blobs / hashlib.sha256(content).hexdigest()
+        blob.write_bytes(content)
+        (self.snapshot / name).unlink(missing_ok=True)
+        (self.snapshot / name).symlink_to(blob)
+
+    def download_again(self) -> None:
+        for blob in self._blobs.iterdir():
+            os.utime(blob, ns=(1, 1))
+
+
+def _of_folder(load: Callable[[str], Any], folder: str, _: str) -> Any:
+    return load(folder)
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its old tensors would be served as the new ones."""
+    model_type, of_model = ALL["llama"]
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1}), folder)
+    load_module = loader._load_module
+
+    def change(*args: Any) -> Any:
+        result = load_module(*args)
+        os.utime(folder / "model.safetensors", ns=(2, 2))
+        return result
+
+    monkeypatch.setattr(loader, "_load_module", change)
+    config = EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu")
+    with pytest.raises(ModelError, match="has changed while it was loaded; load it again"):
+        load_model(config, weights=WeightStore(tmp_path / "weights"))
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 def test_ranks_have_no_store(tmp_path: Path) -> None:

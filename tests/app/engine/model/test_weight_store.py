@@ -298,6 +298,49 @@ def test_weights_in_memory_take_host_memory_while_their_models_sleep(tmp_path: P
     assert not store.take_host_bytes(1)
 
 
+class Charged:
+    """Memory of a device, which is full or not."""
+
+    def __init__(self) -> None:
+        self.num_bytes, self.is_full = 0, False
+
+    def charge(self, num_bytes: int) -> None:
+        if self.is_full:
+            raise OutOfPages(num_bytes, 0)
+        self.num_bytes += num_bytes
+
+    def discharge(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_host_memory_is_accounted_where_a_map_fails(is_lost: bool, tmp_path: Path) -> None:
+    """It was given back although the copy in it stayed."""
+    folder, device, size = tmp_path / "file", Charged(), tensors().table.num_bytes
+    folder.write_text("no folder")
+    store = WeightStore(folder, charges=device, host_memory_bytes=size)
+    if is_lost:
+        assert store.take_host_bytes(1)
+    model, arena = moved(store, again=tensors)
+    arena.unmap()
+    assert store.take_host_bytes(1) == is_lost
+    if is_lost:
+        store.return_host_bytes(2)
+    device.is_full = True
+    for _ in range(2):
+        with pytest.raises(OutOfPages):
+            arena.map()
+        assert not store.take_host_bytes(1)
+    device.is_full = False
+    arena.map()
+    assert is_right(model)
+    assert store.take_host_bytes(size)
+    store.return_host_bytes(size)
+    arena.close()
+    assert store.take_host_bytes(size)
+    assert device.num_bytes == 0
+
+
 def test_weights_that_do_not_fit_into_the_device(tmp_path: Path) -> None:
     class Full:
         def charge(self, num_bytes: int) -> None:
@@ -344,6 +387,41 @@ def test_files_used_longest_ago_make_room(tmp_path: Path) -> None:
     assert files(tmp_path) == [keys[i].file_name for i in (0, 2, 3)]
 
 
+def test_files_in_use_stay_and_weights_beyond_the_bound_are_kept_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Asleep or awake, of this process or another one."""
+    keys = [replace(KEY, name=f"model-{i}") for i in range(4)]
+    store = WeightStore(tmp_path, most_bytes=2 * (15 << 20), host_memory_bytes=1 << 30)
+    (first, used), (_, asleep) = moved(store, keys[0]), moved(WeightStore(tmp_path), keys[1])
+    asleep.unmap()
+    model, arena = moved(store, keys[2])
+    assert "in use would be above weights_dir_bytes, 31457280" in caplog.text
+    assert files(tmp_path) == [key.file_name for key in keys[:2]]
+    assert is_right(model)
+    assert is_right(first)
+    asleep.close()
+    moved(store, keys[3])[1].close()
+    assert files(tmp_path) == [keys[0].file_name, keys[3].file_name]
+    used.close()
+    arena.close()
+
+
+def test_without_a_bound_files_take_a_share_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, free_bytes = os.statvfs(tmp_path), 30 << 20
+
+    def small(folder: Path) -> os.statvfs_result:
+        taken = sum(path.stat().st_size for path in tmp_path.glob("*.weights"))
+        fields = list(disk)
+        fields[1], fields[4] = 1, free_bytes - taken
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "statvfs", small)
+    for name in "ab":
+        moved(WeightStore(tmp_path), replace(KEY, name=name))[1].close()
+    assert files(tmp_path) == [replace(KEY, name="b").file_name]
+
+
 def test_two_writers_share_the_file_of_the_first_one(tmp_path: Path) -> None:
     """The second one finds it when its own is complete."""
     others: list[int] = []
@@ -368,8 +446,11 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "killed.tmp").write_bytes(b"a part")
     with (tmp_path / "writing.tmp").open("wb") as writing:
         fcntl.flock(writing, fcntl.LOCK_EX)
-        WeightStore(tmp_path)
+        store = WeightStore(tmp_path)
         assert files(tmp_path) == ["writing.tmp"]
+        (tmp_path / "killed later.tmp").write_bytes(b"a part")
+        moved(store)[1].close()
+        assert files(tmp_path) == [KEY.file_name, "writing.tmp"]
 
 
 @pytest.mark.processes

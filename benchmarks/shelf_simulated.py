@@ -245,7 +245,8 @@ def main() -> None:
 def _as_dict(result: Result) -> dict[str, Any]:
     step = -(-len(result.timeline) // 300)
     fields = {name: getattr(result, name) for name in Result.__slots__}
-    return fields | {"timeline": result.timeline[::step]}
+    timeline = result.timeline[::step] if result.policy == "folio" else []
+    return fields | {"timeline": timeline}
 
 
 def figures_of(results: Sequence[Result]) -> dict[str, float]:

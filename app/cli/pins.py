@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import typer
 
@@ -52,13 +52,14 @@ def add_pin(
     prompt: Annotated[str | None, typer.Option(help="Text that prompts begin with.")] = None,
     file: Annotated[Path | None, typer.Option(help="A file with that text; - is standard input.")] = None,
     system: Annotated[str | None, typer.Option(help="Or a system message that conversations begin with.")] = None,
+    model: Annotated[str | None, typer.Option(help="Its model; needed where there are several.")] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
     """Compute a prefix on every replica, and pin it."""
     if [prompt, file, system].count(None) != 2:
         raise typer.BadParameter("give one of --prompt, --file and --system")
-    body: dict[str, Any] = {"name": name}
+    body: dict[str, Any] = {"name": name} | ({} if model is None else {"model": model})
     if system is not None:
         body["messages"] = [{"role": "system", "content": system}]
     else:
@@ -72,10 +73,14 @@ def add_pin(
 
 @pins.command("remove", epilog=_REMOVE_EXAMPLES)
 def remove_pin(
-    name: Annotated[str, typer.Argument(help="Of the pin.")], url: Url = DEFAULT_URL, api_key: ApiKey = None
+    name: Annotated[str, typer.Argument(help="Of the pin.")],
+    model: Annotated[str | None, typer.Option(help="Its model; needed if several have a pin of this name.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
 ) -> None:
     """Unpin a prefix on every replica. It stays in the cache until its memory is needed."""
-    call(url, api_key, "DELETE", f"/v1/pins/{quote(name, safe='')}")
+    query = "" if model is None else f"?{urlencode({'model': model})}"
+    call(url, api_key, "DELETE", f"/v1/pins/{quote(name, safe='')}{query}")
     print(f"{printable(name)} is not pinned any more")
 
 
@@ -87,8 +92,8 @@ def _show(url: str, api_key: str | None, as_json: bool) -> None:
     if not cards:
         print("nothing is pinned; `folio pins add` pins a prefix")
         return
-    shown = table(None, "pin", "tokens", "memory on a replica", "replicas")
+    shown = table(None, "pin", "tokens", "memory on a replica", "replicas", "model")
     for card in cards:
         row = printable(card["id"]), str(card["num_tokens"]), show_size(card["num_bytes"]), str(card["num_replicas"])
-        shown.add_row(*row)
+        shown.add_row(*row, printable(card["model"]))
     console().print(shown)

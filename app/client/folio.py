@@ -168,9 +168,17 @@ class Folio:
         """
         await self._transport.call("pin", request)
 
-    async def unpin(self, name: str) -> None:
-        """Unpin a prefix. Raises `UnknownPinError` if no prefix of that name is pinned."""
-        await self._transport.call("unpin", name)
+    async def unpin(self, name: str, model: str | None = None) -> None:
+        """Unpin a prefix.
+
+        Args:
+            model: whose prefix it is; by default the only one with a pin of this name.
+
+        Raises:
+            UnknownPinError: no prefix of that name is pinned.
+            RequestError: several models have one, and none is named.
+        """
+        await self._transport.call("unpin", name, *([] if model is None else [model]))
 
     async def pins(self) -> PinList:
         """The pinned prefixes of all engine replicas that answer in time."""

@@ -69,7 +69,7 @@ class OverGrpc:
             case "pin":
                 return "Pin", convert.pin_message(_json(args[0])), _nothing
             case "unpin":
-                return "Unpin", pb.UnpinRequest(name=args[0]), _nothing
+                return "Unpin", pb.UnpinRequest(name=args[0], model=session), _nothing
             case "pins":
                 return "Pins", pb.PinsRequest(), _pins
             case "load":

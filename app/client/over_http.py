@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import aiohttp
 from pydantic import BaseModel, TypeAdapter
@@ -126,6 +126,8 @@ class OverHttp:
                 body["stream"] = streams
         elif first is not None:
             path += quote(first, safe="")
+            if method == "unpin" and session is not None:
+                path, session = f"{path}?{urlencode({'model': session})}", None
         if session is not None:
             headers["X-Session-Id"] = session
         try:

@@ -220,9 +220,11 @@ class AsyncEngine:
             pass
 
     def unpin(self, name: str) -> None:
-        """See `Engine.unpin`. May wait for the memory's lock. Raises `UnavailableError` once the engine has stopped."""
-        self.check()
-        self._engine.unpin(name)
+        """See `Engine.unpin`. Waits until the step in progress ends: the pins of an engine that goes to sleep or wakes
+        change places. Raises `UnavailableError` once the engine has stopped."""
+        act = Act(partial(self._engine.unpin, name))
+        self.driver.put(act)
+        act.outcome.result()
 
     async def _deltas(
         self,

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import attrgetter
 from typing import Unpack
 
@@ -52,7 +53,17 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from vmem import BudgetAnswer, BudgetError, CachedPrefix, KVMemory, MemoryReport, OutOfPages, PinError, VmemError
+from vmem import (
+    BudgetAnswer,
+    BudgetError,
+    CachedPrefix,
+    KVMemory,
+    MemoryReport,
+    OutOfPages,
+    PinError,
+    PinReport,
+    VmemError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +106,8 @@ class Engine:
         check_sources(config.adapters, config.adapter_dir)
         self.start_times = StartTimes(process_s=process_age_s())
         self.asleep = False
-        self._unpinned: list[CachedPrefix] = []  # pins of before `sleep`
-        self._own: set[str] = set()  # requests that compute them again
+        self._due_pins: dict[str, CachedPrefix] = {}  # by name: of before `sleep`, and not computed again yet
+        self._own: dict[str, str] = {}  # requests that compute them again → name
         self.config = config = resolve(config)
         with ExitStack() as undo, kernel_errors_as_config_errors():
             self.executor = Executor(config, launch, None if device is None else device.weights)
@@ -346,18 +357,23 @@ class Engine:
         """Validate a pin; returns a function that queues it under a request id. From any thread; it may wait."""
         options = self._with_adapter_id(options)
         check_timeout(options.get("timeout_s"))
-        prefix = self.intake.prefix_to_pin(name, prompt_token_ids, self.intake.prefix_keys(options))
+        keys = self.intake.prefix_keys(options)
+        prefix = self.intake.prefix_to_pin(name, prompt_token_ids, keys)
+        due = self._due_pins.get(name)
+        if due is not None and (list(due.token_ids), due.keys) != (list(prefix), keys):
+            raise RequestError(f"another prefix named {name!r} is pinned already; unpin it first", "name")
         params = SamplingParams(max_tokens=1)
         return lambda request_id: self.add_request(request_id, prefix, params, 1, options, pin_name=name)
 
     def unpin(self, name: str) -> None:
-        """Let a pinned prefix be evicted like others. From any thread. Raises `UnknownPinError` for another name."""
+        """Let a pinned prefix be evicted like others, between two steps. Raises `UnknownPinError` for another name."""
+        is_due = self._due_pins.pop(name, None) is not None
+        if is_due:
+            self.cancel(_again(name))
         try:
             self.memory.unpin(name)
         except PinError as error:
-            unpinned = self._unpinned
-            self._unpinned = [pin for pin in unpinned if pin.pin_name != name]
-            if len(self._unpinned) == len(unpinned):
+            if not is_due:
                 raise UnknownPinError(str(error), "name") from error
 
     def cancel(self, request_id: str) -> None:
@@ -437,8 +453,17 @@ class Engine:
         return self.decoder.fail(self.generations[request_id], error)
 
     def report(self) -> MemoryReport:
-        """Report the state of the KV memory. From any thread."""
-        return self.memory.report()
+        """Report the state of the KV memory, and all pins: those of an engine that sleeps, or has just woken, take no
+        memory. From any thread."""
+        report = self.memory.report()
+        if not self._due_pins:
+            return report
+        due = self._due_pins.copy()
+        for pin in report.pins:
+            due.pop(pin.name, None)
+        return replace(
+            report, pins=report.pins + tuple(PinReport(name, len(pin.token_ids), 0) for name, pin in due.items())
+        )
 
     # ---- on a shared device ----
 
@@ -451,20 +476,20 @@ class Engine:
             self.speculation.forget_all()
         self.adapters.unload_unused()
         self.asleep = True
-        self._unpinned += self.footprint.release()
+        for pin in self.footprint.release():
+            assert pin.pin_name is not None
+            self._due_pins[pin.pin_name] = pin
 
     def wake(self) -> None:
         """Serve requests again, once `footprint` has mapped the weights. Pinned prefixes are computed again."""
         self.asleep = self._steps.starved = False
-        pins, self._unpinned = self._unpinned, []
-        for pin in pins:
-            assert pin.pin_name is not None
-            request_id = f"pin {pin.pin_name} after a wake"
+        for name, pin in self._due_pins.items():
+            request_id = _again(name)
             if request_id in self.generations:
                 continue
             params = SamplingParams(max_tokens=1)
-            self.add_request(request_id, pin.token_ids, params, 1, {}, keys=pin.keys, pin_name=pin.pin_name)
-            self._own.add(request_id)
+            self.add_request(request_id, pin.token_ids, params, 1, {}, keys=pin.keys, pin_name=name)
+            self._own[request_id] = name
 
     def set_kv_budget(self, budget_bytes: int) -> None:
         """Set the budget of KV memory, a draft model's included, as far as pins allow."""
@@ -479,10 +504,12 @@ class Engine:
     def _without_own(self, deltas: list[Delta]) -> list[Delta]:
         """The deltas of clients' requests."""
         for delta in deltas:
-            if delta.request_id in self._own and delta.error is not None:
-                logger.warning("%s: %s", delta.request_id, delta.error)
+            if delta.request_id in self._own:
+                self._due_pins.pop(self._own[delta.request_id], None)
+                if delta.error is not None:
+                    logger.warning("%s: %s", delta.request_id, delta.error)
         others = [delta for delta in deltas if delta.request_id not in self._own]
-        self._own &= self.generations.keys()
+        self._own = {request_id: name for request_id, name in self._own.items() if request_id in self.generations}
         return others
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
@@ -511,3 +538,8 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests and free all memory."""
         self._undo.close()
+
+
+def _again(pin_name: str) -> str:
+    """The id of the request that computes a pinned prefix again."""
+    return f"pin {pin_name} after a wake"

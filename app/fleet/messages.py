@@ -156,12 +156,16 @@ class ReplicaStatus:
         load, memory: of all its models together.
         ready_s: seconds from its start until it was ready.
         models: the status of each model.
+        loads: of each model, by name.
+        memories: of each model that has been loaded, by name.
     """
 
     name: str
     load: ReplicaReport
     memory: MemoryReport
     ready_s: float
+    loads: Mapping[str, ReplicaReport]
+    memories: Mapping[str, MemoryReport]
     models: tuple[ModelStatus, ...] = ()
 
 

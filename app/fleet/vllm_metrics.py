@@ -7,7 +7,7 @@ are left out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.metrics_core import Metric
@@ -85,8 +85,9 @@ def vllm_families(families: Mapping[str, Metric]) -> list[Metric]:
     return [family for family in made if family.samples]
 
 
-def load_families(answers: Sequence[ReplicaStatus | FolioError], model: str) -> list[Metric]:
-    """The gauges that endpoint pickers read, of all engine replicas together: pickers read one series of each.
+def load_families(answers: Sequence[ReplicaStatus | FolioError], models: Sequence[str]) -> list[Metric]:
+    """The gauges that endpoint pickers read, of all engine replicas together: pickers read one series of each gauge and
+    model. A model that has not been loaded has no cache yet.
 
     Raises:
         FolioError: a replica has not answered, and the sums would be too low.
@@ -98,16 +99,24 @@ def load_families(answers: Sequence[ReplicaStatus | FolioError], model: str) -> 
         if isinstance(answer, FolioError):
             raise answer
         statuses.append(answer)
-    # While all models of all replicas sleep there is no cache.
-    usage = sum(s.memory.active_bytes for s in statuses) / max(sum(s.memory.budget_bytes for s in statuses), 1)
-    sizes = _sizes(statuses[0].load.unit_tokens or 1, sum(s.load.total_tokens for s in statuses))
+    samples = [sample for model in models for sample in _load_of(model, statuses)]
+    gauges = [_gauge(name, []) for name in (_RUNNING, _WAITING, _USAGE, _CACHE)]
+    for gauge in gauges:
+        gauge.samples = [sample for sample in samples if sample.name == gauge.name]
+    return gauges
+
+
+def _load_of(model: str, statuses: Sequence[ReplicaStatus]) -> Iterator[Sample]:
+    loads = [status.loads[model] for status in statuses if model in status.loads]
+    memories = [status.memories[model] for status in statuses if model in status.memories]
     labels = {"model_name": model}
-    return [
-        _gauge(_RUNNING, [(labels, sum(s.load.num_running for s in statuses))]),
-        _gauge(_WAITING, [(labels, sum(s.load.num_waiting for s in statuses))]),
-        _gauge(_USAGE, [(labels, usage)]),
-        _gauge(_CACHE, [(labels | sizes, 1.0)]),
-    ]
+    yield Sample(_RUNNING, labels, sum(load.num_running for load in loads))
+    yield Sample(_WAITING, labels, sum(load.num_waiting for load in loads))
+    # A model that sleeps at all replicas has no cache.
+    usage = sum(memory.active_bytes for memory in memories) / max(sum(memory.budget_bytes for memory in memories), 1)
+    yield Sample(_USAGE, labels, usage)
+    if unit_tokens := max((load.unit_tokens for load in loads), default=0):
+        yield Sample(_CACHE, labels | _sizes(unit_tokens, sum(load.total_tokens for load in loads)), 1.0)
 
 
 def _copied(name: str, family: Metric, kept: Mapping[str, str]) -> Metric:

@@ -375,9 +375,9 @@ class PinRequest(StrictBody):
     """A prefix to pin under a name: a text that prompts begin with, or messages that conversations begin with."""
 
     name: Annotated[PinName, Field(examples=["rules"])]
-    """Pinning the same prefix again has no effect; another prefix under this name is an error."""
+    """Pinning the same prefix again has no effect; another prefix of the model under this name is an error."""
     model: Annotated[Text | None, Field(max_length=256, examples=["builtin"])] = None
-    """The served model; by default the first one."""
+    """The served model. Needed where there are several."""
     prompt: Text | TokenIds | None = None
     """Text or token ids that prompts begin with. At least one block of tokens."""
     messages: Messages | None = None

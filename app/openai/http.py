@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any, Protocol, cast
 
-from fastapi import Body, FastAPI, Header, Request
+from fastapi import Body, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -123,8 +123,8 @@ class Service(Protocol):
     async def load_adapter(self, request: LoadAdapterRequest) -> None: ...
     async def unload_adapter(self, request: UnloadAdapterRequest) -> None: ...
     async def pins(self) -> PinList: ...
-    async def pin(self, request: PinRequest) -> None: ...
-    async def unpin(self, name: str) -> None: ...
+    async def pin(self, request: PinRequest) -> str: ...
+    async def unpin(self, name: str, model: str | None = None) -> None: ...
     async def ready(self) -> None: ...
     async def metrics(self) -> str: ...
     async def load_metrics(self) -> str: ...
@@ -374,18 +374,25 @@ def _add_operation(api: FastAPI, service: Service) -> None:
     @api.post("/v1/pins", tags=["operation"])
     async def pin(request: Annotated[PinRequest, Body(openapi_examples=examples.PIN)]) -> PinCard:
         """Compute a prefix on every engine replica and pin it in the prefix cache."""
-        await service.pin(request)
-        cards = {card.id: card for card in (await service.pins()).data}
-        if request.name not in cards:
-            raise UnknownPinError(f"{request.name!r} was unpinned meanwhile; pin it again", "name")
-        return cards[request.name]
+        model = await service.pin(request)
+        for card in (await service.pins()).data:
+            if (card.id, card.model) == (request.name, model):
+                return card
+        raise UnknownPinError(f"{request.name!r} was unpinned meanwhile; pin it again", "name")
 
     @api.delete("/v1/pins/{name:path}", tags=["operation"])
-    async def unpin(name: str, request: Request) -> PinDeleted:
+    async def unpin(
+        name: str,
+        request: Request,
+        model: Annotated[
+            str | None,
+            Query(max_length=256, description="Whose prefix it is; needed if several models have a pin of this name."),
+        ] = None,
+    ) -> PinDeleted:
         """Unpin a prefix."""
         if not request.scope["path"].endswith(name):  # Starlette drops a final newline
             raise UnknownPinError("no pin has a newline in its name", "name")
-        await service.unpin(name)
+        await service.unpin(name, model)
         return PinDeleted(id=name)
 
 

@@ -338,6 +338,8 @@ class PinCard(_Report):
     """On one replica, blocks shared with other pins included."""
     num_replicas: int
     """Replicas that have the prefix."""
+    model: str
+    """Whose prefix it is."""
 
 
 class PinList(BaseModel):
@@ -381,18 +383,20 @@ def pin_list(answers: Sequence[Any]) -> PinList:
     statuses = _statuses(answers)
     if answers and not statuses:
         raise answers[0]
-    found: defaultdict[str, list[PinReport]] = defaultdict(list)
+    found: defaultdict[tuple[str, str], list[PinReport]] = defaultdict(list)
     for status in statuses:
-        for pin in status.memory.pins:
-            found[pin.name].append(pin)
+        for model, memory in status.memories.items():
+            for pin in memory.pins:
+                found[pin.name, model].append(pin)
     cards = [
         PinCard(
             id=name,
             num_tokens=pins[0].num_tokens,
             num_bytes=max(pin.num_bytes for pin in pins),
             num_replicas=len(pins),
+            model=model,
         )
-        for name, pins in sorted(found.items())
+        for (name, model), pins in sorted(found.items())
     ]
     return PinList(data=cards)
 

@@ -438,38 +438,44 @@ class ChatCompletionChunk(_message.Message):
     def __init__(self, id: _Optional[str] = ..., created: _Optional[int] = ..., model: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[ChatChunkChoice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptToken, _Mapping]]] = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("name", "text", "token_ids", "messages", "cache_salt", "tenant")
+    __slots__ = ("name", "text", "token_ids", "messages", "cache_salt", "tenant", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     text: str
     token_ids: TokenIds
     messages: _containers.RepeatedCompositeFieldContainer[Message]
     cache_salt: str
     tenant: str
-    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PinCard(_message.Message):
-    __slots__ = ("id", "num_tokens", "num_bytes", "num_replicas")
+    __slots__ = ("id", "num_tokens", "num_bytes", "num_replicas", "model")
     ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     id: str
     num_tokens: int
     num_bytes: int
     num_replicas: int
-    def __init__(self, id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_replicas: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_replicas: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PinDeleted(_message.Message):
     __slots__ = ("id",)

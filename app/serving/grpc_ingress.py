@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar, cast
-from urllib.parse import unquote
+from urllib.parse import unquote, urlencode
 
 import grpc
 from pydantic_core import from_json
@@ -59,6 +59,7 @@ class _Call(Generic[M]):
         num_bytes: size of the message that the body is made of.
         session: a hint for routing.
         filled: fills a message with the fields of the answer's JSON.
+        query: of the URL.
     """
 
     method: str
@@ -68,6 +69,7 @@ class _Call(Generic[M]):
     num_bytes: int = 0
     session: str | None = None
     filled: Callable[[M, Fields], M] = convert.filled
+    query: str = ""
 
 
 class GrpcIngress:
@@ -107,7 +109,9 @@ class GrpcIngress:
         return await self._whole(call, grpc_context)
 
     async def Unpin(self, request: pb.UnpinRequest, grpc_context: Context) -> pb.PinDeleted:  # noqa: N802
-        return await self._whole(_Call("DELETE", f"/v1/pins/{request.name}", pb.PinDeleted), grpc_context)
+        query = urlencode({"model": request.model}) if request.HasField("model") else ""
+        call = _Call("DELETE", f"/v1/pins/{request.name}", pb.PinDeleted, query=query)
+        return await self._whole(call, grpc_context)
 
     async def Pins(self, request: pb.PinsRequest, grpc_context: Context) -> pb.PinList:  # noqa: N802
         return await self._whole(_Call("GET", "/v1/pins", pb.PinList), grpc_context)
@@ -158,7 +162,8 @@ class GrpcIngress:
             except RequestError as error:
                 raise HttpRefusal.from_error(error) from None
 
-        scope = http_scope(call.method, call.path, _headers(call, context), _client_of(context.peer()))
+        headers, client = _headers(call, context), _client_of(context.peer())
+        scope = http_scope(call.method, call.path, headers, client, call.query)
         status, failed = 200, b""
         async with aclosing(asgi_call(self._api, scope, body)) as messages:
             async for message in messages:
@@ -246,7 +251,9 @@ def _client_of(peer: str) -> tuple[str, int]:
 _MOST_AHEAD = 2
 
 
-def http_scope(method: str, path: str, headers: Iterable[tuple[bytes, bytes]], client: tuple[str, int]) -> Any:
+def http_scope(
+    method: str, path: str, headers: Iterable[tuple[bytes, bytes]], client: tuple[str, int], query: str = ""
+) -> Any:
     """The ASGI scope of a request; `path`: within the application."""
     return {
         "type": "http",
@@ -256,7 +263,7 @@ def http_scope(method: str, path: str, headers: Iterable[tuple[bytes, bytes]], c
         "scheme": "http",
         "path": path,
         "root_path": "",
-        "query_string": b"",
+        "query_string": query.encode(),
         "headers": list(headers),
         "client": client,
         "server": None,

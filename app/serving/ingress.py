@@ -561,12 +561,13 @@ class Ingress(GrpcIngress):
         """The pinned prefixes of all engine replicas that answer in `STATUS_TIMEOUT_S`."""
         return pin_list(await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S))
 
-    async def pin(self, request: PinRequest) -> None:
-        """Compute a prefix on every engine replica and keep it in the prefix cache; return when all have done so.
+    async def pin(self, request: PinRequest) -> str:
+        """Compute a prefix on every engine replica and keep it in the prefix cache; return its model's name when all
+        have done so.
 
         Raises:
-            RequestError: the prompt is too short to be shared, or another prefix has the name; some replicas may have
-                pinned the prefix nevertheless, until `unpin`.
+            RequestError: the prompt is too short to be shared, or another prefix of the model has the name; some
+                replicas may have pinned the prefix nevertheless, until `unpin`. Or no model is named, of several.
             EngineError: a replica has no room within its pin quota.
             ForbiddenError: the caller's API key is another tenant's.
             OverloadedError: there is no room for requests now.
@@ -575,20 +576,31 @@ class Ingress(GrpcIngress):
         with self._admission.admitted():
             context = current_context()
             tenant = request.tenant if context is None else context.tenant_of(request.tenant)
+            if request.model is None and self._is_shared and len(names := [m.name for m in self._models]) > 1:
+                raise RequestError(
+                    f"pins belong to a model, and this server has several: {_listed(names)}; name one of them", "model"
+                )
             named, model = await self._named(request)
             if named.model not in (None, model.name):
                 raise _only_for_models(model.name, "model")
             prefix = await model.translator.in_thread(model.translator.prompts.encode_pin, named)
             await self._replicas.call_all("pin", request.name, prefix, request.cache_salt, tenant, model.name)
+            return model.name
 
-    async def unpin(self, name: str) -> None:
+    async def unpin(self, name: str, model: str | None = None) -> None:
         """Unpin a prefix on every engine replica; replicas that started after the pin may not have it.
+
+        Args:
+            model: whose prefix it is; by default the only one with a pin of this name.
 
         Raises:
             UnknownPinError: no replica has a pin of this name.
+            RequestError: several models have one, and none is named.
+            UnknownModelError: there is no such model.
             EngineError: a replica has not answered, and may still have the pin.
         """
-        answers = await self._replicas.call_each("unpin", name, timeout_s=UNPIN_TIMEOUT_S)
+        of_model = await self._model_of_pin(name, model)
+        answers = await self._replicas.call_each("unpin", name, of_model.name, timeout_s=UNPIN_TIMEOUT_S)
         if not answers:
             raise NoReplicaError("there is no engine replica; send the request again")
         errors = [answer for answer in answers if isinstance(answer, FolioError)]
@@ -597,9 +609,26 @@ class Ingress(GrpcIngress):
             if len(errors) == len(answers) or not isinstance(error, UnknownPinError):
                 raise error
 
+    async def _model_of_pin(self, name: str, model: str | None) -> ServedModel:
+        """Raises as `unpin`."""
+        if model is not None:
+            served = self._models.served_name(model)
+            await self._learn(served)
+            if (found := self._models.find(served)).name != served:
+                raise _only_for_models(found.name, "model")
+            return found
+        if not self._is_shared:
+            return self._models.first
+        models = [card.model for card in (await self.pins()).data if card.id == name]
+        if not models:
+            raise UnknownPinError(f"no prefix is pinned as {name!r}", "name")
+        if len(models) > 1:
+            raise RequestError(f"prefixes of {_listed(models)} are pinned as {name!r}; name the model", "model")
+        return self._models.find(models[0])
+
     async def _make_load_page(self) -> str:
         answers = await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S)
-        return render(load_families(answers, self._models.first.name))
+        return render(load_families(answers, [model.name for model in self._models]))
 
     async def _complete(
         self, route: str, method: Callable[[Translator], Translate[Body, Any]], request: Body, session: str | None
@@ -723,6 +752,10 @@ class Ingress(GrpcIngress):
                 return await awaited
         except TimeoutError:
             raise DeadlineError(f"{failure} within the request's timeout_s of {timeout_s}") from None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _only_for_models(name: str, param: str) -> RequestError:

@@ -244,7 +244,15 @@ class EngineReplica:
         """The status for operators. Raises `UnavailableError` once the engine has stopped."""
         figures = await _run_in_thread(partial(self._figures, 0))
         ready_s = sum(engine.start_times.ready_s for engine in self._engines().values())
-        return ReplicaStatus(self._name, figures.load, figures.memory, ready_s, self._shelf.statuses())
+        return ReplicaStatus(
+            self._name,
+            figures.load,
+            figures.memory,
+            ready_s,
+            {name: replace(load, keys=b"", changes=b"") for name, load in figures.loads.items()},
+            figures.memories,
+            self._shelf.statuses(),
+        )
 
     async def look(self, call: WatchCall) -> ReplicaView:
         """This replica's part of the dashboard. Raises `UnavailableError` once the only engine has stopped."""
@@ -285,17 +293,12 @@ class EngineReplica:
     ) -> None:
         await (await self._ready(model)).pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
 
-    async def unpin(self, name: str) -> None:
-        """Unpin a prefix of any model. Raises `UnknownPinError`."""
-        errors = []
-        engines = self._engines().values()
-        for engine in engines:
-            try:
-                await _run_in_thread(partial(engine.unpin, name))
-            except UnknownPinError as error:
-                errors.append(error)
-        if len(errors) == len(engines):
-            raise errors[0] if errors else UnknownPinError(f"no prefix is pinned as {name!r}", "name")
+    async def unpin(self, name: str, model: str = "") -> None:
+        """Unpin a prefix of a model. Raises `UnknownPinError`; loads nothing."""
+        engine = self._shelf.model(model or self._first).engine
+        if engine is None:
+            raise UnknownPinError(f"no prefix is pinned as {name!r}: its model is not loaded here", "name")
+        await _run_in_thread(partial(engine.unpin, name))
 
     async def check_adapter(self, name: str, path: str, model: str = "") -> AdapterSource:
         """Check an adapter of a model before it is loaded (`AsyncEngine.check_adapter`)."""

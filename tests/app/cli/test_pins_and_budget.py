@@ -23,7 +23,7 @@ REPORT = {
     "pinned_bytes": 0,
     "swapped_bytes": 0,
 }
-CARD = {"id": "rules", "num_tokens": 32, "num_bytes": 65536, "num_replicas": 2}
+CARD = {"id": "rules", "num_tokens": 32, "num_bytes": 65536, "num_replicas": 2, "model": "m"}
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, Any]
 def test_pins_are_listed(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["pins"], ["pins", "list"]):
         assert main(arguments) == 0
-        assert capsys.readouterr().out.split("\n")[1].split() == ["rules", "32", "64", "KiB", "2"]
+        assert capsys.readouterr().out.split("\n")[1].split() == ["rules", "32", "64", "KiB", "2", "m"]
     assert main(["pins", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [CARD]
 
@@ -76,6 +76,11 @@ def test_pins_are_added_and_removed(
         assert main(["pins", "add", "rules", *source]) == 0
         assert capsys.readouterr().out == "rules: 32 tokens, 64 KiB a replica, on 2 replicas\n"
     assert main(["pins", "remove", "a/ü b"]) == 0
+    assert main(["pins", "add", "rules", "--prompt", "A text", "--model", "m"]) == 0
+    assert main(["pins", "remove", "rules", "--model", "a b"]) == 0
+    assert calls.pop()[1] == "/v1/pins/rules?model=a+b"
+    assert calls.pop()[2]["model"] == "m"
+    capsys.readouterr()
     assert [call[2].get("prompt") for call in calls[:3]] == ["A text", "The rules …", "From a pipe"]
     assert calls[3][2]["messages"] == [{"role": "system", "content": "Be brief."}]
     assert calls[4][:2] == ("DELETE", "/v1/pins/a%2F%C3%BC%20b")

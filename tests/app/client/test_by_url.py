@@ -177,7 +177,10 @@ async def test_pins_and_load(url: str) -> None:
         await folio.pin(PinRequest(name="a/ü b", prompt=PROMPT * 4))
         await folio.pin(PinRequest(name="talk", messages=[Message(role="user", content=PROMPT * 4)]))
         assert sorted(card.id for card in (await folio.pins()).data) == ["a/ü b", "talk"]
-        await folio.unpin("a/ü b")
+        with pytest.raises(UnknownModelError):
+            await folio.unpin("a/ü b", "an ü/model")
+        [card, _] = (await folio.pins()).data
+        await folio.unpin("a/ü b", card.model)
         await folio.unpin("talk")
         with pytest.raises(UnknownPinError):
             await folio.unpin("talk")

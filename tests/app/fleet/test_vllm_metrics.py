@@ -11,12 +11,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.config.engine import EngineConfig
 from app.engine.engine import Engine
+from app.engine.report import ReplicaReport
 from app.engine.sampling.params import SamplingParams
+from app.engine.shelf.status import ModelStatus
 from app.errors import FolioError, NoReplicaError, UnavailableError
 from app.fleet.messages import ReplicaStatus
+from app.fleet.shelf_load import unloaded_report
 from app.fleet.vllm_metrics import OF_ENGINES, OF_INGRESSES, load_families, vllm_families
 from app.serving.metrics_page import merge, render
 from tests.app.serving.test_metrics import ROOT, made_in_code
+from vmem import MemoryReport
 
 # Kinds in vLLM 0.33 (vllm/v1/metrics/loggers.py and vllm/v1/spec_decode/metrics.py).
 KINDS = {
@@ -224,6 +228,10 @@ def test_a_metric_without_a_source_is_left_out() -> None:
 # ---- the page of endpoint pickers ----
 
 
+def one_model(replica: str, load: ReplicaReport, memory: MemoryReport) -> ReplicaStatus:
+    return ReplicaStatus(replica, load, memory, 1.0, {"toy": load}, {"toy": memory})
+
+
 @pytest.fixture
 def status() -> ReplicaStatus:
     engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, max_num_seqs=1))
@@ -231,7 +239,7 @@ def status() -> ReplicaStatus:
         for name in ("a", "b"):
             engine.submit(name, list(range(5, 45)), SamplingParams(max_tokens=3, ignore_eos=True))
         engine.step()
-        return ReplicaStatus("r1", engine.load.report(), engine.report(), 1.0)
+        return one_model("r1", engine.load.report(), engine.report())
     finally:
         engine.close()
 
@@ -239,13 +247,12 @@ def status() -> ReplicaStatus:
 def test_pickers_get_one_series_for_all_replicas(status: ReplicaStatus) -> None:
     """A picker reads one series of each name."""
     budget = status.memory.budget_bytes
-    idle = replace(
-        status,
-        name="r2",
-        load=replace(status.load, num_running=0, num_waiting=0),
-        memory=replace(status.memory, active_bytes=0, budget_bytes=3 * budget),
+    idle = one_model(
+        "r2",
+        replace(status.load, num_running=0, num_waiting=0),
+        replace(status.memory, active_bytes=0, budget_bytes=3 * budget),
     )
-    made = {metric.name: metric.samples for metric in load_families([status, idle], "toy")}
+    made = {metric.name: metric.samples for metric in load_families([status, idle], ["toy"])}
     assert made.keys() == {name for name, kind in KINDS.items() if kind == "gauge"}
     assert all(len(samples) == 1 for samples in made.values())
     by_name = {name: samples[0].value for name, samples in made.items()}
@@ -259,6 +266,25 @@ def test_pickers_get_one_series_for_all_replicas(status: ReplicaStatus) -> None:
     }
 
 
+def test_pickers_get_a_series_for_each_model(status: ReplicaStatus) -> None:
+    """Regression: all models were one, with the name of the first. A busy model hid behind those that slept."""
+    memory, asleep = status.memory, replace(status.memory, active_bytes=0, budget_bytes=0)
+    waiting = replace(status.load, num_running=0, num_waiting=5, total_tokens=0)
+    new = unloaded_report(ModelStatus(name="c", state="new", num_waiting=2), 0.0)
+    here = ReplicaStatus(
+        "r1", status.load, memory, 1.0, {"a": status.load, "b": waiting, "c": new}, {"a": memory, "b": asleep}
+    )
+    there = ReplicaStatus("r2", status.load, memory, 1.0, {"a": new, "b": status.load, "c": new}, {"b": memory})
+    made = {metric.name: metric.samples for metric in load_families([here, there], ["a", "b", "c", "added"])}
+    found = {name: {sample.labels["model_name"]: sample.value for sample in samples} for name, samples in made.items()}
+    usage = memory.active_bytes / memory.budget_bytes
+    assert found["vllm:num_requests_running"] == {"a": 1, "b": 1, "c": 0, "added": 0}
+    assert found["vllm:num_requests_waiting"] == {"a": 3, "b": 6, "c": 4, "added": 0}
+    assert found["vllm:kv_cache_usage_perc"] == {"a": usage, "b": usage, "c": 0, "added": 0}
+    sizes = {sample.labels["model_name"]: sample.labels["num_gpu_blocks"] for sample in made["vllm:cache_config_info"]}
+    assert sizes == dict.fromkeys("ab", str(status.load.total_tokens // 16))
+
+
 @pytest.mark.parametrize(
     ("others", "error"), [([], NoReplicaError), ([UnavailableError("it hangs")], UnavailableError)]
 )
@@ -268,4 +294,4 @@ def test_no_figures_without_all_replicas(
     """A sum without a hanging replica would be low, and would draw more requests to it."""
     answers = [status, *others] if others else []
     with pytest.raises(error):
-        load_families(answers, "toy")
+        load_families(answers, ["toy"])

@@ -180,15 +180,19 @@ class FakeService:
         self.adapters.remove(request.lora_name)
 
     async def pins(self) -> PinList:
-        return PinList(data=[PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1) for name in self.pinned])
+        return PinList(
+            data=[PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1, model=m) for name, m in self.pinned]
+        )
 
-    async def pin(self, request: PinRequest) -> None:
-        self.pinned.append(request.name)
+    async def pin(self, request: PinRequest) -> str:
+        model = request.model or "m"
+        self.pinned.append((request.name, model))
+        return model
 
-    async def unpin(self, name: str) -> None:
-        if name not in self.pinned:
+    async def unpin(self, name: str, model: str | None = None) -> None:
+        if (name, model or "m") not in self.pinned:
             raise UnknownPinError(f"no prefix {name}", "name")
-        self.pinned.remove(name)
+        self.pinned.remove((name, model or "m"))
 
     def _completion(self, text: str) -> Completion:
         return Completion(id="c", created=0, model="m", choices=[CompletionChoice(text=text)], usage=USAGE)
@@ -340,6 +344,11 @@ def test_operation(client: TestClient) -> None:
     assert client.get("/v1/pins").json()["data"] == [card]
     assert client.delete("/v1/pins/a/b").json() == {"id": "a/b", "object": "pin", "deleted": True}
     assert failure(client.delete("/v1/pins/a/b")) == (404, "pin_not_found")
+    own = [client.post("/v1/pins", json={"name": "a", "prompt": "x", "model": m}).json()["model"] for m in ("m", "é b")]
+    assert own == ["m", "é b"]
+    assert client.delete("/v1/pins/a", params={"model": "é b"}).status_code == 200
+    assert [card["model"] for card in client.get("/v1/pins").json()["data"]] == ["m"]
+    client.delete("/v1/pins/a")
     budget = client.put("/v1/budget", json={"budget_bytes": 1 << 30}).json()
     assert budget == {"object": "budget", "budget_bytes": 1 << 30, "revision": 8, "answers": ["applied"]}
     for body in ({}, {"budget_bytes": 0}, {"budget_bytes": 1.5}, {"budget_bytes": 1, "revision": 0}):

@@ -34,7 +34,6 @@ HTTP_ONLY = {*ClientFields.model_fields, *VLLMS, "stream", "stream_options", "su
 HTTP_ONLY_OF: dict[Any, set[str]] = {
     bodies.CompletionRequest: {"response_format"},
     bodies.ChatCompletionRequest: {"echo"},
-    bodies.PinRequest: {"model"},
 }
 # Fields of another shape in messages, with their names there.
 SHAPES = {

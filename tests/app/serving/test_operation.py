@@ -32,7 +32,8 @@ def status(name: str, factor: int, *pins: PinReport) -> ReplicaStatus:
     numbers = itertools.count(1)
     load: Any = ReplicaReport(**{field.name: factor * next(numbers) for field in fields(ReplicaReport)})
     memory: Any = MemoryReport(**{field.name: factor * next(numbers) for field in fields(MemoryReport)})
-    return ReplicaStatus(name, load, replace(memory, pins=pins), ready_s=factor * 0.5)
+    memory = replace(memory, pins=pins)
+    return ReplicaStatus(name, load, memory, factor * 0.5, {"m": load}, {"m": memory})
 
 
 class Fleet(Engines):
@@ -145,9 +146,9 @@ async def test_the_pins_of_all_replicas() -> None:
     a, b = PinReport("a", 16, 100), PinReport("b", 32, 200)
     fleet = Fleet(answers(status("x", 1, b, a)), answers(status("y", 1, b)), answers(UnavailableError("stopped")))
     cards = (await ingress_with(fleet).pins()).data
-    assert [(card.id, card.num_tokens, card.num_bytes, card.num_replicas) for card in cards] == [
-        ("a", 16, 100, 1),
-        ("b", 32, 200, 2),
+    assert [(card.id, card.num_tokens, card.num_bytes, card.num_replicas, card.model) for card in cards] == [
+        ("a", 16, 100, 1, "m"),
+        ("b", 32, 200, 2, "m"),
     ]
     with pytest.raises(UnavailableError):
         await ingress_with(Fleet(answers(UnavailableError("stopped")))).pins()

@@ -33,6 +33,7 @@ from app.errors import (
     RequestError,
     UnavailableError,
     UnknownModelError,
+    UnknownPinError,
     UnknownRequestError,
 )
 from app.fleet.loaded import LoadedTable
@@ -63,7 +64,7 @@ SETTINGS: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "max_num_batched_tokens
 MODELS = (
     a_model("first", dtype="float32", **SETTINGS),
     a_model("second", max_model_len=512, dtype="float32", isolate_tenants=True, **SETTINGS),
-    a_model("third", **SETTINGS),
+    a_model("third", max_model_len=512, **SETTINGS),
 )
 SHELF = ShelfConfig(models=MODELS, device_memory_bytes=256 << 20)
 
@@ -261,17 +262,36 @@ async def test_models_compute_beside_each_other(server: Any) -> None:
 
 
 async def test_pins_belong_to_a_model(server: Any) -> None:
+    """Regression: unpinning by name removed the pins of all models, and a pin without a model was the first one's."""
     prompt = list(range(300, 364))
-    await server.pin(PinRequest(name="rules", model="second", prompt=prompt))
-    assert [card.id for card in (await server.pins()).data] == ["rules"]
-    cached = [
-        (await server.generate(completion(m, prompt=[*prompt, 5]))).usage.prompt_tokens_details.cached_tokens
-        for m in ("second", "first")
-    ]
-    assert cached[0] >= 48
-    assert cached[1] == 0
+
+    async def pinned() -> list[tuple[str, str]]:
+        return [(card.id, card.model) for card in (await server.pins()).data]
+
+    async def cached(model: str) -> int:
+        answer = await server.generate(completion(model, prompt=[*prompt, 5]))
+        return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+    await server.pin(PinRequest(name="rules", model="claude-x", prompt=prompt))
+    assert await pinned() == [("rules", "second")]
+    assert await cached("second") >= 48
+    assert await cached("third") == 0
+    await server.pin(PinRequest(name="rules", model="third", prompt=prompt[:32]))
+    with pytest.raises(RequestError, match="several: 'first', 'second', 'third'; name one"):
+        await server.pin(PinRequest(name="rules", prompt=prompt))
+    with pytest.raises(RequestError, match="prefixes of 'second', 'third' are pinned as 'rules'; name the model"):
+        await server.unpin("rules")
+    with pytest.raises(UnknownPinError, match="not loaded"):
+        await server.unpin("rules", "first")
+    with pytest.raises(UnknownModelError):
+        await server.unpin("rules", "fourth")
+    with pytest.raises(UnknownPinError):
+        await server.unpin("other")
+    await server.unpin("rules", "claude-x")
+    assert await pinned() == [("rules", "third")]
     await server.unpin("rules")
-    assert (await server.pins()).data == []
+    assert await pinned() == []
+    assert await states(server) == {"first": "new", "second": "awake", "third": "awake"}
 
 
 async def test_a_model_is_added_and_removed(growing: Any, tmp_path: Path) -> None:

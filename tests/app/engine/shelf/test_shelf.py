@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from app.errors import (
     RequestError,
     UnavailableError,
     UnknownModelError,
+    UnknownPinError,
     UnknownRequestError,
 )
 from tests.app.engine.shelf.shelves import (
@@ -46,6 +48,7 @@ from tests.app.engine.shelf.shelves import (
     Outputs,
     TinyModels,
     control_of,
+    in_step_thread,
     outputs,
     outputs_of,
     put_to_sleep,
@@ -232,9 +235,43 @@ async def test_pins_survive_a_sleep(models: TinyModels) -> None:
             await shelf.check_integrity()
         with asleep(shelf, "llama"):
             await put_to_sleep(shelf, "llama")
-            engine.unpin("other")
+            assert {pin.name: pin.num_bytes for pin in engine.report().pins} == {"document": 0, "other": 0}
+            with pytest.raises(RequestError, match="another prefix named 'other' is pinned already"):
+                await engine.pin("other", tokens(32, 5))
+            await asyncio.to_thread(engine.unpin, "other")
         assert await outputs(model, [*document, 5], GREEDY) == alone
-        await until_async(lambda: {pin.name for pin in engine.report().pins} == {"document"})
+        await until_async(lambda: [pin.name for pin in engine.report().pins if pin.num_bytes] == ["document"])
+
+
+async def test_a_prefix_is_unpinned_at_any_moment_of_a_sleep_and_wake(models: TinyModels) -> None:
+    """Regression: while it was computed again after a wake, it was unknown, and pinned afterwards."""
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("llama")
+        engine = await model.ready()
+
+        def wake_and_unpin(steps: int) -> None:
+            own = engine.driver.engine
+            own.footprint.map_weights()
+            own.wake()
+            own.set_kv_budget(KV_BYTES // 2)
+            for _ in range(steps):
+                own.step()
+            assert [pin.name for pin in own.report().pins] == ["document"]
+            own.unpin("document")
+            assert own.report().pins == ()
+            with pytest.raises(UnknownPinError):
+                own.unpin("document")
+            while own.has_work:
+                assert own.step() == []
+            assert own.report().pins == ()
+            model.note_awake(0.0)
+
+        for steps in range(5):  # the prefix takes two or three
+            await engine.pin("document", tokens(96, 9))
+            with asleep(shelf, "llama"):
+                await put_to_sleep(shelf, "llama")
+                await in_step_thread(shelf, partial(wake_and_unpin, steps))
+            await shelf.check_integrity()
 
 
 async def test_requests_arrive_at_the_moment_of_sleep(models: TinyModels) -> None:

@@ -99,6 +99,11 @@ class ShelfConfig:
         return self.models[0]
 
     @property
+    def names(self) -> frozenset[str]:
+        """Of models and adapters."""
+        return frozenset(name for model in self.models for name in (model.name, *model.engine.adapters))
+
+    @property
     def grows(self) -> bool:
         """Whether models or adapters can be added at run time."""
         return self.models_dir is not None or any(model.engine.adapter_dir is not None for model in self.models)

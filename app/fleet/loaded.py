@@ -9,7 +9,7 @@ replicas. A table with a higher revision replaces one with a lower revision ever
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from app.config.shelf import ModelConfig
@@ -46,6 +46,15 @@ class LoadedTable:
         """The next table, without the adapter of this name."""
         kept = tuple(source for source in self.sources if source.name != name)
         return replace(self, revision=self.revision + 1, sources=kept)
+
+    def beside(self, reserved: Collection[str]) -> LoadedTable:
+        """This table as a process with these names in its settings serves it: theirs win. A table may be older than the
+        settings, after an update of the application."""
+        return replace(
+            self,
+            sources=tuple(source for source in self.sources if source.name not in reserved),
+            models=tuple(model for model in self.models if model.name not in reserved),
+        )
 
     def find_model(self, name: str) -> ModelConfig | None:
         return next((model for model in self.models if model.name == name), None)

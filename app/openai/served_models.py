@@ -173,7 +173,7 @@ class ServedModels:
     Attributes:
         first: the model of requests that name none.
         by_name: served name, also of adapters → its model.
-        reserved: served names of the settings.
+        reserved: names of the settings: of models, adapters and aliases, without patterns.
     """
 
     def __init__(
@@ -190,7 +190,8 @@ class ServedModels:
         self._added: dict[str, ServedModel] = {}
         self.first = self._settled[models[0].name]
         self.first.load_now()
-        self.reserved = frozenset(name for model in self._settled.values() for name in (model.name, *model.adapters))
+        names = (name for model in self._settled.values() for name in (model.name, *model.adapters))
+        self.reserved = frozenset((*names, *(alias for alias in aliases if "*" not in alias)))
         self._index()
 
     def __iter__(self) -> Iterator[ServedModel]:
@@ -198,6 +199,7 @@ class ServedModels:
 
     def apply(self, table: LoadedTable) -> None:
         """Take over what was added at run time."""
+        table = table.beside(self.reserved)
         self._added = {
             config.name: known
             if (known := self._added.get(config.name)) is not None and known.config == config

@@ -114,7 +114,7 @@ class LoadedTables:
     """The models and adapters added at run time, as an ingress knows and changes them.
 
     Args:
-        reserved: names of the models and adapters of the settings.
+        reserved: names of the models, adapters and aliases of the settings.
     """
 
     def __init__(self, copy: TableCopy, replicas: ReplicaClient, reserved: Collection[str]) -> None:
@@ -148,7 +148,7 @@ class LoadedTables:
             UnavailableError: a replica or the registry has not answered, or other changes took too long.
         """
         if name in self._reserved:
-            raise RequestError(f"{name!r} is a model or adapter of the settings; choose another name", "lora_name")
+            raise RequestError(f"{name!r} is a name of the settings; choose another one", "lora_name")
         async with self._change() as (change, table):
             if table.find_model(name) is not None:
                 raise RequestError(f"{name!r} is the name of a model; choose another one", "lora_name")
@@ -193,7 +193,7 @@ class LoadedTables:
             EngineError, UnavailableError: see `load`.
         """
         if model.name in self._reserved:
-            raise RequestError(f"{model.name!r} is a model or adapter of the settings; choose another name", "name")
+            raise RequestError(f"{model.name!r} is a name of the settings; choose another one", "name")
         async with self._change() as (change, table):
             if table.find(model.name) is not None:
                 raise RequestError(f"{model.name!r} is the name of an adapter; choose another one", "name")

@@ -149,7 +149,7 @@ class EngineReplica:
         self._tables: TableCopy | None = None
         if shelf.grows:
             self._tables = TableCopy(context.app_name)
-            self._table = self._tables.fetch()
+            self._table = self._tables.fetch().beside(shelf.names)
         make_shelf = partial(
             Shelf,
             [self._on_device(model) for model in (*shelf.models, *self._table.models)],
@@ -310,6 +310,7 @@ class EngineReplica:
 
     async def set_loaded(self, table: LoadedTable) -> None:
         """Set the models and adapters added at run time, unless this replica has a newer table."""
+        table = table.beside(self._settings.names)
         async with self._setting:
             if table.revision > self._table.revision:
                 await self._set_models(table.models)

@@ -27,6 +27,7 @@ from app.engine.shelf import control
 from app.engine.shelf.control import Control
 from app.errors import (
     ContextLengthError,
+    DeadlineError,
     ForbiddenError,
     ModelUnavailableError,
     OverloadedError,
@@ -351,6 +352,32 @@ async def test_what_cannot_be_served_is_not_added(
     assert growing._tables._copy.table.revision == 0
 
 
+async def test_the_same_models_come_back_after_a_restart(growing: Any, cluster: Cluster, tmp_path: Path) -> None:
+    """Regression: a model that the settings of a new version have, too, was that of the old table."""
+    for name in ("second", "third", "fourth"):
+        await growing.add_model(AddModelRequest(name=name, path="small", keep=30.0))
+    with pytest.raises(RequestError, match="'first' is a name of the settings; choose another one"):
+        await growing.add_model(AddModelRequest(name="first", path="small"))
+    await growing.remove_model("third")
+    settings = replace(growing.shelf, models=(*growing.shelf.models, a_model("fourth", **SETTINGS)))
+    for shelf, kept in ((growing.shelf, 30.0), (settings, "always")):
+        late: Any = replica_of_shelf(shelf, "late")
+        try:
+            assert sorted(late._shelf.names) == ["first", "fourth", "second"]
+            await late.set_loaded(replace(cluster.actor.registry.newer(0)[1], revision=99))
+            assert late._shelf.model("fourth").config.keep == kept
+            assert await say(late, "fourth") == await say(late, "second")
+        finally:
+            late.__del__()
+    extra = {"device_memory_bytes": 256 << 20, "models_dir": settings.models_dir}
+    ingress = ingress_of(LocalHandle(growing.replica), *settings.models, shelf=extra, aliases={"gpt": "first"})
+    await ingress._tables.refresh()
+    assert ingress._models.find("fourth").config.keep == "always"
+    assert list(ingress._models.by_name) == ["first", "fourth", "second"]
+    with pytest.raises(RequestError, match="'gpt' is a name of the settings"):
+        await ingress.add_model(AddModelRequest(name="gpt", path="small"))
+
+
 async def test_a_model_that_one_replica_cannot_take_is_on_none(growing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     replica, calls = growing.replica, 0
     set_loaded = type(replica).set_loaded
@@ -469,6 +496,29 @@ async def test_operators_see_all_models_together(server: Any) -> None:
     assert figures["folio_max_num_seqs"] == 128
     assert figures["folio_num_running"] == figures["folio_device_share"] == 0
     server.replica.check_health()
+
+
+@pytest.mark.parametrize("pools", [False, True])
+async def test_a_deadline_holds_while_a_model_is_loaded(
+    server: Any, monkeypatch: pytest.MonkeyPatch, pools: bool
+) -> None:
+    """Regression: vectors were waited for as long as the load took."""
+    goes_on = threading.Event()
+
+    class Slow(AsyncEngine):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            assert goes_on.wait(20)
+            super().__init__(*args, **settings)
+
+    monkeypatch.setattr(control, "AsyncEngine", Slow)
+    embed = EmbeddingRequest(model="second", input="x", timeout_s=0.1)
+    try:
+        with pytest.raises(DeadlineError, match="not loaded within the request's timeout_s"):
+            await asyncio.wait_for(
+                server.embed(embed) if pools else server.generate(completion("second", timeout_s=0.1)), 10
+            )
+    finally:
+        goes_on.set()
 
 
 def test_the_dashboard_and_top_show_the_models(

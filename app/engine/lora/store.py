@@ -93,6 +93,11 @@ class AdapterStore:
         self.set_loaded(loaded)
 
     @property
+    def num_bytes(self) -> int:
+        """Memory of this rank's device that adapters take."""
+        return self._own.num_bytes
+
+    @property
     def waiting_groups(self) -> list[Request]:
         """Requests that wait for an adapter. From any thread."""
         return [request for group in tuple(self._held) for request in tuple(group.members)]
@@ -303,6 +308,12 @@ class RankAdapters:
         self._found: dict[str, tuple[Path, tuple[int, ...]]] = {}  # id → folder, and the state of its files
         self._thread = ThreadPoolExecutor(1, "folio-adapters")
         self.reading: dict[int, Future[Updates]] = {}
+        self._sizes: dict[int, int] = {}  # slot → bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the adapters in slots."""
+        return sum(self._sizes.values())
 
     def handle_adapter_order(self, message: bytes) -> bytes:
         """Execute an order to a peer; return an error message or nothing."""
@@ -322,11 +333,14 @@ class RankAdapters:
             case _Action.CHECK:
                 pass  # the read has succeeded
             case _Action.INSERT:
-                self._layers.insert(number, self.reading.pop(number).result())
+                updates = self.reading.pop(number).result()
+                self._layers.insert(number, updates)
+                self._sizes[number] = num_bytes(updates)
             case _Action.DISCARD:
                 self.reading.pop(number, None)
             case _Action.REMOVE:
                 self._layers.remove_adapter(number)
+                self._sizes.pop(number, None)
             case _Action.FORGET:
                 assert source is not None
                 self._thread.submit(self._found.pop, source.id, None)

@@ -139,7 +139,10 @@ class Control:
         if not self._has_changed and now < self._plan_at:
             return self._plan_at - now
         self._has_changed, self._planned_at = False, now
-        self._device.take_workspace(max((m.workspace_bytes for m in models if m.state != "failed"), default=0))
+        workspace_bytes = max((m.workspace_bytes for m in models if m.state != "failed"), default=0)
+        # A model that sleeps keeps the adapters of requests that were preempted.
+        adapters = sum(m.engine.driver.engine.adapters.num_bytes for m in models if m.engine is not None)
+        self._device.take_workspace(workspace_bytes + adapters)
         anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
         self._capacity_bytes = self._device.capacity_bytes - anchors
         needs = [self._need(model, now) for model in models if self._is_planned(model)]

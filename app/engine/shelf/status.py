@@ -57,7 +57,7 @@ class DeviceStatus:
         used_bytes: pages of KV caches, and of weights where they are pages (CUDA).
         idle_bytes: pages between two owners: given back by one model, and kept for the next one.
         charged_bytes: mapped files of weights (CPU).
-        workspace_bytes: kept for the tensors of a step.
+        workspace_bytes: kept for the tensors of a step, and taken by adapters.
         needed_bytes: memory with which no request of any model would wait, workspace included; 0 without requests.
     """
 

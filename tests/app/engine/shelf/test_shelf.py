@@ -26,6 +26,7 @@ from app.config.shelf import SLO, ModelConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.delta import Delta
 from app.engine.engine import Engine
+from app.engine.lora.layers import num_bytes
 from app.engine.pooled import PoolingParams
 from app.engine.sampling.params import SamplingParams
 from app.engine.shelf import control, shelved_model, turns
@@ -680,6 +681,41 @@ async def test_a_thread_that_hangs_is_found_and_left(models: TinyModels, monkeyp
 
 
 # ---- memory ----
+
+
+async def test_adapters_are_charged_to_the_device(models: TinyModels) -> None:
+    """Regression: they took memory that was given to other models, while their own model slept, too."""
+    long = replace(LONG, max_tokens=120)
+    alone = await models.alone("lora", [1, 2], long, adapter="red")
+    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("lora")
+
+        def workspace_bytes() -> int:
+            return shelf.device_status().workspace_bytes
+
+        await outputs(model, [1, 2], GREEDY)
+        engine = (await model.ready()).driver.engine
+        before = workspace_bytes()
+        assert (before, engine.adapters.num_bytes) == (model.workspace_bytes, 0)
+        stream = model.generate([1, 2], long, adapter="red")
+        got = outputs_of(await anext(stream))[0]
+        taken = engine.adapters.num_bytes
+        red = engine.model.adapters
+        assert taken == sum(
+            num_bytes({linear: update}) for linear in red._targets for update in linear.updates.values()
+        )
+        with asleep(shelf, "lora"):
+            await put_to_sleep(shelf, "lora")
+            await until_async(lambda: workspace_bytes() == before + taken)
+            assert engine.adapters.num_bytes == taken > 0  # of the request that was preempted
+            await shelf.check_integrity()
+        async for deltas in stream:
+            got += outputs_of(deltas)[0]
+        assert [got] == alone
+        with asleep(shelf, "lora"):
+            await put_to_sleep(shelf, "lora")
+            await until_async(lambda: workspace_bytes() == before)
+            assert engine.adapters.num_bytes == 0
 
 
 async def test_models_that_can_never_fit_are_refused_with_the_reason(models: TinyModels) -> None:

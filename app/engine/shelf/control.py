@@ -250,7 +250,8 @@ class Control:
         for model, budget in budgets.items():
             self._set_budget(model, budget, lower=True)
         for name in (*allocation.sleep, *allocation.preempt):
-            if not allocation.budgets.get(name):
+            engine = models[name].engine
+            if not allocation.budgets.get(name) and engine is not None and engine.driver.engine.has_work:
                 models[name].lost_at = time.monotonic()
         for name, other in allocation.sleep.items():
             if models[name].engine is None:  # it has just failed
@@ -277,7 +278,7 @@ class Control:
         now_bytes = engine.footprint.budget_bytes - pinned_bytes
         if budget_bytes == now_bytes or (budget_bytes < now_bytes) != lower:
             return
-        if now_bytes <= 0 and model.lost_at is not None and model.state == "awake":
+        if not lower and model.lost_at is not None and model.state == "awake":
             model.turn_since, model.lost_at = time.monotonic(), None
         self._attempt(model, partial(engine.set_kv_budget, budget_bytes + pinned_bytes))
 

@@ -30,6 +30,7 @@ from app.engine.lora.layers import num_bytes
 from app.engine.pooled import PoolingParams
 from app.engine.sampling.params import SamplingParams
 from app.engine.shelf import control, shelved_model, turns
+from app.engine.shelf.allocation import Allocation
 from app.engine.shelf.arbiter import Arbiter
 from app.engine.shelf.shelf import Shelf
 from app.engine.shelf.shelved_model import ShelvedModel
@@ -839,6 +840,28 @@ async def test_the_log_says_who_sleeps_for_whom_and_who_wakes(
         "put 'llama' to sleep for 'another', preempting its 1 running sequences: 1 MiB in 1 ms",
         "woke 'llama': 1 MiB in 1 ms",
     ]
+
+
+async def test_an_idle_model_that_is_put_to_sleep_loses_no_turn(models: TinyModels) -> None:
+    """Regression: a request that came before the next plan was taken for one of a model that had just had its turn, and
+    waited behind all others; where the model stayed awake for its least time, until all of its requests had ended."""
+    alone = await models.alone("llama", [1, 2], LONG)
+    allocation = Allocation(budgets={}, preempt=(), sleep={"llama": "x"}, wake=(), prefetch=(), waits={}, refused={})
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("llama")
+        await model.ready()
+
+        def lost() -> bool:
+            control_of(shelf)._carry_out(allocation, {"llama": model})
+            return model.lost_at is not None
+
+        assert not await in_step_thread(shelf, lost)
+        assert model.state == "asleep"
+        running = asyncio.create_task(outputs(model, [1, 2], LONG))
+        await until_async(lambda: model.status.num_running > 0)
+        assert await in_step_thread(shelf, lost)
+        assert await running == alone
+        assert model.lost_at is None
 
 
 async def test_the_queue_is_bounded_while_a_model_is_loaded(models: TinyModels) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -19,6 +20,8 @@ from vmem.errors import IntegrityError, MapError
 # Where files are mapped page by page, a huge page takes one entry of the page table instead of 512. It needs large
 # folios in the page cache (ext4, XFS), and equal offsets within a huge page in the file and in memory.
 HUGE_PAGE_BYTES = 2 << 20
+# Read ahead at once: enough for the rate of a disk, and over in a few milliseconds.
+_PIECE_BYTES = 2 * HUGE_PAGE_BYTES
 
 
 class Charges(Protocol):
@@ -110,3 +113,29 @@ class FileRange:
     def _discharge(self) -> None:
         if self._charges is not None:
             self._charges.discharge(self.reserved.num_bytes)
+
+
+def read_ahead(fd: int, offset: int, num_bytes: int) -> Iterator[int]:
+    """Read a part of a file into the page cache; yields after each piece the bytes of it that were not there.
+
+    Through a mapping: its faults read whole huge pages, as `FileRange` maps them, where `readahead` reads small ones.
+
+    Args:
+        offset: a multiple of `HUGE_PAGE_BYTES`.
+
+    Raises:
+        MapError: the system refused, or the file cannot be read.
+    """
+    part = FileRange(num_bytes)
+    try:
+        reserved = part.reserved
+        host_calls.map_file(reserved.address, reserved.num_bytes, mmap.PROT_READ, fd, offset)
+        host_calls.libc.madvise(reserved.address, reserved.num_bytes, host_calls.MADV_HUGEPAGE)
+        for address in range(reserved.address, reserved.end, _PIECE_BYTES):
+            piece = AddressRange(address, min(_PIECE_BYTES, reserved.end - address))
+            missing_bytes = piece.num_bytes - host_calls.num_resident_pages(piece) * mmap.PAGESIZE
+            if missing_bytes:
+                host_calls.populate(piece)
+            yield missing_bytes
+    finally:
+        part.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 
 from app.engine.model.weight_arena import WeightArena
 from vmem import BudgetError, CachedPrefix, KVMemory
@@ -74,6 +75,10 @@ class Footprint:
         for arena in self._arenas:
             arena.unmap()
         return pinned
+
+    def read_ahead(self) -> Iterator[int]:
+        """Read the files of the weights into the page cache, see `WeightArena.read_ahead`."""
+        return chain.from_iterable(arena.read_ahead() for arena in self._arenas)
 
     def map_weights(self) -> None:
         """Map the weights again. From any one thread.

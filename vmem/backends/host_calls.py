@@ -23,6 +23,7 @@ libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
@@ -56,6 +57,14 @@ def populate(mapped: AddressRange) -> bool:
                 return False
             raise os_error(f"madvise(POPULATE_READ) of {length} bytes at {address:#x}")
     return True
+
+
+def num_resident_pages(mapped: AddressRange) -> int:
+    """System pages of a mapped file that are in the page cache. Raises `MapError`."""
+    pages = (ctypes.c_ubyte * (-(-mapped.num_bytes // mmap.PAGESIZE)))()
+    if libc.mincore(mapped.address, mapped.num_bytes, pages):
+        raise os_error(f"mincore of {mapped}")
+    return sum(page & 1 for page in pages)
 
 
 def make_hole(mapped: AddressRange) -> None:

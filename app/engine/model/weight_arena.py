@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +14,7 @@ from torch import nn
 from app.engine.model.model_parts import find_tensors
 from app.engine.model.weight_file import TensorPlace, WeightTable
 from app.errors import ModelError
-from vmem.weights import FileRange
+from vmem.weights import FileRange, read_ahead
 
 _PAGE_BYTES = 4096
 # A cache line, and more than any dtype or vector load needs.
@@ -135,6 +137,9 @@ class WeightSource(Protocol):
     def open(self) -> tuple[int, int]:
         """A file descriptor and the offset of the contents, valid until `release`. Raises `ModelError`."""
 
+    def duplicate(self) -> tuple[int, int] | None:
+        """A descriptor of the file, owned by the caller, and the offset; `None` without a file. Raises `OSError`."""
+
     def mapped(self) -> None:
         """The contents have been mapped."""
 
@@ -183,6 +188,18 @@ class WeightArena:
                 self._source.release()
                 raise
             self._source.mapped()
+
+    def read_ahead(self) -> Iterator[int]:
+        """Read the weights' file, if there is one, into the page cache, while another thread may map them. Yields after
+        each piece the bytes that were not there. Raises `OSError`, `MapError`."""
+        with self._lock:
+            found = self._source.duplicate()
+        if found is not None:
+            fd, offset = found
+            try:
+                yield from read_ahead(fd, offset, self._range.num_bytes)
+            finally:
+                os.close(fd)
 
     def unmap(self) -> None:
         """Give the memory back. Raises `MapError`; the weights are still mapped then."""

@@ -305,6 +305,11 @@ class StoredWeights:
             self._contents = self._store.provide(self._key, tensors)
         return self._contents.fd, self._contents.offset
 
+    def duplicate(self) -> tuple[int, int] | None:
+        if self._contents is None or self._contents.in_memory:
+            return None
+        return os.dup(self._contents.fd), self._contents.offset
+
     def mapped(self) -> None:
         self._return_host_bytes()  # they are the device's now
 

@@ -97,8 +97,8 @@ class Allocation:
             preempted until the memory of the rest is within the budget, which is 0 for a model that is put to sleep.
         sleep: models to put to sleep, and the model that needs the memory; `None`: none does.
         wake: models to wake now, in this order.
-        prefetch: models without requests whose weights are worth reading ahead, the best first; a model that is also in
-            `wake` has memory.
+        prefetch: models without requests whose weights are worth reading ahead, the best first, and those that the
+            device has no memory for last; one that is also in `wake` has memory.
         waits: of models with requests that cannot run yet.
         refused: why requests of a model can never run, for those models.
     """

@@ -69,6 +69,7 @@ class _Targets:
         budgets: KV bytes of each model that is to be awake.
         sleep: see `Allocation`.
         prefetch: models without requests that are to be awake and are not, the best first.
+        beyond: those that would be the next ones with more memory.
     """
 
     def __init__(self, capacity_bytes: int, needs: Sequence[ModelNeed], turns: Turns) -> None:
@@ -80,6 +81,7 @@ class _Targets:
         }
         self.budgets: dict[str, int] = {}
         self.prefetch: list[str] = []
+        self.beyond: list[str] = []
         always = (need for need in needs if need.keep == "always")
         awake = {need.name: need for need in (*always, *self._residents.values())}
         self._left_bytes = capacity_bytes - sum(need.weight_bytes for need in awake.values())
@@ -138,6 +140,8 @@ class _Targets:
                     self.prefetch.append(name)
             elif not is_cache and self._needs[name].state == "awake":
                 self.sleep[name] = self._for_whom()
+            elif not is_cache:
+                self.beyond.append(name)
 
     def _weights_worth(self, need: ModelNeed, worth: float) -> float:
         """Worth per byte of weights of a model that need not be awake; 0 if it is less than the price of memory."""
@@ -256,7 +260,7 @@ def _step_towards(capacity_bytes: int, needs: Sequence[ModelNeed], turns: Turns,
         preempt=tuple(preempt),
         sleep=targets.sleep,
         wake=tuple(wake),
-        prefetch=tuple(targets.prefetch),
+        prefetch=(*targets.prefetch, *targets.beyond),
         waits=waits,
         refused=turns.refused,
     )

@@ -26,6 +26,7 @@ from app.engine.shelf.allocation import Allocation, ModelNeed
 from app.engine.shelf.arbiter import HORIZON_S, Arbiter
 from app.engine.shelf.device import ShelfDevice
 from app.engine.shelf.measure import kv_need, pressure, waited_s
+from app.engine.shelf.read_ahead import ReadAhead
 from app.engine.shelf.shelved_model import Estimate, ShelvedModel
 from app.engine.startup import PeerPrefixes
 from app.engine.step_thread import StepThread
@@ -76,6 +77,7 @@ class Control:
         self._has_changed = True
         self._planned_at = self._plan_at = 0.0  # the last and the next plan
         self._busy_at = time.monotonic()
+        self._read_ahead = ReadAhead(device.has_page_cache)
         self._thread = StepThread(self._control)
 
     # ---- from any thread ----
@@ -111,10 +113,12 @@ class Control:
     def abandon(self) -> None:
         """Leave a thread that hangs, and the device, to the end of the process."""
         self._thread.close(0)
+        self._read_ahead.close(0)
 
     def close(self) -> None:
         """End the thread, once the models are closed, and give the device back."""
         self._thread.close()
+        self._read_ahead.close()
         self._device.close()
 
     # ---- the thread ----
@@ -152,8 +156,18 @@ class Control:
         for model in models:
             if model.engine is not None:
                 self._limit_requests(model, model.engine)
-        self._carry_out(Arbiter(self._capacity_bytes).plan(needs), {model.name: model for model in models})
+        by_name = {model.name: model for model in models}
+        allocation = Arbiter(self._capacity_bytes).plan(needs)
+        self._carry_out(allocation, by_name)
         has_work = any(need.has_work for need in needs)
+        self._read_ahead.want(
+            {
+                name: engine.driver.engine.footprint
+                for name in (*allocation.waits, *allocation.prefetch)
+                if by_name[name].state == "asleep" and (engine := by_name[name].engine) is not None
+            },
+            beside_steps=any(need.num_running for need in needs),
+        )
         if has_work:
             self._busy_at = now
         pages, trims = self._device.shared.pages, False

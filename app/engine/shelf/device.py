@@ -21,6 +21,8 @@ from vmem import DevicePages, OutOfPages
 _CPU_SHARE = 0.5
 # The same for weights of sleeping models, as far as they are in no file.
 _HOST_SHARE = 0.25
+# Share of a machine's memory that files read ahead leave free.
+_RESERVE_SHARE = 0.1
 
 
 class ShelfDevice:
@@ -88,6 +90,14 @@ class ShelfDevice:
         except OutOfPages:
             return
         self._workspace_bytes = self._wanted_bytes
+
+    def has_page_cache(self, num_bytes: int) -> bool:
+        """Whether the machine has so many bytes to spare for files, beside the weights that are mapped now. From any
+        thread."""
+        machine = Machine.detect()
+        # Mapped files are in the page cache, which the system counts as available.
+        spare_bytes = machine.available_bytes - self.shared.pages.charged_bytes
+        return num_bytes + int(_RESERVE_SHARE * machine.memory_bytes) <= spare_bytes
 
     def close(self) -> None:
         """Raises `IntegrityError` if a model has memory left."""

@@ -341,6 +341,29 @@ def test_host_memory_is_accounted_where_a_map_fails(is_lost: bool, tmp_path: Pat
     assert device.num_bytes == 0
 
 
+def test_read_ahead_of_a_sleeping_model(tmp_path: Path) -> None:
+    """The whole file, once, while nothing is mapped; weights in memory have none."""
+    store = WeightStore(tmp_path)
+    model, arena = moved(store)
+    arena.unmap()
+    with (tmp_path / KEY.file_name).open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    missing = sum(arena.read_ahead())
+    if missing == 0:
+        pytest.skip(f"files of {tmp_path} cannot leave the page cache")
+    assert sum(arena.read_ahead()) == 0
+    assert KEY.file_name not in Path("/proc/self/maps").read_text()
+    arena.map()
+    assert is_right(model)
+    arena.close()
+    assert list(arena.read_ahead()) == []
+    store = WeightStore(tmp_path / KEY.file_name, host_memory_bytes=1 << 30)
+    _, arena = moved(store)
+    arena.unmap()
+    assert list(arena.read_ahead()) == []
+    arena.close()
+
+
 def test_weights_that_do_not_fit_into_the_device(tmp_path: Path) -> None:
     class Full:
         def charge(self, num_bytes: int) -> None:

@@ -240,7 +240,10 @@ def test_the_next_model_is_read_ahead_into_spare_memory() -> None:
     assert allocation.prefetch == ("likely", "unlikely")
     assert allocation.wake == ("likely",)
     assert not plan(busy, replace(likely, weight_bytes=10**9, probability=1e-9)).prefetch
-    assert not plan(running("busy", 700), likely).prefetch, "no memory"
+    for beside in ((), (unlikely,)):
+        allocation = plan(running("busy", 700), likely, *beside)
+        assert allocation.prefetch[0] == "likely", "the device has no memory for it, but the machine may"
+        assert not allocation.wake
     assert not plan(running("busy", 700), likely, waiting("x")).prefetch, "requests come first"
 
 

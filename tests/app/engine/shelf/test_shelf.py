@@ -123,6 +123,22 @@ async def test_a_model_sleeps_while_its_requests_run(models: TinyModels, name: s
         assert slept > (name != "embeds")  # one step may do for them
 
 
+async def test_weights_are_read_ahead_while_requests_wait_for_them(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[tuple[tuple[str, ...], bool]] = []
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        await shelf.model("llama").ready()
+        reads = control_of(shelf)._read_ahead
+        monkeypatch.setattr(reads, "want", lambda m, *, beside_steps: wanted.append((tuple(m), beside_steps)))
+        await put_to_sleep(shelf, "llama")
+        with asleep(shelf, "llama"):
+            task = asyncio.create_task(actual(shelf, "llama"))
+            await until_async(lambda: (("llama",), False) in wanted, 30.0)
+        assert await task == await expected(models, "llama")
+        assert wanted[-1][0] == ()
+
+
 # ---- requests of models that sleep, wake, or are loaded ----
 
 

@@ -1,19 +1,26 @@
-"""Several models on one real server: chat, states, keys, models added and removed."""
+"""Several models on one real server: chat, states, keys, models added and removed, a replica killed."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from ray import serve
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.builtin import resolve_model
 from app.main import AppArgs, build
+from benchmarks.served import processes_called
 from tests.e2e.conftest import deleted_at_the_end
 from tests.processes import until
 
@@ -25,6 +32,7 @@ ENGINE: dict[str, Any] = {"model": "builtin", "dtype": "float32", "kv_memory_byt
 @dataclass(frozen=True)
 class Server:
     url: str
+    folder: Path
 
     def call(self, method: str, path: str, body: Any = None, key: str = OPERATOR) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"}
@@ -34,6 +42,12 @@ class Server:
         messages = [{"role": "user", "content": "What is the moon?"}]
         body = {"model": model, "messages": messages, "max_tokens": 12, "temperature": 0}
         return self.call("POST", "/v1/chat/completions", body, key)
+
+    def add(self, body: dict[str, Any]) -> bool:
+        """Whether a model was added. A registry that has just started settles first."""
+        answer = self.call("POST", "/v1/models", body)
+        assert answer.status_code in (200, 503), answer.text
+        return answer.status_code == 200
 
     def states(self) -> dict[str, str]:
         return {card["id"]: card["state"] for card in self.call("GET", "/v1/models").json()["data"]}
@@ -57,7 +71,7 @@ def server(cluster_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     }
     with deleted_at_the_end(NAME):
         serve.run(build(AppArgs.model_validate(args)), name=NAME, route_prefix=PREFIX)
-        yield Server(cluster_url + PREFIX)
+        yield Server(cluster_url + PREFIX, folder)
 
 
 def test_models_are_loaded_when_they_are_asked_for(server: Server) -> None:
@@ -87,13 +101,7 @@ def test_a_model_is_added_and_removed(server: Server) -> None:
     assert bad.status_code == 400
     assert "no such folder in models_dir" in bad.json()["error"]["message"]
     assert "third" not in server.states()
-
-    def added() -> bool:  # a registry that has just started settles first
-        answer = server.call("POST", "/v1/models", body)
-        assert answer.status_code in (200, 503), answer.text
-        return answer.status_code == 200
-
-    until(added)
+    until(lambda: server.add(body))
     assert server.states()["third"] == "new"
     assert server.chat("third").json()["choices"] == server.chat("first").json()["choices"]
     assert server.call("DELETE", "/v1/models/third").json()["deleted"]
@@ -101,3 +109,48 @@ def test_a_model_is_added_and_removed(server: Server) -> None:
     assert "third" not in server.states()
     assert server.call("DELETE", "/v1/models/first").status_code == 400
     assert server.chat("first").status_code == 200
+
+
+@pytest.mark.parametrize("moment", ["it writes the file", "it reads the file"])
+def test_the_replica_is_killed_while_it_loads_a_model(moment: str, server: Server) -> None:
+    """The next one answers for every model what the first one did, and nothing is left of an unfinished file."""
+    name, weights = "wide", server.folder / "weights"
+    checkpoint = server.folder / "models" / name
+    if not checkpoint.exists():
+        shutil.copytree(resolve_model("builtin"), checkpoint)
+        config = AutoConfig.from_pretrained(checkpoint, intermediate_size=6000)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(checkpoint)  # 74 MB as the kernels read it
+    body = {"name": name, "path": name, "dtype": "float32"}
+    until(lambda: server.add(body))
+    expected = {model: server.chat(model).json()["choices"] for model in ("first", name)}
+    assert server.call("DELETE", f"/v1/models/{name}").json()["deleted"]
+    (file,) = weights.glob(f"{name}-*.weights")
+    before = file.stat().st_ino
+    if moment == "it writes the file":
+        file.unlink()
+    until(lambda: server.add(body))
+    [killed] = processes()
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(server.chat, name)
+        if moment == "it writes the file":
+            until(lambda: list(weights.glob("*.tmp")))
+        else:
+            until(lambda: server.states()[name] != "new")
+        os.kill(killed, signal.SIGKILL)
+        assert not request.done()
+        if moment == "it writes the file":
+            assert not file.exists()
+        answer = request.result()
+    assert (answer.status_code, answer.json().get("choices")) in ((200, expected[name]), (503, None))
+    until(lambda: killed not in processes() and processes())
+    for model in expected:
+        found = until(lambda model=model: (answer := server.chat(model)).is_success and answer)  # type: ignore[misc]
+        assert found.json()["choices"] == expected[model]
+    assert list(weights.glob("*.tmp")) == []
+    assert (file.stat().st_ino == before) == (moment == "it reads the file")
+    assert server.call("DELETE", f"/v1/models/{name}").json()["deleted"]
+
+
+def processes() -> list[int]:
+    return processes_called(f"ray::ServeReplica:{NAME}:EngineReplica")

@@ -131,9 +131,11 @@ def read_ahead(fd: int, offset: int, num_bytes: int) -> Iterator[int]:
         reserved = part.reserved
         host_calls.map_file(reserved.address, reserved.num_bytes, mmap.PROT_READ, fd, offset)
         host_calls.libc.madvise(reserved.address, reserved.num_bytes, host_calls.MADV_HUGEPAGE)
-        for address in range(reserved.address, reserved.end, _PIECE_BYTES):
-            piece = AddressRange(address, min(_PIECE_BYTES, reserved.end - address))
-            missing_bytes = piece.num_bytes - host_calls.num_resident_pages(piece) * mmap.PAGESIZE
+        resident = host_calls.resident_pages(reserved)  # of all, as the system itself reads ahead of a fault
+        for start in range(0, reserved.num_bytes, _PIECE_BYTES):
+            piece = AddressRange(reserved.address + start, min(_PIECE_BYTES, reserved.num_bytes - start))
+            first, last = start // mmap.PAGESIZE, (start + piece.num_bytes) // mmap.PAGESIZE
+            missing_bytes = resident.count(0, first, last) * mmap.PAGESIZE
             if missing_bytes:
                 host_calls.populate(piece)
             yield missing_bytes

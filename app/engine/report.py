@@ -59,7 +59,7 @@ class ReplicaReport:
         budget_bytes: budget of the KV cache.
         expected_cached_tokens, cached_tokens, missed_tokens: over all prompts with a router's expectation: the cached
             tokens expected, those found, and the sum of absolute differences per request.
-        wake_s: expected time until the model is awake, for routers (`shelf_load`); 0 where it is, as outside of a shelf.
+        wake_s: expected time until the model is awake, for routers (`shelf_load`); 0 where it is, as without a shelf.
         is_waking: it becomes awake without a further request.
         others_s: expected time to compute the queued prompts of other models on the device.
         num_others: other models on the device that have requests.

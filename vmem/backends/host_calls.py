@@ -59,12 +59,12 @@ def populate(mapped: AddressRange) -> bool:
     return True
 
 
-def num_resident_pages(mapped: AddressRange) -> int:
-    """System pages of a mapped file that are in the page cache. Raises `MapError`."""
+def resident_pages(mapped: AddressRange) -> bytes:
+    """For each system page of a mapped file, 1 if it is in the page cache, else 0. Raises `MapError`."""
     pages = (ctypes.c_ubyte * (-(-mapped.num_bytes // mmap.PAGESIZE)))()
     if libc.mincore(mapped.address, mapped.num_bytes, pages):
         raise os_error(f"mincore of {mapped}")
-    return sum(page & 1 for page in pages)
+    return bytes(pages)  # Linux leaves the other bits 0
 
 
 def make_hole(mapped: AddressRange) -> None:

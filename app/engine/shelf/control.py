@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from app.engine.shelf.allocation import Allocation, ModelNeed
 from app.engine.shelf.arbiter import HORIZON_S, Arbiter
 from app.engine.shelf.device import ShelfDevice
 from app.engine.shelf.measure import kv_need, pressure, waited_s
+from app.engine.shelf.moves import Moves
 from app.engine.shelf.read_ahead import ReadAhead
 from app.engine.shelf.shelved_model import Estimate, ShelvedModel
 from app.engine.startup import PeerPrefixes
@@ -72,12 +72,12 @@ class Control:
         self._device = device
         self._models = models
         self._prefixes_of_others = prefixes_of_others
-        self._moves: dict[ShelvedModel, threading.Thread] = {}
         self._capacity_bytes = device.capacity_bytes  # for weights and KV caches
         self._has_changed = True
         self._planned_at = self._plan_at = 0.0  # the last and the next plan
         self._busy_at = time.monotonic()
         self._read_ahead = ReadAhead(device.has_page_cache)
+        self._moves = Moves(self._call, self._attempt, self._fail)
         self._thread = StepThread(self._control)
 
     # ---- from any thread ----
@@ -102,8 +102,7 @@ class Control:
     def wait_for_moves(self, model: ShelvedModel) -> None:
         """Wait until no other thread loads or wakes a model that is no longer the shelf's."""
         self._thread.call(lambda: None).result()  # no plan counts on the model any more
-        while (thread := self._moves.get(model)) is not None:
-            thread.join()
+        while self._moves.wait(model, _IDLE_S):  # or until it is given up
             self._thread.call(lambda: None).result()  # what the thread has told this one is done
 
     def check_integrity(self) -> Future[None]:
@@ -119,7 +118,8 @@ class Control:
         """End the thread, once the models are closed, and give the device back."""
         self._thread.close()
         self._read_ahead.close()
-        self._device.close()
+        if not self._moves.hang:  # else its memory is theirs until the process ends
+            self._device.close()
 
     # ---- the thread ----
 
@@ -143,12 +143,13 @@ class Control:
         if not self._has_changed and now < self._plan_at:
             return self._plan_at - now
         self._has_changed, self._planned_at = False, now
+        self._moves.give_up(now)
         workspace_bytes = max((m.workspace_bytes for m in models if m.state != "failed"), default=0)
         # A model that sleeps keeps the adapters of requests that were preempted.
         adapters = sum(m.engine.driver.engine.adapters.num_bytes for m in models if m.engine is not None)
         self._device.take_workspace(workspace_bytes + adapters)
         anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
-        self._capacity_bytes = self._device.capacity_bytes - anchors
+        self._capacity_bytes = self._device.capacity_bytes - anchors - self._moves.hanging_bytes
         needs = [self._need(model, now) for model in models if self._is_planned(model)]
         needed_bytes = sum(need.needed_bytes for need in needs if need.has_work)
         beside_bytes = self._device.shared.pages.capacity_bytes - self._capacity_bytes
@@ -183,9 +184,11 @@ class Control:
         engine = model.engine
         if engine is not None and engine.driver.closed.done():
             model.set_failed(UnavailableError("its engine has failed, see the log"))
+        if model.state == "new" and self._moves.hangs(model):
+            model.set_failed(self._moves.error_of(model))
         if engine is None and model.estimate is None and model.is_wanted and model.state == "new":
             model.state = "loading"
-            self._move(model, partial(self._measure, model))
+            self._moves.load(model, partial(self._measure, model))
         if model.state == "failed" or (engine is None and model.estimate is None):
             return False
         return engine is not None or model.is_wanted or model.state == "loading"
@@ -332,10 +335,13 @@ class Control:
             return
         if model.engine is not None:
             model.state = "waking"
-            self._move(model, partial(self._map, model, model.engine))
+            self._moves.begin(model, partial(self._map, model, model.engine))
         elif self._device.has_workspace and time.monotonic() >= model.load_after:
             model.state = "loading"
-            self._move(model, partial(self._load, model))
+            estimate = model.estimate
+            assert estimate is not None
+            held_bytes = estimate.weight_bytes + self._warm_up_bytes(model, estimate)
+            self._moves.load(model, partial(self._load, model, estimate), estimate.weight_bytes, held_bytes)
 
     def _check_integrity(self) -> None:
         self._device.shared.pages.check_integrity()
@@ -348,33 +354,14 @@ class Control:
                         f"{model.name!r} is asleep and holds {engine.footprint.held_bytes} bytes of KV memory"
                     )
 
+    def _call(self, function: Callable[[], None]) -> None:
+        def call() -> None:
+            self._has_changed = True
+            function()
+
+        self._thread.call(call)
+
     # ---- other threads ----
-
-    def _move(self, model: ShelvedModel, work: Callable[[], Callable[[], None]]) -> None:
-        """Do some work in a thread of its own, and then what it returns in this one."""
-
-        def run() -> None:
-            try:
-                then = work()
-            except BaseException as error:
-                logger.exception("the model %r cannot be loaded or woken", model.name)
-                then = partial(self._fail, model, error)
-
-            def end() -> None:
-                del self._moves[model]
-                self._has_changed = True
-                self._attempt(model, then)
-
-            self._thread.call(end)
-
-        thread = threading.Thread(target=run, name=f"folio-move-{model.name}", daemon=True)
-        self._moves[model] = thread
-        try:
-            thread.start()
-        except RuntimeError as error:  # the system has no thread left
-            logger.exception("the model %r cannot be loaded or woken", model.name)
-            del self._moves[model]
-            self._fail(model, error)
 
     def _measure(self, model: ShelvedModel) -> Callable[[], None]:
         """Estimate the size of a model from its config."""
@@ -399,9 +386,8 @@ class Control:
 
         return then
 
-    def _load(self, model: ShelvedModel) -> Callable[[], None]:
-        assert model.estimate is not None
-        kv_bytes, began = self._warm_up_bytes(model, model.estimate), time.monotonic()
+    def _load(self, model: ShelvedModel, estimate: Estimate) -> Callable[[], None]:
+        kv_bytes, began = self._warm_up_bytes(model, estimate), time.monotonic()
 
         def admit(memory: KVMemory) -> None:
             set_budget_within(memory, kv_bytes, 1)
@@ -418,10 +404,13 @@ class Control:
         except OutOfPages as error:  # the weights take more than was estimated, or the memory is not there yet
             logger.info("%r waits for memory: %s", model.name, error)
             model.load_after = time.monotonic() + _RELOAD_S
-            weight_bytes = max(error.needed, model.estimate.weight_bytes)
-            return partial(model.measured, replace(model.estimate, weight_bytes=weight_bytes))
+            weight_bytes = max(error.needed, estimate.weight_bytes)
+            return partial(model.measured, replace(estimate, weight_bytes=weight_bytes))
 
         def then() -> None:
+            if model not in self._models():  # it was removed meanwhile
+                engine.stop()
+                return
             footprint = engine.driver.engine.footprint
             model.weight_bytes = footprint.weight_bytes
             self._capacity_bytes -= footprint.anchor_bytes
@@ -459,7 +448,8 @@ class Control:
     def _fail(self, model: ShelvedModel, error: BaseException) -> None:
         if model.engine is not None:
             model.engine.stop()
-        model.set_failed(error if isinstance(error, Exception) else EngineError(f"{type(error).__name__}: {error}"))
+        reason = error if isinstance(error, Exception) else EngineError(f"{type(error).__name__}: {error}")
+        model.set_failed(reason, for_ever=model not in self._models())
 
 
 def _waits_for_memory(model: ShelvedModel) -> bool:

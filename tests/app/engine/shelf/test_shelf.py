@@ -29,7 +29,7 @@ from app.engine.engine import Engine
 from app.engine.lora.layers import num_bytes
 from app.engine.pooled import PoolingParams
 from app.engine.sampling.params import SamplingParams
-from app.engine.shelf import control, shelved_model, turns
+from app.engine.shelf import control, moves, shelved_model, turns
 from app.engine.shelf.allocation import Allocation
 from app.engine.shelf.arbiter import Arbiter
 from app.engine.shelf.shelf import Shelf
@@ -531,6 +531,42 @@ async def test_a_loader_that_dies_fails_its_model_only(
                 await outputs(shelf.model("dies"), [1, 2], GREEDY)
             assert await outputs(shelf.model("llama"), [1, 2], GREEDY) == alone
         await until_async(lambda: served(shelf, "dies", alone))
+
+
+@pytest.mark.parametrize("ends", ["loaded", "removed"])
+async def test_a_load_that_hangs_is_given_up(models: TinyModels, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """As on a network mount that does not answer. Others go on, without its memory; it is used once it returns."""
+    monkeypatch.setattr(moves, "_LOAD_S", 0.5)
+    real, begun, answers = control.AsyncEngine, [], threading.Event()
+
+    def load(config: EngineConfig, *args: Any, **kwargs: Any) -> AsyncEngine:
+        if config.max_num_seqs == 5:
+            begun.append(config)
+            assert answers.wait(60)
+        return real(config, *args, **kwargs)
+
+    monkeypatch.setattr(control, "AsyncEngine", load)
+    config = ModelConfig(name="hangs", engine=models.engine("llama", max_num_seqs=5))
+    memory_bytes = models.memory_for("llama", "llama", room_bytes=2 * KV_BYTES)
+    alone = await models.alone("llama", [1, 2], GREEDY)
+    async with models.opened([models.config("llama"), config], memory_bytes) as shelf:
+        hangs = shelf.model("hangs")
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match=r"its load hangs; do the files of '.*' answer\?"):
+                await outputs(hangs, [1, 2], GREEDY)
+            assert await outputs(shelf.model("llama"), [1, 2], GREEDY) == alone
+            await until_async(lambda: hangs.state == "failed" and time.monotonic() > hangs._retry_at, 30.0)
+        assert len(begun) == 1, "no second thread should wait for the same files"
+        assert control_of(shelf)._capacity_bytes < memory_bytes - models.weight_bytes("llama")
+        if ends == "removed":
+            await shelf.remove("hangs")
+        answers.set()
+        if ends == "loaded":
+            await until_state(shelf, "hangs", "awake")
+            assert await outputs(hangs, [1, 2], GREEDY) == alone
+        await until_async(lambda: not control_of(shelf)._moves.hang, 30.0)
+        assert await outputs(shelf.model("llama"), [1, 2], GREEDY) == alone
+        await shelf.check_integrity()
 
 
 async def test_a_machine_without_a_thread_left(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:

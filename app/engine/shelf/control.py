@@ -340,8 +340,7 @@ class Control:
             model.state = "loading"
             estimate = model.estimate
             assert estimate is not None
-            held_bytes = estimate.weight_bytes + self._warm_up_bytes(model, estimate)
-            self._moves.load(model, partial(self._load, model, estimate), estimate.weight_bytes, held_bytes)
+            self._moves.load(model, partial(self._load, model, estimate), estimate.weight_bytes)
 
     def _check_integrity(self) -> None:
         self._device.shared.pages.check_integrity()

@@ -67,17 +67,17 @@ class Moves:
         """Whether a load of the model was given up and has not returned. It is loaded by that one or not at all."""
         return model in self._hanging
 
-    def load(self, model: ShelvedModel, work: Work, weight_bytes: int = 0, held_bytes: int = 0) -> None:
-        """As `begin`, for work that reads files which may not answer.
-
-        Args:
-            weight_bytes: that are read.
-            held_bytes: memory that the load takes.
-        """
-        self.begin(model, work, _LOAD_S + weight_bytes / _LOAD_BYTES_PER_S, held_bytes)
+    def load(self, model: ShelvedModel, work: Work, weight_bytes: int = 0) -> None:
+        """As `begin`, for work that reads so many bytes of files which may not answer."""
+        self.begin(model, work, _LOAD_S + weight_bytes / _LOAD_BYTES_PER_S, weight_bytes)
 
     def begin(self, model: ShelvedModel, work: Work, most_s: float = math.inf, held_bytes: int = 0) -> None:
-        """Do some work in a thread of its own, and then what it returns in this one."""
+        """Do some work in a thread of its own, and then what it returns in this one.
+
+        Args:
+            most_s: after which it is given up.
+            held_bytes: of the device, that it may hold then.
+        """
 
         def run() -> None:
             try:

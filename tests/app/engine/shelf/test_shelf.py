@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import itertools
 import logging
@@ -127,6 +128,7 @@ async def test_weights_are_read_ahead_while_requests_wait_for_them(
     models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted: list[tuple[tuple[str, ...], bool]] = []
+    alone = await expected(models, "llama")
     async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
         await shelf.model("llama").ready()
         reads = control_of(shelf)._read_ahead
@@ -135,7 +137,7 @@ async def test_weights_are_read_ahead_while_requests_wait_for_them(
         with asleep(shelf, "llama"):
             task = asyncio.create_task(actual(shelf, "llama"))
             await until_async(lambda: (("llama",), False) in wanted, 30.0)
-        assert await task == await expected(models, "llama")
+        assert await task == alone
         assert wanted[-1][0] == ()
 
 
@@ -567,6 +569,27 @@ async def test_a_load_that_hangs_is_given_up(models: TinyModels, monkeypatch: py
         await until_async(lambda: not control_of(shelf)._moves.hang, 30.0)
         assert await outputs(shelf.model("llama"), [1, 2], GREEDY) == alone
         await shelf.check_integrity()
+
+
+async def test_a_full_disk(models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models take turns with their weights in memory."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(models, "weights_dir", tmp_path / "weights")
+    names = ("llama", "gpt2")
+    alone = {name: await models.alone(name, [1, 2], GREEDY) for name in names}
+    memory_bytes = models.memory_for("llama", room_bytes=KV_BYTES, beside=names)
+    async with models.opened([models.config(name) for name in names], memory_bytes) as shelf:
+        for _ in range(2):
+            for name in names:
+                assert await outputs(shelf.model(name), [1, 2], GREEDY) == alone[name]
+                await put_to_sleep(shelf, name)
+                await shelf.check_integrity()
+        assert min(status.num_wakes for status in shelf.statuses()) >= 2
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 async def test_a_machine_without_a_thread_left(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def damage_a_file(shelf: Shelf, dice: random.Random) -> str | None:
         return None
     mapped = set()
     for member in control_._thread._members:
-        for arena in member.engine.footprint._arenas:  # type: ignore[attr-defined]
+        for arena in member.engine.footprint._arenas:
             if arena.is_mapped:
                 mapped.add(os.fstat(arena._source._contents.fd).st_ino)
     folder: Path = control_._device.shared.weights._folder

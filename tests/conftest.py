@@ -152,6 +152,7 @@ SLOW = {
             "app/engine/tensor_parallel/test_equal_tokens.py",  # 70
             "app/engine/tensor_parallel/test_faults.py",  # 55
             "app/engine/test_schedules.py",  # 54
+            "app/engine/shelf/test_shelf_random.py",  # 50
             "kernels/triton/test_compile.py",  # 41
             "vmem/test_threads.py",  # 30
             "app/fleet/test_ledger.py",  # 25

@@ -218,7 +218,7 @@ class Play:
             self.return_memory()
             tasks = [sent.task for sent in self.in_flight]
             done, _ = await asyncio.wait(tasks, timeout=DEADLINE_S, return_when="FIRST_COMPLETED")
-            assert done, "no request ends"
+            assert done, f"no request ends: {self.state()}"
 
     async def give_up(self) -> None:
         """End what a failure of the test has left."""

@@ -30,7 +30,7 @@ from app.engine.engine import Engine
 from app.engine.lora.layers import num_bytes
 from app.engine.pooled import PoolingParams
 from app.engine.sampling.params import SamplingParams
-from app.engine.shelf import control, moves, shelved_model, turns
+from app.engine.shelf import control, shelved_model, turns
 from app.engine.shelf.allocation import Allocation
 from app.engine.shelf.arbiter import Arbiter
 from app.engine.shelf.shelf import Shelf
@@ -538,7 +538,6 @@ async def test_a_loader_that_dies_fails_its_model_only(
 @pytest.mark.parametrize("ends", ["loaded", "removed"])
 async def test_a_load_that_hangs_is_given_up(models: TinyModels, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     """As on a network mount that does not answer. Others go on, without its memory; it is used once it returns."""
-    monkeypatch.setattr(moves, "_LOAD_S", 0.5)
     real, begun, answers = control.AsyncEngine, [], threading.Event()
 
     def load(config: EngineConfig, *args: Any, **kwargs: Any) -> AsyncEngine:
@@ -553,9 +552,12 @@ async def test_a_load_that_hangs_is_given_up(models: TinyModels, monkeypatch: py
     alone = await models.alone("llama", [1, 2], GREEDY)
     async with models.opened([models.config("llama"), config], memory_bytes) as shelf:
         hangs = shelf.model("hangs")
-        for _ in range(2):
+        first = asyncio.create_task(outputs(hangs, [1, 2], GREEDY))
+        await until_async(lambda: begun, 30.0)
+        await in_step_thread(shelf, partial(control_of(shelf)._moves.give_up, time.monotonic() + 400))
+        for request in (first, outputs(hangs, [1, 2], GREEDY)):
             with pytest.raises(UnavailableError, match=r"its load hangs; do the files of '.*' answer\?"):
-                await outputs(hangs, [1, 2], GREEDY)
+                await request
             assert await outputs(shelf.model("llama"), [1, 2], GREEDY) == alone
             await until_async(lambda: hangs.state == "failed" and time.monotonic() > hangs._retry_at, 30.0)
         assert len(begun) == 1, "no second thread should wait for the same files"

@@ -7,9 +7,11 @@ events need a context in the calling thread. Call number `fail_at` fails with `f
 probability `fail_rate`; with probability `slow_rate` a call takes a millisecond. `costs` are seconds of a call and of
 each page in it, which pass on a clock of the driver's own, `now_s`. With `refuse_run_unmap` an unmap takes one
 mapping only. Work takes as long as the test likes: `launch` says what a step reads and on which stream, events pass
-when `finish_work` has finished what was before them on their stream. Violations are unmapping what an unfinished step
-reads, launching a step that reads what is not mapped, and giving up the last reference on the primary context, of
-which torch holds one from the start. Calls may come from several threads.
+when `finish_work` has finished what was before them on their stream. A copy from host memory reads its source only when it
+is finished, so a buffer that is used again too early shows. Violations are unmapping what an unfinished step reads or
+an unfinished copy writes, launching a step that reads what is not mapped, copying from memory that is not pinned or
+freeing it before the copy is finished, and giving up the last reference on the primary context, of which torch holds
+one from the start. Calls may come from several threads.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class FakeDriver:
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2, CU_EVENT_BLOCKING_SYNC=1)
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_POINTER=3)
     granularity_bytes = 65536
     granularity_status = OK
@@ -96,6 +99,9 @@ class FakeDriver:
         self._finished: dict[int, int] = {}  # stream → the moment up to which its work is done
         self._launched: list[tuple[int, int, set[int]]] = []  # (stream, moment, addresses of pages that a step reads)
         self._accessible: set[int] = set()
+        self._pinned: dict[int, int] = {}  # address → size
+        self._streams: set[int] = {0}
+        self._copies: list[tuple[int, int, int, int, int]] = []  # (stream, moment, target, source, size), in order
         self._lock = threading.RLock()
         self._random = random.Random(0)
         self.fail_rate = self.slow_rate = 0.0
@@ -126,17 +132,25 @@ class FakeDriver:
         with self._lock:
             del self._launched[: len(self._launched) if num_steps is None else num_steps]
             first = {stream: moment for stream, moment, _ in reversed(self._launched)}
-            for stream in {0, *first, *(stream for stream, _ in self._events.values())}:
+            for stream in {*self._streams, *first, *(stream for stream, _ in self._events.values())}:
                 self._finish(stream, first.get(stream, self._now + 1) - 1)
 
     def _finish(self, stream: int, moment: int) -> None:
         self._finished[stream] = max(self._finished.get(stream, 0), moment)
         self._launched = [work for work in self._launched if work[0] != stream or work[1] > moment]
+        for _, _, target, source, size in [copy for copy in self._copies if copy[0] == stream and copy[1] <= moment]:
+            ctypes.memmove(target, source, size)
+        self._copies = [copy for copy in self._copies if copy[0] != stream or copy[1] > moment]
 
     @property
     def leftovers(self) -> tuple[int, int, int, int, int]:
         """Numbers of handles, reservations, mappings, events and contexts left, without torch's."""
         return len(self._handles), len(self._reserved), len(self._mappings), len(self._events), self._contexts - 1
+
+    @property
+    def host_leftovers(self) -> tuple[int, int, int]:
+        """Numbers of pinned host allocations, streams and unfinished copies left."""
+        return len(self._pinned), len(self._streams) - 1, len(self._copies)
 
     def is_reserved(self, address: int) -> bool:
         """Whether the address is in a range reserved here."""
@@ -286,6 +300,10 @@ class FakeDriver:
             self._accessible.discard(mapped)
             if any(mapped in addresses for *_, addresses in self._launched):
                 self.violations.append(f"{mapped:#x} was unmapped under a running step")
+        kept = [c for c in self._copies if not (c[2] < address + size and address < c[2] + c[4])]
+        if len(kept) < len(self._copies):
+            self.violations.append(f"{address:#x} was unmapped under a running copy")
+            self._copies = kept
         libc.mmap(address, size, 0, _HOLE | _MAP_FIXED | 0x4000, -1, 0)
         return (OK,)
 
@@ -294,6 +312,76 @@ class FakeDriver:
             return INVALID, 0
         there = any(mapped <= address < mapped + self._mappings[mapped] for mapped in self._accessible)
         return (OK, address) if there else (INVALID, 0)
+
+    def cuMemHostAlloc(self, size: int, flags: int) -> tuple[CUresult, int]:  # noqa: N802
+        if self._fails("cuMemHostAlloc"):
+            return self.fail_status, 0
+        if not self._in_context:
+            return CUresult.CUDA_ERROR_INVALID_CONTEXT, 0
+        if size <= 0 or flags:
+            return INVALID, 0
+        address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, _HOLE, -1, 0)
+        if address == ctypes.c_void_p(-1).value:
+            return CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0
+        self._pinned[address] = size
+        return OK, address
+
+    def cuMemFreeHost(self, address: int) -> tuple[CUresult]:  # noqa: N802
+        if self._fails("cuMemFreeHost"):
+            return (self.fail_status,)
+        if not self._in_context:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        if address not in self._pinned:
+            return (INVALID,)
+        size = self._pinned.pop(address)
+        if any(address <= source < address + size for *_, source, _ in self._copies):
+            self.violations.append(f"{address:#x} was freed under a running copy")
+            self._copies = [copy for copy in self._copies if not address <= copy[3] < address + size]
+        libc.munmap(address, size)
+        return (OK,)
+
+    def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[CUresult]:  # noqa: N802
+        if self._fails("cuMemcpyHtoDAsync"):
+            return (self.fail_status,)
+        if not self._in_context:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        if stream not in self._streams:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
+        if not self._is_accessible(target, size):
+            return (INVALID,)
+        if not any(start <= source and source + size <= start + n for start, n in self._pinned.items()):
+            self.violations.append(f"{size} bytes are copied from {source:#x}, which is not pinned")
+        self._now += 1
+        self._copies.append((stream, self._now, target, source, size))
+        return (OK,)
+
+    def _is_accessible(self, address: int, size: int) -> bool:
+        end = address + size
+        for mapped in sorted(self._accessible):
+            if mapped <= address < mapped + self._mappings[mapped]:
+                address = mapped + self._mappings[mapped]
+        return address >= end
+
+    def cuStreamCreate(self, flags: int) -> tuple[CUresult, int]:  # noqa: N802
+        if self._fails("cuStreamCreate"):
+            return self.fail_status, 0
+        if not self._in_context:
+            return CUresult.CUDA_ERROR_INVALID_CONTEXT, 0
+        if flags != 1:
+            return INVALID, 0
+        self._next_handle += 1
+        self._streams.add(self._next_handle)
+        return OK, self._next_handle
+
+    def cuStreamDestroy(self, stream: int) -> tuple[CUresult]:  # noqa: N802
+        if self._fails("cuStreamDestroy"):
+            return (self.fail_status,)
+        if not self._in_context:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        if stream == 0 or stream not in self._streams:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
+        self._streams.remove(stream)
+        return (OK,)
 
     def cuEventCreate(self, flags: int) -> tuple[CUresult, int]:  # noqa: N802
         if self._fails("cuEventCreate"):
@@ -318,12 +406,20 @@ class FakeDriver:
         return (OK if moment <= self._finished.get(stream, 0) else CUresult.CUDA_ERROR_NOT_READY,)
 
     def cuEventSynchronize(self, event: int) -> tuple[CUresult]:  # noqa: N802
+        if (
+            event in self._events
+            and self._events[event][0] in self._streams - {0}
+            and self._fails("cuEventSynchronize")
+        ):
+            return (self.fail_status,)
         if not self._in_context:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         self._finish(*self._events[event])  # the device takes no time at all
         return (OK,)
 
     def cuStreamSynchronize(self, stream: int) -> tuple[CUresult]:  # noqa: N802
+        if stream in self._streams - {0} and self._fails("cuStreamSynchronize"):
+            return (self.fail_status,)
         if not self._in_context:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         self._finish(stream, self._now)

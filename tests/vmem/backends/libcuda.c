@@ -61,6 +61,7 @@ API struct {
     double fail_rate, slow_rate;
     int64_t num_handles, num_reservations, num_mappings, num_events, num_contexts;  // of the contexts, one is torch's
     int64_t num_running, num_calls, num_violations, num_set_current;
+    int64_t num_pinned, num_streams, num_copies;  // of the streams, those that were created
 } standin;
 
 struct handle { u64 size, offset; int64_t num_mappings; bool held; };
@@ -69,6 +70,8 @@ struct mapping { u64 address, size, handle; bool accessible; };  // the handle's
 struct event { u64 stream, moment; double when_ms; bool timed, alive; };
 struct stream { u64 finished; bool alive; };  // all work up to this moment is done
 struct step { u64 stream, moment, num_addresses, *addresses; };
+struct allocation { u64 address, size; };
+struct copy { u64 stream, moment, target, source, size; };  // done when its stream is finished up to the moment
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static bool initialised;
@@ -92,6 +95,8 @@ ARRAY(struct mapping, mappings);  // sorted by address
 ARRAY(struct event, events);
 ARRAY(struct stream, streams);  // the first is the legacy default stream
 ARRAY(struct step, steps);      // the oldest first
+ARRAY(struct allocation, pinned);  // of the host
+ARRAY(struct copy, copies);        // the oldest first
 ARRAY(const char *, calls);
 
 static char violations[64][128];
@@ -134,6 +139,7 @@ static void reset(u64 capacity_bytes) {
     if (memfd < 0 || ftruncate(memfd, 1L << 46)) abort();  // sparse: offsets are never used twice
     for (size_t i = 0; i < num_steps; i++) free(steps[i].addresses);
     num_handles = num_reservations = num_mappings = num_events = num_steps = num_calls = num_streams = 0;
+    num_pinned = num_copies = 0;
     used_bytes = next_offset = now = 0;
     random_state = 88172645463325252;
     initialised = false;
@@ -202,6 +208,24 @@ static void drop_steps(size_t stream, u64 moment) {
 static void finish(size_t stream, u64 moment) {
     if (streams[stream].finished < moment) streams[stream].finished = moment;
     drop_steps(stream, moment);
+    size_t kept = 0;
+    for (size_t i = 0; i < num_copies; i++) {
+        struct copy copy = copies[i];
+        if (copy.stream == stream && copy.moment <= moment) memmove((void *)copy.target, (void *)copy.source, copy.size);
+        else copies[kept++] = copy;
+    }
+    standin.num_copies = (int64_t)(num_copies = kept);
+}
+
+// Forget unfinished copies whose target, or source, is in the range; whether there were any.
+static bool drop_copies(u64 address, u64 size, bool sources) {
+    size_t kept = 0, before = num_copies;
+    for (size_t i = 0; i < num_copies; i++) {
+        u64 at = sources ? copies[i].source : copies[i].target;
+        if (!(at < address + size && address < at + copies[i].size)) copies[kept++] = copies[i];
+    }
+    standin.num_copies = (int64_t)(num_copies = kept);
+    return kept < before;
 }
 
 API void standin_launch(const u64 *addresses, size_t num_addresses, u64 stream) {
@@ -472,6 +496,7 @@ API CUresult cuMemUnmap(u64 address, size_t size) {
         handle->num_mappings--;
         free_if_unused(handle);
     }
+    if (drop_copies(address, size, false)) violation("%#lx was unmapped under a running copy", address);
     memmove(mappings + first, mappings + first + number, (num_mappings - first - number) * sizeof *mappings);
     standin.num_mappings = (int64_t)(num_mappings -= number);
     return CUDA_SUCCESS;
@@ -483,29 +508,82 @@ API CUresult cuPointerGetAttribute(void *data, int attribute, u64 address) {
     return *(u64 *)data = address, CUDA_SUCCESS;
 }
 
+API CUresult cuMemHostAlloc(void **address, size_t size, unsigned flags) {
+    COUNTED("cuMemHostAlloc");
+    CHECK_CONTEXT;
+    CHECK(size && !flags, CUDA_ERROR_INVALID_VALUE);
+    *address = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(*address != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
+    GROW(pinned);
+    pinned[num_pinned - 1] = (struct allocation){(u64)*address, size};
+    standin.num_pinned = (int64_t)num_pinned;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemFreeHost(void *address) {
+    COUNTED("cuMemFreeHost");
+    CHECK_CONTEXT;
+    size_t i = 0;
+    while (i < num_pinned && pinned[i].address != (u64)address) i++;
+    CHECK(i < num_pinned, CUDA_ERROR_INVALID_VALUE);
+    if (drop_copies((u64)address, pinned[i].size, true)) violation("%p was freed under a running copy", address);
+    munmap(address, pinned[i].size);
+    pinned[i] = pinned[--num_pinned];
+    standin.num_pinned = (int64_t)num_pinned;
+    return CUDA_SUCCESS;
+}
+
+static bool is_all_accessible(u64 address, u64 end) {
+    for (size_t i = mapping_index(address); address < end; i++) {
+        if (i == num_mappings || mappings[i].address > address || !mappings[i].accessible) return false;
+        address = mappings[i].address + mappings[i].size;
+    }
+    return true;
+}
+
+// Like a copy in hardware it reads its source some time before the stream is finished: as late as possible.
+API CUresult cuMemcpyHtoDAsync_v2(u64 target, const void *source, size_t size, u64 stream) {
+    COUNTED("cuMemcpyHtoDAsync");
+    CHECK_CONTEXT;
+    size_t index = stream_index(stream);
+    CHECK(index < num_streams, CUDA_ERROR_INVALID_HANDLE);
+    CHECK(is_all_accessible(target, target + size), CUDA_ERROR_INVALID_VALUE);
+    u64 from = (u64)source;
+    size_t i = 0;
+    while (i < num_pinned && !(pinned[i].address <= from && from + size <= pinned[i].address + pinned[i].size)) i++;
+    if (i == num_pinned) violation("%zu bytes are copied from %#lx, which is not pinned", size, from);
+    GROW(copies);
+    copies[num_copies - 1] = (struct copy){index, ++now, target, from, size};
+    standin.num_copies = (int64_t)num_copies;
+    return CUDA_SUCCESS;
+}
+
 API CUresult cuStreamCreate(u64 *stream, unsigned flags) {
-    ENTER;
+    COUNTED("cuStreamCreate");
     CHECK_CONTEXT;
     CHECK(flags == NON_BLOCKING, CUDA_ERROR_NOT_SUPPORTED);  // no stream here waits for the default stream
     GROW(streams);
+    standin.num_streams++;
     streams[num_streams - 1] = (struct stream){now, true};
     return *stream = opaque(STREAM, num_streams - 1), CUDA_SUCCESS;
 }
 
 API CUresult cuStreamDestroy_v2(u64 stream) {  // its work goes on
-    ENTER;
+    COUNTED("cuStreamDestroy");
     CHECK_CONTEXT;
     size_t index = stream_index(stream);
     CHECK(index && index < num_streams, CUDA_ERROR_INVALID_HANDLE);
     streams[index].alive = false;
+    standin.num_streams--;
     return CUDA_SUCCESS;
 }
 
 // Waiting takes no time: what is waited for is done.
 API CUresult cuStreamSynchronize(u64 stream) {
     ENTER;
-    CHECK_CONTEXT;
     size_t index = stream_index(stream);
+    if (index && index < num_streams && fails("cuStreamSynchronize")) return (CUresult)standin.fail_status;
+    CHECK_CONTEXT;
     CHECK(index < num_streams, CUDA_ERROR_INVALID_HANDLE);
     finish(index, now);
     return CUDA_SUCCESS;
@@ -550,8 +628,9 @@ API CUresult cuEventQuery(u64 value) {
 
 API CUresult cuEventSynchronize(u64 value) {
     ENTER;
-    CHECK_CONTEXT;
     struct event *event = find_event(value);
+    if (event && event->stream && fails("cuEventSynchronize")) return (CUresult)standin.fail_status;
+    CHECK_CONTEXT;
     CHECK(event, CUDA_ERROR_INVALID_HANDLE);
     finish(event->stream, event->moment);
     return CUDA_SUCCESS;
@@ -594,6 +673,7 @@ API CUresult cuGetProcAddress_v2(const char *name, void **function, int version,
         PLAIN(cuDevicePrimaryCtxGetState), PLAIN(cuCtxSetCurrent), PLAIN(cuCtxGetCurrent),
         PLAIN(cuMemGetAllocationGranularity), V2(cuMemGetInfo), PLAIN(cuMemAddressReserve), PLAIN(cuMemAddressFree),
         PLAIN(cuMemCreate), PLAIN(cuMemRelease), PLAIN(cuMemMap), PLAIN(cuMemSetAccess), PLAIN(cuMemUnmap),
+        PLAIN(cuMemHostAlloc), PLAIN(cuMemFreeHost), V2(cuMemcpyHtoDAsync),
         PLAIN(cuPointerGetAttribute), PLAIN(cuStreamCreate), V2(cuStreamDestroy), PLAIN(cuStreamSynchronize),
         PLAIN(cuEventCreate), PLAIN(cuEventRecord), PLAIN(cuEventQuery), PLAIN(cuEventSynchronize),
         V2(cuEventElapsedTime), V2(cuEventDestroy), PLAIN(cuGetErrorName), PLAIN(cuGetErrorString),

@@ -64,6 +64,7 @@ class _Controls(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("fail_rate", "slow_rate")),
         *((f"num_{name}", ctypes.c_int64) for name in ("handles", "reservations", "mappings", "events", "contexts")),
         *((f"num_{name}", ctypes.c_int64) for name in ("running", "calls", "violations", "set_current")),
+        *((f"num_{name}", ctypes.c_int64) for name in ("pinned", "streams", "copies")),
     )
 
 
@@ -124,6 +125,12 @@ class StandInDriver:
         """Numbers of handles, reservations, mappings, events and contexts left, without torch's."""
         now = self._controls
         return now.num_handles, now.num_reservations, now.num_mappings, now.num_events, now.num_contexts - 1
+
+    @property
+    def host_leftovers(self) -> tuple[int, int, int]:
+        """Numbers of pinned host allocations, streams and unfinished copies left."""
+        now = self._controls
+        return now.num_pinned, now.num_streams, now.num_copies
 
     def is_reserved(self, address: int) -> bool:
         """Whether the address is in a range reserved here."""

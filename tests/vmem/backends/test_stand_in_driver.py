@@ -301,6 +301,36 @@ def test_events_pass_with_the_work_of_their_stream(driver: StandInDriver) -> Non
     value(driver.cuEventDestroy(untimed))
 
 
+def test_copies_read_pinned_memory_when_their_stream_gets_there(driver: StandInDriver) -> None:
+    """A buffer that is filled again too early is seen in what arrives."""
+    side = value(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+    base, handle, source = reserve(driver, 1), create(driver), int(value(driver.cuMemHostAlloc(PAGE, 0)))
+    assert driver.cuMemcpyHtoDAsync(base, source, PAGE, side) == (INVALID,)  # a hole
+    map_page(driver, base, handle)
+    ctypes.memset(source, 1, PAGE)
+    value(driver.cuMemcpyHtoDAsync(base, source, PAGE, side))
+    ctypes.memset(source, 2, PAGE)
+    value(driver.cuStreamSynchronize(0))
+    assert ctypes.string_at(base, 1) == b"\0"
+    value(driver.cuStreamSynchronize(side))
+    assert ctypes.string_at(base + PAGE - 1, 1) == b"\2"
+    assert driver.violations == []
+    pageable = ctypes.create_string_buffer(16)
+    value(driver.cuMemcpyHtoDAsync(base, ctypes.addressof(pageable), 16, side))
+    value(driver.cuMemcpyHtoDAsync(base, source, 16, side))
+    value(driver.cuMemFreeHost(source))
+    assert driver.cuMemFreeHost(source) == (INVALID,)
+    value(driver.cuMemUnmap(base, PAGE))
+    assert [text.partition(" ")[2].split(" 0x")[0] for text in driver.violations] == [
+        "bytes are copied from",
+        "was freed under a running copy",
+        "was unmapped under a running copy",
+    ]
+    value(driver.cuStreamDestroy(side))
+    put_back(driver, base, 1, handle)
+    assert driver.host_leftovers == (0, 0, 0)
+
+
 def test_steps_that_read_holes_are_violations(driver: StandInDriver) -> None:
     base, handle = reserve(driver, 2), create(driver)
     driver.launch({base, base + PAGE})
@@ -445,11 +475,12 @@ class Player:
         self.handles: list[int] = [4242]  # the first is none
         self.events: list[Any] = []
         self.streams = [0, side_stream]
+        self.pinned = int(value(driver.cuMemHostAlloc(NUM_PAGES * PAGE, 0)))
 
     def play(self, name: str, *arguments: Any) -> Any:
         """The status as an int, and what the sequence sees of the result."""
         driver, (status, *values) = self.driver, getattr(self, name)(*arguments)
-        state = driver.leftovers, driver.num_running, len(driver.violations), len(driver.calls)
+        state = driver.leftovers, driver.host_leftovers, driver.num_running, len(driver.violations), len(driver.calls)
         return int(status), [int(v) for v in values if v is not None], state
 
     def reserve(self, size: int) -> Any:
@@ -489,6 +520,11 @@ class Player:
         before = ctypes.string_at(address, 1)[0]
         ctypes.memset(address, byte, 1)
         return status, before
+
+    def copy(self, base: int, at: int, size: int, stream: int, byte: int) -> Any:
+        """Copies that are not finished yet read this byte, too."""
+        ctypes.memset(self.pinned, byte, NUM_PAGES * PAGE)
+        return self.driver.cuMemcpyHtoDAsync(self.bases[base] + at, self.pinned, size, self.streams[stream])
 
     def memory_info(self) -> Any:
         return self.driver.cuMemGetInfo()
@@ -566,6 +602,7 @@ class Author:
             (16, ("set_access", base, at, run, pick.choice([3] * 9 + [1]))),
             (16, ("unmap", base, at, run, pick.random() < 0.3)),
             (12, ("touch", base, at, pick.randrange(256))),
+            (8, ("copy", base, at, pick.choice([1, PAGE, run]), pick.randrange(2), pick.randrange(256))),
             (3, ("memory_info",)),
             (6, ("launch", pick.randrange(2), [(base, at - at % PAGE)] * (not wide_too))),
             (4, ("finish_work", pick.choice([0, 1, 1, 2, None]))),
@@ -581,6 +618,7 @@ class Author:
             size, at = self.pages[handle] * PAGE, place * PAGE
             calls += [(30, ("set_access", base, at, size, 3)), (20, ("touch", base, at, pick.randrange(256)))]
             calls += [(10, ("unmap", base, at, size, False))]
+            calls += [(10, ("copy", base, at, size, pick.randrange(2), pick.randrange(256)))]
             calls += [(10, ("launch", pick.randrange(2), [(base, at)] * (base % 2 == 0)))]
         return pick.choices([call for _, call in calls], [weight for weight, _ in calls])[0]
 
@@ -623,7 +661,7 @@ def test_the_fake_and_the_stand_in_agree_call_by_call(driver: StandInDriver, see
     """Folio's tests rest on the fake; the stand-in shows that the real bindings agree with it."""
     fake = FakeDriver(NUM_PAGES * PAGE)
     value(fake.cuCtxSetCurrent(value(fake.cuDevicePrimaryCtxRetain(0))))
-    players = [Player(driver, value(driver.cuStreamCreate(1))), Player(fake, 7)]
+    players = [Player(device, value(device.cuStreamCreate(1))) for device in (driver, fake)]
     author = Author(seed)
     seen: dict[str, set[int]] = {}
 
@@ -638,7 +676,13 @@ def test_the_fake_and_the_stand_in_agree_call_by_call(driver: StandInDriver, see
         play(author.call())
     for call in author.put_back():
         play(call)
+    for player in players:
+        player.driver.finish_work()
+        value(player.driver.cuMemFreeHost(player.pinned))
+        value(player.driver.cuStreamDestroy(player.streams[1]))
+        assert player.driver.host_leftovers == (0, 0, 0)
     assert driver.leftovers == (0, 0, 0, 0, 1)
+    assert {INVALID, OK} <= seen["copy"]
     assert {INVALID, OK} <= seen["map"] & seen["unmap"] & seen["set_access"] & seen["touch"]
     assert {INVALID_HANDLE, ALREADY_MAPPED} <= seen["map"]
     assert OUT_OF_MEMORY in seen["create"]

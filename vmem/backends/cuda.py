@@ -91,7 +91,7 @@ class CudaBackend(AccountedBackend):
             self._unmaps_runs = self._probe_run_unmap(granularity_bytes)
             super().__init__(granularity_bytes, f"cuda:{device}", pages)
         except VmemError:
-            self._call("cuDevicePrimaryCtxRelease", device)
+            self.call("cuDevicePrimaryCtxRelease", device)
             raise
         self._unchecked_bytes = 0  # may be created before the device is asked again how much is free
         self._next_fence = 1
@@ -112,18 +112,18 @@ class CudaBackend(AccountedBackend):
         self._access.location.id = self._device
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        return int(self._call("cuMemGetAllocationGranularity", self._page_properties, minimum))
+        return int(self.call("cuMemGetAllocationGranularity", self._page_properties, minimum))
 
     def _probe_run_unmap(self, size: int) -> bool:
         """Whether one `cuMemUnmap` takes several adjacent mappings, which is not documented; False if the device is too
         full to try."""
-        address = int(self._call("cuMemAddressReserve", 2 * size, size, 0, 0))
+        address = int(self.call("cuMemAddressReserve", 2 * size, size, 0, 0))
         handles: list[int] = []
         mapped: list[int] = []  # what must be unmapped one by one
         try:
             for at in (address, address + size):
-                handles.append(int(self._call("cuMemCreate", size, self._page_properties, 0)))
-                self._call("cuMemMap", at, size, 0, handles[-1], 0, at=at)
+                handles.append(int(self.call("cuMemCreate", size, self._page_properties, 0)))
+                self.call("cuMemMap", at, size, 0, handles[-1], 0, at=at)
                 mapped.append(at)
             (status,) = self._driver.cuMemUnmap(address, 2 * size)
             if status == self._driver.CUresult.CUDA_SUCCESS:
@@ -136,41 +136,41 @@ class CudaBackend(AccountedBackend):
             return False
         finally:
             for at in mapped:
-                retry_undo(partial(self._call, "cuMemUnmap", at, size, at=at))
+                retry_undo(partial(self.call, "cuMemUnmap", at, size, at=at))
             for handle in handles:
-                retry_undo(partial(self._call, "cuMemRelease", handle))
-            retry_undo(partial(self._call, "cuMemAddressFree", address, 2 * size, at=address))
+                retry_undo(partial(self.call, "cuMemRelease", handle))
+            retry_undo(partial(self.call, "cuMemAddressFree", address, 2 * size, at=address))
 
     def _reserve(self, num_bytes: int) -> int:
-        return int(self._call("cuMemAddressReserve", num_bytes, self.granularity_bytes, 0, 0))
+        return int(self.call("cuMemAddressReserve", num_bytes, self.granularity_bytes, 0, 0))
 
     def _release(self, reserved: AddressRange) -> None:
-        self._call("cuMemAddressFree", reserved.address, reserved.num_bytes, at=reserved.address)
+        self.call("cuMemAddressFree", reserved.address, reserved.num_bytes, at=reserved.address)
 
     def _create(self, page_bytes: int) -> int:
         if self._headroom_bytes and self._unchecked_bytes < page_bytes:
             self._unchecked_bytes = min(self._free_bytes, _HEADROOM_CHECK_BYTES)
             if self._unchecked_bytes < page_bytes:
                 raise OutOfPages(1, 0)
-        handle = int(self._call("cuMemCreate", page_bytes, self._page_properties, 0))
+        handle = int(self.call("cuMemCreate", page_bytes, self._page_properties, 0))
         self._unchecked_bytes -= page_bytes
         return handle
 
     def _destroy(self, handle: int, page_bytes: int) -> None:
-        self._call("cuMemRelease", handle)
+        self.call("cuMemRelease", handle)
 
     def _map(self, address: int, handles: Sequence[int]) -> None:
         size, done = self.page_bytes, 0
         try:
             for handle in handles:
-                self._call("cuMemMap", address + done * size, size, 0, handle, 0, at=address + done * size)
+                self.call("cuMemMap", address + done * size, size, 0, handle, 0, at=address + done * size)
                 done += 1
             # Runs of pages: access is what costs, and it costs per call as well as per page.
             at, end = address, address + len(handles) * size
             while at < end:
                 length = min(self._access_bound.num_pages * size, end - at)
                 start = self._clock()
-                self._call("cuMemSetAccess", at, length, [self._access], 1, at=at)
+                self.call("cuMemSetAccess", at, length, [self._access], 1, at=at)
                 self._access_bound.note(length // size, self._clock() - start)
                 at += length
         except MapError:
@@ -197,7 +197,7 @@ class CudaBackend(AccountedBackend):
 
     def _unmap_span(self, span: AddressRange) -> None:
         start = self._clock()
-        self._call("cuMemUnmap", span.address, span.num_bytes, at=span.address)
+        self.call("cuMemUnmap", span.address, span.num_bytes, at=span.address)
         self._unmap_bound.note(span.num_bytes // self.page_bytes, self._clock() - start)
 
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
@@ -212,17 +212,15 @@ class CudaBackend(AccountedBackend):
                 return fence
         # Without an event, wait now, so that the fence has passed already. Without the lock, so that other threads can
         # ask for other fences.
-        self._call("cuStreamSynchronize", self._stream())
+        self.call("cuStreamSynchronize", self._stream())
         return fence
 
     def _record(self, fence: int) -> bool:
         """Mark the fence in the stream by an event; False if the device has none."""
         try:
             if not self._spare_events:
-                kinds = self._driver.CUevent_flags
-                flags = int(kinds.CU_EVENT_DISABLE_TIMING) | int(kinds.CU_EVENT_BLOCKING_SYNC)
-                self._spare_events.append(self._call("cuEventCreate", flags))
-            self._call("cuEventRecord", self._spare_events[-1], self._stream())
+                self._spare_events.append(self.create_event())
+            self.call("cuEventRecord", self._spare_events[-1], self._stream())
         except MapError:
             return False
         self._events.append((fence, self._spare_events.pop()))
@@ -238,7 +236,7 @@ class CudaBackend(AccountedBackend):
             with self._fence_lock:
                 event = self._events[0][1] if self._events else None
             if event is not None:  # if the event is reused meanwhile, this waits a little longer
-                self._call("cuEventSynchronize", event)
+                self.call("cuEventSynchronize", event)
 
     def memory_info(self) -> MemoryInfo:
         available = self._free_bytes
@@ -248,7 +246,7 @@ class CudaBackend(AccountedBackend):
 
     @property
     def _free_bytes(self) -> int:
-        free, _ = self._call("cuMemGetInfo")
+        free, _ = self.call("cuMemGetInfo")
         return max(0, int(free) - self._headroom_bytes)
 
     def close(self) -> None:
@@ -256,8 +254,8 @@ class CudaBackend(AccountedBackend):
             return
         self._end_accounting()
         for event in (*self._spare_events, *(event for _, event in self._events)):
-            self._call("cuEventDestroy", event)
-        self._call("cuDevicePrimaryCtxRelease", self._device)
+            self.call("cuEventDestroy", event)
+        self.call("cuDevicePrimaryCtxRelease", self._device)
         self._context = None
 
     def _forget_passed(self) -> None:
@@ -270,8 +268,21 @@ class CudaBackend(AccountedBackend):
             self._check("cuEventQuery", status)
             self._spare_events.append(self._events.popleft()[1])
 
-    def _call(self, name: str, *args: Any, at: int | None = None) -> Any:
-        """Call the driver and return its values without the status."""
+    def create_event(self) -> Any:
+        """An event that a thread can wait for, to be destroyed by its owner. Raises `MapError`."""
+        kinds = self._driver.CUevent_flags
+        return self.call("cuEventCreate", int(kinds.CU_EVENT_DISABLE_TIMING) | int(kinds.CU_EVENT_BLOCKING_SYNC))
+
+    def create_stream(self) -> Any:
+        """A stream that does not wait for the default stream, to be destroyed by its owner. Raises `MapError`."""
+        return self.call("cuStreamCreate", int(self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    def call(self, name: str, *args: Any, at: int | None = None) -> Any:
+        """Call the driver and return its values without the status. Raises `MapError`, for `cuMemCreate` `OutOfPages`.
+
+        Args:
+            at: the address for the error.
+        """
         self._enter()
         status, *values = getattr(self._driver, name)(*args)
         self._check(name, status, at)

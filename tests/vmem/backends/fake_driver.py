@@ -7,11 +7,11 @@ events need a context in the calling thread. Call number `fail_at` fails with `f
 probability `fail_rate`; with probability `slow_rate` a call takes a millisecond. `costs` are seconds of a call and of
 each page in it, which pass on a clock of the driver's own, `now_s`. With `refuse_run_unmap` an unmap takes one
 mapping only. Work takes as long as the test likes: `launch` says what a step reads and on which stream, events pass
-when `finish_work` has finished what was before them on their stream. A copy from host memory reads its source only when it
-is finished, so a buffer that is used again too early shows. Violations are unmapping what an unfinished step reads or
-an unfinished copy writes, launching a step that reads what is not mapped, copying from memory that is not pinned or
-freeing it before the copy is finished, and giving up the last reference on the primary context, of which torch holds
-one from the start. Calls may come from several threads.
+when `finish_work` has finished what was before them on their stream. A copy from host memory reads its source only
+when it is finished, so a buffer that is used again too early shows. Violations are unmapping what an unfinished step
+reads or an unfinished copy writes, launching a step that reads what is not mapped, copying from memory that is not
+pinned or freeing it before the copy is finished, and giving up the last reference on the primary context, of which
+torch holds one from the start. Calls may come from several threads.
 """
 
 from __future__ import annotations

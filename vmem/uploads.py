@@ -35,29 +35,39 @@ _READ_THREADS = 4
 
 
 class PinnedMemory:
-    """Host memory that the device reads by itself.
+    """Host memory that the device reads by itself, in pieces: the driver may hold up launches while it pins memory.
 
-    Attributes:
-        address: of its first byte.
+    Args:
+        piece_bytes: of all pieces but the last one.
 
     Raises:
-        MapError: there is too little memory, or it cannot be pinned.
+        MapError: there is too little memory, or it cannot be pinned. Nothing is allocated then.
     """
 
-    def __init__(self, backend: CudaBackend, num_bytes: int) -> None:
+    def __init__(self, backend: CudaBackend, num_bytes: int, piece_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.address = int(backend.call("cuMemHostAlloc", num_bytes, 0))
-        self._backend = backend
+        self._backend, self._piece_bytes = backend, piece_bytes
+        self._addresses: list[int] = []
+        try:
+            for start in range(0, num_bytes, piece_bytes):
+                self._addresses.append(int(backend.call("cuMemHostAlloc", min(piece_bytes, num_bytes - start), 0)))
+        except MapError:
+            retry_undo(self.close)
+            raise
+
+    def address_of(self, start: int) -> int:
+        """Address of the piece that begins with byte `start`."""
+        return self._addresses[start // self._piece_bytes]
 
     def view(self, start: int, num_bytes: int) -> memoryview:
-        """A part of it, valid until `close`."""
-        return memoryview((ctypes.c_char * num_bytes).from_address(self.address + start)).cast("B")
+        """The first bytes of the piece that begins with byte `start`, valid until `close`."""
+        return memoryview((ctypes.c_char * num_bytes).from_address(self.address_of(start))).cast("B")
 
     def close(self) -> None:
-        """Free it. No copy may be under way."""
-        if self.address:
-            self._backend.call("cuMemFreeHost", self.address, at=self.address)
-            self.address = 0
+        """Free it. No copy may be under way. Raises `MapError`; call again."""
+        while self._addresses:
+            self._backend.call("cuMemFreeHost", self._addresses[-1], at=self._addresses[-1])
+            self._addresses.pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +89,17 @@ class Uploads:
     Args:
         backend: of the weights alone, whose pages have another size than those of a KV memory; closed by `close`.
         page_bytes: of the ranges, a multiple of the backend's granularity.
-        piece_bytes: of one copy, a multiple of `page_bytes`.
+        piece_bytes: of one copy and of pinned memory, a multiple of `page_bytes`.
     """
 
     def __init__(self, backend: CudaBackend, *, page_bytes: int = PAGE_BYTES, piece_bytes: int = PIECE_BYTES) -> None:
         self.backend, self.page_bytes, self.piece_bytes = backend, page_bytes, piece_bytes
         self._lock = threading.Lock()
         self._lanes: list[_Lane] = []  # that no range uses
+
+    def pin(self, num_bytes: int) -> PinnedMemory:
+        """Memory for a range's bytes, to be closed by its owner. Raises `MapError`."""
+        return PinnedMemory(self.backend, num_bytes, self.piece_bytes)
 
     @contextmanager
     def lane(self) -> Iterator[_Lane]:
@@ -132,7 +146,7 @@ class _Lane:
         buffer, event = self._buffers[0]
         self._backend.call("cuEventSynchronize", event)
         _read(file, start, buffer.view(0, target.num_bytes), readers)
-        self.copy(target, buffer.address)
+        self.copy(target, buffer.address_of(0))
         self._backend.call("cuEventRecord", event, self._stream)
         self._buffers.reverse()
 
@@ -149,7 +163,7 @@ class _Lane:
         self._backend.call("cuStreamDestroy", self._stream)
 
     def _add_buffer(self) -> None:
-        buffer = PinnedMemory(self._backend, self._piece_bytes)
+        buffer = PinnedMemory(self._backend, self._piece_bytes, self._piece_bytes)
         try:
             event = self._backend.create_event()
         except MapError:
@@ -204,10 +218,10 @@ class CudaRange:
                     mapped_bytes += piece_bytes
                     target = AddressRange(at + start, min(piece_bytes, self.num_bytes - start))
                     if isinstance(source, PinnedMemory):
-                        lane.copy(target, source.address + start)
+                        lane.copy(target, source.address_of(start))
                     elif source.keep is not None:
                         _read(source, start, source.keep.view(start, target.num_bytes), readers)
-                        lane.copy(target, source.keep.address + start)
+                        lane.copy(target, source.keep.address_of(start))
                     else:
                         lane.stage(target, source, start, readers)
                 lane.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -110,8 +109,7 @@ class AppArgs(Settings):
             )
             return ShelfConfig(models=(only,))
         return ShelfConfig(
-            # "auto" is the CPU: weights on CUDA cannot be unmapped yet.
-            models=tuple(replace(model, engine=replace(model.engine, device="cpu")) for model in self.models or ()),
+            models=tuple(self.models or ()),
             device_memory_bytes=self.device_memory_bytes,
             host_memory_bytes=self.host_memory_bytes,
             weights_dir=self.weights_dir,

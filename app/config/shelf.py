@@ -130,11 +130,6 @@ def shelf_problems(models: tuple[ModelConfig, ...]) -> Iterator[str]:
                 )
         if engine.skip_tokenizer_init:
             yield f"{key}.engine.skip_tokenizer_init is true; {NEEDS_TOKENIZER}"
-        if engine.device == "cuda":
-            yield (
-                f"{key}.engine.device is 'cuda'; weights of several models can be unmapped on CPUs only so far: serve "
-                "this model by engine in an application of its own"
-            )
         if engine.tensor_parallel_size > 1:
             yield (
                 f"{key}.engine.tensor_parallel_size is {engine.tensor_parallel_size}; models that share a device have "

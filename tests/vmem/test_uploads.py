@@ -37,8 +37,10 @@ class Setup:
     uploads: Uploads
 
     def pinned(self, data: bytes) -> PinnedMemory:
-        memory = PinnedMemory(self.backend, len(data))
-        memory.view(0, len(data))[:] = data
+        memory = self.uploads.pin(len(data))
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            memory.view(start, len(piece))[:] = piece
         return memory
 
     def check(self, num_pages: int) -> None:
@@ -91,7 +93,7 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 
 def test_the_same_tensor_reads_the_weights_whenever_they_are_mapped(setup: Setup, file: int) -> None:
-    weights, keep = CudaRange(NUM_BYTES, setup.uploads), PinnedMemory(setup.backend, NUM_BYTES)
+    weights, keep = CudaRange(NUM_BYTES, setup.uploads), setup.uploads.pin(NUM_BYTES)
     tensor, other = weights.tensor(), setup.pinned(some_bytes(1))
     assert len(tensor) == NUM_BYTES
     assert weights.reserved.num_bytes == 5 * PAGE
@@ -226,6 +228,16 @@ def test_whichever_call_fails_everything_is_as_before(setup: Setup, file: int, k
     assert call > 20
     weights.close()
     memory.close()
+
+
+def test_memory_that_cannot_be_pinned(setup: Setup) -> None:
+    """Whichever piece it is, the ones before are freed."""
+    for piece in range(3):
+        setup.driver.fail_at = len(setup.driver.calls) + 1 + piece
+        with pytest.raises(MapError, match="cuMemHostAlloc failed"):
+            setup.uploads.pin(NUM_BYTES)
+        assert setup.driver.host_leftovers == (0, 0, 0)
+    setup.uploads.pin(NUM_BYTES).close()
 
 
 def test_a_file_that_ends_too_early(setup: Setup, tmp_path: Path) -> None:

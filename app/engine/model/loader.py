@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,7 +112,7 @@ def load_model(
 
     Args:
         comm: collectives of a rank that loads only its share of the model. Loading does not use them; forwards do.
-        weights: where the tensors move to, so that they can be unmapped; on one CPU. oneDNN's packed weights, which
+        weights: where the tensors move to, so that they can be unmapped; for one rank. oneDNN's packed weights, which
             are the fastest for bfloat16 on processors with AMX, cannot move: Folio's own products are used.
 
     Raises:
@@ -131,8 +132,10 @@ def load_model(
     device = torch.device(config.device)
     if device.type != "cpu" and config.quantization != "none":
         raise ConfigError(f"quantization is {config.quantization!r}, which is for CPUs; use 'none' on {device}")
-    if weights is not None and (comm is not None or device.type != "cpu"):
-        raise ConfigError(f"weights that can be unmapped are for one rank on a CPU, not for {device}")
+    if weights is not None and comm is not None:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}; weights that can be unmapped are for one rank"
+        )
     if config.load_format == "dummy":
         logger.warning("%r has random weights (load_format dummy): outputs are meaningless", config.model)
     pooling = find_pooling(config, hf_config)
@@ -220,13 +223,19 @@ def _make_module(
     comm: Communicator | None,
     pooling: Pooling | None,
     *,
-    movable: bool = False,
+    room: Callable[[int], None] | None = None,
 ) -> _MadeModule:
-    """The module from its checkpoint."""
-    device, record = torch.device(config.device), FusionRecord()
+    """The module from its checkpoint.
+
+    Args:
+        room: of a module whose tensors can move: called with their bytes before they are on the device.
+    """
+    device, record, movable = torch.device(config.device), FusionRecord(), room is not None
     module: Any
     module, plan, generates = _load_module(config, hf_config, device, comm, pooling)
     recurrent_layers = recurrent.install(module)
+    if room is not None:
+        room(sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())))
     module.to(device)
     _optimise(module, device, record, int8=config.quantization == "int8", movable=movable)
     return _MadeModule(module, plan, generates, recurrent_layers, record)
@@ -239,14 +248,19 @@ def _in_arena(
     pools = pooling is not None
     key = _key_of(config, pools=pools)
 
-    def make() -> _MadeModule:
-        return _make_module(config, hf_config, None, pooling, movable=True)
+    def make() -> tuple[_MadeModule, Collection]:
+        with ExitStack() as undo:
+
+            def room(num_bytes: int) -> None:
+                undo.callback(weights.room_to_make(num_bytes))
+
+            made = _make_module(config, hf_config, None, pooling, room=room)
+            return made, collect(made.module, made.facts, undo.pop_all().close)
 
     def again() -> Collection:
         if _key_of(config, pools=pools) != key:
             raise ModelError(f"the checkpoint {config.model!r} has changed since it was loaded; load it again")
-        made = make()
-        return collect(made.module, made.facts)
+        return make()[1]
 
     if (found := weights.find(key)) is not None:
         arena: WeightArena | None = None
@@ -260,12 +274,16 @@ def _in_arena(
             # Of torch: an operation needs values, or a tensor cannot be swapped. Of the facts: another version's.
             logger.info("%r is loaded from its checkpoint, not from the file of its weights: %s", config.model, error)
             (arena or found).close()
-    made, before = make(), key
-    key = _key_of(config, pools=pools)
-    if key != before and Path(key.place["model"]).is_dir():
-        raise ModelError(f"the checkpoint {config.model!r} has changed while it was loaded; load it again")
+    made, tensors = make()
+    try:
+        before, key = key, _key_of(config, pools=pools)
+        if key != before and Path(key.place["model"]).is_dir():
+            raise ModelError(f"the checkpoint {config.model!r} has changed while it was loaded; load it again")
+    except ModelError:
+        tensors.drop()
+        raise
     # A model of the Hub has been downloaded meanwhile: the key before was of fewer files.
-    return made, weights.move(collect(made.module, made.facts), key, again)
+    return made, weights.move(tensors, key, again)
 
 
 def _key_of(config: ResolvedConfig, *, pools: bool) -> WeightKey:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,8 @@ from torch import nn
 from app.engine.model.model_parts import find_tensors
 from app.engine.model.weight_file import TensorPlace, WeightTable
 from app.errors import ModelError
-from vmem.weights import FileRange, read_ahead
+from vmem import AddressRange
+from vmem.weights import read_ahead
 
 _PAGE_BYTES = 4096
 # A cache line, and more than any dtype or vector load needs.
@@ -28,30 +29,55 @@ class Collection:
     Attributes:
         tensors: of the table, in its order.
         pieces: (offset in the contents, uint8 `[num_bytes]`), in order: the memory of the tensors, each byte once
-            although several tensors may share it.
+            although several tensors may share it. None any more after `attach` or `drop`.
         facts: about the model, for its file.
+        dropped: called when the tensors have given up their own memory.
     """
 
     table: WeightTable
     tensors: tuple[torch.Tensor, ...]
-    pieces: tuple[tuple[int, torch.Tensor], ...]
-    facts: dict[str, Any]
+    pieces: list[tuple[int, torch.Tensor]]
+    facts: dict[str, Any] = field(default_factory=dict)
+    dropped: Callable[[], None] = lambda: None
 
     def attach(self, contents: torch.Tensor) -> None:
-        """Let the tensors read the contents, uint8 `[num_bytes]`. Their own memory is freed with the last reference."""
+        """Let the tensors read the contents, uint8 `[num_bytes]`, which need not be readable yet, instead of their own
+        memory."""
         # In place: every reference to a tensor reads the new memory then, in frozen dataclasses, too. In this mode
         # because fusion makes inference tensors, which may not be changed outside of it.
         with torch.inference_mode():
             for place, tensor in zip(self.table.tensors, self.tensors, strict=True):
                 offset = place.offset // tensor.element_size()
-                tensor.set_(contents.untyped_storage(), offset, place.shape, place.stride)
+                if tensor.device.type == contents.device.type:
+                    tensor.set_(contents.untyped_storage(), offset, place.shape, place.stride)
+                    continue
+                # `to` leaves a tensor in a plain attribute on the CPU.
+                other = torch.empty(0, dtype=tensor.dtype, device=contents.device)
+                other.set_(contents.untyped_storage(), offset, place.shape, place.stride)
+                torch.utils.swap_tensors(tensor, other)
+        self._end()
+
+    def drop(self) -> None:
+        """Give up the tensors' memory without another one; they are empty then."""
+        with torch.inference_mode():
+            for tensor in self.tensors:
+                nothing = torch.empty(0, dtype=torch.uint8, device=tensor.device).untyped_storage()
+                tensor.set_(nothing, 0, (0,), (1,))
+        self._end()
+
+    def _end(self) -> None:
+        self.pieces.clear()
+        self.dropped()
 
 
-def collect(model: nn.Module, facts: dict[str, Any] | None = None) -> Collection:
+def collect(
+    model: nn.Module, facts: dict[str, Any] | None = None, dropped: Callable[[], None] = lambda: None
+) -> Collection:
     """Lay out the tensors of a model. Those that share memory do so in the new places, too.
 
     Args:
         facts: about the model, for its file.
+        dropped: see `Collection`.
 
     Raises:
         ModelError: a tensor has an opaque layout.
@@ -84,7 +110,7 @@ def collect(model: nn.Module, facts: dict[str, Any] | None = None) -> Collection
         )
         for path, tensor in found
     )
-    return Collection(WeightTable(places, used), tuple(tensor for _, tensor in found), tuple(pieces), facts or {})
+    return Collection(WeightTable(places, used), tuple(tensor for _, tensor in found), pieces, facts or {}, dropped)
 
 
 def _first_byte(tensor: torch.Tensor) -> int:
@@ -131,11 +157,26 @@ class Skeleton:
             torch.utils.swap_tensors(tensor, value)  # every reference to the tensor is to the new one then
 
 
+class WeightRange(Protocol):
+    """Addresses of weights: `FileRange` on a CPU, `CudaRange` on CUDA."""
+
+    reserved: AddressRange
+    is_mapped: bool
+
+    def tensor(self) -> torch.Tensor: ...
+
+    def map(self, *source: Any) -> None: ...
+
+    def unmap(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class WeightSource(Protocol):
     """Where an arena's contents come from."""
 
-    def open(self) -> tuple[int, int]:
-        """A file descriptor and the offset of the contents, valid until `release`. Raises `ModelError`."""
+    def open(self) -> tuple[Any, ...]:
+        """Arguments for `map` of the arena's range, valid until `release`. Raises `ModelError`."""
 
     def duplicate(self) -> tuple[int, int] | None:
         """A descriptor of the file, owned by the caller, and the offset; `None` without a file. Raises `OSError`."""
@@ -152,10 +193,11 @@ class WeightSource(Protocol):
 class WeightArena:
     """The range of a model's weights. From any thread: a model may be closed while another thread maps it.
 
-    While it is not mapped, any touch of the model's tensors is a SIGSEGV. Their addresses never change.
+    While it is not mapped, any touch of the model's tensors is a SIGSEGV, or on CUDA a fault that ends all work. Their
+    addresses never change.
     """
 
-    def __init__(self, reserved: FileRange, source: WeightSource) -> None:
+    def __init__(self, reserved: WeightRange, source: WeightSource) -> None:
         self._range, self._source = reserved, source
         self._lock = threading.Lock()
 

@@ -22,7 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.engine.model.weight_arena import Collection, WeightArena
+import torch
+
+from app.engine.model.weight_arena import Collection, WeightArena, WeightRange, WeightSource
+from app.engine.model.weight_copy import CopiedWeights
 from app.engine.model.weight_file import (
     WeightFileError,
     WeightHeader,
@@ -37,6 +40,7 @@ from app.engine.model.weight_folder import create_locked, make_room, open_shared
 from app.engine.model.weight_key import WeightKey
 from app.errors import ConfigError, ModelError
 from vmem.errors import MapError
+from vmem.uploads import CudaRange, Uploads
 from vmem.weights import HUGE_PAGE_BYTES, Charges, FileRange
 
 logger = logging.getLogger(__name__)
@@ -95,10 +99,13 @@ class WeightStore:
 
     Args:
         folder: on a local disk; made if it is missing. Weights that cannot be written there are kept in memory.
-        charges: where the bytes of mapped weights are counted.
+        charges: where the bytes of mapped weights are counted on a CPU, and those of models that are being made from
+            their checkpoints on CUDA.
+        uploads: of the CUDA device on which the weights are used; `None`: on the CPU, which reads their file.
         most_bytes: of all files in the folder, see `make_room`. Weights beyond it are kept in memory.
-        host_memory_bytes: for weights without a file while they are not mapped. Those beyond it are made again from
-            the checkpoint when they are mapped.
+        host_memory_bytes: on CUDA, for pinned copies of weights; others are read from their files. On a CPU, for
+            weights without a file while they are not mapped. Weights that have neither are made again from the
+            checkpoint.
         write: writes bytes of a file.
 
     Raises:
@@ -110,12 +117,13 @@ class WeightStore:
         folder: Path,
         *,
         charges: Charges | None = None,
+        uploads: Uploads | None = None,
         most_bytes: int | None = None,
         host_memory_bytes: int = 0,
         write: Write = write_all,
     ) -> None:
         self._folder = folder
-        self._charges = charges
+        self._charges, self._uploads = charges, uploads
         self._most_bytes = most_bytes
         self._host_bytes_left = host_memory_bytes
         self._write = write
@@ -135,7 +143,7 @@ class WeightStore:
         remove_unfinished(folder)
 
     def move(self, tensors: Collection, key: WeightKey, again: Callable[[], Collection]) -> WeightArena:
-        """Move the tensors of a model into an arena, which is mapped.
+        """Move the tensors of a model into an arena, which is mapped. Whatever fails, they have lost their memory.
 
         Args:
             again: makes the same tensors from the checkpoint, when neither file nor memory has them any more.
@@ -145,9 +153,29 @@ class WeightStore:
             MapError: the system refused.
             ModelError: the weights cannot be kept.
         """
-        arena = self._arena(key, tensors.table, self.provide(key, tensors), again)
+        try:
+            arena = self._arena(key, tensors.table, self.provide(key, tensors), again)
+        except BaseException:
+            tensors.drop()
+            raise
+        # First, so that the memory is not needed twice.
         tensors.attach(arena.contents)
-        return arena
+        return _mapped(arena)
+
+    def room_to_make(self, num_bytes: int) -> Callable[[], None]:
+        """Take memory for a model that is made on the device, whose tensors are not in an arena yet; returns a function
+        that ends this, when they have given up their memory. Raises `OutOfPages`."""
+        charges = self._charges
+        if self._uploads is None or charges is None:
+            return lambda: None
+        charges.charge(num_bytes)
+
+        def end() -> None:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what torch keeps is nobody else's
+            charges.discharge(num_bytes)
+
+        return end
 
     def find(self, key: WeightKey) -> StoredFile | None:
         """The file of these weights, checked; `None` if there is none."""
@@ -155,19 +183,25 @@ class WeightStore:
 
     def map(self, key: WeightKey, found: StoredFile, again: Callable[[], Collection]) -> WeightArena:
         """An arena over a file that was found, which is mapped; closes the file if that fails. See `move`."""
-        return self._arena(key, found.header.table, found.contents, again)
+        return _mapped(self._arena(key, found.header.table, found.contents, again))
 
     def _arena(
         self, key: WeightKey, table: WeightTable, contents: Contents, again: Callable[[], Collection]
     ) -> WeightArena:
-        source = StoredWeights(self, key, table, contents, again)
+        """An arena that is not mapped; closes the contents if it cannot be made."""
+        stored = StoredWeights(self, key, table, contents, again)
+        source: WeightSource
+        reserved: WeightRange
         try:
-            arena = WeightArena(FileRange(table.num_bytes, self._charges), source)
-            arena.map()
+            if self._uploads is None:
+                source, reserved = stored, FileRange(table.num_bytes, self._charges)
+            else:
+                source = CopiedWeights(key.name, table.num_bytes, self._uploads, stored, self)
+                reserved = CudaRange(table.num_bytes, self._uploads)
         except BaseException:
-            source.close()
+            stored.close()
             raise
-        return arena
+        return WeightArena(reserved, source)
 
     def provide(self, key: WeightKey, tensors: Collection) -> Contents:
         """The contents of these tensors, from their file, which is written unless it exists; else from memory.
@@ -300,9 +334,12 @@ class StoredWeights:
             self._forget()
         if self._contents is None:
             tensors = self._again()
-            if tensors.table != self._table:
-                raise ModelError(f"{self._key.name!r} has other tensors than when it was loaded; load it again")
-            self._contents = self._store.provide(self._key, tensors)
+            try:
+                if tensors.table != self._table:
+                    raise ModelError(f"{self._key.name!r} has other tensors than when it was loaded; load it again")
+                self._contents = self._store.provide(self._key, tensors)
+            finally:
+                tensors.drop()
         return self._contents.fd, self._contents.offset
 
     def duplicate(self) -> tuple[int, int] | None:
@@ -312,6 +349,11 @@ class StoredWeights:
 
     def mapped(self) -> None:
         self._return_host_bytes()  # they are the device's now
+
+    def forget_memory(self) -> None:
+        """Give up contents that are in memory only."""
+        if self._contents is not None and self._contents.in_memory:
+            self._forget()
 
     def release(self) -> None:
         if self._contents is not None and self._contents.in_memory and not self._host_bytes:
@@ -333,3 +375,13 @@ class StoredWeights:
     def _return_host_bytes(self) -> None:
         self._store.return_host_bytes(self._host_bytes)
         self._host_bytes = 0
+
+
+def _mapped(arena: WeightArena) -> WeightArena:
+    """The arena once it is mapped; it is closed if that fails."""
+    try:
+        arena.map()
+    except BaseException:
+        arena.close()
+        raise
+    return arena

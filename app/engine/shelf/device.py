@@ -15,7 +15,9 @@ from app.engine.model.memory_profile import HEADROOM_BYTES
 from app.engine.model.weight_store import WeightStore
 from app.engine.shared_device import SharedDevice
 from app.engine.shelf.status import DeviceStatus
-from vmem import DevicePages, OutOfPages
+from app.errors import ConfigError
+from vmem import CudaBackend, DevicePages, OutOfPages, select_backend
+from vmem.uploads import Uploads
 
 # Share of a machine's memory that all models may take together if the settings do not say.
 _CPU_SHARE = 0.5
@@ -41,15 +43,23 @@ class ShelfDevice:
         weights_dir: Path | None,
         weights_dir_bytes: int | None,
     ) -> None:
-        pages = DevicePages(device_memory_bytes or _default_bytes(models))
+        on_cuda = bool(models) and resolve(models[0].engine).device == "cuda"
+        pages = DevicePages(device_memory_bytes or _default_bytes(models[0] if on_cuda else None))
         if host_memory_bytes is None:
             host_memory_bytes = int(_HOST_SHARE * Machine.detect().memory_bytes)
-        store = WeightStore(
-            weights_dir or _default_folder(),
-            charges=pages,
-            most_bytes=weights_dir_bytes,
-            host_memory_bytes=host_memory_bytes,
-        )
+        self._uploads = Uploads(open_cuda(pages)) if on_cuda else None
+        try:
+            store = WeightStore(
+                weights_dir or _default_folder(),
+                charges=pages,
+                uploads=self._uploads,
+                most_bytes=weights_dir_bytes,
+                host_memory_bytes=host_memory_bytes,
+            )
+        except ConfigError:
+            if self._uploads is not None:
+                self._uploads.close()
+            raise
         self.shared = SharedDevice(pages, store)
         self.needed_bytes = 0
         self._workspace_bytes = self._wanted_bytes = 0  # that is there, and that should be
@@ -103,6 +113,8 @@ class ShelfDevice:
         """Raises `IntegrityError` if a model has memory left."""
         self.shared.pages.discharge(self._workspace_bytes)
         self._workspace_bytes = self._wanted_bytes = 0
+        if self._uploads is not None:
+            self._uploads.close()
         self.shared.pages.close()
 
 
@@ -110,8 +122,27 @@ def _default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio" / "weights"
 
 
-def _default_bytes(models: Sequence[ModelConfig]) -> int:
-    if models and resolve(models[0].engine).device == "cuda":
+def _default_bytes(on_cuda: ModelConfig | None) -> int:
+    if on_cuda is not None:
         free, total = torch.cuda.mem_get_info()
-        return min(free, int(models[0].engine.gpu_memory_utilization * total)) - HEADROOM_BYTES
+        return min(free, int(on_cuda.engine.gpu_memory_utilization * total)) - HEADROOM_BYTES
     return int(_CPU_SHARE * Machine.detect().memory_bytes)
+
+
+def open_cuda(pages: DevicePages) -> CudaBackend:
+    """The backend for weights on the current CUDA device.
+
+    Raises:
+        ConfigError: the device has less memory than the pages may take.
+    """
+    most = pages.capacity_bytes
+    backend = select_backend(torch.device("cuda"), capacity_bytes=most, headroom_bytes=HEADROOM_BYTES, pages=pages)
+    assert isinstance(backend, CudaBackend)
+    available = backend.memory_info().available_bytes
+    if available < most:
+        backend.close()
+        raise ConfigError(
+            f"device_memory_bytes is {most}; the CUDA device has {available} bytes free beside "
+            f"{HEADROOM_BYTES} for kernels and graphs: set at most {available}"
+        )
+    return backend

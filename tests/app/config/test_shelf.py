@@ -103,6 +103,7 @@ def test_every_contradiction_of_models_has_a_line_that_begins_with_the_key() -> 
         "models[1].engine.tensor_parallel_size",
         "models[1].engine.kv_memory_floor_bytes",
         "models[2].name",
+        "models[2].engine.device",
         "models[2].engine.isolate_tenants",
         "models[3].engine.skip_tokenizer_init",
         "device_memory_bytes",

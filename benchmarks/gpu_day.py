@@ -4,6 +4,7 @@
 - *whole*: all tests marked `gpu`, Llama-3-8B's shape with `transformers` beside it
 - *graphs*: decode graphs: tokens with and without them, capture, replays after remapping, step times
 - *memory*: block sizes and views at saturation, elastic against static, a trace, preemption, delays of idle release
+- *shelf*: weights that sleep and wake, from pinned memory and from a file; two models that take turns
 
 A stage is a list of jobs. Each job is a process with a time limit, at which it is killed with its children, so that a
 failure costs only itself. Jobs that measure time run alone, the others side by side. Facts
@@ -158,11 +159,24 @@ def memory(fake: bool) -> list[Job]:
     ]
 
 
+def shelf(fake: bool) -> list[Job]:
+    """Under two minutes in all: the rates, then what a driver may refuse, then the engine."""
+    size = ("--fake",) if fake else ()
+    return [
+        Job("wakes", ("-m", "benchmarks.gpu_shelf", "--measure", "wakes", *size), 90),
+        _pytest(
+            "weight ranges", "tests/vmem/test_uploads.py", "real_device", fake, tiny="same_tensor and Fake", limit_s=40
+        ),
+        Job("turns", ("-m", "benchmarks.gpu_shelf", "--measure", "turns", *size), 110),
+    ]
+
+
 STAGES: Mapping[str, Callable[[bool], list[Job]]] = {
     "facts": facts,
     "whole": whole,
     "graphs": graphs,
     "memory": memory,
+    "shelf": shelf,
 }
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 

@@ -118,6 +118,29 @@ def test_the_same_tensor_reads_the_weights_whenever_they_are_mapped(setup: Setup
     other.close()
 
 
+@pytest.mark.gpu
+def test_a_real_device_shows_the_weights_whenever_they_are_mapped(tmp_path: Path) -> None:
+    """From pinned memory and through the staging buffers, of 1 GB, which is not a whole number of pages."""
+    pages = DevicePages(4 << 30)
+    uploads = Uploads(CudaBackend(pages=pages))
+    data = torch.randint(-(1 << 31), 1 << 31, ((1 << 28) + 1000,), dtype=torch.int32)
+    path = tmp_path / "file"
+    data.numpy().tofile(path)
+    fd = os.open(path, os.O_RDONLY)
+    weights, memory = CudaRange(data.nbytes, uploads), uploads.pin(data.nbytes)
+    tensor, expected = weights.tensor().view(torch.int32), data.cuda()
+    for source in (FilePart(fd, 0), FilePart(fd, 0, memory), memory, memory, FilePart(fd, 0)):
+        weights.map(source)
+        assert torch.equal(tensor, expected)
+        weights.unmap()
+        pages.check_integrity()
+    weights.close()
+    memory.close()
+    uploads.close()
+    pages.close()
+    os.close(fd)
+
+
 def test_a_staging_buffer_is_not_read_into_while_it_is_copied(setup: Setup, tmp_path: Path) -> None:
     """The device copies as late as it may: of five pieces through two buffers the last two would arrive three times."""
     data = random.Random(5).randbytes(5 * PIECE)

@@ -1,0 +1,263 @@
+"""Weights of sleeping models on a GPU (jobs of `benchmarks.gpu_day`).
+
+--measure wakes: a range with the bytes of Llama-3-8B in bfloat16 sleeps and wakes, from its copy in pinned memory and
+from a file in the page cache. Gigabytes a second of each wake, beside those of copies alone into pages that are mapped,
+which is the limit; milliseconds of each sleep; after each wake a sample of the bytes is compared.
+
+--measure turns: two small models on a shelf that has memory for one of them. Their tokens must be those that each gives
+alone.
+
+--fake is small, over the stand-in for the driver with host memory, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import AutoConfig
+
+from app.config.engine import EngineConfig
+from app.config.shelf import ModelConfig
+from app.engine import LLM, SamplingParams
+from app.engine.model import kv_plan
+from app.engine.model.device import resolve
+from app.engine.model.kv_plan import estimated_activations
+from app.engine.model.loader import random_model
+from app.engine.model.size import ModelSize
+from app.engine.shelf import device as shelf_device
+from app.engine.shelf.shelf import Shelf
+from app.engine.shelf.shelved_model import ShelvedModel
+from benchmarks import facts, harness, sweep
+from vmem import AddressRange, CudaBackend, DevicePages
+from vmem.backends.cuda import CPU
+from vmem.uploads import CudaRange, FilePart, PinnedMemory, Uploads
+
+# Of Llama-3-8B: 8,030,261,248 parameters of two bytes.
+WEIGHT_BYTES, FAKE_BYTES = 16_060_522_496, 41 * 65536 + 4096
+NUM_WAKES, FAKE_WAKES = 6, 2
+AIM_GB_PER_S = 40.0
+STAMP_BYTES = 4096  # the first eight of which are their number
+SAMPLE = 2048
+ROUNDS, PROMPTS = 3, 3
+GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+LIMITS: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "skip_tokenizer_init": True,
+}
+KV_BYTES = 512 << 20
+
+
+class Wakes:
+    """One range on the device, and the bytes that it should show."""
+
+    def __init__(self, uploads: Uploads, pages: DevicePages, num_bytes: int, num_wakes: int) -> None:
+        self._uploads, self._pages, self._num_wakes = uploads, pages, num_wakes
+        self._range = CudaRange(num_bytes, uploads)
+        self._random = torch.randint(0, 256, (uploads.piece_bytes,), dtype=torch.uint8)
+        self._generator = torch.Generator().manual_seed(1)
+        self.figures: dict[str, float] = {}
+
+    def fill(self, memory: PinnedMemory) -> None:
+        for start in range(0, memory.num_bytes, self._uploads.piece_bytes):
+            num_bytes = min(self._uploads.piece_bytes, memory.num_bytes - start)
+            piece = torch.frombuffer(memory.view(start, num_bytes), dtype=torch.uint8)
+            piece.copy_(self._random[:num_bytes])
+            stamps = piece.view(torch.int64).view(-1, STAMP_BYTES // 8)[:, 0]
+            stamps.copy_(torch.arange(len(stamps)) + start // STAMP_BYTES)
+
+    def check(self) -> None:
+        """Raise `RuntimeError` unless the first, the last and random pieces of 4 KiB are right."""
+        rows = self._range.tensor().view(-1, STAMP_BYTES)
+        chosen = torch.randint(0, len(rows), (SAMPLE,), generator=self._generator)
+        chosen[0], chosen[1] = 0, len(rows) - 1
+        found = rows[chosen.to(rows.device)].cpu()
+        expected = self._random.view(-1, STAMP_BYTES)[chosen % (len(self._random) // STAMP_BYTES)]
+        expected.view(torch.int64)[:, 0] = chosen
+        if not torch.equal(found, expected):
+            wrong = (found != expected).any(dim=1).sum().item()
+            raise RuntimeError(f"{wrong} of {SAMPLE} samples of 4 KiB are wrong after a wake")
+
+    def run(self, kind: str, source: PinnedMemory | FilePart, *, copies_alone: bool = False) -> None:
+        """Wake and sleep some times; the first wake creates pages and staging buffers, and does not count."""
+        wakes, sleeps, num_bytes = [], [], self._range.num_bytes
+        for _ in range(self._num_wakes):
+            start = time.perf_counter()
+            self._range.map(source)
+            wakes.append(time.perf_counter() - start)
+            self.check()
+            if copies_alone:
+                assert isinstance(source, PinnedMemory)
+                self._copies_alone(source)
+                copies_alone = False
+            start = time.perf_counter()
+            self._range.unmap()
+            sleeps.append(time.perf_counter() - start)
+            self._pages.check_integrity()
+        rates = [num_bytes / seconds / 1e9 for seconds in wakes[1:]]
+        median, sleep_ms = statistics.median(rates), 1e3 * statistics.median(sleeps)
+        self._note(
+            kind,
+            f"{median:.1f} GB/s (least {min(rates):.1f}, of {len(rates)}; the first {num_bytes / wakes[0] / 1e9:.1f}), "
+            f"{num_bytes / median / 1e9:.3f} s a wake, {sleep_ms:.1f} ms a sleep",
+            **{f"{kind}_gb_per_s": median, f"{kind}_least_gb_per_s": min(rates), f"{kind}_sleep_ms": sleep_ms},
+        )
+
+    def close(self) -> None:
+        self._range.close()
+
+    def _copies_alone(self, source: PinnedMemory) -> None:
+        start = time.perf_counter()
+        with self._uploads.lane() as lane:
+            for at in range(0, source.num_bytes, self._uploads.piece_bytes):
+                num_bytes = min(self._uploads.piece_bytes, source.num_bytes - at)
+                lane.copy(AddressRange(self._range.reserved.address + at, num_bytes), source.address_of(at))
+            lane.wait()
+        rate = source.num_bytes / (time.perf_counter() - start) / 1e9
+        self._note("copies alone", f"{rate:.1f} GB/s", copies_gb_per_s=rate)
+
+    def _note(self, fact: str, shown: str, **figures: float) -> None:
+        self.figures |= figures
+        facts.record(fact, shown, **{name: float(f"{value:.4g}") for name, value in figures.items()})
+
+
+def measure_wakes(fake: bool) -> dict[str, float]:
+    num_bytes = FAKE_BYTES if fake else WEIGHT_BYTES
+    pages = DevicePages(2 * num_bytes)
+    if fake:
+        uploads = Uploads(_fake_backend(pages=pages), page_bytes=2 << 20, piece_bytes=4 << 20)
+    else:
+        uploads = Uploads(shelf_device.open_cuda(pages))
+    wakes = Wakes(uploads, pages, num_bytes, FAKE_WAKES if fake else NUM_WAKES)
+    start = time.perf_counter()
+    memory = uploads.pin(num_bytes)
+    seconds = time.perf_counter() - start
+    facts.record("pinning", f"{num_bytes / 1e9:.2f} GB in {seconds:.1f} s", pin_s=round(seconds, 2))
+    wakes.fill(memory)
+    wakes.run("pinned", memory, copies_alone=True)
+    with tempfile.TemporaryFile() as file:
+        for at in range(0, num_bytes, uploads.piece_bytes):
+            file.write(memory.view(at, min(uploads.piece_bytes, num_bytes - at)))
+        file.flush()
+        memory.close()
+        wakes.run("file", FilePart(file.fileno(), 0))
+    wakes.close()
+    uploads.close()
+    pages.close()
+    return wakes.figures
+
+
+def measure_turns(fake: bool, folder: Path) -> dict[str, float]:
+    device = "cpu" if fake else "cuda"
+    engines = {name: EngineConfig(model=_checkpoint(folder, name, fake), device=device, **LIMITS) for name in "ab"}
+    prompts = {
+        (name, i): torch.randint(1, 1000, (50 + 40 * i,), generator=torch.Generator().manual_seed(i)).tolist()
+        for name in engines
+        for i in range(ROUNDS * PROMPTS)
+    }
+    alone: dict[tuple[str, int], list[int]] = {}
+    for name, engine in engines.items():
+        with LLM(engine.model, device=device, kv_memory_bytes=KV_BYTES, **LIMITS) as llm:
+            for i in range(ROUNDS * PROMPTS):  # one at a time, so that every step has the same shape on the shelf
+                alone[name, i] = list(llm.generate([prompts[name, i]], GREEDY)[0].token_ids)
+    size = ModelSize(resolve(engines["a"]))
+    memory_bytes = estimated_activations(resolve(engines["a"]), size.model) + int(1.5 * size.weight_bytes) + KV_BYTES
+    with ExitStack() as undo:
+        if fake:
+            undo.enter_context(patch.object(kv_plan, "select_backend", _fake_backend))
+            undo.enter_context(patch.object(shelf_device, "select_backend", _fake_backend))
+            undo.enter_context(patch.object(shelf_device, "resolve", lambda _: SimpleNamespace(device="cuda")))
+            small = partial(Uploads, page_bytes=2 << 20, piece_bytes=4 << 20)
+            undo.enter_context(patch.object(shelf_device, "Uploads", small))
+        models = [ModelConfig(name=name, engine=engine) for name, engine in engines.items()]
+        shelf = Shelf(models, device_memory_bytes=memory_bytes, weights_dir=folder / "weights")
+        try:
+            wakes = asyncio.run(_turns(shelf, prompts, alone))
+        finally:
+            shelf.close()
+    figures = {"first_token_s": statistics.median(wakes), "wakes": len(wakes)}
+    facts.record(
+        "turns",
+        f"two models of {size.weight_bytes / 1e9:.2f} GB, {len(alone)} requests, tokens equal; "
+        f"{figures['first_token_s']:.3f} s to the first token of a sleeping one (of {len(wakes)})",
+        **figures,
+    )
+    return figures
+
+
+async def _turns(
+    shelf: Shelf, prompts: dict[tuple[str, int], list[int]], alone: dict[tuple[str, int], list[int]]
+) -> list[float]:
+    """Ask each model in turn. Returns the seconds to the first token where the model was asleep."""
+    wakes = []
+    for turn in range(ROUNDS):
+        for name in shelf.names:
+            model = shelf.model(name)
+            for i in range(turn * PROMPTS, (turn + 1) * PROMPTS):
+                slept = model.state == "asleep"
+                tokens, first_s = await _tokens(model, prompts[name, i])
+                if slept:
+                    wakes.append(first_s)
+                if tokens != alone[name, i]:
+                    raise RuntimeError(f"request {i} of {name} gave {tokens} on the shelf, {alone[name, i]} alone")
+    await shelf.check_integrity()
+    if len(wakes) < ROUNDS:
+        raise RuntimeError(f"the models were asleep {len(wakes)} times only: {shelf.statuses()}")
+    return wakes
+
+
+async def _tokens(model: ShelvedModel, prompt: list[int]) -> tuple[list[int], float]:
+    start, first_s = time.perf_counter(), 0.0
+    tokens: list[int] = []
+    async for deltas in model.generate(prompt, GREEDY):
+        for delta in deltas:
+            tokens += delta.token_ids
+        first_s = first_s or time.perf_counter() - start
+    return tokens, first_s
+
+
+def _checkpoint(folder: Path, name: str, fake: bool) -> str:
+    """A folder with random weights."""
+    settings = dict(sweep.SHAPES["tiny" if fake else "qwen2.5-0.5b"])
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, initializer_range=sweep.WEIGHT_STD)
+    dtype, where = (torch.float32, "cpu") if fake else (torch.bfloat16, "cuda")
+    model: Any = random_model(config, torch.device(where), dtype=dtype, attn_implementation="eager")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.roll(ord(name))  # so that models give other tokens
+    model.save_pretrained(folder / name)
+    return str(folder / name)
+
+
+def _fake_backend(*_: object, pages: DevicePages | None = None, **__: object) -> CudaBackend:
+    return CudaBackend(driver=importlib.import_module("cuda.bindings.driver"), tensor_device=CPU, pages=pages)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", choices=("wakes", "turns"), required=True)
+    parser.add_argument("--fake", action="store_true")
+    args = parser.parse_args()
+    args.device, args.quick = "cpu" if args.fake else "cuda", False
+    if args.measure == "wakes":
+        figures = measure_wakes(args.fake)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            figures = measure_turns(args.fake, Path(folder))
+    harness.finish(f"gpu_shelf_{args.measure}", args, figures, {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A shelf on CUDA, over the fake driver: weights and KV caches are pages of one device."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.engine.model import kv_plan
+from app.engine.sampling.params import SamplingParams
+from app.engine.shelf import device, shelved_model
+from app.errors import ConfigError, UnavailableError
+from tests.app.engine.shelf.shelves import TinyModels, outputs, put_to_sleep
+from tests.conftest import tokens
+from tests.vmem.backends.fake_driver import FakeDriver
+from vmem import CudaBackend, DevicePages
+from vmem.backends.cuda import CPU
+from vmem.uploads import Uploads
+
+NAMES = ("llama", "gemma2", "bamba", "draft")
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+KV_BYTES = 1 << 20
+DEVICE_BYTES = 1 << 28
+PAGE = 4096
+
+
+@pytest.fixture
+def driver(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """Shelves are on this device, with small pages; models still compute on the CPU."""
+    for name in NAMES:
+        models.reference(name)  # whose memory stays on the CPU
+    made = FakeDriver(DEVICE_BYTES)
+    made.granularity_bytes = PAGE
+
+    def backend(*_: object, pages: DevicePages | None = None, **__: object) -> CudaBackend:
+        return CudaBackend(driver=made, tensor_device=CPU, pages=pages)
+
+    monkeypatch.setattr(kv_plan, "select_backend", backend)
+    monkeypatch.setattr(device, "select_backend", backend)
+    monkeypatch.setattr(device, "resolve", lambda _: SimpleNamespace(device="cuda"))
+    monkeypatch.setattr(device, "Uploads", partial(Uploads, page_bytes=4 * PAGE, piece_bytes=8 * PAGE))
+    monkeypatch.setattr(shelved_model, "_FIRST_RETRY_S", 0.1)
+    yield made
+    assert made.leftovers == (0, 0, 0, 0, 0)
+    assert made.host_leftovers == (0, 0, 0)
+    assert made.violations == []
+
+
+def cases(name: str) -> list[tuple[list[int], SamplingParams]]:
+    return [(tokens(5 + 13 * i, i), GREEDY) for i in range(3)]
+
+
+async def found(model: Any, name: str) -> list[Any]:
+    return await asyncio.gather(*(outputs(model, *case) for case in cases(name)))
+
+
+async def test_models_take_turns_in_memory_for_some_of_them(models: TinyModels, driver: FakeDriver) -> None:
+    """Each gives the tokens that it gives alone."""
+    alone = {name: [await models.alone(name, *case) for case in cases(name)] for name in NAMES}
+    memory_bytes = models.memory_for("draft", "llama", room_bytes=KV_BYTES, beside=NAMES)
+    async with models.opened([models.config(name) for name in NAMES], memory_bytes) as shelf:
+        for _ in range(3):
+            together = await asyncio.gather(*(found(shelf.model(name), name) for name in NAMES))
+            assert dict(zip(NAMES, together, strict=True)) == alone
+            await shelf.check_integrity()
+        assert sum(status.num_evictions for status in shelf.statuses()) > 0
+        pages = shelf._device.shared.pages  # type: ignore[union-attr]
+        awake = sum(status.device_weight_bytes for status in shelf.statuses())
+        assert pages.used_bytes >= awake > 0
+        assert driver.host_leftovers[0] > 0, "copies are pinned"
+
+
+async def test_sleeps_and_wakes_while_calls_of_the_driver_fail(models: TinyModels, driver: FakeDriver) -> None:
+    """Requests give their tokens or end with the reason, and memory adds up."""
+    names = NAMES[:2]
+    alone = {name: [await models.alone(name, *case) for case in cases(name)] for name in names}
+    pick = random.Random(0)
+    memory_bytes = models.memory_for("llama", "gemma2", room_bytes=KV_BYTES)
+    async with models.opened([models.config(name) for name in names], memory_bytes) as shelf:
+        for name in names:
+            assert await found(shelf.model(name), name) == alone[name]
+        num_right = 0
+        for _ in range(25):
+            name = pick.choice(names)
+            task = asyncio.create_task(found(shelf.model(name), name))
+            driver.fail_rate = pick.choice([0.0, 0.005])
+            await put_to_sleep(shelf, pick.choice(names))
+            try:
+                assert await task == alone[name]
+                num_right += 1
+            except UnavailableError:
+                pass
+            driver.fail_rate = 0.0
+            await shelf.check_integrity()
+            assert driver.violations == []
+        assert num_right > 5
+        await asyncio.sleep(0.2)  # the longest time for which a failed model refuses requests, here
+        for name in names:
+            while True:
+                try:
+                    assert await found(shelf.model(name), name) == alone[name]
+                    break
+                except UnavailableError:
+                    await asyncio.sleep(0.05)
+
+
+def test_more_memory_than_the_device_has(models: TinyModels, driver: FakeDriver) -> None:
+    with pytest.raises(ConfigError, match=rf"device_memory_bytes is {DEVICE_BYTES + 1}; .* set at most {DEVICE_BYTES}"):
+        device.ShelfDevice([models.config("llama")], DEVICE_BYTES + 1, 0, models.weights_dir)
+    device.ShelfDevice([models.config("llama")], DEVICE_BYTES, 0, models.weights_dir).close()

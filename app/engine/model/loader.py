@@ -250,12 +250,15 @@ def _in_arena(
 
     def make() -> tuple[_MadeModule, Collection]:
         with ExitStack() as undo:
+            taken = undo.enter_context(ExitStack())
 
             def room(num_bytes: int) -> None:
-                undo.callback(weights.room_to_make(num_bytes))
+                taken.callback(weights.room_to_make(num_bytes))
 
             made = _make_module(config, hf_config, None, pooling, room=room)
-            return made, collect(made.module, made.facts, undo.pop_all().close)
+            tensors = collect(made.module, made.facts, taken.close)
+            undo.pop_all()
+            return made, tensors
 
     def again() -> Collection:
         if _key_of(config, pools=pools) != key:

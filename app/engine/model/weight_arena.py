@@ -45,16 +45,16 @@ class Collection:
         memory."""
         # In place: every reference to a tensor reads the new memory then, in frozen dataclasses, too. In this mode
         # because fusion makes inference tensors, which may not be changed outside of it.
+        elsewhere = []
         with torch.inference_mode():
             for place, tensor in zip(self.table.tensors, self.tensors, strict=True):
-                offset = place.offset // tensor.element_size()
-                if tensor.device.type == contents.device.type:
-                    tensor.set_(contents.untyped_storage(), offset, place.shape, place.stride)
+                if tensor.device.type != contents.device.type:
+                    elsewhere.append((place, tensor))  # `nn.Module.to` leaves plain attributes on the CPU
                     continue
-                # `to` leaves a tensor in a plain attribute on the CPU.
-                other = torch.empty(0, dtype=tensor.dtype, device=contents.device)
-                other.set_(contents.untyped_storage(), offset, place.shape, place.stride)
-                torch.utils.swap_tensors(tensor, other)
+                offset = place.offset // tensor.element_size()
+                tensor.set_(contents.untyped_storage(), offset, place.shape, place.stride)
+        for place, tensor in elsewhere:
+            _replace(tensor, contents, place)
         self._end()
 
     def drop(self) -> None:
@@ -144,17 +144,21 @@ class Skeleton:
     def fill(self, contents: torch.Tensor) -> None:
         """Give the tensors the values of the contents, uint8 `[num_bytes]`."""
         for path, tensor in self._found:
-            place = self._places.get(path)
-            with torch.inference_mode(tensor.is_inference()):
-                if place is None:
-                    value = torch.empty_like(tensor, device=contents.device)
-                else:  # a few tensors of a checkpoint may have another dtype than the model
-                    value = torch.empty(0, dtype=getattr(torch, place.dtype), device=contents.device)
-                    offset = place.offset // value.element_size()
-                    value.set_(contents.untyped_storage(), offset, place.shape, place.stride)
-                if isinstance(tensor, nn.Parameter):
-                    value = nn.Parameter(value, requires_grad=False)
-            torch.utils.swap_tensors(tensor, value)  # every reference to the tensor is to the new one then
+            _replace(tensor, contents, self._places.get(path))
+
+
+def _replace(tensor: torch.Tensor, contents: torch.Tensor, place: TensorPlace | None) -> None:
+    """Turn a tensor of another device into one of the contents; without a place, into one of undefined values."""
+    with torch.inference_mode(tensor.is_inference()):
+        if place is None:
+            value = torch.empty_like(tensor, device=contents.device)
+        else:  # a few tensors of a checkpoint may have another dtype than the model
+            value = torch.empty(0, dtype=getattr(torch, place.dtype), device=contents.device)
+            offset = place.offset // value.element_size()
+            value.set_(contents.untyped_storage(), offset, place.shape, place.stride)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=False)
+    torch.utils.swap_tensors(tensor, value)  # every reference to the tensor is to the new one then
 
 
 class WeightRange(Protocol):

@@ -118,6 +118,17 @@ def test_tensors_that_share_memory_share_it_in_the_new_place() -> None:
     assert model.parts.norm.weight.data_ptr() % 64 == model.rows.data_ptr() % 64 == contents.data_ptr() % 64
 
 
+def test_tensors_that_are_on_another_device_move_too() -> None:
+    """`nn.Module.to` leaves tensors in plain attributes where they were."""
+    model = Tangled()
+    collection = collect(model)
+    collection.attach(torch.empty(collection.table.num_bytes, dtype=torch.uint8, device="meta"))
+    assert {tensor.device.type for tensor in model.all_tensors().values()} == {"meta"}
+    assert isinstance(model.rows, nn.Parameter)
+    assert model.tied is model.rows
+    assert model.transposed.shape == (6, 4)
+
+
 def test_opaque_tensors_are_refused() -> None:
     model = nn.Module()
     model.packed = torch.ones(2, 2).to_sparse()

@@ -165,6 +165,7 @@ class WeightRange(Protocol):
     """Addresses of weights: `FileRange` on a CPU, `CudaRange` on CUDA."""
 
     reserved: AddressRange
+    num_bytes: int
     is_mapped: bool
 
     def tensor(self) -> torch.Tensor: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +17,6 @@ _SHARE_BESIDE_STEPS = 0.25
 _MOST_MODELS = 2
 # Pages may have been evicted since they were read: they are looked at again after this time.
 _AGAIN_S = 30.0
-# Steps have the cores first.
-_NICE = 19
 
 
 class Readable(Protocol):
@@ -72,7 +69,7 @@ class ReadAhead:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone, on Linux
+        # Not at a low priority: starved while it holds the interpreter lock, it would stop the step thread.
         while not self._closing.is_set():
             self._event.wait()
             self._event.clear()

@@ -16,6 +16,9 @@ NEEDS_TOKENIZER = "a server needs the tokenizer: leave the setting out"
 
 Keep = Literal["auto", "always"] | float
 
+# Beyond these a model would have all of the device's time, or none, and sums of weights would lose the others.
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SLO:
@@ -34,9 +37,9 @@ class SLO:
     def __post_init__(self) -> None:
         """Raise `ConfigError` with a line for each setting that cannot work."""
         _raise(
-            f"{name} is {value}; it must be above 0"
+            f"{name} is {value}; it must be above 0 and finite"
             for name, value in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s))
-            if not value > 0
+            if not 0 < value < math.inf
         )
 
 
@@ -49,7 +52,8 @@ class ModelConfig:
         engine: its engine. `kv_memory_bytes` is a ceiling within the shelf's `device_memory_bytes`.
         keep: when its weights leave the device. "auto": when other models can use the memory better; "always": never;
             seconds: after this time without a request, or earlier when others need the memory.
-        weight: its share of the device's time while several models have work, relative to the others.
+        weight: its share of the device's time while several models have work, relative to the others, from 0.001 to
+            1000.
         slo: its latency targets.
         tool_call_parser, reasoning_parser: as beside `engine`.
     """
@@ -77,8 +81,8 @@ class ModelConfig:
                 yield f"keep is {self.keep!r}; it must be 'auto', 'always' or seconds"
         elif not 0 <= self.keep < math.inf:
             yield f"keep is {self.keep}; it must be at least 0 and finite; to keep a model for ever, use 'always'"
-        if not 0 < self.weight < math.inf:
-            yield f"weight is {self.weight}; it must be above 0"
+        if not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
+            yield f"weight is {self.weight}; it must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

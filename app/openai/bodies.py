@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model_validator
 
 from app.config.parsers import ReasoningParserName, ToolParserName
+from app.config.shelf import LEAST_WEIGHT, MOST_WEIGHT
 from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError
 from app.openai.base import (
@@ -413,9 +414,9 @@ class UnloadAdapterRequest(StrictBody):
 class SloFields(StrictBody):
     """Latency targets of a model."""
 
-    ttft_s: Annotated[float, Field(gt=0)] = 1.0
+    ttft_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Time to first token."""
-    tpot_s: Annotated[float, Field(gt=0)] = 0.1
+    tpot_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     """Time per output token after it."""
 
 
@@ -429,7 +430,7 @@ class AddModelRequest(StrictBody):
     keep: Literal["auto", "always"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = "auto"
     """When its weights leave the device: when other models can use the memory better, never, or after this time
     without a request."""
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
     """Its share of the device's time while several models have work."""
     slo: SloFields = SloFields()
     """Its latency targets."""

@@ -36,7 +36,9 @@ def args(*models: dict[str, Any], **settings: Any) -> AppArgs:
             "keep is inf; it must be at least 0 and finite; to keep a model for ever, use 'always'",
         ),
         ({"keep": "never"}, "keep is 'never'; it must be 'auto', 'always' or seconds"),
-        ({"weight": 0}, "weight is 0; it must be above 0"),
+        # The thread of all models ended: a quantum of such a weight is 0.
+        ({"weight": 1e-320}, "weight is 1e-320; it must be from 0.001 to 1000"),
+        ({"weight": 1e308}, "weight is 1e[+]308"),
         ({"weight": float("nan")}, "weight is nan"),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from app.config.checkpoint import checkpoint_faults, weight_bytes
 from app.config.engine import EngineConfig
@@ -61,9 +64,10 @@ def check_added(config: ModelConfig, shelf: ShelfConfig) -> tuple[ModelConfig, t
         if outside := [file.name for file in files if root not in file.resolve().parents]:
             raise RequestError(f"path is {given!r}, where {', '.join(outside)} links out of models_dir", "path")
         sizes = tuple((file.name, file.stat().st_size) for file in files)
+        faults = [*checkpoint_faults(folder), *_shards_elsewhere(folder)]
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a circle of links
-        raise RequestError(f"path is {given!r}, which is no path: {error}", "path") from error
-    if faults := list(checkpoint_faults(folder)):
+        raise RequestError(f"path is {given!r}, which cannot be read: {error}", "path") from error
+    if faults:
         raise RequestError(f"path is {given!r}: {'; '.join(faults)}", "path")
     size, most = weight_bytes(folder), shelf.device_memory_bytes
     if most is not None and config.engine.quantization == "none" and config.engine.dtype == "auto" and size >= most:
@@ -73,3 +77,16 @@ def check_added(config: ModelConfig, shelf: ShelfConfig) -> tuple[ModelConfig, t
             "path",
         )
     return replace(config, engine=replace(config.engine, model=str(folder))), sizes
+
+
+def _shards_elsewhere(folder: Path) -> Iterator[str]:
+    """Faults of indices that name files of other folders, which may be outside of `models_dir`: transformers follows
+    them. Raises `ValueError` if an index is not JSON."""
+    for index in folder.glob("*.index.json"):
+        if not index.is_file():
+            continue
+        content = json.loads(index.read_text(encoding="utf-8"))
+        names = content.get("weight_map") if isinstance(content, dict) else None
+        for name in sorted(set(map(str, names.values()))) if isinstance(names, dict) else ():
+            if "/" in name:
+                yield f"{index.name} names {name!r}; the weights must be in the model's folder"

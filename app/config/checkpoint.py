@@ -59,16 +59,14 @@ def weight_bytes(folder: Path) -> int:
 
 def _json(path: Path) -> dict[str, Any]:
     """Raises `ValueError` with a sentence unless the file is a JSON object."""
+    if not path.is_file():  # a FIFO would be waited for
+        inside = sorted(entry.name for entry in path.parent.iterdir())[:5]
+        raise ValueError(f"{str(path.parent)!r} has no {path.name}: it has {', '.join(inside) or 'no files at all'}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        inside = sorted(entry.name for entry in path.parent.iterdir())[:5]
-        raise ValueError(
-            f"{str(path.parent)!r} has no {path.name}: it has {', '.join(inside) or 'no files at all'}"
-        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is a JSON {type(value).__name__}; it must be an object")
@@ -154,7 +152,7 @@ def _ids_of_text(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _weight_faults(folder: Path) -> Iterator[str]:
-    files, index = sorted(folder.glob("*.safetensors")), folder / _INDEX
+    files, index = sorted(file for file in folder.glob("*.safetensors") if file.is_file()), folder / _INDEX
     if (single := folder / "model.safetensors").is_file():  # preferred by transformers
         files = [single]
     elif index.is_file():

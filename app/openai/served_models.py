@@ -15,7 +15,7 @@ from app.config.shelf import ModelConfig
 from app.engine.model.context import context_length, read_config
 from app.engine.model.tokenizer import load_tokenizer
 from app.engine.shelf.status import ModelState
-from app.errors import ModelUnavailableError, UnknownModelError
+from app.errors import ModelError, ModelUnavailableError, UnknownModelError
 from app.fleet.loaded import LoadedTable
 from app.fleet.messages import HostedModel, ServedPooling
 from app.fleet.overload import LoadShedder
@@ -134,7 +134,8 @@ class ServedModel:
         try:
             await asyncio.to_thread(self.load_now)
         except Exception as error:  # whatever a damaged file leads to, other models are served
-            logger.exception("the tokenizer of %r cannot be loaded", self.name)
+            is_typed = isinstance(error, ModelError)
+            logger.error("the tokenizer of %r cannot be loaded: %s", self.name, error, exc_info=not is_typed)
             self._error = str(error)
             self._retry_at = time.monotonic() + min(_FIRST_RETRY_S * 2 ** min(self._num_failures, 30), _LONGEST_RETRY_S)
             self._num_failures += 1

@@ -17,8 +17,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve_model(model))
-    except Exception as error:  # the tokenizers library raises `Exception` itself for a damaged file
-        raise ModelError(f"no tokenizer for {model!r}: {one_line(error)}") from error
+    except Exception as error:  # damaged files raise any, KeyError and ZeroDivisionError among them
+        raise ModelError(f"no tokenizer for {model!r}: {type(error).__name__}: {one_line(error)}") from error
     if not tokenizer.is_fast:
         raise ModelError(f"{model!r} has only a slow tokenizer; Folio needs a fast one (of the tokenizers library)")
     return tokenizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from app.engine.shelf.shelved_model import ShelvedModel
-from app.errors import UnavailableError
+from app.errors import ConfigError, ModelError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,9 @@ class Moves:
         def run() -> None:
             try:
                 then = work()
+            except (ConfigError, ModelError) as error:  # of its files: nothing of ours has failed
+                logger.error("the model %r cannot be loaded or woken: %s", model.name, error)
+                then = partial(self._fail, model, error)
             except BaseException as error:
                 logger.exception("the model %r cannot be loaded or woken", model.name)
                 then = partial(self._fail, model, error)

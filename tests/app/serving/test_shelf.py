@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import shutil
 import threading
 import time
@@ -322,6 +324,29 @@ async def test_a_model_is_added_and_removed(growing: Any, tmp_path: Path) -> Non
     assert (await growing.generate(completion("first"))).choices[0].text == alone
 
 
+def shards(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+
+    return write
+
+
+def make_fifo(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+# Each was served, answered 500, or took a thread of the replica for good.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "index": shards("../../model.safetensors"),
+    "deep": lambda folder: (folder / "config.json").write_text("[" * 100_000),
+    "fifo": make_fifo,
+    "long": shards("x" * 5000),
+    "tokenizer": lambda folder: (folder / "tokenizer.json").write_text('{"model": {"vocab": {}}}'),
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -331,6 +356,11 @@ async def test_a_model_is_added_and_removed(growing: Any, tmp_path: Path) -> Non
         ({"path": "broken"}, "has no config.json"),
         ({"path": "outside"}, "links out of models_dir"),
         ({"path": "truncated"}, "truncated or damaged"),
+        ({"path": "index"}, "the weights must be in the model's folder"),
+        ({"path": "deep"}, "is not JSON"),
+        ({"path": "fifo"}, "has no config.json"),
+        ({"path": "long"}, "cannot be read: .*too long"),
+        ({"path": "tokenizer"}, "no tokenizer for .*KeyError"),
         ({"path": "small", "name": "first"}, "of the settings"),
     ],
 )
@@ -338,6 +368,9 @@ async def test_what_cannot_be_served_is_not_added(
     growing: Any, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     folder = tmp_path / "models" / str(fields["path"])
+    if fields["path"] in DAMAGES:
+        shutil.copytree(tmp_path / "models" / "small", folder)
+        DAMAGES[fields["path"]](folder)
     if fields["path"] in ("outside", "truncated"):
         shutil.copytree(tmp_path / "models" / "small", folder)
         weights = folder / "model.safetensors"
@@ -403,13 +436,24 @@ async def test_without_a_models_dir_no_model_can_be_added(server: Any) -> None:
             await change
 
 
-async def test_a_model_that_cannot_be_loaded_takes_no_other_with_it(growing: Any, tmp_path: Path) -> None:
+async def test_a_tokenizer_that_is_damaged_later_makes_the_model_unavailable(growing: Any, tmp_path: Path) -> None:
+    """Regression: each request was answered 500, with a traceback in the log."""
+    await growing.add_model(AddModelRequest(name="second", path="small"))
+    (tmp_path / "models" / "small" / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    with pytest.raises(UnavailableError, match=r"'second' cannot be served now: no tokenizer for .*KeyError"):
+        await growing.generate(completion("second"))
+
+
+async def test_a_model_that_cannot_be_loaded_takes_no_other_with_it(
+    growing: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     await growing.add_model(AddModelRequest(name="second", path="small"))
     (tmp_path / "models" / "small" / "model.safetensors").unlink()
     for _ in range(2):
         with pytest.raises(UnavailableError, match="the model 'second' cannot be served now") as failure:
             await growing.generate(completion("second"))
     assert failure.value.message.count("model") > 1, "it says why"
+    assert [r for r in caplog.records if "'second' cannot be loaded" in r.getMessage() and r.exc_info is None]
     assert await states(growing) == {"first": "new", "second": "failed"}
     await growing.generate(completion("first"))
     growing.replica.check_health()

@@ -372,14 +372,14 @@ class Control:
             kv_bytes=int(_ROUNDING * tokens * size.token_bytes) + _WARM_UP_BYTES,
         )
         workspace_bytes = estimated_activations(config, size.model)
+        needed, capacity = estimate.weight_bytes + workspace_bytes, self._device.shared.pages.capacity_bytes
+        if needed > capacity:
+            raise ModelError(
+                f"its weights take {estimate.weight_bytes} bytes and a step {workspace_bytes}; device_memory_bytes is "
+                f"{capacity}"
+            )
 
         def then() -> None:
-            needed, capacity = estimate.weight_bytes + workspace_bytes, self._device.shared.pages.capacity_bytes
-            if needed > capacity:
-                raise ModelError(
-                    f"its weights take {estimate.weight_bytes} bytes and a step {workspace_bytes}; "
-                    f"device_memory_bytes is {capacity}"
-                )
             model.workspace_bytes = workspace_bytes
             model.measured(estimate)
 

@@ -287,7 +287,10 @@ class ShelvedModel:
             await deltas.aclose()
 
     def _unavailable(self) -> UnavailableError:
-        return UnavailableError(f"the model {self.name!r} cannot be served now: {self.error}")
+        after_s = self._retry_at - time.monotonic()
+        return UnavailableError(
+            f"the model {self.name!r} cannot be served now: {self.error}", after_s if after_s < math.inf else None
+        )
 
 
 def _retrieve(outcome: asyncio.Future[AsyncEngine]) -> None:

@@ -453,6 +453,7 @@ async def test_a_model_that_cannot_be_loaded_takes_no_other_with_it(
         with pytest.raises(UnavailableError, match="the model 'second' cannot be served now") as failure:
             await growing.generate(completion("second"))
     assert failure.value.message.count("model") > 1, "it says why"
+    assert 0 < (failure.value.retry_after_s or 0) <= 5
     assert [r for r in caplog.records if "'second' cannot be loaded" in r.getMessage() and r.exc_info is None]
     assert await states(growing) == {"first": "new", "second": "failed"}
     await growing.generate(completion("first"))

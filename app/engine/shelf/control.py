@@ -186,7 +186,8 @@ class Control:
             model.set_failed(UnavailableError("its engine has failed, see the log"))
         if model.state == "new" and self._moves.hangs(model):
             model.set_failed(self._moves.error_of(model))
-        if engine is None and model.estimate is None and model.is_wanted and model.state == "new":
+        is_unknown = engine is None and model.estimate is None and model.is_wanted and model.state == "new"
+        if is_unknown and model not in self._moves:  # that of before it failed, or was refused
             model.state = "loading"
             self._moves.load(model, partial(self._measure, model))
         if model.state == "failed" or (engine is None and model.estimate is None):
@@ -430,7 +431,8 @@ class Control:
             logger.debug("%r waits for memory: %s", model.name, error)
 
             def back() -> None:
-                model.state = "asleep"
+                if model.engine is engine:  # else it has failed meanwhile
+                    model.state = "asleep"
 
             return back
         seconds = time.monotonic() - began  # without the time until the step in progress ends

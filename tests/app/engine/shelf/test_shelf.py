@@ -573,6 +573,40 @@ async def test_a_load_that_hangs_is_given_up(models: TinyModels, monkeypatch: py
         await shelf.check_integrity()
 
 
+async def test_a_model_that_is_refused_while_it_is_loaded_is_loaded_once(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: its next request began a second load, whose end was lost: the request waited for ever, and the
+    second engine's memory was never given back."""
+    real, begun, answers = control.AsyncEngine, [], threading.Event()
+
+    def load(*args: Any, **kwargs: Any) -> AsyncEngine:
+        begun.append(args)
+        assert answers.wait(60)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(control, "AsyncEngine", load)
+    alone = await models.alone("llama", [1, 2], GREEDY)
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("llama")
+        first = asyncio.create_task(outputs(model, [1, 2], GREEDY))
+        await until_async(lambda: begun, 30.0)
+        await in_step_thread(shelf, partial(model.refuse, UnavailableError("there is no memory for it now")))
+        with pytest.raises(UnavailableError, match="no memory for it now"):
+            await first
+        await until_async(lambda: time.monotonic() > model._retry_at, 30.0)
+        second = asyncio.create_task(outputs(model, [1, 2], GREEDY))
+        await until_async(lambda: model.is_wanted, 30.0)
+        for _ in range(3):  # plans
+            planned_at = control_of(shelf)._planned_at
+            control_of(shelf).note_change()
+            await until_async(lambda at=planned_at: control_of(shelf)._planned_at > at, 30.0)
+        answers.set()
+        assert await second == alone
+        assert len(begun) == 1
+        await shelf.check_integrity()
+
+
 async def test_a_full_disk(models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models take turns with their weights in memory."""
 

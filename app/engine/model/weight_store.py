@@ -155,11 +155,14 @@ class WeightStore:
         """
         try:
             arena = self._arena(key, tensors.table, self.provide(key, tensors), again)
+            try:
+                tensors.attach(arena.contents)  # first, so that the memory is not needed twice
+            except BaseException:
+                arena.close()
+                raise
         except BaseException:
             tensors.drop()
             raise
-        # First, so that the memory is not needed twice.
-        tensors.attach(arena.contents)
         return _mapped(arena)
 
     def room_to_make(self, num_bytes: int) -> Callable[[], None]:

@@ -239,6 +239,20 @@ def test_whichever_call_of_the_driver_fails_in_a_load(device: Device, tmp_path: 
     assert num_failed > 10
 
 
+def test_tensors_that_cannot_move_leave_nothing(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: their addresses stayed reserved and their memory charged, until the process ended."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("cannot swap a tensor that has a weak reference")
+
+    monkeypatch.setattr(Collection, "attach", fail)
+    with pytest.raises(RuntimeError, match="weak reference"):
+        device.move(device.store(tmp_path))
+    device.check()
+
+
 def test_weights_of_another_checkpoint_are_an_error(device: Device, tmp_path: Path) -> None:
     store = device.store(tmp_path)
 

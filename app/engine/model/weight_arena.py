@@ -205,6 +205,7 @@ class WeightArena:
     def __init__(self, reserved: WeightRange, source: WeightSource) -> None:
         self._range, self._source = reserved, source
         self._lock = threading.Lock()
+        self._is_closed = False
 
     @property
     def num_bytes(self) -> int:
@@ -226,9 +227,12 @@ class WeightArena:
         Raises:
             OutOfPages: the device has too little memory left. Nothing has changed then.
             MapError: the system refused.
-            ModelError: the file of the weights is gone or damaged, and the checkpoint cannot replace it.
+            ModelError: the file of the weights is gone or damaged, and the checkpoint cannot replace it; or the arena
+                has been closed meanwhile.
         """
         with self._lock:
+            if self._is_closed:  # before the source makes what nobody would give back
+                raise ModelError("the weights have been given up: the engine of their model has stopped")
             try:
                 self._range.map(*self._source.open())
             except BaseException:
@@ -257,5 +261,6 @@ class WeightArena:
     def close(self) -> None:
         """Unmap the weights for good. The model's tensors must not be touched any more."""
         with self._lock:
+            self._is_closed = True
             self._range.close()
             self._source.close()

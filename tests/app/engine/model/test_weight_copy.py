@@ -253,6 +253,17 @@ def test_tensors_that_cannot_move_leave_nothing(
     device.check()
 
 
+def test_a_closed_arena_is_not_mapped(device: Device, tmp_path: Path) -> None:
+    """Regression: the weights were made again from the checkpoint, and their pinned copy was never freed."""
+    store = device.store(tmp_path, host_memory_bytes=SIZE)
+    arena = device.move(store)[1]
+    arena.close()
+    with pytest.raises(ModelError, match="given up"):
+        arena.map()
+    assert (device.made, device.num_pinned) == ([], 0)
+    assert store.take_host_bytes(SIZE)
+
+
 def test_weights_of_another_checkpoint_are_an_error(device: Device, tmp_path: Path) -> None:
     store = device.store(tmp_path)
 

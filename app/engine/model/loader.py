@@ -40,7 +40,7 @@ from app.engine.model.pooling import Pooling, find_pooling, is_classifier
 from app.engine.model.tokenizer import load_tokenizer, one_line
 from app.engine.model.weight_arena import Collection, Skeleton, WeightArena, collect
 from app.engine.model.weight_key import WeightKey, weight_files, weight_key
-from app.engine.model.weight_store import WeightStore
+from app.engine.model.weight_store import StoredFile, WeightStore
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import ShardPlan, install_collectives, load_share
 from app.errors import ConfigError, ModelError
@@ -266,17 +266,21 @@ def _in_arena(
         return make()[1]
 
     if (found := weights.find(key)) is not None:
-        arena: WeightArena | None = None
+        opened: StoredFile | WeightArena | None = found
         try:
             made = _without_values(config, hf_config, found.header.facts)
             skeleton = Skeleton(made.module, found.header.table)
-            arena = weights.map(key, found, again)
+            opened = None  # `map` closes the file if it fails
+            opened = arena = weights.map(key, found, again)
             skeleton.fill(arena.contents)
             return made, arena
-        except (ModelError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        except BaseException as error:
+            if opened is not None:
+                opened.close()
             # Of torch: an operation needs values, or a tensor cannot be swapped. Of the facts: another version's.
+            if not isinstance(error, ModelError | RuntimeError | KeyError | TypeError | AttributeError):
+                raise
             logger.info("%r is loaded from its checkpoint, not from the file of its weights: %s", config.model, error)
-            (arena or found).close()
     made, tensors = make()
     try:
         before, key = key, _key_of(config, pools=pools)

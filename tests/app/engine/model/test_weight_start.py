@@ -128,6 +128,26 @@ def test_a_model_that_is_not_the_file_s_is_loaded_from_its_checkpoint(
         assert torch.equal(tensor, other), path
 
 
+@pytest.mark.parametrize("error", [ModelError("changed"), ValueError("odd")])
+def test_a_file_that_cannot_be_mapped_is_closed_once(
+    error: Exception, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: twice, which may have closed another file; and a model that cannot be filled stayed mapped."""
+    load("llama")
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((WeightArena, "map") if isinstance(error, ModelError) else (loader.Skeleton, "fill")), fail)
+        patch.setattr(loader, "_load_module", fail)
+        with pytest.raises(type(error), match=str(error)):
+            load("llama")
+    assert len(list(descriptors.iterdir())) == before
+
+
 def test_the_file_of_a_model_without_output_layer_is_not_for_generation(
     make_checkpoint: MakeCheckpoint, load: Load, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ class AsyncEngine:
         thread: computes the steps, and those of other engines. On a CPU the engine is then created by the caller's
             thread, so that the others go on. `None`: a thread of its own.
         device: see `Engine`; with `thread`.
+        most_s: longest time for which the start may hold up the `thread`.
 
     Attributes:
         driver: of the engine.
@@ -66,6 +67,7 @@ class AsyncEngine:
         loaded: Collection[AdapterSource] = (),
         thread: StepThread | None = None,
         device: SharedDevice | None = None,
+        most_s: float = 0.0,
     ) -> None:
         self._ids = itertools.count()
 
@@ -89,7 +91,7 @@ class AsyncEngine:
         if thread is not None:
             # Kernels of other engines must not be launched while graphs are captured.
             captures = resolve(config).device == "cuda"
-            self.driver = thread.call(partial(start, thread)).result() if captures else start(thread)
+            self.driver = thread.call(partial(start, thread), most_s).result() if captures else start(thread)
         else:
             # The engine is created in its thread, because OpenMP gives each thread that computes a team of threads.
             # With two teams, more threads than cores, none spins while it waits for the others, and a step takes a

@@ -61,7 +61,8 @@ class StepThread:
         clock: in seconds.
 
     Attributes:
-        progress_at: when the thread last looked for work or ended a step, by `time.monotonic`.
+        progress_at: when the thread last looked for work or ended a step, by `time.monotonic`; during a call that may
+            take long, the end of that time.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class StepThread:
         self._control = control
         self._clock = clock
         self._members: list[Member] = []
-        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._calls: list[tuple[Callable[[], Any], Future[Any], float]] = []
         self._guard = threading.Lock()  # of the lists, which other threads extend
         self._event = threading.Event()
         self._closing = self._ended = False
@@ -83,14 +84,18 @@ class StepThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function in the thread, between two steps. The future fails once the thread has ended."""
+    def call(self, function: Callable[[], T], most_s: float = 0.0) -> Future[T]:
+        """Call a function in the thread, between two steps. The future fails once the thread has ended.
+
+        Args:
+            most_s: for so long it makes progress, as far as others can tell.
+        """
         outcome: Future[T] = Future()
         with self._guard:
             if self._ended:
                 outcome.set_exception(UnavailableError(_ENDED))
                 return outcome
-            self._calls.append((function, outcome))
+            self._calls.append((function, outcome, most_s))
         self.wake()
         return outcome
 
@@ -116,7 +121,7 @@ class StepThread:
         finally:  # nobody waits for a call that is never made
             with self._guard:
                 self._ended, calls, self._calls = True, self._calls, []
-            for _, outcome in calls:
+            for _, outcome, _ in calls:
                 if outcome.set_running_or_notify_cancel():
                     outcome.set_exception(UnavailableError(_ENDED))
 
@@ -156,8 +161,10 @@ class StepThread:
     def _run_calls(self) -> None:
         with self._guard:
             calls, self._calls = self._calls, []
-        for function, outcome in calls:
+        for function, outcome, most_s in calls:
+            self.progress_at = time.monotonic() + most_s
             run_call(function, outcome)
+        self.progress_at = time.monotonic()
 
 
 class Turns(Generic[S]):

@@ -25,7 +25,7 @@ from app.engine.shelf.allocation import Allocation, ModelNeed
 from app.engine.shelf.arbiter import HORIZON_S, Arbiter
 from app.engine.shelf.device import ShelfDevice
 from app.engine.shelf.measure import kv_need, pressure, waited_s
-from app.engine.shelf.moves import Moves
+from app.engine.shelf.moves import Moves, longest_load_s
 from app.engine.shelf.read_ahead import ReadAhead
 from app.engine.shelf.shelved_model import Estimate, ShelvedModel
 from app.engine.startup import PeerPrefixes
@@ -400,6 +400,7 @@ class Control:
                 loaded=model.loaded_adapters,
                 thread=self._thread,
                 device=self._device.shared,
+                most_s=longest_load_s(estimate.weight_bytes),
             )
         except OutOfPages as error:  # the weights take more than was estimated, or the memory is not there yet
             logger.info("%r waits for memory: %s", model.name, error)

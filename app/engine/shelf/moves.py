@@ -21,6 +21,11 @@ _LOAD_S, _LOAD_BYTES_PER_S = 300.0, 1e7
 Work = Callable[[], Callable[[], None]]
 
 
+def longest_load_s(weight_bytes: int) -> float:
+    """After this time a load of so many bytes hangs."""
+    return _LOAD_S + weight_bytes / _LOAD_BYTES_PER_S
+
+
 @dataclass(frozen=True, slots=True)
 class _Move:
     thread: threading.Thread
@@ -69,7 +74,7 @@ class Moves:
 
     def load(self, model: ShelvedModel, work: Work, weight_bytes: int = 0) -> None:
         """As `begin`, for work that reads so many bytes of files which may not answer."""
-        self.begin(model, work, _LOAD_S + weight_bytes / _LOAD_BYTES_PER_S, weight_bytes)
+        self.begin(model, work, longest_load_s(weight_bytes), weight_bytes)
 
     def begin(self, model: ShelvedModel, work: Work, most_s: float = math.inf, held_bytes: int = 0) -> None:
         """Do some work in a thread of its own, and then what it returns in this one.

@@ -106,3 +106,24 @@ def test_control_is_called_although_no_member_has_work() -> None:
         assert calls.acquire(timeout=10)
     thread.close(10)
     assert not thread.is_alive
+
+
+def test_a_call_that_may_take_long_is_no_hang() -> None:
+    """Regression: a shelf on CUDA whose model took two minutes to load was replaced, with all its models."""
+    thread, begun, ends = StepThread(), threading.Event(), threading.Event()
+
+    def load() -> None:
+        begun.set()
+        ends.wait(30)
+
+    try:
+        call = thread.call(load, most_s=500.0)
+        assert begun.wait(30)
+        assert thread.progress_at > time.monotonic() + 400
+        ends.set()
+        call.result(30)
+        thread.call(lambda: None).result(30)
+        assert thread.progress_at <= time.monotonic()
+    finally:
+        ends.set()
+        thread.close()

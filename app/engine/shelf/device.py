@@ -105,9 +105,9 @@ class ShelfDevice:
         """Whether the machine has so many bytes to spare for files, beside the weights that are mapped now. From any
         thread."""
         machine = Machine.detect()
-        # Mapped files are in the page cache, which the system counts as available.
-        spare_bytes = machine.available_bytes - self.shared.pages.charged_bytes
-        return num_bytes + int(_RESERVE_SHARE * machine.memory_bytes) <= spare_bytes
+        # Mapped files are in the page cache, which the system counts as available. On CUDA they are the device's.
+        mapped_bytes = self.shared.pages.charged_bytes if self._uploads is None else 0
+        return num_bytes + int(_RESERVE_SHARE * machine.memory_bytes) <= machine.available_bytes - mapped_bytes
 
     def close(self) -> None:
         """Raises `IntegrityError` if a model has memory left."""

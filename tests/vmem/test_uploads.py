@@ -121,6 +121,8 @@ def test_the_same_tensor_reads_the_weights_whenever_they_are_mapped(setup: Setup
 @pytest.mark.gpu
 def test_a_real_device_shows_the_weights_whenever_they_are_mapped(tmp_path: Path) -> None:
     """From pinned memory and through the staging buffers, of 1 GB, which is not a whole number of pages."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     pages = DevicePages(4 << 30)
     uploads = Uploads(CudaBackend(pages=pages))
     data = torch.randint(-(1 << 31), 1 << 31, ((1 << 28) + 1000,), dtype=torch.int32)

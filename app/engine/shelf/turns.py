@@ -117,8 +117,8 @@ class _TurnTaking:
         return _own_weight_bytes(need) + kv_bytes
 
     def _that_fit(self, residents: list[ModelNeed]) -> list[ModelNeed]:
-        """Those that fit although their requests have grown: first each one gets less to work with, then those with the
-        longest turns are dropped."""
+        """Those that fit although their requests have grown: first each one gets less to work with, then those are
+        dropped that do not fit beside the ones with shorter turns."""
         kept = sorted(residents, key=lambda need: (need.state != "waking", need.turn_s, need.name))
         taken_bytes = sum(map(self._bytes, kept))
         least_bytes = {need.name: min(need.first_bytes, self._floors[need.name]) for need in kept}
@@ -128,11 +128,16 @@ class _TurnTaking:
             for name, least in least_bytes.items():
                 self._floors[name] = least + int(part * (self._floors[name] - least))
             return kept
-        while len(kept) > 1 and kept[-1].state == "awake" and taken_bytes > self._free_bytes:
-            dropped = kept.pop()
-            taken_bytes -= self._bytes(dropped)
-            self.turns.victims[dropped.name] = kept[0].name
-        return kept
+        fit: list[ModelNeed] = []
+        free_bytes = self._free_bytes
+        for need in kept:
+            num_bytes = self._bytes(need)
+            if fit and need.state == "awake" and num_bytes > free_bytes:
+                self.turns.victims[need.name] = fit[0].name
+                continue
+            fit.append(need)
+            free_bytes -= num_bytes
+        return fit
 
     def _admit(self, claimants: list[ModelNeed]) -> None:
         whole_bytes = self._free_bytes - sum(self._bytes(need, whole=True) for need in self._residents)

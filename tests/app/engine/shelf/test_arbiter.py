@@ -339,6 +339,17 @@ def shelves(draw: st.DrawFn) -> list[ModelNeed]:
     return needs
 
 
+def test_a_small_model_is_not_put_to_sleep_for_a_large_one_that_makes_no_room() -> None:
+    """Regression: of three residents that did not fit, the last one by name was dropped although the second had to be
+    dropped, too. The next plan woke it again, and so on without end."""
+    large = waiting("a", 549, state="awake", weight_bytes=1, ttft_s=10.0)
+    kept = waiting("b", 369, state="awake", weight_bytes=124, keep="always", ttft_s=10.0)
+    small = waiting("c", 0, state="awake", weight_bytes=2, ttft_s=0.1)
+    allocation = plan(large, kept, small)
+    assert not allocation.sleep
+    assert allocation.budgets["a"] >= 549
+
+
 @settings(deadline=None, max_examples=examples(300, nightly=6000))
 @given(needs=shelves(), seed=st.integers(0, 9))
 def test_any_plan_can_be_carried_out_and_leads_to_rest(needs: list[ModelNeed], seed: int) -> None:

@@ -112,5 +112,5 @@ async def test_sleeps_and_wakes_while_calls_of_the_driver_fail(models: TinyModel
 
 def test_more_memory_than_the_device_has(models: TinyModels, driver: FakeDriver) -> None:
     with pytest.raises(ConfigError, match=rf"device_memory_bytes is {DEVICE_BYTES + 1}; .* set at most {DEVICE_BYTES}"):
-        device.ShelfDevice([models.config("llama")], DEVICE_BYTES + 1, 0, models.weights_dir)
-    device.ShelfDevice([models.config("llama")], DEVICE_BYTES, 0, models.weights_dir).close()
+        device.ShelfDevice([models.config("llama")], DEVICE_BYTES + 1, 0, models.weights_dir, None)
+    device.ShelfDevice([models.config("llama")], DEVICE_BYTES, 0, models.weights_dir, None).close()

@@ -167,13 +167,16 @@ class GroupMemory:
         return sum(reserved.num_bytes for reserved in (*self.homes, *self.ranges))
 
     def release(self) -> None:
-        """Unmap the anchor page, and release the addresses; nothing else may be mapped."""
+        """Unmap the anchor page and release the addresses; nothing else may be mapped. Raises `MapError`; call again."""
         while self._anchored:
             self._backend.unmap(self._anchored[-1])
             self._anchored.pop()
-        for reserved in (*self.homes, *self.ranges):
-            self._backend.release(reserved)
-        self.homes, self.ranges = [], []
+        while self.homes:
+            self._backend.release(self.homes[-1])
+            self.homes = self.homes[:-1]
+        while self.ranges:
+            self._backend.release(self.ranges[-1])
+            self.ranges = self.ranges[:-1]
 
     # ---- regions ----
 

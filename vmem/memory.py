@@ -10,8 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-from vmem.backends.base import Backend
+from vmem.backends.base import Backend, retry_undo
 from vmem.budget import BudgetAnswer, MemoryCounts, PagePool
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, OutOfSwap, PinError, VmemError
 from vmem.eviction import EvictionOrder, ReturnOrder
@@ -551,20 +552,20 @@ class KVMemory:
             self.audit.check_idle()
 
     def close(self) -> None:
-        """Stop the mapper and give all memory back, pinned prefixes included. No step may be running. Raises
-        `IntegrityError` if a sequence is still open."""
+        """Stop the mapper and give all memory back, pinned prefixes included; calls that fail are made again. No step
+        may be running. Raises `IntegrityError` if a sequence is still open, or a call fails each time."""
         with self.lock.turn():
             self._check_none_open("closed")
             self.copies.run()
         self.mapper.stop()
         with self.lock.turn():
-            self._release_pages()
+            retry_undo(self._release_pages)
             self._mappings.leave(self.policy.num_mappings)
             with self.lock.unlocked():
                 for group in self.group_memories:
-                    group.release()
-                self.backend.destroy(self._anchor)
-                self.backend.close()
+                    retry_undo(group.release)
+                retry_undo(partial(self.backend.destroy, self._anchor))
+                retry_undo(self.backend.close)
 
     # ---- within a turn ----
 

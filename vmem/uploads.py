@@ -242,12 +242,12 @@ class CudaRange:
         self.is_mapped = False
 
     def close(self) -> None:
-        """Unmap and release the range."""
+        """Unmap and release the range; calls that fail are made again."""
         if self._is_closed:
             return
         if self.is_mapped:
-            self.unmap()
-        self._backend.release(self.reserved)
+            retry_undo(self.unmap)
+        retry_undo(partial(self._backend.release, self.reserved))
         self._is_closed = True
 
     def _map_pages(self, span: AddressRange) -> None:

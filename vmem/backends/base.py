@@ -173,6 +173,7 @@ class AccountedBackend(Backend, ABC):
         self._reserved: dict[int, AddressRange] = {}
         self._lock = threading.RLock()
         self._pages = pages
+        self._has_left = False
         self._calls = PageCalls(device, self._create, self._destroy)
         if pages is not None:
             pages.join(self._calls)
@@ -282,9 +283,10 @@ class AccountedBackend(Backend, ABC):
             raise MapError(f"{what} {num_bytes} is above the {sys.maxsize} bytes that can be addressed")
 
     def _end_accounting(self) -> None:
-        """Before the backend is closed: nothing may be left, and the device's memory has one backend less."""
+        """Before a backend is closed: nothing may be left, and the device has one backend less. May be called again."""
         left = (len(self.mappings), len(self._num_aliases), len(self._reserved))
         if any(left):
             raise IntegrityError("closed with {} mappings, {} pages and {} reservations left".format(*left))
-        if self._pages is not None:
+        if self._pages is not None and not self._has_left:
             self._pages.leave(self._calls)
+            self._has_left = True

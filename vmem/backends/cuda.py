@@ -253,8 +253,11 @@ class CudaBackend(AccountedBackend):
         if self._context is None:
             return
         self._end_accounting()
-        for event in (*self._spare_events, *(event for _, event in self._events)):
-            self.call("cuEventDestroy", event)
+        self._spare_events += (event for _, event in self._events)
+        self._events.clear()
+        while self._spare_events:
+            self.call("cuEventDestroy", self._spare_events[-1])
+            self._spare_events.pop()
         self.call("cuDevicePrimaryCtxRelease", self._device)
         self._context = None
 

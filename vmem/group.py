@@ -167,7 +167,7 @@ class GroupMemory:
         return sum(reserved.num_bytes for reserved in (*self.homes, *self.ranges))
 
     def release(self) -> None:
-        """Unmap the anchor page and release the addresses; nothing else may be mapped. Raises `MapError`; call again."""
+        """Unmap the anchor page, release the addresses; nothing else may be mapped. Raises `MapError`; call again."""
         while self._anchored:
             self._backend.unmap(self._anchored[-1])
             self._anchored.pop()

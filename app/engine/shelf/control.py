@@ -149,7 +149,7 @@ class Control:
         adapters = sum(m.engine.driver.engine.adapters.num_bytes for m in models if m.engine is not None)
         self._device.take_workspace(workspace_bytes + adapters)
         anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
-        self._capacity_bytes = self._device.capacity_bytes - anchors - self._moves.hanging_bytes
+        self._capacity_bytes = self._device.capacity_bytes - anchors
         needs = [self._need(model, now) for model in models if self._is_planned(model)]
         needed_bytes = sum(need.needed_bytes for need in needs if need.has_work)
         beside_bytes = self._device.shared.pages.capacity_bytes - self._capacity_bytes

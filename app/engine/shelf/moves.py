@@ -30,7 +30,6 @@ def longest_load_s(weight_bytes: int) -> float:
 class _Move:
     thread: threading.Thread
     gives_up_at: float
-    held_bytes: int
 
 
 class Moves:
@@ -50,7 +49,7 @@ class Moves:
     ) -> None:
         self._call, self._attempt, self._fail = call, attempt, fail
         self._moves: dict[ShelvedModel, _Move] = {}
-        self._hanging: dict[ShelvedModel, _Move] = {}
+        self._hanging: set[ShelvedModel] = set()  # whose loads were given up: a thread cannot be ended
 
     def __contains__(self, model: ShelvedModel) -> bool:
         return model in self._moves
@@ -59,13 +58,8 @@ class Moves:
         return len(self._moves)
 
     @property
-    def hanging_bytes(self) -> int:
-        """Memory that loads may hold which were given up: a thread cannot be ended."""
-        return sum(move.held_bytes for move in self._hanging.values())
-
-    @property
     def hang(self) -> bool:
-        """Whether there are such loads."""
+        """Whether loads were given up and have not returned."""
         return bool(self._hanging)
 
     def hangs(self, model: ShelvedModel) -> bool:
@@ -74,14 +68,13 @@ class Moves:
 
     def load(self, model: ShelvedModel, work: Work, weight_bytes: int = 0) -> None:
         """As `begin`, for work that reads so many bytes of files which may not answer."""
-        self.begin(model, work, longest_load_s(weight_bytes), weight_bytes)
+        self.begin(model, work, longest_load_s(weight_bytes))
 
-    def begin(self, model: ShelvedModel, work: Work, most_s: float = math.inf, held_bytes: int = 0) -> None:
+    def begin(self, model: ShelvedModel, work: Work, most_s: float = math.inf) -> None:
         """Do some work in a thread of its own, and then what it returns in this one.
 
         Args:
             most_s: after which it is given up.
-            held_bytes: of the device, that it may hold then.
         """
 
         def run() -> None:
@@ -95,14 +88,16 @@ class Moves:
                 then = partial(self._fail, model, error)
 
             def end() -> None:
-                if self._hanging.pop(model, None) is None:
+                if model in self._hanging:
+                    self._hanging.remove(model)
+                else:
                     del self._moves[model]
                 self._attempt(model, then)
 
             self._call(end)
 
         thread = threading.Thread(target=run, name=f"folio-move-{model.name}", daemon=True)
-        self._moves[model] = _Move(thread, time.monotonic() + most_s, held_bytes)
+        self._moves[model] = _Move(thread, time.monotonic() + most_s)
         try:
             thread.start()
         except RuntimeError as error:  # the system has no thread left
@@ -113,7 +108,8 @@ class Moves:
     def give_up(self, now: float) -> None:
         """Fail models whose loads hang, as on a file system that does not answer."""
         for model in [model for model, move in self._moves.items() if now > move.gives_up_at]:
-            self._hanging[model] = self._moves.pop(model)
+            del self._moves[model]
+            self._hanging.add(model)
             error = self.error_of(model)
             logger.error("the model %r is given up: %s", model.name, error)
             self._fail(model, error)

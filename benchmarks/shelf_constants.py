@@ -40,7 +40,7 @@ CONSTANTS: dict[str, ModuleType] = {
     "WORKING_SHARE": turns,
     "_MEMORY": arrivals,
     "_QUANTUM_S": step_thread,
-    "_MOST_PRESSURE": shelf_model,
+    "MOST_PRESSURE": shelf_model,
 }
 FACTORS = {"halved": 0.5, "doubled": 2.0}
 # Seed of models and traffic, where in the trace the run begins, and the trace's mean rate, requests a second.

@@ -13,7 +13,7 @@ from app.engine.report import ReplicaReport, StepTimes, attended_tokens
 from app.engine.shelf import arbiter
 from app.engine.shelf.allocation import ModelNeed
 from app.engine.shelf.arrivals import ArrivalHistory
-from app.engine.shelf.control import _LEAST_URGENCY, _MOST_PRESSURE
+from app.engine.shelf.measure import LEAST_URGENCY, MOST_PRESSURE
 from app.engine.shelf.status import ModelStatus
 from benchmarks.simulator.device import Device
 
@@ -133,7 +133,7 @@ class SimulatedModel:
         first = (running or waiting)[0] if self.has_work else None
         new_since = min((r.at for r in (*running, *waiting) if r.first_token_at is None), default=now)
         pressure = max((now - new_since) / spec.ttft_s, self._step_gap_s / spec.tpot_s if running else 0.0)
-        self.share = spec.share * (_LEAST_URGENCY + min(pressure, _MOST_PRESSURE))
+        self.share = spec.share * (LEAST_URGENCY + min(pressure, MOST_PRESSURE))
         left = sum(r.length - r.computed for r in (*running, *waiting))
         most = max((r.num_output_tokens - r.generated for r in (*running, *waiting)), default=0)
         return ModelNeed(

@@ -9,7 +9,6 @@ map their weights, so that steps go on meanwhile:
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,9 +21,9 @@ from app.engine.model.device import resolve
 from app.engine.model.kv_plan import estimated_activations
 from app.engine.model.size import ModelSize
 from app.engine.shelf.allocation import Allocation, ModelNeed
-from app.engine.shelf.arbiter import HORIZON_S, Arbiter
+from app.engine.shelf.arbiter import Arbiter
 from app.engine.shelf.device import ShelfDevice
-from app.engine.shelf.measure import kv_need, pressure, waited_s
+from app.engine.shelf.measure import loaded_need, unloaded_need
 from app.engine.shelf.moves import Moves, longest_load_s
 from app.engine.shelf.read_ahead import ReadAhead
 from app.engine.shelf.shelved_model import Estimate, ShelvedModel
@@ -49,8 +48,6 @@ _RELOAD_S = 0.5
 _HANGS_S = 120.0
 # KV memory for the warm-up of a model that is loaded, beyond a step's tokens: rounding to pages, and decodes.
 _WARM_UP_TOKENS, _WARM_UP_BYTES, _ROUNDING = 1024, 8 << 20, 1.25
-# A model's share of the device's time is its weight, times this number plus its pressure, up to a bound.
-_LEAST_URGENCY, _MOST_PRESSURE = 0.5, 3.0
 _MOST_OF_ROOM = 0.9  # the remainder is for the model's anchor page
 
 
@@ -195,56 +192,10 @@ class Control:
         return engine is not None or model.is_wanted or model.state == "loading"
 
     def _need(self, model: ShelvedModel, now: float) -> ModelNeed:
-        config, engine = model.config, model.engine
-        if engine is None:
-            assert model.estimate is not None
-            is_loading, kv_bytes = model.state == "loading", self._warm_up_bytes(model, model.estimate)
-            return ModelNeed(
-                name=model.name,
-                state="waking" if is_loading else "asleep",
-                weight_bytes=model.estimate.weight_bytes,
-                most_bytes=kv_bytes,
-                budget_bytes=kv_bytes if is_loading else 0,
-                held_bytes=kv_bytes if is_loading else 0,
-                num_waiting=max(model.num_pending, 1),
-                first_bytes=kv_bytes,
-                waiting_bytes=kv_bytes,
-                wake_s=model.usual_load_s,
-                waited_s=model.pending_s,
-                ttft_s=config.slo.ttft_s,
-                share=config.weight,
-                keep=config.keep,
-            )
-        kv = kv_need(engine.driver.engine)
-        urgency = _LEAST_URGENCY + min(pressure(kv, config.slo, engine.driver.step_gap_s), _MOST_PRESSURE)
-        engine.driver.share = config.weight * urgency
-        model.note_work(now, has_work=bool(kv.num_running or kv.num_waiting), has_preempted=kv.has_preempted)
-        is_mapped = model.state in ("awake", "waking")
-        return ModelNeed(
-            name=model.name,
-            state="asleep" if not is_mapped else "waking" if model.state == "waking" else "awake",
-            weight_bytes=model.weight_bytes + kv.pinned_bytes,
-            most_bytes=kv.most_bytes,
-            budget_bytes=kv.budget_bytes,
-            held_bytes=kv.held_bytes,
-            num_running=kv.num_running,
-            num_waiting=kv.num_waiting,
-            running_bytes=kv.running_bytes if kv.num_running else 0,
-            first_bytes=kv.first_bytes,
-            waiting_bytes=kv.waiting_bytes,
-            cached_bytes=kv.cached_bytes,
-            cached_s=kv.cached_s,
-            work_s=kv.work_s,
-            wake_s=model.usual_wake_s,
-            waited_s=waited_s(kv, model.preempted_at),
-            lost_s=math.inf if model.lost_at is None else now - model.lost_at,
-            turn_s=now - model.turn_since,
-            idle_s=now - model.worked_at,
-            probability=model.arrivals.probability(now, HORIZON_S),
-            ttft_s=config.slo.ttft_s,
-            share=config.weight,
-            keep=config.keep,
-        )
+        if model.engine is not None:
+            return loaded_need(model, model.engine, now)
+        assert model.estimate is not None
+        return unloaded_need(model, model.estimate.weight_bytes, self._warm_up_bytes(model, model.estimate))
 
     def _warm_up_bytes(self, model: ShelvedModel, estimate: Estimate) -> int:
         """KV memory for the warm-up, or most of what the device has beside the weights, which may do for requests."""

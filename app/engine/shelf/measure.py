@@ -1,20 +1,83 @@
-"""What a loaded model needs of the device's memory, read from its engine between two steps."""
+"""What models need of the device's memory and time: of a loaded one, read from its engine between two steps."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
 from app.config.shelf import SLO
+from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine
 from app.engine.request import Request, SequenceGroup
+from app.engine.shelf.allocation import ModelNeed
+from app.engine.shelf.arbiter import HORIZON_S
+from app.engine.shelf.shelved_model import ShelvedModel
 
 # A request that begins gets memory for so many tokens beside its prompt, so that it need not wait again at once.
 _GROWTH_TOKENS = 64
 # Waiting requests whose memory is added up; more could hardly run at once.
 _MOST_COUNTED = 64
+# A model's share of the device's time is its weight, times this number plus its pressure, up to a bound.
+LEAST_URGENCY, MOST_PRESSURE = 0.5, 3.0
+
+
+def unloaded_need(model: ShelvedModel, weight_bytes: int, warm_up_bytes: int) -> ModelNeed:
+    """Needs of a model that is being loaded, or is to be, with the estimated bytes of its weights and of the KV memory
+    for its warm-up."""
+    config, is_loading = model.config, model.state == "loading"
+    kv_bytes = warm_up_bytes if is_loading else 0
+    return ModelNeed(
+        name=model.name,
+        state="waking" if is_loading else "asleep",
+        weight_bytes=weight_bytes,
+        most_bytes=warm_up_bytes,
+        budget_bytes=kv_bytes,
+        held_bytes=kv_bytes,
+        num_waiting=max(model.num_pending, 1),
+        first_bytes=warm_up_bytes,
+        waiting_bytes=warm_up_bytes,
+        wake_s=model.usual_load_s,
+        waited_s=model.pending_s,
+        ttft_s=config.slo.ttft_s,
+        share=config.weight,
+        keep=config.keep,
+    )
+
+
+def loaded_need(model: ShelvedModel, engine: AsyncEngine, now: float) -> ModelNeed:
+    """Needs of a model with an engine, whose share of the device's time follows them. `now`: by `time.monotonic`."""
+    config, kv = model.config, kv_need(engine.driver.engine)
+    urgency = LEAST_URGENCY + min(pressure(kv, config.slo, engine.driver.step_gap_s), MOST_PRESSURE)
+    engine.driver.share = config.weight * urgency
+    model.note_work(now, has_work=bool(kv.num_running or kv.num_waiting), has_preempted=kv.has_preempted)
+    return ModelNeed(
+        name=model.name,
+        state=model.state if model.state == "waking" or model.state == "awake" else "asleep",
+        weight_bytes=model.weight_bytes + kv.pinned_bytes,
+        most_bytes=kv.most_bytes,
+        budget_bytes=kv.budget_bytes,
+        held_bytes=kv.held_bytes,
+        num_running=kv.num_running,
+        num_waiting=kv.num_waiting,
+        running_bytes=kv.running_bytes if kv.num_running else 0,
+        first_bytes=kv.first_bytes,
+        waiting_bytes=kv.waiting_bytes,
+        cached_bytes=kv.cached_bytes,
+        cached_s=kv.cached_s,
+        work_s=kv.work_s,
+        wake_s=model.usual_wake_s,
+        waited_s=waited_s(kv, model.preempted_at),
+        lost_s=math.inf if model.lost_at is None else now - model.lost_at,
+        turn_s=now - model.turn_since,
+        idle_s=now - model.worked_at,
+        probability=model.arrivals.probability(now, HORIZON_S),
+        ttft_s=config.slo.ttft_s,
+        share=config.weight,
+        keep=config.keep,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ from kernels.cpu.provider import CpuAttend, CpuProvider
 from kernels.elementwise import Activation, HeadNorm, RotaryWrite
 from kernels.provider import AttentionCall, Masking
 from tests.kernels.cases import Lengths, make_batch
+from tests.kernels.cpu.test_ops import needs_avx512
+
+pytestmark = needs_avx512
 
 SIZE, WIDTH, DIM, BLOCK = 48, 80, 16, 4
 HEADS = (14, 2)

@@ -14,7 +14,7 @@ from kernels.cpu.layer import CpuLayer, Workspace
 from kernels.elementwise import ACTIVATIONS
 from tests.kernels.cases import Lengths
 from tests.kernels.cpu.test_layer import SIZE, Step, make_step, make_weights, prepared, random_hidden
-from tests.kernels.cpu.test_ops import MARCHES
+from tests.kernels.cpu.test_ops import MARCHES, needs_avx512
 
 THREADS = (2, 3, 4, 8)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -76,6 +76,7 @@ def check_repeated(layer: Layer, expected: list[torch.Tensor], num_threads: int,
             assert torch.equal(ours, alone), f"{layer.description}, {num_threads} threads"
 
 
+@needs_avx512
 def test_layers_equal_those_of_one_thread(dtype: torch.dtype) -> None:
     for seed in range(24):
         layer = Layer(seed, dtype)
@@ -86,6 +87,7 @@ def test_layers_equal_those_of_one_thread(dtype: torch.dtype) -> None:
             check_repeated(layer, expected, num_threads, times=10)
 
 
+@needs_avx512
 def test_callers_at_once_have_teams_of_their_own(dtype: torch.dtype) -> None:
     """As ranks that are threads of one process, or two engines, each with its number of threads."""
     layers = [Layer(seed, dtype) for seed in (20, 21, 22)]

@@ -8,10 +8,8 @@ wakes that are longer and shorter by a thousandth.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 from types import ModuleType
 from unittest import mock
@@ -19,8 +17,8 @@ from unittest import mock
 from app.engine import step_thread
 from app.engine.shelf import arbiter, arrivals, turns
 from benchmarks import harness
-from benchmarks.shelf_models import TRACE, TracedRequest
-from benchmarks.shelf_simulated import CAPACITY_BYTES, make_models, make_requests, read_trace, slo_share_of
+from benchmarks.shelf_models import TracedRequest
+from benchmarks.shelf_simulated import CAPACITY_BYTES, make_models, make_requests, parse, read_trace, slo_share_of
 from benchmarks.simulator import shelf_model
 from benchmarks.simulator.shelf import ShelfSimulation
 
@@ -64,7 +62,7 @@ def shares(
 
 
 def main() -> None:
-    args = parse()
+    args = parse(__doc__)
     traced, source = read_trace(args.trace)
     drawings, seconds = (DRAWINGS[:1], QUICK_SECONDS) if args.quick else (DRAWINGS, SECONDS)
     base = shares(traced, drawings, seconds)
@@ -87,12 +85,6 @@ def main() -> None:
     changes = [change for name, change in figures.items() if name.endswith(tuple(FACTORS))]
     figures |= {"largest_loss": -min(changes), "largest_gain": max(changes)}
     harness.finish("shelf_constants", args, figures, raw)
-
-
-def parse() -> argparse.Namespace:
-    parser = harness.arguments(__doc__)
-    parser.add_argument("--trace", type=Path, default=TRACE, help="a CSV like servegen_models.csv")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

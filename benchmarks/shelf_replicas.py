@@ -14,18 +14,17 @@ two routers, each with its own state; replicas report every second, and routers 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from app.engine.shelf.arbiter import Arbiter
 from benchmarks import harness
-from benchmarks.shelf_models import TRACE, TracedRequest
+from benchmarks.shelf_models import TracedRequest
 from benchmarks.shelf_simulated import (
     CAPACITY_BYTES,
     make_models,
     make_requests,
+    parse,
     percentiles_of,
     read_trace,
     slo_share_of,
@@ -77,7 +76,7 @@ def simulate(num_replicas: int, policy: str, rate: float, traced: Sequence[Trace
 
 
 def main() -> None:
-    args = parse()
+    args = parse(__doc__)
     traced, source = read_trace(args.trace)
     print(f"{source}\n{'':36s}requests    SLO   TTFT p50, p99   wakes   cold copies  busy")
     results: list[Result] = []
@@ -101,12 +100,6 @@ def main() -> None:
                     for name in ("slo_share", "wakes", "cold_share", "copies")
                 }
     harness.finish("shelf_replicas", args, figures, {"runs": [asdict(result) for result in results]})
-
-
-def parse() -> argparse.Namespace:
-    parser = harness.arguments(__doc__)
-    parser.add_argument("--trace", type=Path, default=TRACE, help="a CSV like servegen_models.csv")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

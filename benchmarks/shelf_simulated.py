@@ -222,7 +222,7 @@ NAMES = {
 
 
 def main() -> None:
-    args = parse()
+    args = parse(__doc__)
     traced, source = read_trace(args.trace)
     print(f"{NUM_MODELS} models, {sum(m.weight_bytes for m in make_models()) / 1e9:.0f} GB of weights; {source}")
     print(f"{'':44s}  SLO  models   TTFT p50, p99: all, then by popularity{'':32s}wakes sleeps preempted  wake s  busy")
@@ -290,8 +290,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         right.legend(loc="upper right", ncols=2)
 
 
-def parse() -> argparse.Namespace:
-    parser = harness.arguments(__doc__)
+def parse(doc: str | None) -> argparse.Namespace:
+    """Arguments of a simulation. `doc`: of its module."""
+    parser = harness.arguments(doc)
     parser.add_argument("--trace", type=Path, default=TRACE, help="a CSV like servegen_models.csv")
     return parser.parse_args()
 

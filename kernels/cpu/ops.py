@@ -293,11 +293,13 @@ def slots_outside(slots: torch.Tensor, key_cache: torch.Tensor) -> str:
     return f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
 
 
-_OUTSIDE = 2  # `Result` of call.h
+_UNSUPPORTED, _OUTSIDE = 1, 2  # `Result` of call.h
 
 
 def cache_error(result: int, key_cache: torch.Tensor, wrong: str) -> KernelError:
     """The error of a call of C++ that read and wrote nothing."""
+    if result == _UNSUPPORTED:
+        return KernelError(f"attention provider cpu: this processor lacks instructions for {key_cache.dtype}")
     if result == _OUTSIDE:
         return KernelError(f"attention provider cpu: the call exceeds its cache {list(key_cache.shape)}: {wrong}")
     return KernelError(

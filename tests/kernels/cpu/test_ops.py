@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import CpuLinear, KernelError
+from kernels.cpu.ops import AVX512_PRODUCTS
 
 # Relative to the largest value: float32 sums of up to 1,500 products; one rounding to bfloat16.
 LINEAR_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}
@@ -18,8 +19,12 @@ LINEAR_SHAPES = [(1, 1), (5, 2), (32, 64), (77, 123), (300, 1500)]  # outputs, i
 # This processor, and lesser ones whose instructions it has: with AVX2 only, and AVX-512 without products of bfloat16.
 NEEDED = {"native": set(), "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl"}}
 MARCHES = [march for march, needed in NEEDED.items() if needed <= set(Path("/proc/cpuinfo").read_text().split())]
-# A layer in one call takes weights in the order of the products of AVX-512.
-needs_avx512 = pytest.mark.skipif("x86-64-v4" not in MARCHES, reason="this processor lacks AVX-512")
+
+
+def has_layers(dtype: torch.dtype) -> bool:
+    """Whether layers run in one call: with weights in the order of the products of AVX-512."""
+    linear = CpuLinear()
+    return not linear.unsupported(dtype) and linear.pack(torch.zeros(16, 16).to(dtype)).library == AVX512_PRODUCTS
 
 
 @pytest.fixture(scope="module", params=MARCHES)

@@ -23,8 +23,7 @@ alone, and the others within 50 ms plus three times what a token takes alone, on
 not served miss them. Shares are also of all targets times 0.5, 2 and 4.
 
 Then, on Folio: the first token of the 0.5B model asleep, over HTTP; one busy model among eleven that sleep against the
-same one served alone by `engine:`; and two busy models, each with its share of what it reaches alone, added up. At last
-`benchmarks.shelf_read_ahead`: what read-ahead costs a busy model, and what it saves a wake from the disk.
+same one served alone by `engine:`; and two busy models, each with its share of what it reaches alone, added up.
 
 `--only` measures some ways of serving, without the figures that compare. --quick: small models, shorter runs.
 """
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.load import Send, open_loop
-from benchmarks import arrivals, harness, shelf_folio, shelf_models, shelf_read_ahead
+from benchmarks import arrivals, harness, shelf_folio, shelf_models
 from benchmarks.latency import Targets
 from benchmarks.lean_server import LeanServer, LeanServers, lean_servers
 from benchmarks.loops import closed_loop
@@ -219,7 +218,6 @@ def main() -> None:
     figures: dict[str, float] = {}
     if "folio" in args.only:
         outcomes["folio"], figures = shelf_folio.measure(models, targets, asks, budget, quick=args.quick)
-        figures |= shelf_read_ahead.measure(models, quick=args.quick)
     finish(
         args,
         sizes,

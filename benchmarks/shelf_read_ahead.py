@@ -1,8 +1,10 @@
-"""Read-ahead's part of `benchmarks.shelf`: what it costs a busy model, and what it saves a wake.
+"""Reading weights ahead: what it costs a busy model, and what it saves a wake.
 
-A model decodes with as many sequences as it runs at once, in rounds: alone, and while the thread of the shelf reads
-files of other weights beside its steps, which are dropped from the page cache before each pass. Then the weights of the
-largest model are mapped: from the disk, and after read-ahead.
+The model of `benchmarks.shelf` that is asked for most decodes with as many sequences as it runs at once, in rounds:
+alone, and while the thread of the shelf reads files of other weights beside its steps, which are dropped from the page
+cache before each pass. Then the weights of the largest model are mapped: from the disk, and after read-ahead.
+
+--quick: one round, a small model.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
+from app.config.machine import Machine
 from app.engine import LLM, SamplingParams
-from app.engine.shelf.read_ahead import ReadAhead
-from benchmarks.shelf_models import FOLDER, MAX_NUM_SEQS, BenchModel
+from app.engine.shelf.read_ahead import STEPS_ON_CPU_BYTES_PER_S, ReadAhead
+from benchmarks import harness
+from benchmarks.shelf_models import FOLDER, MAX_NUM_SEQS, TRACE, BenchModel, make_models, read_trace
 from vmem.weights import HUGE_PAGE_BYTES, FileRange, read_ahead
 
 ROUNDS, NEW_TOKENS, PROMPT_TOKENS = 10, 160, 16
@@ -64,20 +68,12 @@ def files_of(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield files
 
 
-def measure(models: Sequence[BenchModel], *, quick: bool) -> dict[str, float]:
-    """Figures of the busiest model, beside files with the sizes of the others."""
-    rounds, wakes = (1, 1) if quick else (ROUNDS, WAKES)
-    by_size = sorted(models, key=lambda model: model.weight_bytes)
-    with files_of([model.weight_bytes for model in by_size[-2:]]) as files:
-        figures = _harm(models[0], ColdFiles(files), rounds)
-        return figures | _wakes(files[-1], wakes)
-
-
 def _harm(model: BenchModel, cold: ColdFiles, rounds: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, model.vocab_size, size=PROMPT_TOKENS).tolist() for _ in range(MAX_NUM_SEQS)]
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-    reads, llm = ReadAhead(lambda _: True), LLM(**model.engine)
+    reads = ReadAhead(lambda _: True, STEPS_ON_CPU_BYTES_PER_S * Machine.detect().num_cores)
+    llm = LLM(**model.engine)
     shares, read_s = [], 0.0
 
     def rate(beside: dict[str, ColdFiles]) -> float:
@@ -131,3 +127,21 @@ def _wakes(fd: int, wakes: int) -> dict[str, float]:
         seconds["prefetch_s"].append(time.perf_counter() - began)
         seconds["prefetched_wake_s"].append(timed_map())
     return {key: statistics.median(values) for key, values in seconds.items()}
+
+
+def main() -> None:
+    args = harness.arguments(__doc__).parse_args()
+    requests, _ = read_trace(TRACE)
+    models = make_models(requests, quick=args.quick)
+    rounds, wakes = (1, 1) if args.quick else (ROUNDS, WAKES)
+    with files_of(sorted(model.weight_bytes for model in models)[-2:]) as files:
+        figures = _harm(models[0], ColdFiles(files), rounds) | _wakes(files[-1], wakes)
+    print(
+        f"beside read-ahead {figures['prefetch_harm']:.3f} of the tokens ({figures['prefetch_mib_per_s']:.0f} MiB/s); "
+        f"a wake from the disk {figures['cold_wake_s']:.3f} s, after read-ahead {figures['prefetched_wake_s']:.4f} s"
+    )
+    harness.finish("shelf_read_ahead", args, figures, {})
+
+
+if __name__ == "__main__":
+    main()

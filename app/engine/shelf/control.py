@@ -73,7 +73,7 @@ class Control:
         self._has_changed = True
         self._planned_at = self._plan_at = 0.0  # the last and the next plan
         self._busy_at = time.monotonic()
-        self._read_ahead = ReadAhead(device.has_page_cache)
+        self._read_ahead = ReadAhead(device.has_page_cache, device.read_ahead_bytes_per_s)
         self._moves = Moves(self._call, self._attempt, self._fail)
         self._thread = StepThread(self._control)
 

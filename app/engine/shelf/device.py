@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from app.engine.model.device import resolve
 from app.engine.model.memory_profile import HEADROOM_BYTES
 from app.engine.model.weight_store import WeightStore
 from app.engine.shared_device import SharedDevice
+from app.engine.shelf.read_ahead import STEPS_ON_CPU_BYTES_PER_S
 from app.engine.shelf.status import DeviceStatus
 from app.errors import ConfigError
 from vmem import CudaBackend, DevicePages, OutOfPages, select_backend
@@ -73,6 +75,11 @@ class ShelfDevice:
     def has_workspace(self) -> bool:
         """Whether the workspace that was asked for is free of other uses."""
         return self._workspace_bytes == self._wanted_bytes
+
+    @property
+    def read_ahead_bytes_per_s(self) -> float:
+        """The highest rate of reading weights ahead while steps run."""
+        return STEPS_ON_CPU_BYTES_PER_S * Machine.detect().num_cores if self._uploads is None else math.inf
 
     @property
     def status(self) -> DeviceStatus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,9 @@ from weakref import WeakKeyDictionary
 
 logger = logging.getLogger(__name__)
 
+# The rate beside steps that are computed by the processor, for each core: a disk's data cost time of its cores, too,
+# above all where the disk is emulated by the machine's host. Twice this rate costs steps 6 % where that was measured.
+STEPS_ON_CPU_BYTES_PER_S = 32e6
 # Share of the disk's time while steps run; the rest is for logs, downloads and wakes.
 _SHARE_BESIDE_STEPS = 0.25
 # Models at once: those behind them are too unlikely, and would evict the first ones.
@@ -36,11 +40,14 @@ class ReadAhead:
 
     Args:
         has_room: whether the machine has so many bytes to spare for the page cache.
+        bytes_per_s: the highest rate while steps run.
         share: of the disk's time while steps run.
     """
 
-    def __init__(self, has_room: Callable[[int], bool], share: float = _SHARE_BESIDE_STEPS) -> None:
-        self._has_room = has_room
+    def __init__(
+        self, has_room: Callable[[int], bool], bytes_per_s: float = math.inf, share: float = _SHARE_BESIDE_STEPS
+    ) -> None:
+        self._has_room, self._bytes_per_s = has_room, bytes_per_s
         self._pauses = 1 / share - 1  # times as long as a piece took
         self._wanted: Mapping[str, Readable] = {}
         self._beside_steps = False
@@ -92,7 +99,8 @@ class ReadAhead:
         for piece_bytes in weights.read_ahead():
             num_bytes += piece_bytes
             if self._beside_steps and piece_bytes:
-                self._closing.wait(self._pauses * (time.monotonic() - piece_at))
+                took_s = time.monotonic() - piece_at
+                self._closing.wait(max(self._pauses * took_s, piece_bytes / self._bytes_per_s - took_s))
             if self._wanted.get(name) is not weights:  # it wakes, is removed, or is not likely any more
                 return
             piece_at = time.monotonic()

@@ -66,6 +66,17 @@ def test_beside_steps_a_share_of_the_time(reads: ReadAhead) -> None:
     assert time.monotonic() - began > 0.9 * 4 * 20 * PIECE_S
 
 
+def test_beside_steps_at_most_so_many_bytes_a_second() -> None:
+    """Pieces that the system had read before took no time, and so made no pause: steps had 0.85 of their rate."""
+    reads, quick, began = ReadAhead(lambda _: True, bytes_per_s=20), Weights(num_pieces=20), time.monotonic()
+    try:
+        reads.want({"quick": quick}, beside_steps=True)
+        assert quick.ended.wait(10)
+        assert time.monotonic() - began > 0.9 * 20 / 20
+    finally:
+        reads.close()
+
+
 @pytest.mark.parametrize("beside_steps", [False, True])
 def test_a_model_that_is_not_wanted_any_more_is_left(beside_steps: bool, reads: ReadAhead) -> None:
     """As one that wakes."""

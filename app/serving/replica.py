@@ -1,4 +1,4 @@
-"""The engine replica: a shelf of models in a Ray Serve deployment, and its calls of peer replicas."""
+"""The engine replica: a shelf of models in a Ray Serve deployment."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle
 
 from app.config.added_model import check_added
 from app.config.shelf import ModelConfig, ShelfConfig
@@ -58,10 +56,11 @@ from app.logs import configure_logs
 from app.serving.engine_metrics import EngineMeter, RoutingAudit
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.loaded import TableCopy
+from app.serving.peers import peer_prefixes
 from app.serving.shared_streams import Entry, SharedStreams
 from app.serving.shelf_metrics import ShelfMeter
 from app.tracing import keep_traces_whole, traced
-from vmem import BudgetAnswer, CachedPrefix, MemoryReport
+from vmem import BudgetAnswer, MemoryReport
 
 if TYPE_CHECKING:
     from app.engine.async_engine import AsyncEngine, Pace
@@ -74,9 +73,6 @@ logger = logging.getLogger(__name__)
 _FLUSH_GRACE_S = 1.0
 # Bound of the calls that a hanging engine would never answer.
 _ANSWER_S = 5.0
-# Bound of the calls of peer replicas at the start, and the pause between two attempts.
-PEER_TIMEOUT_S = 10.0
-_PEER_RETRY_S = 0.1
 
 T = TypeVar("T")
 
@@ -561,58 +557,6 @@ async def pool_together(streams: list[AsyncGenerator[list[Delta], None]]) -> Asy
         async for number, [delta] in lists:
             num_unfinished -= 1
             yield [replace(delta, index=number, num_unfinished=num_unfinished)]
-
-
-def peer_prefixes(deployment: str, app_name: str, fingerprint: str) -> list[Sequence[CachedPrefix]]:
-    """The hot prefixes (`EngineReplica.hot_prefixes`) of each running replica of a deployment that has this
-    fingerprint, for one that starts. Errors of peers are logged and never prevent the start. For threads without an
-    event loop."""
-    try:
-        if not _num_running(deployment, app_name):  # the first replica would wait for peers until the timeout
-            return []
-        answers = _broadcast(deployment, app_name, "hot_prefixes", fingerprint)
-    except Exception as error:  # any: the deployment may just have gone, and the start goes on
-        name = type(error).__name__
-        logger.warning("peer replicas cannot be asked for hot prefixes: %s: %s", name, error, exc_info=True)
-        return []
-    found: list[Sequence[CachedPrefix]] = []
-    num_others = 0
-    for answer in answers:
-        if isinstance(answer, Exception):
-            logger.warning("no hot prefixes from a peer replica: %s", answer)
-        elif isinstance(answer, HotPrefixes) and answer.fingerprint == fingerprint:
-            found.append(answer.prefixes)
-        else:  # token ids may have other meanings there
-            num_others += 1
-    if num_others:
-        logger.info("%d peer replicas have another model or version; their prefixes are not restored", num_others)
-    return found
-
-
-def _num_running(deployment: str, app_name: str) -> int:
-    application = serve.status().applications.get(app_name)
-    if application is None or deployment not in application.deployments:
-        return 0
-    states: Any = application.deployments[deployment].replica_states
-    return int(states.get("RUNNING", 0))
-
-
-def _broadcast(deployment: str, app_name: str, method: str, *args: Any) -> list[Any]:
-    """Every running replica's answer or exception."""
-    # `serve.get_deployment_handle` would keep the handle, and its router would read all load reports for ever.
-    handle: DeploymentHandle[Any] = DeploymentHandle(deployment, app_name)
-    deadline = time.monotonic() + PEER_TIMEOUT_S
-    try:
-        while True:
-            try:
-                left_s = max(deadline - time.monotonic(), 0.0)
-                return list(handle.broadcast(method, *args).results(timeout_s=left_s, return_exceptions=True))
-            except DeploymentUnavailableError:  # a new handle does not know any replica yet
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_PEER_RETRY_S)
-    finally:
-        handle.shutdown()
 
 
 async def _run_in_thread(call: Callable[[], T]) -> T:

@@ -10,8 +10,8 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from app.fleet.messages import HotPrefixes
-from app.serving import replica as replica_module
-from app.serving.replica import peer_prefixes
+from app.serving import peers
+from app.serving.peers import peer_prefixes
 from tests.app.compat.ray_types import DeploymentID
 from vmem import CachedPrefix
 
@@ -56,7 +56,7 @@ class Serve:
 
     def _results(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
         assert return_exceptions  # one failure must not hide the other answers
-        assert 0 <= timeout_s <= replica_module.PEER_TIMEOUT_S
+        assert 0 <= timeout_s <= peers.TIMEOUT_S
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -64,9 +64,9 @@ class Serve:
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> list[Any]:
-    monkeypatch.setattr(replica_module, "serve", serve)
-    monkeypatch.setattr(replica_module, "DeploymentHandle", serve.handle)
-    monkeypatch.setattr(replica_module, "_PEER_RETRY_S", 0.0)
+    monkeypatch.setattr(peers, "serve", serve)
+    monkeypatch.setattr(peers, "DeploymentHandle", serve.handle)
+    monkeypatch.setattr(peers, "_RETRY_S", 0.0)
     found = peer_prefixes("EngineReplica", "app", "same")
     assert not serve.open_handles  # its router would read all replicas' reports for ever
     return found
@@ -122,6 +122,6 @@ def test_a_replica_starts_without_answers(
 def test_peers_that_have_gone_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replica_module, "PEER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(peers, "TIMEOUT_S", 0.0)
     assert ask(monkeypatch, Serve({"RUNNING": 1}, UNAVAILABLE, UNAVAILABLE)) == []
     assert "cannot be asked" in caplog.text

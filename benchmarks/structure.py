@@ -35,6 +35,7 @@ LAYERS = (
     ("app.fleet",),
     ("app.request_context", "app.http_errors", "app.error_json"),
     ("app.openai", "app.edge", "app.proto", "app.dashboard", "app.tracing"),
+    ("app.replica",),
     ("app.serving",),
     ("app.client",),
     ("app.checks",),

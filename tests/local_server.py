@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ from app.engine.model.tokenizer import load_tokenizer
 from app.engine.shelf import shelf as shelf_module
 from app.engine.shelf.status import ModelStatus
 from app.errors import FolioError
-from app.fleet.streams import StreamPace
 from app.openai import served_models
 from app.openai.http import build_api
 from app.serving import ingress as ingress_module
@@ -71,21 +69,12 @@ def _replica_context(name: str) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def replica_of(
-    engine: Any,
-    name: str = "local",
-    pace: StreamPace | None = None,
-    audit: Any = None,
-    shared_kv_memory_bytes: int | None = None,
-) -> EngineReplica:
-    """A replica of this engine. `audit`: in place of its `RoutingAudit`."""
+def replica_of(engine: Any, name: str = "local", shared_kv_memory_bytes: int | None = None) -> EngineReplica:
+    """A replica of this engine."""
     with _replica_context(name) as patch:
         patch.setattr(shelf_module, "Shelf", lambda *_, **__: Shelf(builtin=engine))
         patch.setattr(tp_actors, "actors_of_this_replica", lambda: None)
-        if audit is not None:
-            patch.setattr(replica_module, "RoutingAudit", lambda: audit)
-        pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
-        return EngineReplica(ShelfConfig(models=(a_model("builtin"),)), shared_kv_memory_bytes, pace)
+        return EngineReplica(ShelfConfig(models=(a_model("builtin"),)), shared_kv_memory_bytes)
 
 
 def replica_of_shelf(shelf: ShelfConfig, name: str = "local") -> EngineReplica:

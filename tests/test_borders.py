@@ -21,6 +21,7 @@ FORBIDDEN = {
     "app/config": {"ray", "torch", "transformers", "fastapi", "starlette", "vmem", "kernels"},
     "app/engine": {"ray", "fastapi", "starlette", "pydantic"},
     "app/fleet": {"ray", "fastapi", "starlette", "pydantic", "transformers"},
+    "app/replica": {"ray", "fastapi", "starlette", "pydantic", "transformers"},
     "app/edge": {"ray", "app.engine", "vmem", "kernels"},
     "app/openai": {"ray", "kernels"},
     "app/dashboard": {"ray", "kernels"},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from app.config.engine import EngineConfig
+from app.config.engine import DeviceName, EngineConfig
 from app.config.parsers import ReasoningParserName, ToolParserName
 from app.errors import ConfigError
 
@@ -71,6 +71,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Raise `ConfigError` with a line for each setting that cannot work."""
         _raise(self._problems())
+
+    def on_device(self, device: DeviceName) -> ModelConfig:
+        return replace(self, engine=self.engine.on_device(device))
 
     def _problems(self) -> Iterator[str]:
         """Each begins with the setting's name."""

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from ray.serve import metrics
 
 from app.engine.report import ReplicaReport, StartTimes
+from app.replica.figures import Figures
 from app.serving.metrics import FIRST_S
 from vmem import MemoryReport
 
 if TYPE_CHECKING:
+    from app.engine.async_engine import AsyncEngine
     from app.engine.load_report import Activity
     from app.engine.speculation import SpeculationCounts
 
@@ -167,6 +169,27 @@ class EngineMeter:
                 ("model", "phase"),  # type: ignore[arg-type]
             )
         )
+
+    def note_models(self, engines: Mapping[str, AsyncEngine], figures: Figures, *, is_loading: bool) -> None:
+        """Record the figures of all models.
+
+        Args:
+            engines: those that the figures are of.
+            is_loading: a model is being loaded, whose compilations are no late ones.
+        """
+        num_late: list[int] = []
+        for name, load in figures.loads.items():
+            engine, memory = engines.get(name), figures.memories.get(name)
+            if engine is None or memory is None:
+                self.note_load(name, load)
+                continue
+            activity = engine.take_activity()
+            num_late.append(activity.num_late_compilations)
+            self.note(name, load, memory, activity)
+            self.note_speculation(name, engine.speculation)
+            self.note_start(name, engine.start_times)
+        if num_late and not is_loading:
+            self.note_compilations(min(num_late))  # each engine counts those of the process since its own load
 
     def note_load(self, model: str, load: ReplicaReport) -> None:
         """Record the requests of a model, loaded or not. One thread at a time, as all methods."""

@@ -8,10 +8,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,7 +23,6 @@ from app.config.shelf import ShelfConfig
 from app.dashboard.state import DashboardState, ReplicaState
 from app.dashboard.views import WatchCall
 from app.engine import AsyncEngine, SamplingParams
-from app.engine.lora.source import AdapterSource, files_version
 from app.engine.shelf import control
 from app.engine.shelf.control import Control
 from app.errors import (
@@ -39,7 +37,6 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.fleet.loaded import LoadedTable
 from app.fleet.messages import GenerateRequest
 from app.openai import served_models
 from app.openai.bodies import (
@@ -58,7 +55,6 @@ from app.request_context import CURRENT, RequestContext
 from app.serving import ingress as ingress_module
 from app.serving import loaded as loaded_module
 from app.serving.replica import EngineReplica
-from tests.app.engine.lora.adapters import make_adapter
 from tests.app.serving.conftest import Recorded
 from tests.app.serving.registry import Cluster
 from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, listening, replica_of_shelf
@@ -109,6 +105,12 @@ def server() -> Iterator[Any]:
 def completion(model: str = "first", **fields: Any) -> CompletionRequest:
     body = {"model": model, "prompt": "The moon", "max_tokens": 4, "temperature": 0} | fields
     return CompletionRequest.model_validate(body)
+
+
+async def say(replica: EngineReplica, model: str) -> str:
+    call = GenerateRequest("r", [300, 301], SamplingParams(max_tokens=8, temperature=0), model=model)
+    [[piece]] = [item async for item in replica.complete_as_stream(call) if item]
+    return piece.text
 
 
 async def states(server: Any) -> dict[str, str]:
@@ -166,7 +168,7 @@ async def test_contexts_follow_the_memory_of_the_shelf(server: Any, monkeypatch:
     await server.generate(completion("second"))
     monkeypatch.setattr(Control, "_limit_requests", lambda *_: None)
     monkeypatch.setattr(ingress_module, "_CONTEXT_FRESH_S", 0.0)
-    footprint = server.replica._engines()["second"].driver.engine.footprint
+    footprint = server.replica._shelf.engines()["second"].driver.engine.footprint
     body = {"model": "second", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 500}
     for num_bytes, most in ((1_000_000, 400), (16 << 20, 512)):
         footprint.set_attainable(num_bytes)
@@ -466,29 +468,6 @@ async def test_a_model_that_cannot_be_loaded_takes_no_other_with_it(
     assert refused.value.replica == "local"
 
 
-async def test_the_time_to_send_a_request_again_includes_the_wake(server: Any) -> None:
-    class Full:
-        """A model that sleeps, and whose queue is full."""
-
-        name, engine, expected_wake_s = "second", object(), 3.0
-
-        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[list[Any], None]:
-            error = OverloadedError("queue full; try again in 2 s", 2.0)
-            error.num_queued = 8
-            raise error
-            yield []
-
-    replica = server.replica
-    shelf, replica._shelf = replica._shelf, SimpleNamespace(model=lambda name: Full(), healthy=True)
-    try:
-        with pytest.raises(OverloadedError, match="try again in 5 s") as refused:
-            await anext(replica.complete_as_stream(GenerateRequest("r", [1], SamplingParams(), model="second")))
-    finally:
-        replica._shelf = shelf
-    error = refused.value
-    assert (error.retry_after_s, error.num_queued, error.replica) == (5.0, 8, "local")
-
-
 async def test_a_model_whose_queues_are_full_does_not_shed_the_load_of_another(server: Any) -> None:
     shedder = server._models.find("second").shedder
     shedder.note_refusal("local", 40.0, 8, time.monotonic())
@@ -626,60 +605,3 @@ def test_steps_of_all_models_are_seen_once(server: Any) -> None:
 
     asyncio.run(loaded())
     assert asyncio.run(outputs()) == [5] * 4
-
-
-# ---- adapters ----
-
-
-@pytest.fixture
-def adapting(tmp_path: Path, cluster: Cluster) -> Iterator[tuple[EngineReplica, AdapterSource]]:
-    """A replica of two models, and an adapter for the second."""
-    folder = tmp_path / "adapters" / "poet"
-    make_adapter(folder, Path(resolve_model("builtin")), r"layers.*_proj$", seed=1)
-    models = [replace(model, engine=replace(model.engine, adapter_dir=str(tmp_path / "adapters"))) for model in MODELS]
-    replica = replica_of_shelf(ShelfConfig(models=tuple(models[:2]), device_memory_bytes=256 << 20))
-    yield replica, AdapterSource("poet", str(folder), files_version(folder), "second")
-    replica.__del__()
-
-
-async def say(replica: EngineReplica, model: str, adapter: str | None = None) -> str:
-    call = GenerateRequest("r", [300, 301], SamplingParams(max_tokens=8, temperature=0), model=model, adapter=adapter)
-    [[piece]] = [item async for item in replica.complete_as_stream(call) if item]
-    return piece.text
-
-
-async def test_adapters_reach_the_models_after_a_stopped_engine(adapting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the first engine that had stopped kept the table from all later models."""
-    replica, poet = adapting
-    plain = [await say(replica, name) for name in ("first", "second")]
-    stopped = replica._engines()["first"]
-
-    async def is_gone(loaded: object) -> None:
-        raise UnavailableError("the engine has stopped")
-
-    monkeypatch.setattr(stopped, "set_loaded", is_gone)
-    await replica.set_loaded(LoadedTable(1, (poet, replace(poet, name="other", model="first"))))
-    assert await say(replica, "second", "poet") != plain[1]
-    assert [source.name for source in replica._shelf.model("first").loaded_adapters] == ["other"]
-    assert await say(replica, "first") == plain[0]
-
-
-async def test_adapters_that_come_while_a_model_is_loaded_are_there_at_once(
-    adapting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: they came with the next change of the table."""
-    replica, poet = adapting
-    begun, goes_on = threading.Event(), threading.Event()
-
-    class Slow(AsyncEngine):
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings)
-            begun.set()
-            assert goes_on.wait(20)
-
-    monkeypatch.setattr(control, "AsyncEngine", Slow)
-    answer = asyncio.create_task(say(replica, "second", "poet"))
-    assert await asyncio.to_thread(begun.wait, 20)
-    await replica.set_loaded(LoadedTable(1, (poet,)))
-    goes_on.set()
-    assert await answer != await say(replica, "second")

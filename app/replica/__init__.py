@@ -1,0 +1,1 @@
+"""One replica: the requests, figures and additions of its shelf of models. No Ray."""

@@ -1,0 +1,108 @@
+"""Models and adapters added at run time, on a replica's shelf."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from app.config.engine import DeviceName
+from app.config.shelf import ModelConfig, ShelfConfig
+from app.engine.lora.source import AdapterSource
+from app.errors import UnavailableError
+from app.fleet.loaded import LoadedTable
+
+if TYPE_CHECKING:
+    from app.engine.shelf.shelf import Shelf
+
+logger = logging.getLogger(__name__)
+
+# Longest wait for the requests of a removed model to end.
+_REMOVAL_S = 5.0
+
+
+class ShelfAdditions:
+    """Keeps a shelf's additions those of the newest table. In one event loop.
+
+    Args:
+        settings: the models that are there from the start.
+        shelf: with the table's models, and without `device_memory_bytes` also with its adapters. Owned by the caller.
+        table: that the shelf has.
+        newest: returns the newest table. `None`: the shelf has no additions.
+        device: of all models.
+    """
+
+    def __init__(
+        self,
+        settings: ShelfConfig,
+        shelf: Shelf,
+        table: LoadedTable,
+        newest: Callable[[], Awaitable[LoadedTable]] | None,
+        device: DeviceName,
+    ) -> None:
+        self._settings, self._shelf, self._device = settings, shelf, device
+        self._first, self._is_shared = settings.first.name, settings.device_memory_bytes is not None
+        self._table, self._newest = table, newest
+        self._setting = asyncio.Lock()
+        self._refreshing: asyncio.Task[None] | None = None
+        self._removals: set[asyncio.Task[None]] = set()
+        for name in shelf.names if self._is_shared else ():
+            shelf.model(name).loaded_adapters = self._adapters_of(name)
+
+    async def adopt(self, table: LoadedTable) -> None:
+        """Set the models and adapters of a table, unless the shelf has a newer one.
+
+        Raises:
+            UnavailableError: the only engine has stopped.
+        """
+        table = table.beside(self._settings.names)
+        async with self._setting:
+            if table.revision > self._table.revision:
+                await self._set_models(table.models)
+                self._table = table
+                await self._set_adapters()
+                names = ", ".join((*(model.name for model in table.models), *table.ids.values()))
+                logger.info("models and adapters added at run time: %s", names or "none")
+
+    def refresh(self) -> None:
+        """Take over a change that this replica has missed, in a task of this event loop."""
+        if self._newest is not None and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.create_task(self._refresh(self._newest))
+
+    async def _set_models(self, models: Sequence[ModelConfig]) -> None:
+        """Remove and add models, so that those added at run time are these."""
+        kept = [model for model in self._table.models if model in models]
+        for model in self._table.models:
+            if model not in kept and model.name in self._shelf.names:
+                removal = asyncio.create_task(self._shelf.remove(model.name))
+                self._removals.add(removal)
+                removal.add_done_callback(self._removals.discard)
+                await asyncio.wait([removal], timeout=_REMOVAL_S)  # its name is free at once
+        for model in models:
+            if model not in kept and model.name not in self._shelf.names:
+                self._shelf.add(model.on_device(self._device))
+
+    async def _set_adapters(self) -> None:
+        """Give every model the adapters loaded at run time for it. One of several models whose engine has stopped gets
+        them when it is loaded again."""
+        names = self._shelf.names
+        outcomes = await asyncio.gather(*map(self._set_adapters_of, names), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not (self._is_shared and isinstance(outcome, UnavailableError)):
+                raise outcome
+
+    async def _set_adapters_of(self, name: str) -> None:
+        model = self._shelf.model(name)
+        model.loaded_adapters = self._adapters_of(name)  # before the look at the engine, see `Control._load`
+        if model.engine is not None:
+            await model.engine.set_loaded(model.loaded_adapters)
+
+    def _adapters_of(self, name: str) -> list[AdapterSource]:
+        return [source for source in self._table.sources if (source.model or self._first) == name]
+
+    async def _refresh(self, newest: Callable[[], Awaitable[LoadedTable]]) -> None:
+        try:
+            await self.adopt(await newest())
+        except UnavailableError:
+            return  # the engine has stopped; the health check says so

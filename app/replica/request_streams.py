@@ -1,0 +1,161 @@
+"""The requests of a replica: each runs on its model, whose deltas become pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from app.engine import Delta
+from app.errors import ModelUnavailableError, OverloadedError, UnavailableError, UnknownRequestError
+from app.fleet.messages import ForkCall, GenerateRequest, Piece, PieceCollector
+from app.fleet.retry import DuplicateGuard
+from app.fleet.streams import StreamPace, interleave
+from app.tracing import traced
+
+if TYPE_CHECKING:
+    from app.engine.async_engine import Pace
+    from app.engine.shelf.shelf import Shelf
+    from app.engine.shelf.shelved_model import ShelvedModel
+
+
+class RequestStreams:
+    """The outputs of calls. Closing a stream cancels its request.
+
+    Args:
+        shelf: owned by the caller.
+        first: the model of calls that name none.
+        is_shared: models share a device, so that a failure may be one model's.
+        replica: the replica's name.
+        note_cached: called with the cached tokens that a router expected, and those that were found.
+        on_failure: called when a request was refused or its engine has stopped.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        first: str,
+        *,
+        is_shared: bool,
+        replica: str,
+        pace: StreamPace,
+        note_cached: Callable[[int, int], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._shelf, self._first, self._is_shared, self._replica = shelf, first, is_shared, replica
+        self._pace, self._note_cached, self._on_failure = pace, note_cached, on_failure
+        self._duplicates = DuplicateGuard()
+
+    async def whole(self, call: GenerateRequest | ForkCall) -> AsyncGenerator[list[Piece], None]:
+        """One list, of each output in one piece.
+
+        Raises:
+            UnknownRequestError: the request to fork is not here, or has ended.
+            OverloadedError, UnavailableError: with this replica's name, for the retry at another one.
+        """
+        collector = PieceCollector(self._replica)
+        async with aclosing(self._deltas(call, lambda: math.inf)) as deltas:
+            async for some in deltas:
+                collector.hold(some)
+        yield collector.held_pieces()
+
+    async def pieces(self, call: GenerateRequest | ForkCall) -> AsyncGenerator[list[Piece], None]:
+        """A piece of each output that has grown, as often as `pace` allows. Raises as `whole`."""
+        collector = PieceCollector(self._replica)
+        with self._pace.stream() as pace:
+            async with aclosing(self._deltas(call, pace)) as deltas:
+                async for some in deltas:
+                    if pieces := collector.push(some):
+                        yield pieces
+
+    def _deltas(self, call: GenerateRequest | ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
+        if isinstance(call, GenerateRequest):
+            return self._generated(call, pace)
+        if call.replica != self._replica:
+            raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
+        engine = self._shelf.model(call.model or self._first).engine
+        if engine is None:
+            raise UnknownRequestError(f"there is no request {call.fork_of!r} here", "request_id")
+        return engine.fork(
+            call.fork_of,
+            call.params,
+            call.request_id,
+            index=call.index,
+            timeout_s=call.timeout_s,
+            pace=pace,
+            owner=call.owner,
+        )
+
+    async def _generated(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
+        model = self._shelf.model(request.model or self._first)
+        key, expected = request.repeat_key, request.expected
+        if expected is not None and expected.replica != self._replica:  # the expectation concerns another replica
+            expected = None
+
+        def generate(prompt: list[int], num_expected: int | None = None) -> AsyncGenerator[list[Delta], None]:
+            return model.generate(
+                prompt,
+                request.params,
+                request.request_id,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                adapter=request.adapter,
+                tenant=request.tenant,
+                user=request.user,
+                timeout_s=request.timeout_s,
+                turn=request.turn,
+                cache_ttl_s=request.cache_ttl_s,
+                expected_cached_tokens=num_expected,
+                pooling=request.pooling,
+                pace=pace,
+                owner=request.owner,
+            )
+
+        def begin() -> AsyncGenerator[list[Delta], None]:
+            first = generate(request.prompt_token_ids, None if expected is None else expected.cached_tokens)
+            return pool_together([first, *map(generate, request.beside)]) if request.beside else first
+
+        try:
+            async with (
+                nullcontext() if key is None else self._duplicates.exclusive(key),
+                aclosing(traced(begin(), request.num_prompt_tokens)) as deltas,
+            ):
+                async for some in deltas:
+                    if expected is not None and not some[0].index:
+                        self._note_cached(expected.cached_tokens, some[0].num_cached_tokens)
+                        expected = None
+                    yield some
+        except (OverloadedError, UnavailableError) as failure:
+            error = self._of_model(failure, model) if self._is_shared else failure
+            error.replica = self._replica
+            self._on_failure()
+            if error is failure:
+                raise
+            raise error from failure
+
+    def _of_model(
+        self, failure: OverloadedError | UnavailableError, model: ShelvedModel
+    ) -> OverloadedError | UnavailableError:
+        """A failure of one of several models, with the time that its wake takes."""
+        if isinstance(failure, UnavailableError):
+            if not self._shelf.healthy:
+                return failure
+            return ModelUnavailableError(failure.message, failure.retry_after_s)
+        wake_s = model.expected_wake_s
+        if failure.retry_after_s is None or model.engine is None or not wake_s:  # `ready` counts the first load
+            return failure
+        seconds = failure.retry_after_s + wake_s
+        later = OverloadedError(f"queue full while {model.name!r} wakes; try again in {max(seconds, 1):.0f} s", seconds)
+        later.num_queued = failure.num_queued
+        return later
+
+
+async def pool_together(streams: list[AsyncGenerator[list[Delta], None]]) -> AsyncGenerator[list[Delta], None]:
+    """The deltas of several pooled requests, one of each, as outputs of one request."""
+    num_unfinished = len(streams)
+    async with aclosing(interleave(streams)) as lists:
+        async for number, [delta] in lists:
+            num_unfinished -= 1
+            yield [replace(delta, index=number, num_unfinished=num_unfinished)]

@@ -1,0 +1,233 @@
+"""Requests of a replica, with an engine that returns given deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.engine import Delta, SamplingParams
+from app.engine.async_engine import Pace
+from app.engine.pooled import PoolingParams
+from app.engine.turn import Turn
+from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
+from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, Piece
+from app.fleet.streams import StreamPace
+from app.replica.request_streams import RequestStreams
+from tests.local_server import Shelf
+
+DELTAS = [
+    Delta("r", (1,), "a", index=0, num_cached_tokens=3),
+    Delta("r", (2,), "", index=1, num_cached_tokens=3),
+    Delta("r", (3,), "b", "stop", index=1, num_cached_tokens=3, num_unfinished=1),
+    Delta("r", (4,), "c", "length", index=0, num_cached_tokens=3),
+]
+
+
+class Engine:
+    """Yields deltas and records its calls."""
+
+    healthy = True
+
+    def __init__(self, deltas: list[Delta], error: Exception | None = None) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.paces: list[Pace] = []
+        self.closed = 0
+        self._deltas = deltas
+        self._error = error
+
+    def generate(self, *args: Any, pace: Pace, **options: Any) -> AsyncGenerator[list[Delta], None]:
+        self.paces.append(pace)
+        self.asked.append((*args, options))
+        return self._yield()
+
+    def fork(self, *args: Any, pace: Pace, **options: Any) -> AsyncGenerator[list[Delta], None]:
+        self.paces.append(pace)
+        self.asked.append((*args, options))
+        return self._yield()
+
+    def close(self) -> None:
+        pass
+
+    async def _yield(self) -> AsyncGenerator[list[Delta], None]:
+        try:
+            for delta in self._deltas:
+                yield [delta]
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.closed += 1
+
+
+async def outputs_of(requests: RequestStreams, call: GenerateRequest | ForkCall) -> list[Piece]:
+    """Each output in one piece."""
+    [outputs] = [item async for item in requests.whole(call)]
+    return outputs
+
+
+def streams_of(engine: Any, noted: list[tuple[int, int]] | None = None) -> RequestStreams:
+    """Requests of one model. `noted`: gets the arguments of `note_cached`."""
+    return streams_of_shelf(Shelf(builtin=engine), noted)
+
+
+def streams_of_shelf(
+    shelf: Any, noted: list[tuple[int, int]] | None = None, *, is_shared: bool = False
+) -> RequestStreams:
+    return RequestStreams(
+        shelf,
+        "builtin",
+        is_shared=is_shared,
+        replica="here",
+        pace=StreamPace(10, min_interval_s=0.05, max_interval_s=1.0),
+        note_cached=lambda *tokens: None if noted is None else noted.append(tokens),
+        on_failure=lambda: None,
+    )
+
+
+REQUEST = GenerateRequest(
+    "r",
+    [1, 2],
+    SamplingParams(n=2),
+    priority=1,
+    cache_salt="s",
+    adapter="a",
+    tenant="t",
+    user="u",
+    timeout_s=2.0,
+    turn=Turn("tools", ("<call>",)),
+    cache_ttl_s=60.0,
+    owner="key:k",
+    expected=ExpectedPrefix("here", 4),
+    pooling=PoolingParams(dimensions=3),
+)
+
+
+async def test_outputs_whole_and_in_pieces() -> None:
+    noted: list[tuple[int, int]] = []
+    requests = streams_of(engine := Engine(DELTAS), noted)
+    whole = await outputs_of(requests, REQUEST)
+    assert [(p.index, p.text, p.token_ids, p.finish_reason) for p in whole] == [
+        (0, "ac", (1, 4), "length"),
+        (1, "b", (2, 3), "stop"),
+    ]
+    pieces = [piece async for some in requests.pieces(REQUEST) for piece in some]
+    assert [(p.index, p.text, p.token_ids) for p in pieces] == [(0, "a", (1,)), (1, "b", (2, 3)), (0, "c", (4,))]
+    assert [p.ends_request for p in pieces] == [False, False, True]
+    assert {(p.replica, p.num_cached_tokens) for p in whole + pieces} == {("here", 3)}
+    assert noted == [(4, 3)] * 2
+    whole_pace, stream_pace = engine.paces
+    assert whole_pace() == math.inf, "the answer is read at its end"
+    assert stream_pace() == 0.05
+
+
+async def test_the_engine_gets_every_option() -> None:
+    requests = streams_of(engine := Engine(DELTAS))
+    await outputs_of(requests, REQUEST)
+    options: dict[str, Any] = {
+        "priority": 1,
+        "cache_salt": "s",
+        "adapter": "a",
+        "tenant": "t",
+        "user": "u",
+        "timeout_s": 2.0,
+        "turn": Turn("tools", ("<call>",)),
+        "cache_ttl_s": 60.0,
+        "owner": "key:k",
+    }
+    options |= {"expected_cached_tokens": 4, "pooling": PoolingParams(dimensions=3)}
+    assert engine.asked == [([1, 2], REQUEST.params, "r", options)]
+
+
+async def test_prompts_beside_each_other_are_outputs_of_one_call() -> None:
+    engine = Engine([Delta("r", (), "", "stop", num_cached_tokens=3, pooled=b"1234")])
+    noted: list[tuple[int, int]] = []
+    requests = streams_of(engine, noted)
+    pieces = await outputs_of(requests, replace(REQUEST, params=SamplingParams(), beside=([3], [4, 5])))
+    assert [asked[0] for asked in engine.asked] == [[1, 2], [3], [4, 5]]
+    assert [asked[3]["expected_cached_tokens"] for asked in engine.asked] == [4, None, None]
+    assert [(piece.index, piece.pooled) for piece in pieces] == [(0, b"1234"), (1, b"1234"), (2, b"1234")]
+    assert sorted(piece.num_unfinished for piece in pieces) == [0, 1, 2]
+    assert noted == [(4, 3)], "the router expects a prefix of the first prompt only"
+
+
+async def test_a_closed_stream_ends_its_request() -> None:
+    requests = streams_of(engine := Engine(DELTAS))
+    pieces = requests.pieces(REQUEST)
+    await anext(pieces)
+    await pieces.aclose()
+    assert engine.closed == 1
+
+
+async def test_errors_come_through() -> None:
+    requests = streams_of(Engine(DELTAS[:1], DeadlineError("too late")))
+    with pytest.raises(DeadlineError):
+        await outputs_of(requests, REQUEST)
+    with pytest.raises(DeadlineError):
+        _ = [piece async for piece in requests.pieces(REQUEST)]
+
+
+@pytest.mark.parametrize("error", [OverloadedError("full", 2.0), UnavailableError("stopped")])
+async def test_a_refusal_names_the_replica(error: OverloadedError | UnavailableError) -> None:
+    requests = streams_of(Engine([], error))
+    with pytest.raises(type(error)) as refused:
+        await outputs_of(requests, REQUEST)
+    assert refused.value.replica == "here"
+
+
+async def test_forks() -> None:
+    requests = streams_of(engine := Engine(DELTAS))
+    call = ForkCall("f", "r", 1, "here", SamplingParams(n=2), 3.0, "key:k")
+    whole = await outputs_of(requests, call)
+    assert [piece.text for piece in whole] == ["ac", "b"]
+    assert "".join([piece.text async for some in requests.pieces(call) for piece in some]) == "abc"
+    assert engine.asked == [("r", call.params, "f", {"index": 1, "timeout_s": 3.0, "owner": "key:k"})] * 2
+
+
+async def test_a_fork_of_another_replicas_request() -> None:
+    requests = streams_of(engine := Engine(DELTAS))
+    call = ForkCall("f", "r", 0, "another", SamplingParams())
+    with pytest.raises(UnknownRequestError, match="is gone"):
+        await outputs_of(requests, call)
+    with pytest.raises(UnknownRequestError, match="is gone"):
+        _ = [piece async for piece in requests.pieces(call)]
+    assert not engine.asked
+
+
+async def test_a_repeated_request_never_runs_beside_the_first() -> None:
+    """Regression: a request whose ingress had died was computed twice at once when it was sent again."""
+    engine = Engine(DELTAS)
+    requests = streams_of(engine)
+    request = replace(REQUEST, repeat_key="k")
+    first = requests.pieces(request)
+    await anext(first)
+    second = asyncio.ensure_future(outputs_of(requests, request))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert len(engine.asked) == 1
+    await first.aclose()
+    assert [piece.text for piece in await second] == ["ac", "b"]
+    assert (len(engine.asked), engine.closed) == (2, 2)
+
+
+async def test_the_time_to_send_a_request_again_includes_the_wake() -> None:
+    class Full:
+        """A model that sleeps, and whose queue is full."""
+
+        name, engine, expected_wake_s = "second", object(), 3.0
+
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[list[Any], None]:
+            error = OverloadedError("queue full; try again in 2 s", 2.0)
+            error.num_queued = 8
+            raise error
+            yield []
+
+    requests = streams_of_shelf(SimpleNamespace(model=lambda name: Full(), healthy=True), is_shared=True)
+    with pytest.raises(OverloadedError, match="try again in 5 s") as refused:
+        await outputs_of(requests, GenerateRequest("r", [1], SamplingParams(), model="second"))
+    error = refused.value
+    assert (error.retry_after_s, error.num_queued, error.replica) == (5.0, 8, "here")

@@ -20,21 +20,15 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.openai.bodies import (
-    AddModelRequest,
-    ChatCompletionRequest,
-    CompletionRequest,
-    ForkRequest,
-    LoadAdapterRequest,
-    Message,
-    PinRequest,
-    UnloadAdapterRequest,
-)
+from app.openai.bodies import CompletionRequest, ForkRequest
+from app.openai.chat_body import ChatCompletionRequest, Message
 from app.openai.messages.body import CountTokensRequest, MessagesRequest
 from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, PinRequest, UnloadAdapterRequest
+from app.openai.operation.replies import LoadReport, PinCard, PinList
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinCard, PinList, Usage
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, Usage
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from vmem import BudgetAnswer, MemoryReport

@@ -8,28 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from app.client.transport import Transport
 from app.errors import EngineError, UnavailableError
-from app.openai.bodies import (
-    AddModelRequest,
-    ChatCompletionRequest,
-    CompletionRequest,
-    ForkRequest,
-    LoadAdapterRequest,
-    PinRequest,
-    UnloadAdapterRequest,
-)
+from app.openai.bodies import CompletionRequest, ForkRequest
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.messages.body import CountTokensRequest, MessagesRequest
 from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, PinRequest, UnloadAdapterRequest
+from app.openai.operation.replies import LoadReport, ModelCard, ModelList, PinList
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    LoadReport,
-    ModelCard,
-    ModelList,
-    PinList,
-)
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from vmem import BudgetAnswer, MemoryReport

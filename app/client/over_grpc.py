@@ -14,7 +14,8 @@ from pydantic_core import from_json
 from app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
 from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError
 from app.http_errors import error_of
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinList
+from app.openai.operation.replies import LoadReport, PinList
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 from app.proto import convert
 from app.proto import folio_pb2 as pb
 from app.proto.folio_pb2_grpc import FolioStub

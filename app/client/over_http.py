@@ -16,12 +16,8 @@ from app.client.transport import PerLoop, connection_lost, no_such_call, unreach
 from app.event_stream import DONE, event_data
 from app.http_errors import error_of, error_of_status
 from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
-from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import (
+from app.openai.operation.replies import (
     BudgetReport,
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
     LoadReport,
     ModelCard,
     ModelDeleted,
@@ -30,6 +26,8 @@ from app.openai.replies import (
     PinDeleted,
     PinList,
 )
+from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from vmem import MemoryReport
 

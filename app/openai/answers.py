@@ -9,7 +9,8 @@ from typing import Any, Literal
 from app.engine.delta import TokenLogprobs
 from app.fleet.messages import Piece, public_id
 from app.openai.base import joined_text
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, TokenFields
+from app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody, TokenFields
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.logprobs import Offsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 from app.openai.output.parser import Part
 from app.openai.output.plan import OutputPlan

@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
-from typing import Annotated, Any, Protocol, cast
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Protocol
 
-from fastapi import Body, FastAPI, Header, Query, Request
+from fastapi import Body, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Match
 
 from app import http_errors as errors
 from app.config.http import UnknownFieldsMode
-from app.error_json import AnthropicErrorBody, anthropic_error, error_json
-from app.errors import FolioError, UnknownModelError, UnknownPinError
+from app.error_json import error_json
+from app.errors import FolioError
 from app.http_errors import ErrorBody, HttpRefusal
 from app.openai import description as examples
 from app.openai.base import json_routes
 from app.openai.batches.http import add_batches
 from app.openai.batches.runner import BatchRunner
-from app.openai.bodies import (
-    AddModelRequest,
-    BudgetRequest,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizedText,
-    DetokenizeRequest,
-    ForkRequest,
-    LoadAdapterRequest,
-    PinRequest,
-    TokenizeRequest,
-    Tokens,
-    UnloadAdapterRequest,
-)
+from app.openai.bodies import CompletionRequest, ForkRequest
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.description import (
     ANTHROPIC_ERRORS,
     CHAT_STREAM,
@@ -50,36 +36,22 @@ from app.openai.description import (
     describe,
 )
 from app.openai.docs_page import add_docs_page
+from app.openai.events import stream_chunks, stream_events, stream_messages
 from app.openai.messages.body import CountTokensRequest, MessagesRequest
 from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from app.openai.operation.http import OperationService, add_models, add_operation
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import (
-    BudgetReport,
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    Frames,
-    LoadReport,
-    ModelCard,
-    ModelDeleted,
-    ModelList,
-    PinCard,
-    PinDeleted,
-    PinList,
-    Version,
-    on_one_line,
-)
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.replies import ErrorEvent, ResponseObject, StreamEvent
+from app.openai.responses.replies import ResponseObject, StreamEvent
+from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.unknown_fields import UnknownFields
-from app.request_context import EdgeObserver, current_context, note_error, request_id
+from app.request_context import EdgeObserver, note_error, request_id
 from app.version import VERSION
-from vmem import MemoryReport
 
 logger = logging.getLogger(__name__)
 
-_PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
 # Longer lists of tokens are serialised outside of the event loop.
 _LOOP_TOKENS = 10_000
 
@@ -92,11 +64,9 @@ Session = Annotated[
 ]
 
 
-class Service(Protocol):
-    """The methods behind the routes. All raise `FolioError`."""
+class Service(OperationService, Protocol):
+    """The methods behind all routes. All raise `FolioError`."""
 
-    async def models(self) -> ModelList: ...
-    async def model(self, name: str) -> ModelCard: ...
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion: ...
     def generate_stream(self, request: CompletionRequest, session: str | None = None) -> AsyncIterator[Completion]: ...
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion: ...
@@ -115,19 +85,6 @@ class Service(Protocol):
     async def rerank(self, request: RerankRequest) -> Ranking: ...
     async def tokenize(self, request: TokenizeRequest) -> Tokens: ...
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText: ...
-    async def load(self) -> LoadReport: ...
-    async def reports(self) -> dict[str, MemoryReport]: ...
-    async def change_budget(self, request: BudgetRequest) -> BudgetReport: ...
-    async def add_model(self, request: AddModelRequest) -> ModelCard: ...
-    async def remove_model(self, name: str) -> None: ...
-    async def load_adapter(self, request: LoadAdapterRequest) -> None: ...
-    async def unload_adapter(self, request: UnloadAdapterRequest) -> None: ...
-    async def pins(self) -> PinList: ...
-    async def pin(self, request: PinRequest) -> str: ...
-    async def unpin(self, name: str, model: str | None = None) -> None: ...
-    async def ready(self) -> None: ...
-    async def metrics(self) -> str: ...
-    async def load_metrics(self) -> str: ...
 
 
 def build_api(
@@ -158,11 +115,10 @@ def build_api(
     _add_generation(api, service)
     _add_messages(api, service)
     _add_pooling(api, service)
-    _add_models(api, service)
-    _add_adapters(api, service)
+    add_models(api, service)
     _add_tokens(api, service)
     add_batches(api, batches)
-    _add_operation(api, service)
+    add_operation(api, service)
     _add_error_handlers(api)
     add_docs_page(api)
     describe(api, allow_unknown=unknown_fields == "ignore")
@@ -176,7 +132,7 @@ def _add_generation(api: FastAPI, service: Service) -> None:
     ) -> Response:
         """Answer a conversation, whole or, with `stream`, as server-sent events."""
         if request.stream:
-            return await _stream(service.chat_stream(request, x_session_id))
+            return await stream_chunks(service.chat_stream(request, x_session_id))
         return _json(await service.chat(request, x_session_id))
 
     @api.post("/v1/completions", response_model=Completion, responses=COMPLETION_STREAM, tags=["generation"])
@@ -185,7 +141,7 @@ def _add_generation(api: FastAPI, service: Service) -> None:
     ) -> Response:
         """Continue a prompt, or several, whole or, with `stream`, as server-sent events."""
         if request.stream:
-            return await _stream(service.generate_stream(request, x_session_id))
+            return await stream_chunks(service.generate_stream(request, x_session_id))
         return _json(await service.generate(request, x_session_id))
 
     @api.post("/v1/responses", response_model=ResponseObject, responses=RESPONSE_STREAM, tags=["generation"])
@@ -194,7 +150,7 @@ def _add_generation(api: FastAPI, service: Service) -> None:
     ) -> Response:
         """Answer an input, whole or, with `stream`, as server-sent events. Nothing is stored."""
         if request.stream:
-            return await _stream_events(service.responses_stream(request, x_session_id))
+            return await stream_events(service.responses_stream(request, x_session_id))
         return _json(await service.responses(request, x_session_id))
 
     @api.post("/v1/forks", response_model=Completion, responses=COMPLETION_STREAM, tags=["generation"])
@@ -202,7 +158,7 @@ def _add_generation(api: FastAPI, service: Service) -> None:
         """Continue an output of a running or recently finished request in `n` more ways, whole or, with `stream`, as
         server-sent events."""
         if request.stream:
-            return await _stream(service.fork_stream(request))
+            return await stream_chunks(service.fork_stream(request))
         return _json(await service.fork(request))
 
 
@@ -215,7 +171,7 @@ def _add_messages(api: FastAPI, service: Service) -> None:
     ) -> Response:
         """Answer a conversation in Anthropic's API, whole or, with `stream`, as server-sent events."""
         if request.stream:
-            return await _stream_messages(service.messages_stream(request, x_session_id))
+            return await stream_messages(service.messages_stream(request, x_session_id))
         return _json(await service.messages(request, x_session_id))
 
     @api.post("/v1/messages/count_tokens", responses=ANTHROPIC_ERRORS, tags=["tokens"])
@@ -248,55 +204,6 @@ def _add_pooling(api: FastAPI, service: Service) -> None:
         return _json(await service.rerank(request))
 
 
-def _add_models(api: FastAPI, service: Service) -> None:
-    @api.get("/v1/models", tags=["models"])
-    async def list_models() -> ModelList:
-        """The served models and their adapters."""
-        return await service.models()
-
-    @api.get("/v1/models/{name:path}", tags=["models"])
-    async def get_model(name: str) -> ModelCard:
-        """A model, or an adapter."""
-        return await service.model(name)
-
-    # Whatever `operator_paths` says, as for the budget: all callers may list models.
-    @api.post("/v1/models", tags=["operation"])
-    async def add_model(request: AddModelRequest) -> ModelCard:
-        """Add a model to those of every engine replica, or of none."""
-        if (context := current_context()) is not None:
-            context.check_operator("adding a model")
-        return await service.add_model(request)
-
-    @api.delete("/v1/models/{name:path}", tags=["operation"])
-    async def remove_model(name: str, request: Request) -> ModelDeleted:
-        """Remove a model that was added at run time, and its adapters. Requests for it end with an error."""
-        if not request.scope["path"].endswith(name):  # Starlette drops a final newline
-            raise UnknownModelError("no model has a newline in its name", "name")
-        if (context := current_context()) is not None:
-            context.check_operator("removing a model")
-        await service.remove_model(name)
-        return ModelDeleted(id=name)
-
-
-def _add_adapters(api: FastAPI, service: Service) -> None:
-    # Whatever `operator_paths` says, as for the budget: an adapter's name is a model's for all tenants.
-    @api.post("/v1/load_lora_adapter", response_class=PlainTextResponse, tags=["operation"])
-    async def load_adapter(request: LoadAdapterRequest) -> Response:
-        """Load a LoRA adapter on every engine replica, or on none."""
-        if (context := current_context()) is not None:
-            context.check_operator("loading an adapter")
-        await service.load_adapter(request)
-        return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
-
-    @api.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, tags=["operation"])
-    async def unload_adapter(request: UnloadAdapterRequest) -> Response:
-        """Unload a LoRA adapter from every engine replica. Requests that have begun go on with it."""
-        if (context := current_context()) is not None:
-            context.check_operator("unloading an adapter")
-        await service.unload_adapter(request)
-        return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
-
-
 def _add_tokens(api: FastAPI, service: Service) -> None:
     # Answers may be long: they are serialised here, since FastAPI would validate every token again.
     @api.post("/tokenize", response_model=Tokens, tags=["tokens"])
@@ -309,91 +216,6 @@ def _add_tokens(api: FastAPI, service: Service) -> None:
     async def detokenize(request: DetokenizeRequest) -> Response:
         """The text of tokens."""
         return _json(await service.detokenize(request))
-
-
-def _add_operation(api: FastAPI, service: Service) -> None:
-    @api.head("/health", include_in_schema=False)
-    @api.get("/health", response_class=Response, tags=["operation"])
-    async def health() -> Response:
-        """Whether this server process runs. It does not depend on the engine replicas, which a restart of this process
-        would not help."""
-        return Response(status_code=200)
-
-    @api.head("/ping", include_in_schema=False)
-    @api.post("/ping", response_class=Response, tags=["operation"])
-    @api.get("/ping", response_class=Response, tags=["operation"])
-    async def ping() -> Response:
-        """`/health` under the name that SageMaker asks for."""
-        return await health()
-
-    @api.get("/version", tags=["operation"])
-    async def version() -> Version:
-        """The version of this server."""
-        return Version(version=VERSION)
-
-    @api.head("/ready", include_in_schema=False)
-    @api.get("/ready", response_class=Response, tags=["operation"])
-    async def ready() -> Response:
-        """Whether requests are accepted: an engine replica answers, and the server is not draining."""
-        await service.ready()
-        return Response(status_code=200)
-
-    @api.get("/metrics", response_class=PlainTextResponse, tags=["operation"])
-    async def metrics() -> Response:
-        """Metrics of all replicas in Prometheus' text format; see docs/reference/metrics.md."""
-        return Response(await service.metrics(), media_type=_PROMETHEUS)
-
-    @api.get("/metrics/load", response_class=PlainTextResponse, tags=["operation"])
-    async def load_metrics() -> Response:
-        """Queue depth and use of the KV cache at this moment, under vLLM's names, for endpoint pickers of gateways."""
-        return Response(await service.load_metrics(), media_type=_PROMETHEUS)
-
-    @api.get("/v1/load", tags=["operation"])
-    async def load() -> LoadReport:
-        """Load and memory of every engine replica."""
-        return await service.load()
-
-    @api.get("/v1/load/memory", tags=["operation"])
-    async def memory() -> dict[str, MemoryReport]:
-        """The KV memory of every engine replica in detail, by the replica's name."""
-        return await service.reports()
-
-    @api.put("/v1/budget", tags=["operation"])
-    async def budget(request: Annotated[BudgetRequest, Body(openapi_examples=examples.BUDGET)]) -> BudgetReport:
-        """Change the budget of every engine replica's KV cache."""
-        # Whatever `operator_paths` says: a tenant must not take memory from the others.
-        if (context := current_context()) is not None:
-            context.check_operator("the budget")
-        return await service.change_budget(request)
-
-    @api.get("/v1/pins", tags=["operation"])
-    async def pins() -> PinList:
-        """The pinned prefixes."""
-        return await service.pins()
-
-    @api.post("/v1/pins", tags=["operation"])
-    async def pin(request: Annotated[PinRequest, Body(openapi_examples=examples.PIN)]) -> PinCard:
-        """Compute a prefix on every engine replica and pin it in the prefix cache."""
-        model = await service.pin(request)
-        for card in (await service.pins()).data:
-            if (card.id, card.model) == (request.name, model):
-                return card
-        raise UnknownPinError(f"{request.name!r} was unpinned meanwhile; pin it again", "name")
-
-    @api.delete("/v1/pins/{name:path}", tags=["operation"])
-    async def unpin(
-        name: str,
-        request: Request,
-        model: Annotated[
-            str | None,
-            Query(max_length=256, description="Whose prefix it is; needed if several models have a pin of this name."),
-        ] = None,
-    ) -> PinDeleted:
-        """Unpin a prefix."""
-        if not request.scope["path"].endswith(name):  # Starlette drops a final newline
-            raise UnknownPinError("no pin has a newline in its name", "name")
-        await service.unpin(name, model)
-        return PinDeleted(id=name)
 
 
 def _add_error_handlers(api: FastAPI) -> None:
@@ -438,77 +260,3 @@ def _json(answer: BaseModel) -> Response:
 def _refused(request: Request, status: int, answer: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
     note_error(answer.error.code)
     return Response(error_json(request.url.path, status, answer), status, headers, media_type="application/json")
-
-
-async def _stream(chunks: AsyncIterator[BaseModel]) -> Response:
-    """Server-sent events of completions and chat completions: data only, with an end mark."""
-
-    def failed(error: Exception) -> str:
-        return f"data: {json.dumps(errors.error_response(error)[1].model_dump())}\n\n"
-
-    return await _streamed(chunks, Frames().event, failed, "data: [DONE]\n\n")
-
-
-async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
-    """Server-sent events of responses: with names, and without an end mark."""
-    last_number = 0
-
-    def written(event: StreamEvent) -> str:
-        nonlocal last_number
-        last_number = event.sequence_number
-        return f"event: {event.type}\ndata: {on_one_line(event.model_dump_json())}\n\n"
-
-    def failed(error: Exception) -> str:
-        detail = errors.error_response(error)[1].error
-        return written(
-            ErrorEvent(sequence_number=last_number + 1, code=detail.code, message=detail.message, param=detail.param)
-        )
-
-    return await _streamed(events, written, failed, "")
-
-
-async def _stream_messages(events: AsyncIterator[MessageEvent]) -> Response:
-    """Server-sent events of Anthropic's messages: with names, and without an end mark."""
-
-    def written(event: MessageEvent | AnthropicErrorBody) -> str:
-        return f"event: {event.type}\ndata: {on_one_line(event.model_dump_json())}\n\n"
-
-    def failed(error: Exception) -> str:
-        return written(anthropic_error(*errors.error_response(error)))
-
-    return await _streamed(events, written, failed, "")
-
-
-def note_broken_stream(error: Exception) -> None:
-    """Log an error of a stream whose status has been sent, with a traceback unless it was to be expected."""
-    status, answer = errors.error_response(error)
-    note_error(answer.error.code)
-    unexpected = status >= 500 and status != 503
-    level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
-    logger.log(
-        level,
-        "the stream of request %s failed: %s",
-        request_id(),
-        answer.error.code,
-        exc_info=error if unexpected else None,
-    )
-
-
-async def _streamed(
-    items: AsyncIterator[Any], write: Callable[[Any], str | bytes], failed: Callable[[Exception], str], end: str
-) -> Response:
-    """A streaming response. The first item is awaited here, so that a request refused at once gets its status."""
-    first = await anext(items)
-
-    async def events() -> AsyncIterator[str | bytes]:
-        try:
-            async with aclosing(cast(Any, items)):
-                yield write(first)
-                async for item in items:
-                    yield write(item)
-            yield end
-        except Exception as error:  # noqa: BLE001  # the status has been sent: the error becomes an event
-            note_broken_stream(error)
-            yield failed(error)
-
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -18,16 +18,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from app.engine.text_prefix import conversation_prefix, text_prefix
 from app.errors import ContextLengthError, RequestError
 from app.openai.base import check_json, joined_text
-from app.openai.bodies import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationBody,
-    Message,
-    PinRequest,
-    TemplateFields,
-    TokenizeRequest,
-)
+from app.openai.bodies import CompletionRequest, GenerationBody
+from app.openai.chat_body import ChatCompletionRequest, Message, TemplateFields
+from app.openai.operation.bodies import PinRequest
 from app.openai.output.formats import tool_template
+from app.openai.token_bodies import TokenizeRequest
 from app.openai.tools.bodies import Tool, ToolCall
 
 if TYPE_CHECKING:

@@ -19,16 +19,8 @@ from app.errors import ContextLengthError, RequestError, UnknownModelError, Unkn
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
 from app.openai.answers import ChatAnswer, CompletionAnswer
 from app.openai.base import SizedExecutor
-from app.openai.bodies import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizedText,
-    DetokenizeRequest,
-    ForkRequest,
-    GenerationBody,
-    TokenizeRequest,
-    Tokens,
-)
+from app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.logprobs import TokenTexts
 from app.openai.messages.answers import MessageAnswer
 from app.openai.messages.body import CountTokensRequest, MessagesRequest, in_terms_of_messages
@@ -38,6 +30,7 @@ from app.openai.output.plan import plan_output
 from app.openai.prompts import PromptEncoder
 from app.openai.responses.answers import ResponseAnswer
 from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
+from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.tools.choice import chosen_tools
 from app.request_context import current_context
 

@@ -48,43 +48,29 @@ from app.haproxy import trusted_addresses
 from app.logs import configure_logs
 from app.openai.batches.runner import BatchRunner
 from app.openai.batches.store import BatchStore
-from app.openai.bodies import (
-    AddModelRequest,
-    BudgetRequest,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizedText,
-    DetokenizeRequest,
-    ForkRequest,
-    GenerationBody,
-    LoadAdapterRequest,
-    PinRequest,
-    TokenizeRequest,
-    Tokens,
-    UnloadAdapterRequest,
-)
-from app.openai.http import build_api, note_broken_stream
+from app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody
+from app.openai.chat_body import ChatCompletionRequest
+from app.openai.events import note_broken_stream
+from app.openai.http import build_api
 from app.openai.messages.body import CountTokensRequest, MessagesRequest
 from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from app.openai.operation.bodies import (
+    AddModelRequest,
+    BudgetRequest,
+    LoadAdapterRequest,
+    PinRequest,
+    UnloadAdapterRequest,
+)
+from app.openai.operation.replies import BudgetReport, LoadReport, ModelCard, ModelList, PinList, load_report, pin_list
 from app.openai.pooled.answers import PooledAnswer
 from app.openai.pooled.bodies import EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.pooled.translate import PooledTranslator
-from app.openai.replies import (
-    BudgetReport,
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    LoadReport,
-    ModelCard,
-    ModelList,
-    PinList,
-    load_report,
-    pin_list,
-)
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from app.openai.served_models import Seen, ServedModel, ServedModels, seen_models
+from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.translate import Translator
 from app.openai.unknown_fields import UnknownFields
 from app.request_context import current_context

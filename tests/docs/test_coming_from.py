@@ -12,7 +12,8 @@ import typer
 from fastapi.routing import APIRoute
 
 from app.cli.main import folio
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai.bodies import CompletionRequest
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.http import build_api
 from app.openai.unknown_fields import UnknownFields
 from tests.docs.blocks import ROOT

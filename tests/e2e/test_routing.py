@@ -20,7 +20,8 @@ from app.engine.prefix_keys import prompt_keys
 from app.errors import UnknownRequestError
 from app.fleet.fleet import RoutedRequest
 from app.fleet.messages import GenerateRequest
-from app.openai.bodies import CompletionRequest, ForkRequest, PinRequest
+from app.openai.bodies import CompletionRequest, ForkRequest
+from app.openai.operation.bodies import PinRequest
 from benchmarks.served import Served, processes_called
 from tests.e2e.conftest import deleted_at_the_end
 from tests.processes import until

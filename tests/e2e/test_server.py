@@ -26,7 +26,9 @@ from app.config.engine import EngineConfig
 from app.config.http import HttpSettings
 from app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
 from app.main import AppArgs, build
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
+from app.openai.bodies import CompletionRequest, ForkRequest
+from app.openai.chat_body import ChatCompletionRequest, Message
+from app.openai.operation.bodies import PinRequest
 from benchmarks import disconnects
 from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import PIN

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ValidationError
 
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai.bodies import CompletionRequest
+from app.openai.chat_body import ChatCompletionRequest
+from app.openai.operation.replies import LoadReport
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import ChatCompletion, Completion, LoadReport
+from app.openai.replies import ChatCompletion, Completion
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject
 from app.openai.unknown_fields import UnknownFields

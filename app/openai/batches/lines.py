@@ -21,7 +21,7 @@ from app.http_errors import ErrorBody, validation_error
 from app.openai.base import StrictBody, Text, parse_json
 from app.openai.batches.endpoints import ENDPOINTS
 from app.openai.batches.replies import BatchError
-from app.openai.replies import on_one_line
+from app.openai.events import on_one_line
 from app.openai.unknown_fields import UnknownFields
 
 # OpenAI's bound.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Tag
 
 from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, only_text, text_or
-from app.openai.bodies import MAX_PARTS
+from app.openai.chat_body import MAX_PARTS
 
 
 class CacheControl(StrictBody):

@@ -11,24 +11,12 @@ from pydantic import BeforeValidator, Field, model_validator
 from app.engine.sampling.params import MAX_STOP_STRINGS
 from app.errors import UnknownThreadError
 from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, in_terms_of, unsupported_field
-from app.openai.bodies import (
-    MAX_MESSAGES,
-    ChatCompletionRequest,
-    GenerationBody,
-    ReasoningEffort,
-    Thinking,
-)
+from app.openai.bodies import GenerationBody
+from app.openai.chat_body import MAX_MESSAGES, ChatCompletionRequest, ReasoningEffort, Thinking
 from app.openai.messages.blocks import Cacheable, CacheControl, TextBlocks
 from app.openai.messages.conversation import MessageParam, chat_messages
 from app.openai.sampling_body import JsonSchema, JsonSchemaFormat
-from app.openai.tools.bodies import (
-    MAX_TOOLS,
-    ChosenFunction,
-    FunctionDefinition,
-    FunctionName,
-    NamedToolChoice,
-    Tool,
-)
+from app.openai.tools.bodies import MAX_TOOLS, ChosenFunction, FunctionDefinition, FunctionName, NamedToolChoice, Tool
 
 
 def _refuse_server_tool(tool: Any) -> Any:

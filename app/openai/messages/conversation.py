@@ -12,15 +12,8 @@ from typing import Literal
 from pydantic import model_validator
 
 from app.openai.base import StrictBody
-from app.openai.bodies import Message
-from app.openai.messages.blocks import (
-    Block,
-    Blocks,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from app.openai.chat_body import Message
+from app.openai.messages.blocks import Block, Blocks, TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
 from app.openai.tools.bodies import FunctionCall, ToolCall
 
 # Blocks that only messages of this role have.

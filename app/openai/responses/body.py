@@ -20,12 +20,12 @@ from app.openai.base import (
     text_or,
     unsupported_field,
 )
-from app.openai.bodies import (
+from app.openai.bodies import GenerationBody
+from app.openai.chat_body import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOP_LOGPROBS,
     ChatCompletionRequest,
-    GenerationBody,
     Message,
     ReasoningEffort,
     TemplateFields,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.openai.bodies import ReasoningEffort
+from app.openai.chat_body import ReasoningEffort
 from app.openai.replies import ChatTokenLogprob
 from app.openai.responses.body import AllowedFunctions, FunctionTool, ItemStatus, NamedFunction
 from app.openai.sampling_body import JsonObjectFormat, TextFormat

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.config.http import HttpSettings
-from app.openai.replies import PinCard, PinList
+from app.openai.operation.replies import PinCard, PinList
 from tests.app.edge.asgi import bearer, call
 from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
 from tests.local_server import guarded_api

@@ -10,7 +10,8 @@ from app.engine.delta import Delta, TokenLogprobs
 from app.engine.model.tokenizer import load_tokenizer
 from app.fleet.messages import Piece, PieceCollector, split_public_id
 from app.openai.answers import ChatAnswer, CompletionAnswer
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai.bodies import CompletionRequest
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.logprobs import LEAST_LOGPROB, TokenTexts
 from app.openai.output.formats import REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat
 from app.openai.output.plan import OutputPlan

@@ -13,7 +13,7 @@ from app.engine.model.tokenizer import load_tokenizer
 from app.errors import RequestError
 from app.openai import base as json_body
 from app.openai.base import MAX_JSON_DEPTH, check_json, too_much
-from app.openai.bodies import ChatCompletionRequest
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.prompts import PromptEncoder
 from tests.local_server import guarded_api
 

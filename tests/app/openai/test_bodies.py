@@ -11,22 +11,14 @@ from pydantic import BaseModel, ValidationError
 
 from app.engine.sampling.params import MAX_LOGPROBS, SamplingParams, Structure
 from app.errors import RequestError
-from app.openai.bodies import (
-    MAX_MESSAGES,
-    MAX_PROMPTS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ForkRequest,
-    Message,
-    TokenizeRequest,
-)
+from app.openai.bodies import MAX_PROMPTS, CompletionRequest, ForkRequest
+from app.openai.chat_body import MAX_MESSAGES, ChatCompletionRequest
 from app.openai.output.formats import REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat
 from app.openai.output.plan import OutputPlan
 from app.openai.responses.body import ResponsesRequest
+from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 
 USER = {"role": "user", "content": "x"}
-CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -293,50 +285,6 @@ def test_special_tokens_of_calls_are_kept() -> None:
     known = OutputFormat(REASONING_SYNTAXES["mistral"], special_tokens={"[/THINK]": 7, "[THINK]": 5, "other": 9})
     assert chat().sampling_params(OutputPlan(known)).kept_token_ids == (5, 7)
     assert chat().sampling_params().kept_token_ids == ()
-
-
-def test_whether_and_how_long_the_model_reasons() -> None:
-    on, off = {"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}
-    for fields, settings, budget in (
-        ({}, {}, None),
-        ({"reasoning_effort": "none"}, off | {"reasoning_effort": "none"}, None),
-        ({"reasoning_effort": "high"}, on | {"reasoning_effort": "high"}, None),
-        ({"thinking": False}, off, None),
-        ({"thinking": {"type": "disabled"}}, off, None),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, on, 9),
-        ({"thinking_token_budget": 0}, {}, 0),
-    ):
-        request = chat(**fields)
-        assert (request.template_settings, request.reasoning_budget) == (settings, budget)
-    with pytest.raises(RequestError, match="leave one out"):
-        _ = chat(thinking={"type": "enabled", "budget_tokens": 9}, thinking_token_budget=8).reasoning_budget
-    for fields in ({"thinking": {"type": "adaptive?"}}, {"thinking_token_budget": -1}, {"thinking": 1}):
-        with pytest.raises(ValidationError):
-            chat(**fields)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user"},
-        {"role": "tool", "content": "4"},
-        {"role": "user", "content": "x", "tool_call_id": "call_1"},
-        {"role": "user", "content": "x", "tool_calls": [CALL]},
-        {"role": "assistant", "tool_calls": []},
-        {"role": "assistant", "content": None},
-    ],
-)
-def test_invalid_messages(message: object) -> None:
-    with pytest.raises(ValidationError):
-        Message.model_validate(message)
-
-
-def test_messages_of_tools() -> None:
-    called = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [CALL]})
-    assert called.content is None
-    assert called.tool_calls is not None
-    assert called.tool_calls[0].function.name == "f"
-    assert Message.model_validate({"role": "tool", "content": "4", "tool_call_id": "call_1"}).content == "4"
 
 
 @pytest.mark.parametrize("fields", [{"suffix": "y"}, {"timeout_s": 0}, {"timeout_s": float("nan")}, {"tenant": ""}])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from app.openai.events import Frames, on_one_line
 from app.openai.replies import (
     ChatChunkChoice,
     ChatCompletionChunk,
@@ -16,10 +17,8 @@ from app.openai.replies import (
     ChatLogprobs,
     Completion,
     CompletionChoice,
-    Frames,
     PromptTokensDetails,
     Usage,
-    on_one_line,
 )
 
 USAGE = Usage(

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from app.error_json import is_anthropic
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai.bodies import CompletionRequest
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.messages.body import MessagesRequest
 from app.openai.replies import Completion, CompletionChoice
 from tests.local_server import LocalServer, guarded_api

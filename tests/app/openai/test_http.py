@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import tomllib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,203 +13,16 @@ from openai.types import chat, completion_create_params, responses
 from starlette.testclient import TestClient
 
 from app.config.http import HttpSettings
-from app.errors import (
-    DeadlineError,
-    EngineError,
-    OverloadedError,
-    RequestError,
-    UnavailableError,
-    UnknownModelError,
-    UnknownPinError,
-    UnknownRequestError,
-)
 from app.openai import description as examples
-from app.openai.base import joined_text
-from app.openai.bodies import (
-    AddModelRequest,
-    BudgetRequest,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizedText,
-    DetokenizeRequest,
-    ForkRequest,
-    LoadAdapterRequest,
-    PinRequest,
-    TokenizeRequest,
-    Tokens,
-    UnloadAdapterRequest,
-)
+from app.openai.bodies import CompletionRequest
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.messages.body import CountTokensRequest, MessagesRequest
+from app.openai.operation.bodies import PinRequest
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from app.openai.replies import (
-    AssistantMessage,
-    BudgetReport,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    Completion,
-    CompletionChoice,
-    LoadFigures,
-    LoadReport,
-    ModelCard,
-    ModelList,
-    PinCard,
-    PinList,
-    PromptTokensDetails,
-    Usage,
-)
 from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.replies import ArgumentsDeltaEvent, ResponseObject, StreamEvent
+from app.openai.token_bodies import TokenizeRequest
+from tests.app.openai.fake_service import FakeService, complete, failure
 from tests.local_server import guarded_api
-from vmem import MemoryReport
-
-USAGE = Usage(
-    prompt_tokens=1,
-    completion_tokens=1,
-    total_tokens=2,
-    prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
-)
-CARD = ModelCard(id="m", created=0, max_model_len=8)
-
-
-class FakeService:
-    """A service that echoes the prompt. The model's name chooses an error."""
-
-    def __init__(self) -> None:
-        self.pinned: list[str] = []
-        self.adapters: set[str] = set()
-
-    async def models(self) -> ModelList:
-        return ModelList(data=[CARD])
-
-    async def model(self, name: str) -> ModelCard:
-        if name != "m":
-            raise UnknownModelError(f"no {name}", "model")
-        return CARD
-
-    async def ready(self) -> None:
-        raise UnavailableError("nobody answers")
-
-    async def metrics(self) -> str:
-        return "# HELP x X.\n"
-
-    async def load_metrics(self) -> str:
-        return "# HELP y Y.\n"
-
-    async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
-        request.sampling_params()
-        self._fail(request.model)
-        return self._completion(str(request.prompt) + (f" of {session}" if session else ""))
-
-    async def generate_stream(
-        self, request: CompletionRequest, session: str | None = None
-    ) -> AsyncIterator[Completion]:
-        if request.model == "late":
-            yield self._completion("begun")
-            raise EngineError("a step failed")
-        self._fail(request.model)
-        yield self._completion("a")
-        yield self._completion("b")
-
-    async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
-        choice = ChatChoice(message=AssistantMessage(content=joined_text(request.messages[0].content)))
-        return ChatCompletion(id="c", created=0, model="m", choices=[choice], usage=USAGE)
-
-    async def chat_stream(
-        self, request: ChatCompletionRequest, session: str | None = None
-    ) -> AsyncIterator[ChatCompletionChunk]:
-        choice = ChatChunkChoice(delta=ChatDelta(role="assistant", content="hi"))
-        yield ChatCompletionChunk(id="c", created=0, model="m", choices=[choice])
-
-    async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
-        raise NotImplementedError  # see tests/app/openai/responses/test_responses.py
-
-    async def responses_stream(
-        self, request: ResponsesRequest, session: str | None = None
-    ) -> AsyncIterator[StreamEvent]:
-        yield ArgumentsDeltaEvent(item_id="i", output_index=0, delta="{", sequence_number=4)
-        raise ZeroDivisionError("secret detail")
-
-    async def fork(self, request: ForkRequest) -> Completion:
-        self._fail(request.model)
-        return self._completion(f"{request.request_id} {request.index}")
-
-    async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
-        self._fail(request.model)
-        yield self._completion("a")
-
-    async def tokenize(self, request: TokenizeRequest) -> Tokens:
-        return Tokens(count=1, max_model_len=8, tokens=[5])
-
-    async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
-        return DetokenizedText(prompt="x" * len(request.tokens))
-
-    async def load(self) -> LoadReport:
-        figures = dict.fromkeys(LoadFigures.model_fields, 0)
-        return LoadReport(num_replicas=1, num_silent=1, total=LoadFigures(**figures), least_queued_s=None, replicas=[])
-
-    async def reports(self) -> dict[str, MemoryReport]:
-        return {}
-
-    async def change_budget(self, request: BudgetRequest) -> BudgetReport:
-        return BudgetReport(budget_bytes=request.budget_bytes, revision=request.revision or 8, answers=["applied"])
-
-    async def add_model(self, request: AddModelRequest) -> ModelCard:
-        if request.name in self.adapters:
-            raise RequestError("there is a model already", "name")
-        self.adapters.add(request.name)
-        return ModelCard(id=request.name, created=0, max_model_len=None, state="new")
-
-    async def remove_model(self, name: str) -> None:
-        if name not in self.adapters:
-            raise UnknownModelError("no such model", "name")
-        self.adapters.remove(name)
-
-    async def load_adapter(self, request: LoadAdapterRequest) -> None:
-        if request.lora_name in self.adapters and not request.load_inplace:
-            raise RequestError("it has been loaded", "lora_name")
-        self.adapters.add(request.lora_name)
-
-    async def unload_adapter(self, request: UnloadAdapterRequest) -> None:
-        if request.lora_name not in self.adapters:
-            raise UnknownModelError("no such adapter", "lora_name")
-        self.adapters.remove(request.lora_name)
-
-    async def pins(self) -> PinList:
-        return PinList(
-            data=[PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1, model=m) for name, m in self.pinned]
-        )
-
-    async def pin(self, request: PinRequest) -> str:
-        model = request.model or "m"
-        self.pinned.append((request.name, model))
-        return model
-
-    async def unpin(self, name: str, model: str | None = None) -> None:
-        if (name, model or "m") not in self.pinned:
-            raise UnknownPinError(f"no prefix {name}", "name")
-        self.pinned.remove((name, model or "m"))
-
-    def _completion(self, text: str) -> Completion:
-        return Completion(id="c", created=0, model="m", choices=[CompletionChoice(text=text)], usage=USAGE)
-
-    def _fail(self, model: str) -> None:
-        if model == "engine":
-            raise EngineError("a step failed")
-        if model == "bug":
-            raise ZeroDivisionError("secret detail")
-        errors = {
-            "request": RequestError("too long", "prompt"),
-            "unknown": UnknownRequestError("no such request", "request_id"),
-            "full": OverloadedError("too many"),
-            "full for a while": OverloadedError("too many", 2.2),
-            "full for a moment": OverloadedError("too many", 0.0),
-            "slow": DeadlineError("too late"),
-        }
-        if model in errors:
-            raise errors[model]
 
 
 @pytest.fixture(scope="module")
@@ -219,17 +30,8 @@ def client() -> TestClient:
     return TestClient(guarded_api(FakeService()), raise_server_exceptions=False)
 
 
-def complete(client: TestClient, **fields: Any) -> Any:
-    return client.post("/v1/completions", json={"model": "m", "prompt": "x"} | fields)
-
-
 def post_json(client: TestClient, path: str, content: bytes | str) -> Any:
     return client.post(path, content=content, headers={"content-type": "application/json"})
-
-
-def failure(answer: Any) -> tuple[int, str | None]:
-    """(Status, code)."""
-    return answer.status_code, answer.json()["error"]["code"]
 
 
 def events_of(answer: Any) -> list[Any]:
@@ -255,71 +57,9 @@ def test_the_session_header_is_passed_on(client: TestClient) -> None:
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_health_and_readiness(client: TestClient) -> None:
-    assert failure(client.get("/ready")) == (503, "unavailable")
-    assert client.post("/ping").status_code == 200  # SageMaker and vLLM have both methods
-    for path, status in (("/health", 200), ("/ping", 200), ("/ready", 503)):
-        assert client.get(path).status_code == status
-        answer = client.head(path)  # regression: HEAD got 405
-        assert (answer.status_code, answer.headers.get("allow")) == (status, None)
-
-
-def test_the_version_is_the_packages(client: TestClient) -> None:
-    stated = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["version"]
-    assert client.get("/version").json() == {"version": stated}
-    assert client.get("/openapi.json").json()["info"]["version"] == stated
-
-
-def test_adapters_are_loaded_and_unloaded(client: TestClient) -> None:
-    body = {"lora_name": "legal", "lora_path": "legal-v1"}
-    answer = client.post("/v1/load_lora_adapter", json=body)
-    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'legal' added successfully.")
-    assert failure(client.post("/v1/load_lora_adapter", json=body)) == (400, "invalid_value")
-    assert client.post("/v1/load_lora_adapter", json=body | {"load_inplace": True}).status_code == 200
-    answer = client.post("/v1/unload_lora_adapter", json={"lora_name": "legal", "lora_int_id": 1})
-    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'legal' removed successfully.")
-    refused = client.post("/v1/unload_lora_adapter", json={"lora_name": "legal"})
-    assert failure(refused) == (404, "model_not_found")
-    assert refused.json()["error"]["param"] == "lora_name"
-    for change in (
-        {"lora_name": ""},
-        {"lora_name": "a/../b"},
-        {"lora_name": "a\n"},
-        {"lora_path": ""},
-        {"lora_path": 1},
-    ):
-        assert failure(client.post("/v1/load_lora_adapter", json=body | change)) == (400, "invalid_value")
-    for field in body:
-        missing = client.post("/v1/load_lora_adapter", json={k: v for k, v in body.items() if k != field})
-        assert missing.json()["error"]["param"] == field
-
-
-def test_models_are_added_and_removed(client: TestClient) -> None:
-    body: dict[str, Any] = {"name": "org/qwen", "path": "qwen"}
-    card = client.post("/v1/models", json=body | {"keep": 60, "weight": 2.5, "slo": {"ttft_s": 3}}).json()
-    assert (card["id"], card["max_model_len"], card["state"]) == ("org/qwen", None, "new")
-    assert "state" not in client.get("/v1/models/m").json()
-    assert failure(client.post("/v1/models", json=body)) == (400, "invalid_value")
-    assert client.delete("/v1/models/org/qwen").json() == {"id": "org/qwen", "object": "model", "deleted": True}
-    assert failure(client.delete("/v1/models/org/qwen")) == (404, "model_not_found")
-    assert failure(client.delete("/v1/models/org/qwen%0A")) == (404, "model_not_found")
-    for change in (
-        {"name": ""},
-        {"name": "a\n"},
-        {"path": ""},
-        {"keep": "never"},
-        {"keep": -1},
-        {"weight": 0},
-        {"slo": {"ttft_s": 0}},
-        {"slo": {"tpot_s": "1"}},
-        {"max_model_len": 0},
-        {"dtype": "int4"},
-        {"tool_call_parser": "vim"},
-    ):
-        assert failure(client.post("/v1/models", json=body | change)) == (400, "invalid_value"), change
-    for field in body:
-        missing = client.post("/v1/models", json={k: v for k, v in body.items() if k != field})
-        assert missing.json()["error"]["param"] == field
+def test_tokens(client: TestClient) -> None:
+    assert client.post("/tokenize", json={"prompt": "x"}).json() == {"count": 1, "max_model_len": 8, "tokens": [5]}
+    assert client.post("/detokenize", json={"tokens": [1, 2]}).json() == {"prompt": "xx"}
 
 
 def test_forks(client: TestClient) -> None:
@@ -333,48 +73,6 @@ def test_forks(client: TestClient) -> None:
         assert failure(unknown) == (404, "request_not_found")
     for change in ({"index": -1}, {"request_id": 1}, {"timeout_s": 0}, {"indexx": 1}):
         assert failure(client.post("/v1/forks", json=body | change)) == (400, "invalid_value")
-
-
-def test_operation(client: TestClient) -> None:
-    assert client.get("/v1/load").json()["num_silent"] == 1
-    assert client.get("/v1/load/memory").json() == {}
-    assert client.post("/tokenize", json={"prompt": "x"}).json() == {"count": 1, "max_model_len": 8, "tokens": [5]}
-    assert client.post("/detokenize", json={"tokens": [1, 2]}).json() == {"prompt": "xx"}
-    card = client.post("/v1/pins", json={"name": "a/b", "prompt": "x"}).json()
-    assert client.get("/v1/pins").json()["data"] == [card]
-    assert client.delete("/v1/pins/a/b").json() == {"id": "a/b", "object": "pin", "deleted": True}
-    assert failure(client.delete("/v1/pins/a/b")) == (404, "pin_not_found")
-    own = [client.post("/v1/pins", json={"name": "a", "prompt": "x", "model": m}).json()["model"] for m in ("m", "é b")]
-    assert own == ["m", "é b"]
-    assert client.delete("/v1/pins/a", params={"model": "é b"}).status_code == 200
-    assert [card["model"] for card in client.get("/v1/pins").json()["data"]] == ["m"]
-    client.delete("/v1/pins/a")
-    budget = client.put("/v1/budget", json={"budget_bytes": 1 << 30}).json()
-    assert budget == {"object": "budget", "budget_bytes": 1 << 30, "revision": 8, "answers": ["applied"]}
-    for body in ({}, {"budget_bytes": 0}, {"budget_bytes": 1.5}, {"budget_bytes": 1, "revision": 0}):
-        assert client.put("/v1/budget", json=body).status_code == 400
-    # Regression: with such a revision no other change was possible, and reports by gRPC failed.
-    assert client.put("/v1/budget", json={"budget_bytes": 1, "revision": 10**4000}).status_code == 400
-    for name in ("\n", "a/..", "."):  # no path has such a name: it could not be unpinned
-        pin, completion = client.post("/v1/pins", json={"name": name, "prompt": "x"}), complete(client, pin=name)
-        assert [(a.status_code, a.json()["error"]["param"]) for a in (pin, completion)] == [(400, "name"), (400, "pin")]
-    assert client.delete("/v1/pins/a/b%0A").status_code == 404
-
-
-def test_metrics_are_text_or_an_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prometheus believes an empty page, but not a 503."""
-    for path, text in (("/metrics", "# HELP x X.\n"), ("/metrics/load", "# HELP y Y.\n")):
-        page = client.get(path)
-        assert page.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
-        assert page.text == text
-
-    async def gone(self: FakeService) -> str:
-        raise UnavailableError("an agent does not answer")
-
-    monkeypatch.setattr(FakeService, "metrics", gone)
-    monkeypatch.setattr(FakeService, "load_metrics", gone)
-    for path in ("/metrics", "/metrics/load"):
-        assert failure(client.get(path)) == (503, "unavailable")
 
 
 def test_the_openapi_page_is_complete(client: TestClient) -> None:

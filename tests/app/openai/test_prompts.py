@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from app.engine.model.tokenizer import load_tokenizer
 from app.errors import ContextLengthError, RequestError
-from app.openai.bodies import ChatCompletionRequest, PinRequest, TokenizeRequest
+from app.openai.chat_body import ChatCompletionRequest
+from app.openai.operation.bodies import PinRequest
 from app.openai.prompts import MAX_SPELLED, PromptEncoder, TextBounds, TextEncoder
 from app.openai.responses.body import ResponsesRequest
+from app.openai.token_bodies import TokenizeRequest
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 
 # Of template and messages: as many ways of rendering a content as templates have.

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from app.config.http import HttpSettings
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, TextPart
+from app.openai.bodies import CompletionRequest
+from app.openai.chat_body import ChatCompletionRequest, Message, TextPart
 from app.openai.http import build_api
 from app.openai.sampling_body import JsonSchema, StreamOptions
 from app.openai.unknown_fields import MAX_UNKNOWN, UnknownFields, nearest

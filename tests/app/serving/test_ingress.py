@@ -35,17 +35,12 @@ from app.errors import (
 from app.fleet.loaded import LoadedTable
 from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.openai import translate as translator
-from app.openai.bodies import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ForkRequest,
-    LoadAdapterRequest,
-    TokenizeRequest,
-    UnloadAdapterRequest,
-)
+from app.openai.bodies import CompletionRequest, ForkRequest
+from app.openai.chat_body import ChatCompletionRequest
+from app.openai.operation.bodies import LoadAdapterRequest, UnloadAdapterRequest
 from app.openai.prompts import TextEncoder
 from app.openai.responses.body import ResponsesRequest
+from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 from app.request_context import CURRENT, RequestContext
 from app.serving import loaded as loaded_module
 from tests.app.serving.registry import Cluster

@@ -17,7 +17,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from app.engine.report import ReplicaReport
 from app.errors import DeadlineError, FolioError, RequestError, UnavailableError, UnknownPinError
 from app.fleet.messages import ReplicaStatus
-from app.openai.bodies import BudgetRequest, DetokenizeRequest, PinRequest, TokenizeRequest
+from app.openai.operation.bodies import BudgetRequest, PinRequest
+from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 from app.serving import calls as calls_module
 from app.serving import ingress as ingress_module
 from tests.app.compat.ray_types import DeploymentID

@@ -39,18 +39,12 @@ from app.errors import (
 )
 from app.fleet.messages import GenerateRequest
 from app.openai import served_models
-from app.openai.bodies import (
-    AddModelRequest,
-    BudgetRequest,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ForkRequest,
-    PinRequest,
-    TokenizeRequest,
-)
+from app.openai.bodies import CompletionRequest, ForkRequest
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.messages.body import CountTokensRequest, MessagesRequest
+from app.openai.operation.bodies import AddModelRequest, BudgetRequest, PinRequest
 from app.openai.pooled.bodies import EmbeddingRequest
+from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 from app.request_context import CURRENT, RequestContext
 from app.serving import ingress as ingress_module
 from app.serving import loaded as loaded_module

@@ -17,20 +17,12 @@ from app.openai.batches.body import BatchRequest
 from app.openai.batches.replies import BatchObject
 from app.openai.batches.runner import BatchRunner
 from app.openai.batches.store import BatchStore
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai.bodies import CompletionRequest
+from app.openai.chat_body import ChatCompletionRequest
+from app.openai.operation.replies import LoadFigures, LoadReport, ReplicaLoad
 from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, PooledUsage, Ranking, ScoreList
-from app.openai.replies import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    Completion,
-    LoadFigures,
-    LoadReport,
-    PromptTokensDetails,
-    ReplicaLoad,
-    Usage,
-)
+from app.openai.replies import AssistantMessage, ChatChoice, ChatCompletion, Completion, PromptTokensDetails, Usage
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject
 from app.openai.unknown_fields import UnknownFields

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.errors import RequestError
-from app.openai.bodies import ChatCompletionRequest
+from app.openai.chat_body import ChatCompletionRequest
 from app.openai.prompts import PromptEncoder
 from app.openai.tools.bodies import FunctionCallDelta, ToolCallDelta, ToolChoice, Tools
 from app.openai.tools.choice import ChosenTools, chosen_tools

@@ -1,0 +1,224 @@
+"""Request body of `/v1/chat/completions`, and the messages of a conversation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Tag, model_validator
+
+from app.engine.sampling.params import SamplingParams
+from app.errors import RequestError
+from app.openai.base import (
+    JsonObject,
+    ListOf,
+    StrictBody,
+    Text,
+    at_most,
+    joined_text,
+    none_if_empty,
+    only_text,
+    text_or,
+    unsupported_field,
+)
+from app.openai.bodies import GenerationBody, TokenFields
+from app.openai.output.plan import OutputPlan
+from app.openai.sampling_body import ResponseFormat, structure_of
+from app.openai.tools.bodies import ToolCall, ToolChoice, Tools
+
+MAX_MESSAGES = 4096
+# Of one message; also the most tool calls of one message.
+MAX_PARTS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_TEMPLATE_VARIABLES, MAX_DOCUMENTS = 64, 1024
+
+
+class TextPart(StrictBody):
+    type: Literal["text"]
+    text: Text
+
+    dropped = frozenset({"cache_control"})
+
+
+Content = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[ListOf[Annotated[TextPart, only_text]], at_most(MAX_PARTS, "parts"), Tag("parts")],
+    text_or("parts"),
+]
+
+
+class Message(StrictBody):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """`developer` is `system` by another name."""
+    content: Content | None = None
+    """Text, or a list of parts. An assistant's message may have `tool_calls` instead or as well."""
+    name: str | None = None
+    """Name of the speaker. Chat templates do not get it."""
+    tool_calls: Annotated[ListOf[ToolCall] | None, at_most(MAX_PARTS, "calls"), none_if_empty] = None
+    """The assistant's calls."""
+    tool_call_id: Text | None = None
+    """The call that a tool's message answers."""
+    reasoning_content: Text | None = None
+    """The assistant's reasoning. Chat templates decide how much of it the model sees again."""
+    reasoning: Text | None = None
+    """Another name of `reasoning_content`."""
+    refusal: Annotated[
+        None, unsupported_field("refusals have no field of their own here; put the text into content")
+    ] = None
+    """Null, as in OpenAI's answers."""
+    annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
+    """Empty, as in OpenAI's answers."""
+    audio: Annotated[None, unsupported_field("messages are text here; leave it out")] = None
+    """Null, as in OpenAI's answers."""
+    function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_calls")] = None
+    """Null, as in OpenAI's answers."""
+
+    # Added to answers by OpenAI's client and LiteLLM, and to messages for Anthropic's models.
+    dropped = frozenset({"parsed", "provider_specific_fields", "cache_control"})
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Message:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError(f"only an assistant's message may have tool_calls; the role is {self.role}")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a tool's message needs a tool_call_id, and no other message may have one")
+        if self.reasoning_text is not None and self.role != "assistant":
+            raise ValueError(f"only an assistant's message may have reasoning; the role is {self.role}")
+        if self.content is None and self.tool_calls is None and self.reasoning_text is None:
+            raise ValueError("content is missing")
+        return self
+
+    @property
+    def reasoning_text(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class Thinking(StrictBody):
+    """Whether the model reasons before it answers, where its chat template lets one choose."""
+
+    type: Literal["enabled", "disabled"]
+    budget_tokens: Annotated[int | None, Field(ge=0)] = None
+    """Tokens of reasoning at most."""
+
+
+Messages = Annotated[ListOf[Message], at_most(MAX_MESSAGES, "messages")]
+
+
+class TemplateFields(StrictBody):
+    """What the chat template gets beside messages and tools."""
+
+    chat_template_kwargs: Annotated[JsonObject | None, at_most(MAX_TEMPLATE_VARIABLES, "variables")] = None
+    """Variables of the model's chat template, such as `enable_thinking`."""
+    documents: Annotated[ListOf[JsonObject] | None, at_most(MAX_DOCUMENTS, "documents"), none_if_empty] = None
+    """Documents for chat templates that show some, mostly with `title` and `text`."""
+    add_generation_prompt: bool | None = None
+    """Add the template's text before an answer. True by default."""
+    continue_final_message: bool | None = None
+    """The answer continues the last message. `add_generation_prompt` is then false."""
+    chat_template: Annotated[None, unsupported_field("the model's own template is used; leave it out")] = None
+    """Refused: the model's own template is used."""
+
+
+class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[Messages, Field(examples=[[{"role": "user", "content": "What is Folio?"}]])]
+    """The conversation so far."""
+    max_tokens: int | None = None
+    """The older name of `max_completion_tokens`."""
+    max_completion_tokens: int | None = None
+    """Tokens to generate at most; by default as many as the context has room for."""
+    logprobs: bool | None = None
+    """Log probabilities of each token."""
+    top_logprobs: int | None = None
+    """Number of alternatives for each token, between 0 and 20."""
+    echo: bool | None = None
+    """Begin the answer with the text of a last message of the assistant, for `continue_final_message`."""
+    tools: Tools = None
+    """Functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """"none": the prompt does not show tools; "auto", the default: the model decides; "required", or a function's name:
+    the answer is a call."""
+    parallel_tool_calls: bool | None = None
+    """Whether a forced answer may have several calls. True by default."""
+    response_format: ResponseFormat | None = None
+    """The form of the answer: text, a JSON object, or JSON that follows a schema."""
+    modalities: Annotated[ListOf[Literal["text"]] | None, unsupported_field("answers are text here", ["text"])] = None
+    """Answers are text."""
+    reasoning_effort: ReasoningEffort | None = None
+    """How much the model reasons before it answers. The chat template gets it; "none" switches reasoning off where the
+    template can."""
+    thinking: Thinking | bool | None = None
+    """Whether the model reasons, for templates that let one choose."""
+    thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
+    """Tokens of reasoning at most; then its end is forced. Another name of `thinking.budget_tokens`."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """No effect: ask for a length in the prompt."""
+    functions: Annotated[None, unsupported_field("it is deprecated and not known here; use tools")] = None
+    """Refused: use `tools`."""
+    function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_choice")] = None
+    """Refused: use `tool_choice`."""
+    audio: Annotated[None, unsupported_field("answers are text here; leave it out")] = None
+    """Refused: answers are text."""
+    prediction: JsonObject | None = None
+    """No effect: the server's settings decide about speculation."""
+    web_search_options: Annotated[None, unsupported_field("this server has no web search; leave it out")] = None
+    """Refused: there is no web search."""
+
+    def sampling_params(self, output: OutputPlan | None = None) -> SamplingParams:
+        """Args: `output`: its structure is forced. Raises `RequestError`, see `params`."""
+        return self.params(
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            output=output,
+            response_format=structure_of(self.response_format),
+        )
+
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        """Variables of the chat template that decide about reasoning."""
+        reasons: bool | None = None
+        if self.reasoning_effort is not None:
+            reasons = self.reasoning_effort != "none"
+        if self.thinking is not None:
+            reasons = self.thinking if isinstance(self.thinking, bool) else self.thinking.type == "enabled"
+        settings: dict[str, Any] = {} if reasons is None else {"enable_thinking": reasons, "thinking": reasons}
+        if self.reasoning_effort is not None:
+            settings["reasoning_effort"] = self.reasoning_effort
+        return settings
+
+    @property
+    def continued_text(self) -> str | None:
+        """The text of the last message if the answer continues it."""
+        return joined_text(self.messages[-1].content) if self.continue_final_message else None
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """In tokens. Raises `RequestError` for two different ones."""
+        budget = self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
+        if budget is None or self.thinking_token_budget in (None, budget):
+            return self.thinking_token_budget if budget is None else budget
+        raise RequestError(
+            f"thinking_token_budget is {self.thinking_token_budget} and thinking.budget_tokens {budget}; leave one out",
+            "thinking_token_budget",
+        )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token; `None`: no log probabilities. Raises `RequestError`."""
+        if self.top_logprobs is None:
+            return 0 if self.logprobs else None
+        if not self.logprobs and self.top_logprobs == 0:
+            return None
+        if not self.logprobs:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}, but logprobs is not true", "top_logprobs")
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}; it must be between 0 and {MAX_TOP_LOGPROBS}", "top_logprobs"
+            )
+        return self.top_logprobs

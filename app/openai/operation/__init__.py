@@ -1,0 +1,1 @@
+"""Routes for operators: models, adapters, pins, budget, load, metrics and health."""

@@ -1,0 +1,190 @@
+"""Response bodies for operators: models, load, pins and budgets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from app.engine.shelf.status import ModelState
+from app.fleet.messages import ReplicaStatus
+from app.openai.base import Omitted
+from vmem import BudgetAnswer, PinReport
+
+
+class ModelCard(BaseModel):
+    """A served model, or an adapter of the model `parent`.
+
+    `max_model_len` is the context in tokens; null: the model has not been loaded yet. `description` says of the
+    built-in model that it is a toy. `state`: of one of several models, at the engine replica where it is the most
+    ready.
+    """
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "folio"
+    max_model_len: int | None
+    parent: str | None = None
+    description: str | None = None
+    state: Omitted[ModelState] = None
+
+
+class ModelDeleted(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class _Report(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class LoadFigures(_Report):
+    """Load of one engine replica, or of all together. Bytes are of the KV cache."""
+
+    num_running: int
+    """Sequences that have memory."""
+    num_waiting: int
+    """Sequences without memory: not begun yet, or preempted."""
+    queued_tokens: int
+    """Tokens of prompts that are not computed yet."""
+    free_tokens: int
+    """Further tokens that the KV cache can hold, evictable blocks included."""
+    total_tokens: int
+    """Tokens that the KV cache can hold within the budget."""
+    budget_bytes: int
+    physical_bytes: int
+    """Allocated from the device."""
+    active_bytes: int
+    """Owned by requests and pinned prefixes."""
+    cached_bytes: int
+    """Evictable blocks of the prefix cache."""
+    pinned_bytes: int
+    swapped_bytes: int
+    """Host memory of preempted requests."""
+    prompt_tokens: int
+    """Tokens of all prompts since the start."""
+    cached_tokens: int
+    """Those that were found in the prefix cache."""
+
+
+class ReplicaLoad(LoadFigures):
+    name: str
+    queued_s: float
+    """Expected time to compute the queued tokens."""
+    busy_share: float
+    """Share of the last seconds spent in steps with prefill."""
+    max_num_seqs: int
+    """Most sequences that run at once."""
+    ready_s: float
+    """Seconds that the engine took to start."""
+
+
+class LoadReport(_Report):
+    """All engine replicas that answered, in order of their names; `num_silent` did not."""
+
+    object: Literal["load"] = "load"
+    num_replicas: int
+    num_silent: int
+    total: LoadFigures
+    least_queued_s: float | None
+    """The least `queued_s` of a replica; null when none answered."""
+    replicas: list[ReplicaLoad]
+
+
+class PinCard(_Report):
+    """A pinned prefix. Replicas that started after a request pinned it may not have it."""
+
+    id: str
+    object: Literal["pin"] = "pin"
+    num_tokens: int
+    num_bytes: int
+    """On one replica, blocks shared with other pins included."""
+    num_replicas: int
+    """Replicas that have the prefix."""
+    model: str
+    """Whose prefix it is."""
+
+
+class PinList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[PinCard]
+
+
+class PinDeleted(BaseModel):
+    id: str
+    object: Literal["pin"] = "pin"
+    deleted: Literal[True] = True
+
+
+class BudgetReport(_Report):
+    """The change of every engine replica's budget. Replicas that start later begin with `kv_memory_bytes`."""
+
+    object: Literal["budget"] = "budget"
+    budget_bytes: int
+    revision: int
+    answers: list[BudgetAnswer]
+    """Of each replica: `applied`; `deferred`, until requests that hold more have ended or are preempted; or `stale`:
+    the revision is old."""
+
+
+def load_report(answers: Sequence[Any]) -> LoadReport:
+    """Args: the `ReplicaStatus` of every replica, or the error instead of it."""
+    statuses = sorted(_statuses(answers), key=lambda status: status.name)
+    replicas = [_replica_load(status) for status in statuses]
+    total = {name: sum(getattr(replica, name) for replica in replicas) for name in LoadFigures.model_fields}
+    return LoadReport(
+        num_replicas=len(answers),
+        num_silent=len(answers) - len(replicas),
+        total=LoadFigures(**total),
+        least_queued_s=min((replica.queued_s for replica in replicas), default=None),
+        replicas=replicas,
+    )
+
+
+def pin_list(answers: Sequence[Any]) -> PinList:
+    """Args: see `load_report`. Raises the first error when no replica answered."""
+    statuses = _statuses(answers)
+    if answers and not statuses:
+        raise answers[0]
+    found: defaultdict[tuple[str, str], list[PinReport]] = defaultdict(list)
+    for status in statuses:
+        for model, memory in status.memories.items():
+            for pin in memory.pins:
+                found[pin.name, model].append(pin)
+    cards = [
+        PinCard(
+            id=name,
+            num_tokens=pins[0].num_tokens,
+            num_bytes=max(pin.num_bytes for pin in pins),
+            num_replicas=len(pins),
+            model=model,
+        )
+        for (name, model), pins in sorted(found.items())
+    ]
+    return PinList(data=cards)
+
+
+def _statuses(answers: Sequence[Any]) -> list[ReplicaStatus]:
+    return [answer for answer in answers if isinstance(answer, ReplicaStatus)]
+
+
+def _replica_load(status: ReplicaStatus) -> ReplicaLoad:
+    """The figures of the memory's report, and those that only the load report has."""
+    load, memory = status.load, status.memory
+    named: dict[str, Any] = {"name": status.name, "ready_s": status.ready_s}
+    named |= {"prompt_tokens": memory.queried_tokens, "cached_tokens": memory.hit_tokens}
+    others = ReplicaLoad.model_fields.keys() - named
+    return ReplicaLoad(**named, **{n: getattr(memory if hasattr(memory, n) else load, n) for n in others})

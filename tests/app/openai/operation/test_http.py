@@ -1,0 +1,126 @@
+"""Routes for operators, over a service without Ray and engine."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from app.errors import UnavailableError
+from tests.app.openai.fake_service import FakeService, complete, failure
+from tests.local_server import guarded_api
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    return TestClient(guarded_api(FakeService()), raise_server_exceptions=False)
+
+
+def test_health_and_readiness(client: TestClient) -> None:
+    assert failure(client.get("/ready")) == (503, "unavailable")
+    assert client.post("/ping").status_code == 200  # SageMaker and vLLM have both methods
+    for path, status in (("/health", 200), ("/ping", 200), ("/ready", 503)):
+        assert client.get(path).status_code == status
+        answer = client.head(path)  # regression: HEAD got 405
+        assert (answer.status_code, answer.headers.get("allow")) == (status, None)
+
+
+def test_the_version_is_the_packages(client: TestClient) -> None:
+    stated = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]["version"]
+    assert client.get("/version").json() == {"version": stated}
+    assert client.get("/openapi.json").json()["info"]["version"] == stated
+
+
+def test_adapters_are_loaded_and_unloaded(client: TestClient) -> None:
+    body = {"lora_name": "legal", "lora_path": "legal-v1"}
+    answer = client.post("/v1/load_lora_adapter", json=body)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'legal' added successfully.")
+    assert failure(client.post("/v1/load_lora_adapter", json=body)) == (400, "invalid_value")
+    assert client.post("/v1/load_lora_adapter", json=body | {"load_inplace": True}).status_code == 200
+    answer = client.post("/v1/unload_lora_adapter", json={"lora_name": "legal", "lora_int_id": 1})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'legal' removed successfully.")
+    refused = client.post("/v1/unload_lora_adapter", json={"lora_name": "legal"})
+    assert failure(refused) == (404, "model_not_found")
+    assert refused.json()["error"]["param"] == "lora_name"
+    for change in (
+        {"lora_name": ""},
+        {"lora_name": "a/../b"},
+        {"lora_name": "a\n"},
+        {"lora_path": ""},
+        {"lora_path": 1},
+    ):
+        assert failure(client.post("/v1/load_lora_adapter", json=body | change)) == (400, "invalid_value")
+    for field in body:
+        missing = client.post("/v1/load_lora_adapter", json={k: v for k, v in body.items() if k != field})
+        assert missing.json()["error"]["param"] == field
+
+
+def test_models_are_added_and_removed(client: TestClient) -> None:
+    body: dict[str, Any] = {"name": "org/qwen", "path": "qwen"}
+    card = client.post("/v1/models", json=body | {"keep": 60, "weight": 2.5, "slo": {"ttft_s": 3}}).json()
+    assert (card["id"], card["max_model_len"], card["state"]) == ("org/qwen", None, "new")
+    assert "state" not in client.get("/v1/models/m").json()
+    assert failure(client.post("/v1/models", json=body)) == (400, "invalid_value")
+    assert client.delete("/v1/models/org/qwen").json() == {"id": "org/qwen", "object": "model", "deleted": True}
+    assert failure(client.delete("/v1/models/org/qwen")) == (404, "model_not_found")
+    assert failure(client.delete("/v1/models/org/qwen%0A")) == (404, "model_not_found")
+    for change in (
+        {"name": ""},
+        {"name": "a\n"},
+        {"path": ""},
+        {"keep": "never"},
+        {"keep": -1},
+        {"weight": 0},
+        {"slo": {"ttft_s": 0}},
+        {"slo": {"tpot_s": "1"}},
+        {"max_model_len": 0},
+        {"dtype": "int4"},
+        {"tool_call_parser": "vim"},
+    ):
+        assert failure(client.post("/v1/models", json=body | change)) == (400, "invalid_value"), change
+    for field in body:
+        missing = client.post("/v1/models", json={k: v for k, v in body.items() if k != field})
+        assert missing.json()["error"]["param"] == field
+
+
+def test_operation(client: TestClient) -> None:
+    assert client.get("/v1/load").json()["num_silent"] == 1
+    assert client.get("/v1/load/memory").json() == {}
+    card = client.post("/v1/pins", json={"name": "a/b", "prompt": "x"}).json()
+    assert client.get("/v1/pins").json()["data"] == [card]
+    assert client.delete("/v1/pins/a/b").json() == {"id": "a/b", "object": "pin", "deleted": True}
+    assert failure(client.delete("/v1/pins/a/b")) == (404, "pin_not_found")
+    own = [client.post("/v1/pins", json={"name": "a", "prompt": "x", "model": m}).json()["model"] for m in ("m", "é b")]
+    assert own == ["m", "é b"]
+    assert client.delete("/v1/pins/a", params={"model": "é b"}).status_code == 200
+    assert [card["model"] for card in client.get("/v1/pins").json()["data"]] == ["m"]
+    client.delete("/v1/pins/a")
+    budget = client.put("/v1/budget", json={"budget_bytes": 1 << 30}).json()
+    assert budget == {"object": "budget", "budget_bytes": 1 << 30, "revision": 8, "answers": ["applied"]}
+    for body in ({}, {"budget_bytes": 0}, {"budget_bytes": 1.5}, {"budget_bytes": 1, "revision": 0}):
+        assert client.put("/v1/budget", json=body).status_code == 400
+    # Regression: with such a revision no other change was possible, and reports by gRPC failed.
+    assert client.put("/v1/budget", json={"budget_bytes": 1, "revision": 10**4000}).status_code == 400
+    for name in ("\n", "a/..", "."):  # no path has such a name: it could not be unpinned
+        pin, completion = client.post("/v1/pins", json={"name": name, "prompt": "x"}), complete(client, pin=name)
+        assert [(a.status_code, a.json()["error"]["param"]) for a in (pin, completion)] == [(400, "name"), (400, "pin")]
+    assert client.delete("/v1/pins/a/b%0A").status_code == 404
+
+
+def test_metrics_are_text_or_an_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus believes an empty page, but not a 503."""
+    for path, text in (("/metrics", "# HELP x X.\n"), ("/metrics/load", "# HELP y Y.\n")):
+        page = client.get(path)
+        assert page.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
+        assert page.text == text
+
+    async def gone(self: FakeService) -> str:
+        raise UnavailableError("an agent does not answer")
+
+    monkeypatch.setattr(FakeService, "metrics", gone)
+    monkeypatch.setattr(FakeService, "load_metrics", gone)
+    for path in ("/metrics", "/metrics/load"):
+        assert failure(client.get(path)) == (503, "unavailable")

@@ -310,7 +310,7 @@ def exposed_us(async_scheduling: str, num_steps: int = STUB_STEPS) -> float:
         _of_short_prompts(num_steps, async_scheduling=async_scheduling) as llm,
     ):
         device = FixedLatencyDevice(llm, STUB_LATENCY_S)
-        with patch("app.engine.decoding.launch_sampling", device.launch_sampling):
+        with patch("app.engine.token_selection.launch_sampling", device.launch_sampling):
             for _ in range(5):
                 llm.engine.step()
             start = time.perf_counter()

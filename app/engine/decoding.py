@@ -1,29 +1,24 @@
-"""Decoder: a step's logits to tokens and deltas, by sampling, draft verification, forks and beam search."""
+"""Decoder: a step's chosen tokens to sequences and deltas; verification of drafts, forks and beams."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import takewhile
 
-import numpy as np
-import torch
-
-from app.engine.delta import Delta, TokenLogprobs
-from app.engine.execution.batch import Array
+from app.engine.delta import Delta
 from app.engine.faults import failure_of
 from app.engine.generation import BestOf, EndedOutputs, Generation
 from app.engine.load_report import LoadMeter
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.beam import BeamSearch, likeliest
-from app.engine.sampling.choice import compiled_kernels
-from app.engine.sampling.logprobs import prompt_logprobs
+from app.engine.request import Request
+from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.sampler import PendingSample, Sampled, launch_sampling, sample_apart
+from app.engine.sampling.sampler import Sampled
 from app.engine.sampling.state import SamplingState
-from app.engine.scheduler import Scheduled, Scheduler
+from app.engine.scheduler import Scheduler
 from app.engine.speculation import Speculation
+from app.engine.token_selection import BeamCandidates, SampledRows, TokenSelection
 from app.engine.turn import MOST_TOKENS_READ
 from app.engine.vocabulary import Vocabulary
 from app.errors import EngineError, FolioError, RequestError
@@ -36,62 +31,8 @@ CONTRADICTION = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows to sample of one sequence: one for each draft and one more, or one for each fork."""
-
-    request: Request
-    start: int
-    states: tuple[SamplingState, ...]
-    drafts: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Beams:
-    """Candidates of one beam search: the likeliest next tokens of each beam."""
-
-    generation: Generation
-    requests: tuple[Request, ...]
-    logprobs: Array  # [beams, candidates]
-    token_ids: Array
-    is_sound: bool
-
-
-@dataclass(slots=True)
-class TokenSelection:
-    """The rows of a step's logits to choose tokens from, then the chosen tokens, before they are applied.
-
-    Attributes:
-        plain: sequences with one row to sample and no structure, and their row among those to sample.
-        rows: the other sequences that sample.
-        where, states, positions: of each row to sample: its row of the logits, its state, the drafts before it.
-        beam_rows: of each beam search, its beams and their rows of the logits.
-        prompt_rows: rows of the logits for prompt log probabilities.
-        pending, sampled: the sampled tokens, on the device or, if they had to be sampled request by request, here.
-        failed: sequences for which choosing has failed.
-    """
-
-    plain: list[tuple[Request, int]] = field(default_factory=list)
-    rows: list[_Rows] = field(default_factory=list)
-    where: list[int] = field(default_factory=list)
-    states: list[SamplingState] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    beam_rows: list[tuple[Generation, dict[Request, int]]] = field(default_factory=list)
-    prompt_rows: list[tuple[Scheduled, slice]] = field(default_factory=list)
-    pending: PendingSample | None = None
-    sampled: Sampled | None = None
-    beams: list[_Beams] = field(default_factory=list)
-    prompts: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
-    failed: dict[Request, FolioError] = field(default_factory=dict)
-
-    def fail(self, request: Request, error: BaseException) -> None:
-        """Note a failure for a sequence; the first one of a request counts. Raises it if it is no request's."""
-        if all(other.request_id != request.request_id for other in self.failed):
-            self.failed[request] = failure_of(request.request_id, error)
-
-
 class Decoder:
-    """Choose tokens from logits, and apply them to sequences.
+    """Apply chosen tokens to sequences.
 
     Args:
         scheduler: its groups get forks, and lose sequences that end.
@@ -118,87 +59,6 @@ class Decoder:
         self._meter = meter
         self._speculation = speculation
         self.ended = EndedOutputs()
-        compiled_kernels()  # before there are requests
-
-    def select(self, scheduled: Sequence[Scheduled]) -> TokenSelection:
-        """Select the rows of a step's logits to choose tokens from. A call that fails for one request fails that
-        request, in `apply`. Sequences that have ended since the step was scheduled are left out."""
-        selection = TokenSelection()
-        plain, where, states, positions = selection.plain, selection.where, selection.states, selection.positions
-        beams: dict[SequenceGroup, dict[Request, int]] = {}
-        end = 0
-        for s in scheduled:
-            start, end = end, end + s.num_logits
-            request = s.request
-            if start == end or request.is_ended:
-                continue
-            try:
-                if request.params.prompt_logprobs is not None and s.start < len(request.prompt_token_ids):
-                    selection.prompt_rows.append((s, slice(start, end)))
-                if not s.samples:
-                    continue
-                if request.params.use_beam_search:
-                    beams.setdefault(request.group, {})[request] = end - 1
-                elif not request.num_forks and not s.drafts and request.sampling.matcher is None:  # most sequences
-                    plain.append((request, len(states)))
-                    states.append(request.sampling)
-                    where.append(end - 1)
-                    positions.append(0)
-                else:
-                    own, ahead = _rows_to_sample(s)
-                    selection.rows.append(_Rows(request, len(states), own, s.drafts))
-                    states += own
-                    positions += ahead
-                    where += [end - 1 - ahead[-1] + position for position in ahead]
-            except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
-                selection.fail(request, error)
-        for group, rows in beams.items():
-            generation = self._generations[group.members[0].request_id]
-            selection.beam_rows.append((generation, {request: rows[request] for request in group.members}))
-        return selection
-
-    def choose(self, selection: TokenSelection, logits: torch.Tensor) -> None:
-        """Choose tokens from `logits [sum(num_logits), vocab_size]`.
-
-        A call that fails for one request fails that request, in `apply`. A call for all rows that fails for each row
-        alone too is raised.
-        """
-        for s, part in selection.prompt_rows:
-            try:
-                selection.prompts.append((s.request, _prompt_logprobs(s, logits[part])))
-            except BaseException as error:  # noqa: BLE001 - as in `select`
-                selection.fail(s.request, error)
-        if states := selection.states:
-            where = selection.where
-            rows = logits if where == list(range(len(logits))) else logits[where]
-            offsets = selection.positions if any(selection.positions) else None
-            try:
-                selection.pending = launch_sampling(rows, states, offsets)
-            except BaseException as error:  # noqa: BLE001 - as in `select`
-                selection.sampled = self._sample_apart(selection, rows, states, offsets, error)
-        for generation, beam_rows in selection.beam_rows:
-            try:
-                selection.beams.append(_beams(generation, beam_rows, logits))
-            except BaseException as error:  # noqa: BLE001 - as in `select`
-                selection.fail(next(iter(beam_rows)), error)
-
-    def _sample_apart(
-        self,
-        selection: TokenSelection,
-        logits: torch.Tensor,
-        states: Sequence[SamplingState],
-        positions: Sequence[int] | None,
-        cause: BaseException,
-    ) -> Sampled:
-        """Sample each request by itself, after `sample` has failed for all together."""
-        parts = [(request, slice(row, row + 1)) for request, row in selection.plain]
-        parts += [(rows.request, slice(rows.start, rows.start + len(rows.states))) for rows in selection.rows]
-        sampled, errors = sample_apart(logits, states, positions, [part for _, part in parts])
-        if len(errors) == len(parts) > 1 and not any(isinstance(error, RequestError) for error in errors.values()):
-            raise cause  # no request's failure
-        for i, error in errors.items():
-            selection.fail(parts[i][0], error)
-        return sampled
 
     def apply(self, selection: TokenSelection) -> list[Delta]:
         """Append the chosen tokens to the sequences of a committed step."""
@@ -225,7 +85,7 @@ class Decoder:
         try:
             for delta in made:
                 deltas.append(delta)  # deltas from before a failure remain
-        except BaseException as error:  # noqa: BLE001 - as in `select`
+        except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
             deltas.append(self.fail(generation, failure_of(generation.request_id, error)))
 
     def end_sequence(self, request: Request) -> None:
@@ -250,7 +110,7 @@ class Decoder:
                 continue
             generation = self._generations[request.request_id]
             if not sound[row] or generation.selection is not None or request.prompt_logprobs:
-                self._add(request, self._append(_Rows(request, row, (request.sampling,), ()), sampled), deltas)
+                self._add(request, self._append(SampledRows(request, row, (request.sampling,), ()), sampled), deltas)
                 continue
             logprob = logprobs[row]
             try:
@@ -259,10 +119,10 @@ class Decoder:
                     deltas.append(delta)
                 else:
                     deltas += self._ended(request, generation, delta)
-            except BaseException as error:  # noqa: BLE001 - as in `select`
+            except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
                 deltas.append(self.fail(generation, failure_of(request.request_id, error)))
 
-    def _append(self, rows: _Rows, sampled: Sampled) -> Iterator[Delta]:
+    def _append(self, rows: SampledRows, sampled: Sampled) -> Iterator[Delta]:
         request, start = rows.request, rows.start
         generation = self._generations[request.request_id]
         at = slice(start, start + len(rows.states))
@@ -402,7 +262,7 @@ class Decoder:
 
     # ---- beams ----
 
-    def _advance(self, beams: _Beams) -> Iterator[Delta]:
+    def _advance(self, beams: BeamCandidates) -> Iterator[Delta]:
         generation, search = beams.generation, beams.generation.selection
         assert isinstance(search, BeamSearch)
         if not beams.is_sound:
@@ -453,34 +313,3 @@ class Decoder:
                 score=hypothesis.score,
                 queue_s=first.queue_s,
             )
-
-
-def _beams(generation: Generation, rows: dict[Request, int], logits: torch.Tensor) -> _Beams:
-    assert isinstance(generation.selection, BeamSearch)
-    logprobs, token_ids = likeliest(logits[list(rows.values())], generation.selection.num_candidates)
-    return _Beams(generation, tuple(rows), logprobs, token_ids, bool(np.isfinite(logprobs).all()))
-
-
-def _rows_to_sample(s: Scheduled) -> tuple[tuple[SamplingState, ...], Sequence[int]]:
-    """The states of a sequence's rows, and the drafts before each: one row per fork, or per draft and one more."""
-    state = s.request.sampling
-    if num_forks := s.request.num_forks:
-        return (state, *(state.fork(index=1 + i) for i in range(num_forks))), [0] * (1 + num_forks)
-    return (state,) * (1 + len(s.drafts)), range(1 + len(s.drafts))
-
-
-def _prompt_logprobs(s: Scheduled, logits: torch.Tensor) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of the prompt tokens after the scheduled ones, without those known from before a preemption."""
-    request, top = s.request, s.request.params.prompt_logprobs
-    assert top is not None
-    known = 1 + len(request.prompt_logprobs)
-    following = range(
-        max(s.start + 1, known),
-        min(s.start + s.num_tokens + 1, len(request.prompt_token_ids)),
-    )
-    if not following:
-        return ()
-    skipped = following.start - s.start - 1
-    return prompt_logprobs(
-        logits[skipped : skipped + len(following)], request.prompt_token_ids[following.start : following.stop], top
-    )

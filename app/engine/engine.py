@@ -43,6 +43,7 @@ from app.engine.speculation import Speculation
 from app.engine.step_loop import StepLoop
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.engine.text_prefix import encode_pinned
+from app.engine.token_selection import TokenChooser
 from app.engine.vocabulary import Vocabulary
 from app.engine.watch import EngineWatch
 from app.errors import (
@@ -194,6 +195,7 @@ class Engine:
                 isolate_tenants=config.isolate_tenants,
                 max_cache_ttl_s=config.max_cache_ttl_s,
             )
+            self.chooser = TokenChooser(self.generations)
             self.decoder = Decoder(
                 self.memory, self.scheduler, self.vocabulary, self.generations, meter, self.speculation
             )
@@ -204,6 +206,7 @@ class Engine:
                 self.executor,
                 self.memory,
                 self.scheduler,
+                self.chooser,
                 self.decoder,
                 self.adapters,
                 self.pooler,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.engine.decoding import Decoder, TokenSelection
+from app.engine.decoding import Decoder
 from app.engine.delta import Delta
 from app.engine.execution.batch import demands, next_demands
 from app.engine.execution.executor import Executor, Forward
@@ -34,6 +34,7 @@ from app.engine.request import Request
 from app.engine.running import TokensAwaited
 from app.engine.scheduler import Committed, Scheduled, Scheduler
 from app.engine.speculation import Speculation
+from app.engine.token_selection import TokenChooser, TokenSelection
 from app.engine.watch import EngineWatch
 from app.errors import EngineError, FolioError, RequestError
 from vmem import KVMemory, PinError
@@ -90,6 +91,7 @@ class StepLoop:
         executor: Executor,
         memory: KVMemory,
         scheduler: Scheduler,
+        chooser: TokenChooser,
         decoder: Decoder,
         adapters: AdapterStore,
         pooler: Pooler | None,
@@ -107,6 +109,7 @@ class StepLoop:
         self._executor = executor
         self._memory = memory
         self._scheduler = scheduler
+        self._chooser = chooser
         self._decoder = decoder
         self._adapters = adapters
         self._pooler = pooler
@@ -225,10 +228,10 @@ class StepLoop:
 
     def _sample(self, step: _Step) -> None:
         """Launch the choice of the step's tokens."""
-        selection = self._decoder.select(step.scheduled)
+        selection = self._chooser.select(step.scheduled)
 
         def choose() -> TokenSelection:
-            self._decoder.choose(selection, step.forward().logits)
+            self._chooser.choose(selection, step.forward().logits)
             return selection
 
         step.selection = self._executor.queue.submit(choose)

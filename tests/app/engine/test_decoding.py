@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.config.engine import EngineConfig
-from app.engine import Delta, SamplingParams, Structure, decoding, generation
+from app.engine import Delta, SamplingParams, Structure, generation, token_selection
 from app.engine.engine import Engine
 from app.engine.sampling import sampler
 from app.errors import EngineError, RequestError
@@ -297,7 +297,7 @@ def fail_to_sample(failing: str, error: type[Exception], patch: pytest.MonkeyPat
         return real(logits, states, positions)
 
     real = sampler.launch_sampling
-    for module in (decoding, sampler):
+    for module in (token_selection, sampler):
         patch.setattr(module, "launch_sampling", sample)
 
 

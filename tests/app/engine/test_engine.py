@@ -384,8 +384,8 @@ def test_a_sampler_that_fails_preempts_nobody(engine: Engine, monkeypatch: pytes
         engine.submit(str(i), prompt, GREEDY)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr("app.engine.decoding.launch_sampling", fail)
-        patch.setattr("app.engine.decoding.sample_apart", fail)
+        patch.setattr("app.engine.token_selection.launch_sampling", fail)
+        patch.setattr("app.engine.token_selection.sample_apart", fail)
         with pytest.raises(IndexError):
             engine.step()
     assert sum(engine.scheduler.groups.num_preempted.values()) == 0

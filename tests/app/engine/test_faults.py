@@ -397,8 +397,8 @@ CASES = [
     *cases("decoding.Decoder", "_roll_back", "guessed"),
     Case("vmem.memory.KVMemory.truncate", "guessed"),
     # A token is chosen.
-    *cases("decoding", "_prompt_logprobs _rows_to_sample", "rich"),
-    *cases("decoding", "prompt_logprobs", "rich", with_number(6)),
+    *cases("token_selection", "_prompt_logprobs _rows_to_sample", "rich"),
+    *cases("token_selection", "prompt_logprobs", "rich", with_number(6)),
     *cases("sampling.state.SamplingState", "fork forbidden counts", "rich"),
     *cases("sampling.state", "noise_key", "plain", by_seed, REFUSED),
     *cases("sampling.state.SamplingState", "allowed", "structured"),
@@ -408,8 +408,8 @@ CASES = [
     *cases("sampling.sampler", "_choose _choose_on_cpu", "plain", with_params),
     *cases("sampling.penalties.TokenCounts", "fork", "rich"),
     *cases("sampling.structure.StructureMatcher", "fill fork _note_error", "structured"),
-    *cases("decoding", "_beams", "beams"),
-    *cases("decoding", "likeliest", "beams", with_number(10)),
+    *cases("token_selection", "_beam_candidates", "beams"),
+    *cases("token_selection", "likeliest", "beams", with_number(10)),
     *cases("sampling.beam.BeamSearch", "num_candidates", "beams"),
     # It is added.
     *cases("request.Request", "append _take", "rich"),
@@ -588,7 +588,7 @@ def test_a_call_for_all_rows_that_fails_for_none_alone_is_tried_row_by_row(
             many.append(len(logits))
             raise RuntimeError("not enough memory")
 
-    patch(monkeypatch, "app.engine.decoding.launch_sampling", note)
+    patch(monkeypatch, "app.engine.token_selection.launch_sampling", note)
     assert run() == (expected, {})
     assert many
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.engine import LLM, decoding
+from app.engine import LLM, token_selection
 from app.engine.delta import RequestOptions
 from app.engine.engine import Engine, EngineConfig
 from app.engine.execution.batch import StepBatch
@@ -423,8 +423,8 @@ def test_a_sampler_that_fails_loses_nothing(counted: Counted, monkeypatch: pytes
     counted.engine.submit("0", tokens(40), GREEDY)
     counted.engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "launch_sampling", fail)
-        patch.setattr(decoding, "sample_apart", fail)
+        patch.setattr(token_selection, "launch_sampling", fail)
+        patch.setattr(token_selection, "sample_apart", fail)
         with pytest.raises(IndexError):
             counted.engine.step()
     assert len(counted.run()["0"]) == 7

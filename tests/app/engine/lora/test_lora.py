@@ -21,7 +21,6 @@ from torch import nn
 
 from app.config.engine import EngineConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.decoding import TokenSelection
 from app.engine.engine import Engine
 from app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
 from app.engine.lora.store import RankAdapters
@@ -31,6 +30,7 @@ from app.engine.report import StepTimes
 from app.engine.request import Request
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation.ngram import NgramProposer
+from app.engine.token_selection import TokenSelection
 from app.errors import ConfigError, ModelError, UnknownModelError
 from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens, write_adapter
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
@@ -75,14 +75,14 @@ def prompts(*lengths: int) -> list[list[int]]:
 def record_logits(engine: Engine) -> dict[str, list[torch.Tensor]]:
     """The logits of each request's sampled tokens, filled while the engine runs."""
     rows: dict[str, list[torch.Tensor]] = {}
-    choose = engine.decoder.choose
+    choose = engine.chooser.choose
 
     def note(selection: TokenSelection, logits: torch.Tensor) -> None:
         for request, row in selection.plain:
             rows.setdefault(request.request_id, []).append(logits[selection.where[row]].float())
         choose(selection, logits)
 
-    engine.decoder.choose = note  # type: ignore[method-assign]
+    engine.chooser.choose = note  # type: ignore[method-assign]
     return rows
 
 

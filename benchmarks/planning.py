@@ -11,7 +11,7 @@ from app.engine.execution.builder import BatchBuilder
 from app.engine.execution.planner import StepPlanner
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from benchmarks.simulator.backend import CountingBackend
 from vmem import KVMemory, LayerGroup, LayerSpec, MappingOptions, View, plan_layout
 

@@ -15,7 +15,7 @@ from app.engine.generation import Generation
 from app.engine.model.pooling import Pooling
 from app.engine.pooled import Array, PooledPrompt
 from app.engine.request import Request
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from app.errors import EngineError
 
 

@@ -1,4 +1,4 @@
-"""Scheduler: the tokens of the next step, admission of new requests."""
+"""Scheduler: the tokens of the next step."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import bisect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
 
 from app.config.engine import PreemptionPolicy
+from app.engine.admission import Admission, tokens_to_match
 from app.engine.faults import SequenceFailure, is_request_failure
 from app.engine.preemption import PreemptionCostModel
-from app.engine.report import attended_tokens
 from app.engine.request import Request, SequenceGroup
 from app.engine.running import RunningGroups, TokensAwaited, rank
+from app.engine.scheduled import Committed, Scheduled
 from app.engine.waiting_queue import WaitingQueue
-from vmem import KVMemory, OutOfPages, PrefixMatch, PrefixNode, ViewPolicy
+from vmem import KVMemory, OutOfPages, PrefixMatch, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -28,60 +29,6 @@ _turn = attrgetter("group.prefill_key")
 
 # Most prompt tokens of a step for `prompt_logprobs`: a row of logits takes up to a megabyte.
 _PROMPT_LOGITS = 128
-
-
-class Scheduled:
-    """The tokens of one sequence in a step; immutable.
-
-    Attributes:
-        start: number of the sequence's tokens before them.
-        num_tokens: number of tokens, drafts included.
-        drafts: draft tokens after the sequence's last token.
-        samples: whether the sequence's last token is computed, so that the next one is chosen.
-        num_logits: number of tokens, the last ones, whose logits are needed.
-        pending_row: the row of the only token, which is not known yet, in the previous step's sampled tokens.
-    """
-
-    __slots__ = ("drafts", "num_logits", "num_tokens", "pending_row", "request", "samples", "start")
-
-    def __init__(self, request: Request, num_tokens: int, drafts: tuple[int, ...] = ()) -> None:
-        self.request = request
-        self.num_tokens = num_tokens
-        self.drafts = drafts
-        self.start = start = request.num_computed
-        self.pending_row = request.pending_row
-        num_certain = num_tokens - len(drafts)
-        self.samples = (
-            start + num_certain == len(request.token_ids) + request.num_awaited
-            and request.pin_name is None
-            and request.pooled is None
-        )
-        self.num_logits = 1 + len(drafts) if self.samples else 0
-        if request.params.prompt_logprobs is not None and start < len(request.prompt_token_ids):
-            self.num_logits = num_tokens
-
-    @property
-    def num_attended(self) -> int:
-        """Sum of the cached tokens that each query attends to, sliding windows ignored."""
-        return attended_tokens(self.num_tokens, self.start)
-
-    @property
-    def ends_prompt(self) -> bool:
-        """Whether the last of the sequence's known tokens is computed."""
-        return self.start + self.num_tokens == len(self.request.token_ids)
-
-
-@dataclass(slots=True)
-class Committed:
-    """A committed step.
-
-    Attributes:
-        units: of the prefix cache, which it computes (`PrefixCache.commit_prefixes`).
-        progress: whether a token had not been computed before a preemption.
-    """
-
-    units: list[tuple[PrefixNode, int]]
-    progress: bool = False
 
 
 class Scheduler:
@@ -131,10 +78,9 @@ class Scheduler:
         self._view = view
         self._recovery = recovery
         self.waiting = WaitingQueue(max_num_batched_tokens if fair_tenants else None)
-        self.groups = RunningGroups(memory, recovery, policy, self._forget_pending_refusal)
+        self.groups = RunningGroups(memory, recovery, policy, lambda: self._admission.forget_pending_refusal())
+        self._admission = Admission(memory, self.groups, self.max_num_seqs)
         self._scheduled: list[Scheduled] = []
-        # The group last refused, its sequences, and the free pages that it needs; `None`: it waits for a prefix.
-        self._refused: tuple[SequenceGroup, int, int | None] | None = None
         self._prompt_logits_left = 0  # of `_PROMPT_LOGITS`, in the step that is being scheduled
 
     @property
@@ -195,7 +141,8 @@ class Scheduler:
         group.members.remove(request)
         if request.memory is not None:
             self.groups.free(request)
-            self._forget_pending_refusal()  # the sequence may have announced the prefix that the queue's head waits for
+            # The sequence may have announced the prefix that the queue's head waits for.
+            self._admission.forget_pending_refusal()
         if not group.members:
             if group in self.waiting:
                 self.waiting.remove(group)
@@ -257,9 +204,9 @@ class Scheduler:
             raise TokensAwaited
         while self._memory.num_free_pages < 0 and self.running:
             self.groups.preempt(self.running[-1])
-        while self.preempted and self._resume(self.preempted[0]):
+        while self.preempted and self._admission.resume(self.preempted[0]):
             bisect.insort(self.running, self.preempted.pop(0), key=rank)
-            self._refused = None  # as in `_open`
+            self._admission.forget_refusal()  # as in `_open`
 
         decodes, has_prompts = self._schedule_decodes()
         budget = self._max_num_batched_tokens - len(decodes)
@@ -275,10 +222,10 @@ class Scheduler:
             if s.pending_row is None:  # else `settle` does, because the hash needs the token
                 self._stage(s)
         if prompts:  # which may complete the prefix that the queue's head waits for
-            self._forget_pending_refusal()
+            self._admission.forget_pending_refusal()
         self._admit_waiting(budget, prompts)
         if prompts:
-            self._forget_pending_refusal()
+            self._admission.forget_pending_refusal()
         self._scheduled = decodes + [s for s in prompts if s.request.memory is not None]
         return self._scheduled
 
@@ -326,13 +273,13 @@ class Scheduler:
         self.groups.staged.clear()
         while self.running:
             self.groups.preempt(self.running[-1])
-        self._refused = None
+        self._admission.forget_refusal()
 
     def abort_step(self) -> None:
         """Roll back the step. Sharers of its pending prefixes recompute, and so do scheduled recurrent sequences."""
         self.groups.is_ahead = False
         self._prefixes.abort_prefixes()
-        self._refused = None
+        self._admission.forget_refusal()
         lost = [*self.groups.opened]
         if self._prefixes.has_states:
             lost += [s.request.group for s in self._scheduled]
@@ -431,7 +378,7 @@ class Scheduler:
     def _open(self, request: Request) -> bool:
         """Create the request's memory with its cached prefix; false while a running sequence computes more of it."""
         self.groups.serving = request
-        tokens = _tokens_to_match(request)
+        tokens = tokens_to_match(request)
         match = self._prefixes.match(request.chain, tokens)
         if match.is_being_computed and any(r.memory is not None for r in self.groups.requests() if r is not request):
             return False
@@ -444,7 +391,7 @@ class Scheduler:
             self._memory.free(memory)
             raise
         request.memory = memory
-        self._refused = None  # a prefix that this request shares now costs the queue's head less
+        self._admission.forget_refusal()  # a prefix that this request shares now costs the queue's head less
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
             self.waiting.charge(request.group, request.num_uncomputed)
@@ -473,7 +420,7 @@ class Scheduler:
             if group is None or (before is not None and group.prefill_key > before.prefill_key):
                 break
             reserve = self.groups.reserve if reserve is None else reserve
-            if not self._can_admit(group, reserve):
+            if not self._admission.can_admit(group, reserve):
                 break
             self.waiting.remove(group)
             bisect.insort(self.running, group, key=rank)
@@ -482,67 +429,6 @@ class Scheduler:
                     budget -= self._schedule_chunk(request, budget, prompts, new=True)
             reserve += self.groups.pages_to_come(group)
         return budget
-
-    def _can_admit(self, group: SequenceGroup, reserve: int) -> bool:
-        """Whether the group fits beside `reserve` pages, so that the next step need not preempt it at once.
-
-        A refused group is not matched in every step, which would take milliseconds. Its need decreases only with the
-        outputs of sequences that share its prefix; it is matched again when one of them ends and frees pages.
-        """
-        if self.num_running + group.max_sequences > self.max_num_seqs:
-            return False
-        if self.running and self._refused is not None and self._refused[:2] == (group, group.num_sequences):
-            needed = self._refused[2]
-            if needed is None or needed + reserve > self._memory.num_free_pages:
-                return False
-        self._refused = None
-        return self._fits(group, reserve)
-
-    def _forget_pending_refusal(self) -> None:
-        """Match the queue's head again: the prefix that it waits for may be computed or abandoned."""
-        if self._refused is not None and self._refused[2] is None:
-            self._refused = None
-
-    def _fits(self, group: SequenceGroup, reserve: int) -> bool:
-        if not self.running and not self._memory.may_be_empty:
-            return True
-        first, *others = group.members
-        self.groups.serving = first
-        match = self._prefixes.match(first.chain, _tokens_to_match(first))
-        if match.is_being_computed:
-            # With recurrent states the prefix may be an output, which no step of a prompt completes: match every time.
-            if not self._prefixes.has_states:
-                self._refused = group, group.num_sequences, None
-            return False
-        needed = self._prefixes.pages_needed(match, len(first.token_ids))
-        if self.running:
-            needed += sum(self._memory.pages_for(len(request.token_ids)) for request in others)
-        else:  # nothing else runs: what the sequences share counts once
-            lengths = [len(request.token_ids) for request in group.members]
-            needed += self._memory.pages_together(lengths, len(first.prompt_token_ids))
-            needed -= self._memory.pages_for(lengths[0])
-        needed += self.groups.pages_per_token * (group.num_sequences - len(group.members))
-        if needed + reserve <= self._memory.num_free_pages:
-            return True
-        self._refused = group, group.num_sequences, needed
-        return False
-
-    def _resume(self, group: SequenceGroup) -> bool:
-        """Swap in, or admit again, a preempted group, unless it would be preempted at once."""
-        if group.swapped is None:
-            return self._can_admit(group, self.groups.reserve)
-        if self.num_running + group.max_sequences > self.max_num_seqs:
-            return False
-        if (self.running or self._memory.may_be_empty) and self._memory.swapping.pages_needed(
-            group.swapped
-        ) + self.groups.reserve > self._memory.num_free_pages:
-            return False
-        return self.groups.swap_in(group)
-
-
-def _tokens_to_match(request: Request) -> Sequence[int]:
-    """The tokens to match with the prefix cache."""
-    return request.token_ids[:1] if request.reads_whole_prompt else request.token_ids
 
 
 def _snapshot_positions(request: Request, match: PrefixMatch, memory: KVMemory) -> tuple[int, ...]:

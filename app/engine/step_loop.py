@@ -32,7 +32,8 @@ from app.engine.pooler import PooledRows, Pooler
 from app.engine.preemption import PreemptionCostModel
 from app.engine.request import Request
 from app.engine.running import TokensAwaited
-from app.engine.scheduler import Committed, Scheduled, Scheduler
+from app.engine.scheduled import Committed, Scheduled
+from app.engine.scheduler import Scheduler
 from app.engine.speculation import Speculation
 from app.engine.token_selection import TokenChooser, TokenSelection
 from app.engine.watch import EngineWatch

@@ -18,7 +18,7 @@ from app.engine.sampling.choice import compiled_kernels
 from app.engine.sampling.logprobs import prompt_logprobs
 from app.engine.sampling.sampler import PendingSample, Sampled, launch_sampling, sample_apart
 from app.engine.sampling.state import SamplingState
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from app.errors import FolioError, RequestError
 
 

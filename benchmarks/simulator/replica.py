@@ -12,7 +12,8 @@ from app.engine.preemption import PreemptionCostModel
 from app.engine.report import ReplicaReport
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
-from app.engine.scheduler import Scheduled, Scheduler
+from app.engine.scheduled import Scheduled
+from app.engine.scheduler import Scheduler
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.memory import make_memory, prompt_of
 from benchmarks.simulator.traffic import Arrival

@@ -11,7 +11,7 @@ import torch
 
 from app.engine.execution.recurrent import StateBatch
 from app.engine.lora.layers import AdapterBatch
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from kernels import VarlenBatch
 from vmem import LayerGroup, SequenceMemory, StepDemand, View
 

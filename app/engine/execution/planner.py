@@ -12,7 +12,7 @@ import numpy as np
 from app.engine.execution.batch import Array, PlanHeader, PlanRun, StepPlan
 from app.engine.execution.builder import BatchBuilder
 from app.engine.execution.rows import SequenceRows
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from vmem import KVMemory, SequenceMemory
 
 _NONE: Array = np.zeros(0, dtype=np.int32)

@@ -20,7 +20,7 @@ from app.engine.execution.executor import Executor
 from app.engine.model.loader import LoadedModel
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from app.errors import ModelError
 from vmem import KVMemory, LayerGroup, ViewPolicy, VmemError, select_backend
 from vmem.tensor_parallel.mirror import mirror

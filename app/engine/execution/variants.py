@@ -13,7 +13,7 @@ from app.engine.execution.batch import demands, memory_of
 from app.engine.execution.executor import Executor
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from vmem import KVMemory, View, ViewPolicy
 
 # Kernels choose their tiles by the number of queries up to this one.

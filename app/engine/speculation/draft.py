@@ -37,7 +37,7 @@ from app.engine.report import StepTimes
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.sampler import Sampled, sample, sample_apart
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
 from kernels import KernelError

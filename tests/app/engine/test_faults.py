@@ -430,6 +430,8 @@ CASES = [
 # Of these there is no row above: calls of one request whose failure is another's matter, or that are part of one above.
 EXEMPT = {
     "app.engine.scheduler.*": "composes the step out of the memory's books",
+    "app.engine.scheduled.*": "the same",
+    "app.engine.admission.*": "the same",
     "app.engine.running.RunningGroups.*": "the same",
     "app.engine.execution.planner.*": "lays the step out",
     "app.engine.execution.rows.SequenceRows.*": "the same",
@@ -517,7 +519,7 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
             ("sampling.penalties", "TokenCounts"),
             ("generation", "BestOf"),
             ("sampling.beam", "BeamSearch"),
-            ("scheduler", "Scheduled"),
+            ("scheduled", "Scheduled"),
             ("speculation.ngram", "NgramIndex"),
         )
     )

@@ -17,7 +17,8 @@ from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StepTimes
 from app.engine.request import Request, SequenceGroup
 from app.engine.running import RunningGroups
-from app.engine.scheduler import PATIENCE, Scheduled
+from app.engine.scheduled import Scheduled
+from app.engine.scheduler import PATIENCE
 from app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 from vmem import IntegrityError, KVMemory, OutOfPages
@@ -156,7 +157,8 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
     )
     engine, scheduler = counted.engine, counted.engine.scheduler
     clock = Clock(engine, monkeypatch)
-    can_admit, fits, num_refused, matched = scheduler._can_admit, scheduler._fits, 0, False
+    admission = scheduler._admission
+    can_admit, fits, num_refused, matched = admission.can_admit, admission._fits, 0, False
 
     def note_match(group: SequenceGroup, reserve: int) -> bool:
         nonlocal matched
@@ -170,12 +172,12 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
             return True
         if not matched and scheduler.num_running + group.num_sequences <= scheduler.max_num_seqs:
             num_refused += 1
-            memo = scheduler._refused
+            memo = admission._refused
             assert not fits(group, reserve)
-            scheduler._refused = memo
+            admission._refused = memo
         return False
 
-    scheduler._can_admit, scheduler._fits = check_refusal, note_match  # type: ignore[method-assign]
+    admission.can_admit, admission._fits = check_refusal, note_match  # type: ignore[method-assign]
     common, names = ids(rng, 60), []
     for number in range(120):
         clock.now += rng.random() * 200

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from app.engine.execution.batch import StepBatch, memory_of
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from vmem import KVMemory
 
 

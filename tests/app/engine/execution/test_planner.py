@@ -22,7 +22,7 @@ from app.engine.execution.builder import BatchBuilder
 from app.engine.execution.planner import StepPlanner
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from app.engine.tensor_parallel.processes import pack_step, unpack_step
 from tests.app.engine.execution.plain_batch import check_batch
 from tests.app.engine.test_isolation import make_engine, work

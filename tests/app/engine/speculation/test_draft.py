@@ -15,7 +15,7 @@ from app.engine.execution.executor import Executor
 from app.engine.request import Request
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.sampler import sample
-from app.engine.scheduler import Scheduled
+from app.engine.scheduled import Scheduled
 from app.engine.speculation.draft import DraftProposer
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError

@@ -1,0 +1,63 @@
+"""A scheduled step: the tokens of each sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.engine.report import attended_tokens
+from app.engine.request import Request
+from vmem import PrefixNode
+
+
+class Scheduled:
+    """The tokens of one sequence in a step; immutable.
+
+    Attributes:
+        start: number of the sequence's tokens before them.
+        num_tokens: number of tokens, drafts included.
+        drafts: draft tokens after the sequence's last token.
+        samples: whether the sequence's last token is computed, so that the next one is chosen.
+        num_logits: number of tokens, the last ones, whose logits are needed.
+        pending_row: the row of the only token, which is not known yet, in the previous step's sampled tokens.
+    """
+
+    __slots__ = ("drafts", "num_logits", "num_tokens", "pending_row", "request", "samples", "start")
+
+    def __init__(self, request: Request, num_tokens: int, drafts: tuple[int, ...] = ()) -> None:
+        self.request = request
+        self.num_tokens = num_tokens
+        self.drafts = drafts
+        self.start = start = request.num_computed
+        self.pending_row = request.pending_row
+        num_certain = num_tokens - len(drafts)
+        self.samples = (
+            start + num_certain == len(request.token_ids) + request.num_awaited
+            and request.pin_name is None
+            and request.pooled is None
+        )
+        self.num_logits = 1 + len(drafts) if self.samples else 0
+        if request.params.prompt_logprobs is not None and start < len(request.prompt_token_ids):
+            self.num_logits = num_tokens
+
+    @property
+    def num_attended(self) -> int:
+        """Sum of the cached tokens that each query attends to, sliding windows ignored."""
+        return attended_tokens(self.num_tokens, self.start)
+
+    @property
+    def ends_prompt(self) -> bool:
+        """Whether the last of the sequence's known tokens is computed."""
+        return self.start + self.num_tokens == len(self.request.token_ids)
+
+
+@dataclass(slots=True)
+class Committed:
+    """A committed step.
+
+    Attributes:
+        units: of the prefix cache, which it computes (`PrefixCache.commit_prefixes`).
+        progress: whether a token had not been computed before a preemption.
+    """
+
+    units: list[tuple[PrefixNode, int]]
+    progress: bool = False

@@ -94,13 +94,6 @@ def check_args(args: AppArgs) -> None:
     faults.close()
 
 
-def model_faults(engine: EngineConfig, path: str) -> list[str]:
-    """A line for each fault of one engine's folders, beginning with a key below `path`."""
-    faults = _Faults()
-    faults.check_models(engine, path)
-    return list(faults.lines)
-
-
 class _UniqueKeys(yaml.SafeLoader):
     """Loader that refuses equal keys, of which YAML keeps the last."""
 

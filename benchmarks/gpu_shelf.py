@@ -47,7 +47,6 @@ from vmem.uploads import CudaRange, FilePart, PinnedMemory, Uploads
 # Of Llama-3-8B: 8,030,261,248 parameters of two bytes.
 WEIGHT_BYTES, FAKE_BYTES = 16_060_522_496, 41 * 65536 + 4096
 NUM_WAKES, FAKE_WAKES = 6, 2
-AIM_GB_PER_S = 40.0
 STAMP_BYTES = 4096  # the first eight of which are their number
 SAMPLE = 2048
 ROUNDS, PROMPTS = 3, 3

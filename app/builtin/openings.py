@@ -390,7 +390,6 @@ def _foreign(rng: random.Random) -> str:
 
 MESSAGES_SHARE = 0.75  # of openings; the others come from patterns
 SUBJECT = "(a {noun}|the {noun}|{topic}|{topic}|{noun}s|{topic} {noun}|{name}|{city}|a {noun} {noun}|{pseudo}|a {pseudo}|the {topic} {noun}|{noun})"
-INTENTS = (*ANSWERS, *CONCEPTS, *MATTERS)
 
 
 def answer_to(intent: str) -> str:

@@ -173,11 +173,6 @@ class AddressQuotas:
         self._quotas: OrderedDict[str, Quota] = OrderedDict()  # by last call, the latest last
         self._shared = Quota(limits, self._ingress_limits, _PREFIX + "*")
 
-    @property
-    def num_addresses(self) -> int:
-        """Addresses with a quota of their own."""
-        return len(self._quotas)
-
     def quota_of(self, address: str) -> Quota:
         """IPv6 addresses count by network, because a client has 2⁶⁴ addresses."""
         if ":" in address:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,18 +39,22 @@ class PinnedMemory:
 
     Args:
         piece_bytes: of all pieces but the last one.
+        note: called with 1 for each piece that is pinned, and with -1 for each that is freed.
 
     Raises:
         MapError: there is too little memory, or it cannot be pinned. Nothing is allocated then.
     """
 
-    def __init__(self, backend: CudaBackend, num_bytes: int, piece_bytes: int) -> None:
+    def __init__(
+        self, backend: CudaBackend, num_bytes: int, piece_bytes: int, note: Callable[[int], None] = lambda _: None
+    ) -> None:
         self.num_bytes = num_bytes
-        self._backend, self._piece_bytes = backend, piece_bytes
+        self._backend, self._piece_bytes, self._note = backend, piece_bytes, note
         self._addresses: list[int] = []
         try:
             for start in range(0, num_bytes, piece_bytes):
                 self._addresses.append(int(backend.call("cuMemHostAlloc", min(piece_bytes, num_bytes - start), 0)))
+                note(1)
         except MapError:
             retry_undo(self.close)
             raise
@@ -68,6 +72,7 @@ class PinnedMemory:
         while self._addresses:
             self._backend.call("cuMemFreeHost", self._addresses[-1], at=self._addresses[-1])
             self._addresses.pop()
+            self._note(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +101,11 @@ class Uploads:
         self.backend, self.page_bytes, self.piece_bytes = backend, page_bytes, piece_bytes
         self._lock = threading.Lock()
         self._lanes: list[_Lane] = []  # that no range uses
+        self._num_pinned = 0  # pieces of the memory that `pin` has given out
 
     def pin(self, num_bytes: int) -> PinnedMemory:
         """Memory for a range's bytes, to be closed by its owner. Raises `MapError`."""
-        return PinnedMemory(self.backend, num_bytes, self.piece_bytes)
+        return PinnedMemory(self.backend, num_bytes, self.piece_bytes, self._note_pinned)
 
     @contextmanager
     def lane(self) -> Iterator[_Lane]:
@@ -123,8 +129,14 @@ class Uploads:
 
     def close(self) -> None:
         """No range and no pinned memory may be left. Raises `IntegrityError` otherwise, and `MapError`; call again."""
+        if self._num_pinned:
+            raise IntegrityError(f"closed with {self._num_pinned} pieces of memory pinned")
         self.close_lanes()
         self.backend.close()
+
+    def _note_pinned(self, change: int) -> None:
+        with self._lock:
+            self._num_pinned += change
 
 
 class _Lane:

@@ -365,6 +365,17 @@ def test_random_wakes_and_sleeps_of_several_models(setup: Setup, tmp_path: Path,
         os.close(fd)
 
 
+def test_pinned_memory_that_is_left_is_an_error() -> None:
+    """Regression: `close` promised it, and left the memory pinned without a word."""
+    made = make(FakeDriver(16 * PAGE))
+    first, second = made.uploads.pin(NUM_BYTES), made.uploads.pin(1)
+    for num_pieces, memory in ((4, first), (1, second)):
+        with pytest.raises(IntegrityError, match=f"closed with {num_pieces} pieces of memory pinned"):
+            made.uploads.close()
+        memory.close()
+    made.close()
+
+
 def test_what_cannot_be_closed_is_closed_by_the_next_attempt(file: int) -> None:
     driver = FakeDriver(16 * PAGE)
     made = make(driver)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -119,6 +120,7 @@ def read_ahead(fd: int, offset: int, num_bytes: int) -> Iterator[int]:
     """Read a part of a file into the page cache; yields after each piece the bytes of it that were not there.
 
     Through a mapping: its faults read whole huge pages, as `FileRange` maps them, where `readahead` reads small ones.
+    Linux before 5.14 cannot fill page tables on demand: there the bytes are copied out of the file instead.
 
     Args:
         offset: a multiple of `HUGE_PAGE_BYTES`.
@@ -136,8 +138,21 @@ def read_ahead(fd: int, offset: int, num_bytes: int) -> Iterator[int]:
             piece = AddressRange(reserved.address + start, min(_PIECE_BYTES, reserved.num_bytes - start))
             first, last = start // mmap.PAGESIZE, (start + piece.num_bytes) // mmap.PAGESIZE
             missing_bytes = resident.count(0, first, last) * mmap.PAGESIZE
-            if missing_bytes:
-                host_calls.populate(piece)
+            if missing_bytes and not host_calls.populate(piece):
+                _read(fd, offset + start, min(_PIECE_BYTES, num_bytes - start))
             yield missing_bytes
     finally:
         part.close()
+
+
+def _read(fd: int, offset: int, num_bytes: int) -> None:
+    """Read a part of a file, for its pages in the cache. Raises `MapError`."""
+    buffer, done = memoryview(bytearray(num_bytes)), 0
+    try:
+        while done < num_bytes:
+            got = os.preadv(fd, [buffer[done:]], offset + done)
+            if not got:
+                raise MapError(f"the file ends {num_bytes - done} bytes too early")
+            done += got
+    except OSError as error:
+        raise MapError(f"the file cannot be read: {error.strerror}") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import subprocess
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 from vmem import IntegrityError, MapError, OutOfPages
-from vmem.weights import HUGE_PAGE_BYTES, FileRange
+from vmem.backends import host_calls
+from vmem.weights import HUGE_PAGE_BYTES, FileRange, read_ahead
 
 OFFSET = HUGE_PAGE_BYTES
 NUM_BYTES = 3 * mmap.PAGESIZE - 100
@@ -128,6 +131,26 @@ def test_a_process_maps_and_unmaps_many_times_without_leftovers(file: int) -> No
         weights.map(file, OFFSET)
         weights.close()
     assert num_mappings() <= before + 5
+
+
+def test_read_ahead_without_populate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: before Linux 5.14 it counted bytes as read, and had read none."""
+    path, num_bytes = tmp_path / "file", 5 * HUGE_PAGE_BYTES + 100
+    path.write_bytes(os.urandom(OFFSET + num_bytes))
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    monkeypatch.setattr(host_calls.libc, "madvise", lambda *_: ctypes.set_errno(errno.EINVAL) or -1)
+    read_bytes = sum(read_ahead(fd, OFFSET, num_bytes))
+    if read_bytes == 0:
+        pytest.skip(f"files of {tmp_path} cannot leave the page cache")
+    assert read_bytes > num_bytes // 2
+    assert sum(read_ahead(fd, OFFSET, num_bytes)) == 0
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.truncate(path, OFFSET + num_bytes - 1)
+    with pytest.raises(MapError, match="the file ends 1 bytes too early"):
+        list(read_ahead(fd, OFFSET, num_bytes))
+    os.close(fd)
 
 
 @pytest.mark.processes

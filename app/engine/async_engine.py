@@ -13,7 +13,7 @@ from typing import TypeVar, Unpack
 
 from app.config.engine import EngineConfig
 from app.engine.delta import Delta, DeltaQueue, RequestOptions
-from app.engine.driver import Act, Begin, EngineDriver, Stream
+from app.engine.driver import STOPPED, Act, Begin, EngineDriver, Stream
 from app.engine.engine import Engine
 from app.engine.faults import start_error
 from app.engine.load_report import MOST_KEYS, Activity
@@ -362,9 +362,9 @@ class AsyncEngine:
         result: T = await asyncio.wrap_future(act.outcome)
         return result
 
-    def stop(self) -> None:
-        """Begin `close`; return at once."""
-        self.driver.stop()
+    def stop(self, reason: str = STOPPED) -> None:
+        """Begin `close`; return at once. Requests in flight end with the reason."""
+        self.driver.stop(reason)
 
     def close(self) -> None:
         """Fail the requests in flight, free all memory, and end the thread. A thread that hangs is not waited for."""

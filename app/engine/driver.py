@@ -63,8 +63,15 @@ class Act:
     outcome: Future[Any] = field(default_factory=Future)
 
 
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The order to stop; requests in flight end with the reason."""
+
+    reason: str
+
+
 # Of the thread: begin a request, cancel a request id, check the memory, call a function, or stop.
-Command = Stream | str | Future[None] | Act | None
+Command = Stream | str | Future[None] | Act | Stop
 
 
 class EngineDriver:
@@ -160,9 +167,9 @@ class EngineDriver:
         self._commands.put(request_id)
         self._thread.wake()
 
-    def stop(self) -> None:
-        """Fail the requests in flight, and free all memory: `closed` says when."""
-        self._commands.put(None)
+    def stop(self, reason: str = STOPPED) -> None:
+        """Fail the requests in flight with the reason, and free all memory: `closed` says when."""
+        self._commands.put(Stop(reason))
         self._thread.wake()
 
     @property
@@ -208,8 +215,8 @@ class EngineDriver:
                         self._check_integrity(command)
                     case Act():
                         run_call(command.call, command.outcome)
-                    case None:
-                        self._close(STOPPED)
+                    case Stop():
+                        self._close(command.reason)
         except BaseException as error:  # noqa: BLE001 - a panic of a Rust library is no Exception
             self._fail(error)
         if self._stopped:

@@ -14,7 +14,7 @@ from torch import nn
 from app.engine.model.model_parts import find_tensors
 from app.engine.model.weight_file import TensorPlace, WeightTable
 from app.errors import ModelError
-from vmem import AddressRange
+from vmem import AddressRange, IntegrityError
 from vmem.weights import read_ahead
 
 _PAGE_BYTES = 4096
@@ -200,12 +200,15 @@ class WeightArena:
 
     While it is not mapped, any touch of the model's tensors is a SIGSEGV, or on CUDA a fault that ends all work. Their
     addresses never change.
+
+    A thread that maps may hang, on a file system that does not answer, and may write to the range once it goes on. So
+    nothing waits for it, and the range is its own until it returns: `close` leaves it to that thread.
     """
 
     def __init__(self, reserved: WeightRange, source: WeightSource) -> None:
         self._range, self._source = reserved, source
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._guard = threading.Lock()  # not held while a source is opened and mapped
+        self._is_closed = self._is_mapping = False
 
     @property
     def num_bytes(self) -> int:
@@ -222,29 +225,35 @@ class WeightArena:
         return self._range.is_mapped
 
     def map(self) -> None:
-        """Make the weights readable.
+        """Make the weights readable. By one thread at a time.
 
         Raises:
             OutOfPages: the device has too little memory left. Nothing has changed then.
             MapError: the system refused.
             ModelError: the file of the weights is gone or damaged, and the checkpoint cannot replace it; or the arena
-                has been closed meanwhile.
+                has been closed, before or meanwhile.
         """
-        with self._lock:
+        with self._guard:
             if self._is_closed:  # before the source makes what nobody would give back
-                raise ModelError("the weights have been given up: the engine of their model has stopped")
-            try:
-                self._range.map(*self._source.open())
-            except BaseException:
-                self._source.release()
-                raise
-            self._source.mapped()
+                raise _given_up()
+            if self._is_mapping:
+                raise IntegrityError(f"two threads map {self._range.reserved}")
+            self._is_mapping = True
+        try:
+            self._map()
+        finally:
+            with self._guard:
+                self._is_mapping = False
+                if is_closed := self._is_closed:
+                    self._release()
+        if is_closed:
+            raise _given_up()
 
     def read_ahead(self) -> Iterator[int]:
         """Read the weights' file, if there is one, into the page cache, while another thread may map them. Yields after
         each piece the bytes that were not there. Raises `OSError`, `MapError`."""
-        with self._lock:
-            found = self._source.duplicate()
+        with self._guard:  # a thread that maps reads the file itself, and may replace it
+            found = None if self._is_mapping else self._source.duplicate()
         if found is not None:
             fd, offset = found
             try:
@@ -253,14 +262,32 @@ class WeightArena:
                 os.close(fd)
 
     def unmap(self) -> None:
-        """Give the memory back. Raises `MapError`; the weights are still mapped then."""
-        with self._lock:
-            self._range.unmap()
-            self._source.release()
+        """Give the memory back, unless `close` has. Raises `MapError`; the weights are still mapped then."""
+        with self._guard:
+            if not self._is_closed:
+                self._range.unmap()
+                self._source.release()
 
     def close(self) -> None:
-        """Unmap the weights for good. The model's tensors must not be touched any more."""
-        with self._lock:
+        """Unmap the weights for good; if another thread maps them now, that thread does so before it returns. The
+        model's tensors must not be touched any more."""
+        with self._guard:
             self._is_closed = True
-            self._range.close()
-            self._source.close()
+            if not self._is_mapping:
+                self._release()
+
+    def _map(self) -> None:
+        try:
+            self._range.map(*self._source.open())
+        except BaseException:
+            self._source.release()
+            raise
+        self._source.mapped()
+
+    def _release(self) -> None:
+        self._range.close()
+        self._source.close()
+
+
+def _given_up() -> ModelError:
+    return ModelError("the weights have been given up: the engine of their model has stopped")

@@ -140,13 +140,13 @@ class Control:
         if not self._has_changed and now < self._plan_at:
             return self._plan_at - now
         self._has_changed, self._planned_at = False, now
-        self._moves.give_up(now)
+        self._moves.give_up(now, models)
         workspace_bytes = max((m.workspace_bytes for m in models if m.state != "failed"), default=0)
         # A model that sleeps keeps the adapters of requests that were preempted.
         adapters = sum(m.engine.driver.engine.adapters.num_bytes for m in models if m.engine is not None)
         self._device.take_workspace(workspace_bytes + adapters)
         anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
-        self._capacity_bytes = self._device.capacity_bytes - anchors
+        self._capacity_bytes = self._device.capacity_bytes - anchors - self._moves.hanging_bytes
         needs = [self._need(model, now) for model in models if self._is_planned(model)]
         needed_bytes = sum(need.needed_bytes for need in needs if need.has_work)
         beside_bytes = self._device.shared.pages.capacity_bytes - self._capacity_bytes
@@ -181,8 +181,8 @@ class Control:
         engine = model.engine
         if engine is not None and engine.driver.closed.done():
             model.set_failed(UnavailableError("its engine has failed, see the log"))
-        if model.state == "new" and self._moves.hangs(model):
-            model.set_failed(self._moves.error_of(model))
+        if model.state == "new" and (hangs := self._moves.hanging_error(model)) is not None:
+            model.set_failed(hangs)
         is_unknown = engine is None and model.estimate is None and model.is_wanted and model.state == "new"
         if is_unknown and model not in self._moves:  # that of before it failed, or was refused
             model.state = "loading"
@@ -287,7 +287,7 @@ class Control:
             return
         if model.engine is not None:
             model.state = "waking"
-            self._moves.begin(model, partial(self._map, model, model.engine))
+            self._moves.wake(model, partial(self._map, model, model.engine))
         elif self._device.has_workspace and time.monotonic() >= model.load_after:
             model.state = "loading"
             estimate = model.estimate
@@ -399,9 +399,9 @@ class Control:
         return then
 
     def _fail(self, model: ShelvedModel, error: BaseException) -> None:
-        if model.engine is not None:
-            model.engine.stop()
         reason = error if isinstance(error, Exception) else EngineError(f"{type(error).__name__}: {error}")
+        if model.engine is not None:
+            model.engine.stop(f"the model {model.name!r} cannot be served now: {reason}")
         model.set_failed(reason, for_ever=model not in self._models())
 
 

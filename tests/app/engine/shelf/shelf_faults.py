@@ -138,6 +138,27 @@ class Faults:
         raise error
 
 
+class Mount:
+    """Files that do not answer to one model's thread.
+
+    Attributes:
+        asked: the thread waits for them.
+        answers: set to let it go on.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, model: str) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
+        real = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            if threading.current_thread().name == _MOVE + model:
+                self.asked.set()
+                assert self.answers.wait(60)
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+
 def damage_a_file(shelf: Shelf, dice: random.Random) -> str | None:
     """Truncate, change, replace or remove a weight file that is mapped nowhere, in the step thread.
 

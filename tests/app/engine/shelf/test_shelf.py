@@ -28,9 +28,10 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.delta import Delta
 from app.engine.engine import Engine
 from app.engine.lora.layers import num_bytes
+from app.engine.model.weight_store import StoredWeights
 from app.engine.pooled import PoolingParams
 from app.engine.sampling.params import SamplingParams
-from app.engine.shelf import control, shelved_model, turns
+from app.engine.shelf import control, moves, shelved_model, turns
 from app.engine.shelf.allocation import Allocation
 from app.engine.shelf.arbiter import Arbiter
 from app.engine.shelf.shelf import Shelf
@@ -46,6 +47,7 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
+from tests.app.engine.shelf.shelf_faults import Mount
 from tests.app.engine.shelf.shelves import (
     MODELS,
     Outputs,
@@ -60,6 +62,7 @@ from tests.app.engine.shelf.shelves import (
 from tests.conftest import tokens
 from tests.processes import until_async
 from vmem import IntegrityError, MapError, OutOfPages, VmemError
+from vmem.backends import host_calls
 from vmem.backends.host import HostBackend
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -554,7 +557,7 @@ async def test_a_load_that_hangs_is_given_up(models: TinyModels, monkeypatch: py
         hangs = shelf.model("hangs")
         first = asyncio.create_task(outputs(hangs, [1, 2], GREEDY))
         await until_async(lambda: begun, 30.0)
-        await in_step_thread(shelf, partial(control_of(shelf)._moves.give_up, time.monotonic() + 400))
+        await in_step_thread(shelf, partial(control_of(shelf)._moves.give_up, time.monotonic() + 400, [hangs]))
         for request in (first, outputs(hangs, [1, 2], GREEDY)):
             with pytest.raises(UnavailableError, match=r"its load hangs; do the files of '.*' answer\?"):
                 await request
@@ -571,6 +574,80 @@ async def test_a_load_that_hangs_is_given_up(models: TinyModels, monkeypatch: py
         await until_async(lambda: not control_of(shelf)._moves.hang, 30.0)
         assert await outputs(shelf.model("llama"), [1, 2], GREEDY) == alone
         await shelf.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(StoredWeights, "open"), (host_calls, "populate")], ids=["source", "page table"]
+)
+@pytest.mark.parametrize("ends", ["returns", "removed"])
+async def test_a_wake_that_hangs_is_given_up(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, ends: str
+) -> None:
+    """Regression: it had no limit. Its requests waited for ever; so did every other model's once its engine was
+    stopped, and `remove` and `close`, for the lock that the wake held."""
+    alone = {name: await models.alone(name, [1, 2], GREEDY) for name in ("llama", "qwen3")}
+    memory_bytes = models.memory_for("llama", "qwen3", room_bytes=2 * KV_BYTES)
+    async with models.opened([models.config("llama"), models.config("qwen3")], memory_bytes) as shelf:
+        hangs, other, moves_ = shelf.model("llama"), shelf.model("qwen3"), control_of(shelf)._moves
+        pages = control_of(shelf)._device.shared.pages
+        for model in (other, hangs):
+            await outputs(model, [1, 2], GREEDY)
+        mount = Mount(monkeypatch, owner, name, "llama")
+        await put_to_sleep(shelf, "llama")
+        first = asyncio.create_task(outputs(hangs, [1, 2], GREEDY))
+        await until_async(mount.asked.is_set, 30.0)
+        await in_step_thread(shelf, partial(moves_.give_up, time.monotonic() + 400, [hangs, other]))
+        for request in (first, outputs(hangs, [1, 2], GREEDY)):
+            with pytest.raises(
+                UnavailableError, match=r"'llama' cannot .* hangs; do weights_dir and the files of '.*'"
+            ):
+                await request
+            assert await outputs(other, [1, 2], GREEDY) == alone["qwen3"]
+            await until_async(lambda: hangs.state == "failed" and time.monotonic() > hangs._retry_at, 30.0)
+        assert moves_.hanging_bytes == hangs.weight_bytes > 0
+        capacity_bytes = control_of(shelf)._device.capacity_bytes - moves_.hanging_bytes
+        assert control_of(shelf)._capacity_bytes <= capacity_bytes, "its memory should be no other model's"
+        if name == "populate":
+            assert pages.charged_bytes >= hangs.weight_bytes + other.weight_bytes
+        if ends == "removed":
+            await shelf.remove("llama")
+        mount.answers.set()
+        await until_async(lambda: not moves_.hang, 30.0)
+        if ends == "returns":
+            await until_async(lambda: served(shelf, "llama", alone["llama"]))
+        assert await outputs(other, [1, 2], GREEDY) == alone["qwen3"]
+        await shelf.check_integrity()
+
+
+@pytest.mark.parametrize("ends", ["remove", "close"])
+async def test_a_shelf_does_not_wait_for_a_wake_that_hangs(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Regression: `remove` and `close` waited for ever. The thread gives the memory back when it returns."""
+    monkeypatch.setattr(moves, "_REMOVED_S", 0.1)
+    shelf = Shelf(
+        [models.config("llama"), models.config("qwen3")],
+        device_memory_bytes=models.memory_for("llama", "qwen3", room_bytes=2 * KV_BYTES),
+        weights_dir=models.weights_dir,
+    )
+    device, alone = control_of(shelf)._device, await models.alone("qwen3", [1, 2], GREEDY)
+    await outputs(shelf.model("llama"), [1, 2], GREEDY)
+    mount = Mount(monkeypatch, host_calls, "populate", "llama")
+    await put_to_sleep(shelf, "llama")
+    request = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], GREEDY))
+    await until_async(mount.asked.is_set, 30.0)
+    [move] = control_of(shelf)._moves._moves.values()
+    async with asyncio.timeout(30):
+        if ends == "remove":
+            await shelf.remove("llama")
+            assert await outputs(shelf.model("qwen3"), [1, 2], GREEDY) == alone
+        await asyncio.to_thread(shelf.close)
+    with pytest.raises(UnavailableError):
+        await request
+    assert device.shared.pages.charged_bytes > 0, "nothing should be unmapped under the thread"
+    mount.answers.set()
+    await asyncio.to_thread(move.thread.join, 30)
+    device.close()  # raises if anything is left
 
 
 async def test_a_model_that_is_refused_while_it_is_loaded_is_loaded_once(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -255,10 +257,17 @@ def _in_arena(
             def room(num_bytes: int) -> None:
                 taken.callback(weights.room_to_make(num_bytes))
 
-            made = _make_module(config, hf_config, None, pooling, room=room)
-            tensors = collect(made.module, made.facts, taken.close)
+            def build() -> tuple[_MadeModule, Collection]:
+                made = _make_module(config, hf_config, None, pooling, room=room)
+                return made, collect(made.module, made.facts, taken.close)
+
+            try:
+                built = build()
+            except BaseException as error:
+                _forget_frames(error)  # whose tensors have the memory that `taken` gives back
+                raise
             undo.pop_all()
-            return made, tensors
+            return built
 
     def again() -> Collection:
         if _key_of(config, pools=pools) != key:
@@ -291,6 +300,16 @@ def _in_arena(
         raise
     # A model of the Hub has been downloaded meanwhile: the key before was of fewer files.
     return made, weights.move(tensors, key, again)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Free what the functions that an error has ended refer to, those of the errors that led to it included."""
+    errors: list[BaseException | None] = [error]
+    for found in errors:  # which grows meanwhile
+        if found is not None:
+            traceback.clear_frames(found.__traceback__)
+            errors += (other for other in (found.__cause__, found.__context__) if other not in errors)
+    gc.collect()  # parts of a module may refer to each other
 
 
 def _key_of(config: ResolvedConfig, *, pools: bool) -> WeightKey:

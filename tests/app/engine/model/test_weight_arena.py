@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -295,6 +296,37 @@ def test_a_failed_load_unmaps_the_weights(
     with pytest.raises(ModelError, match="injected"):
         load_model(config.on_device("cpu"), weights=WeightStore(tmp_path))
     assert [weights.is_mapped for weights in closed] == [False]
+
+
+@pytest.mark.parametrize("fails", ["_optimise", "collect"])
+def test_a_failed_make_frees_its_tensors_before_their_charge_ends(
+    fails: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the error's traceback kept them, while other models were given the memory of the device that they
+    had."""
+    model_type, of_model = ALL["llama"]
+    config = EngineConfig(model=str(make_checkpoint(model_type, **of_model)), skip_tokenizer_init=True)
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    num_left: list[int] = []
+
+    def end() -> None:
+        num_left.append(sum(tensor() is not None for tensor in tensors))
+
+    def fail(module: nn.Module, *_: object, **__: object) -> None:
+        temporary = torch.ones(1000)
+        tensors.extend(map(weakref.ref, (temporary, *module.parameters())))
+        try:
+            raise KeyError("injected")
+        except KeyError as error:
+            raise ModelError("injected") from error
+
+    store = WeightStore(tmp_path)
+    monkeypatch.setattr(store, "room_to_make", lambda num_bytes: end)
+    monkeypatch.setattr(loader, fails, fail)
+    with pytest.raises(ModelError, match="injected"):
+        load_model(config.on_device("cpu"), weights=store)
+    assert len(tensors) > 5
+    assert num_left == [0]
 
 
 def test_a_changed_checkpoint_has_another_file_and_no_second_chance(

@@ -19,6 +19,7 @@ from app.engine.faults import start_error
 from app.engine.load_report import MOST_KEYS, Activity
 from app.engine.lora.source import AdapterSource, files_version, folder_below
 from app.engine.model.device import resolve
+from app.engine.model.loader import read_weights
 from app.engine.model.pooling import Pooling
 from app.engine.report import ReplicaReport, StartTimes
 from app.engine.request import check_timeout
@@ -47,7 +48,8 @@ class AsyncEngine:
         prefixes_of_others: returns the `hot_prefixes` of the peer engines with this `prefix_fingerprint`; called before
             the engine is ready.
         thread: computes the steps, and those of other engines. On a CPU the engine is then created by the caller's
-            thread, so that the others go on. `None`: a thread of its own.
+            thread, so that the others go on; on CUDA that thread reads the files of weights into the page cache, before
+            the engine is created by `thread`. `None`: a thread of its own.
         device: see `Engine`; with `thread`.
         most_s: longest time for which the start may hold up the `thread`.
 
@@ -89,8 +91,11 @@ class AsyncEngine:
 
         self._own_thread: StepThread | None = None
         if thread is not None:
+            resolved = resolve(config)
             # Kernels of other engines must not be launched while graphs are captured.
-            captures = resolve(config).device == "cuda"
+            captures = resolved.device == "cuda"
+            if captures and device is not None:  # first what takes long, and may hang: the reading
+                read_weights(resolved, device.weights)
             self.driver = thread.call(partial(start, thread), most_s).result() if captures else start(thread)
         else:
             # The engine is created in its thread, because OpenMP gives each thread that computes a team of threads.

@@ -6,7 +6,6 @@ import copy
 import gc
 import logging
 import pickle
-import threading
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from app.config.engine import KVDtype, ResolvedConfig
 from app.config.machine import Machine, check_resources
 from app.engine.execution import attention, recurrent
 from app.engine.lora.layers import LoRALayers
+from app.engine.model.checkpoint_files import read_checkpoint, read_contents
 from app.engine.model.context import context_length, read_config
 from app.engine.model.cpu_layer import run_in_one_call
 from app.engine.model.fused_layer import fuse_layers
@@ -37,6 +37,7 @@ from app.engine.model.fusion import fuse_attention, fuse_modules
 from app.engine.model.fusion_record import FusionRecord
 from app.engine.model.kv_scales import StoredScales, cache_dtype, stored_scales
 from app.engine.model.linear import choose_product, pack_linears
+from app.engine.model.load_turn import LoadTurn
 from app.engine.model.model_parts import fingerprint
 from app.engine.model.pooling import Pooling, find_pooling, is_classifier
 from app.engine.model.tokenizer import load_tokenizer, one_line
@@ -58,8 +59,7 @@ SUPPORTED_LAYER_TYPES = ATTENTION_LAYER_TYPES | RECURRENT_LAYER_TYPES | STATELES
 _DUMMY_SEED = 0
 # Exceptions from reading damaged weight files.
 _DAMAGED = (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError)
-# transformers changes settings of the process while it loads a model.
-_loading = threading.Lock()
+_load_turn = LoadTurn()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,27 @@ def load_config(model: str) -> PreTrainedConfig:
     return config
 
 
+def read_weights(config: ResolvedConfig, weights: WeightStore) -> None:
+    """Read what `load_model` will read of a model and its draft model into the page cache: files of weights, which are
+    checked, or checkpoints. Uses no device.
+
+    Raises:
+        ModelError: a model is not found, or has unsupported layers.
+    """
+    for model in (config.model, config.draft_model):
+        if model is None:
+            continue
+        part = replace(config, model=model)
+        found = weights.find(_key_of(part, pools=find_pooling(part, load_config(model)) is not None))
+        if found is None:
+            read_checkpoint(part)
+            continue
+        try:
+            read_contents(found.contents.fd, found.contents.offset, found.header.table.num_bytes)
+        finally:
+            found.close()
+
+
 def load_model(
     config: ResolvedConfig, comm: Communicator | None = None, weights: WeightStore | None = None
 ) -> LoadedModel:
@@ -121,6 +142,7 @@ def load_model(
         ConfigError: a setting does not fit the machine or the model.
         ModelError: the model is not found, or cannot be run with these settings.
         OutOfPages: the weights do not fit into the memory of their device.
+        UnavailableError: the load of another model does not end.
     """
     if problems := check_resources(config, Machine.detect()):
         raise ConfigError("\n".join(problems))
@@ -261,6 +283,7 @@ def _in_arena(
                 made = _make_module(config, hf_config, None, pooling, room=room)
                 return made, collect(made.module, made.facts, taken.close)
 
+            read_checkpoint(config)
             try:
                 built = build()
             except BaseException as error:
@@ -323,7 +346,7 @@ def _without_values(config: ResolvedConfig, hf_config: PreTrainedConfig, facts: 
     """The module that a file was written of, on torch's meta device. Raises `ModelError` if it is another one."""
     attention.register()
     dtype, record = getattr(torch, facts["dtype"]), FusionRecord.known(facts["fused"])
-    with _loading:
+    with _load_turn.of(config.model):
         module: Any = random_model(
             hf_config, torch.device("meta"), dtype=dtype, attn_implementation=attention.IMPLEMENTATION
         )
@@ -353,7 +376,7 @@ def _load_module(
     plan: ShardPlan | None = None
     loading: dict[str, Any] = {"missing_keys": ()}
     try:
-        with _loading:
+        with _load_turn.of(config.model):
             if config.load_format == "dummy":
                 module = random_model(hf_config, device, **settings)
             elif comm is None:

@@ -295,7 +295,7 @@ def test_a_failed_load_unmaps_the_weights(
     monkeypatch.setattr("app.engine.model.loader.run_in_one_call", fail)
     with pytest.raises(ModelError, match="injected"):
         load_model(config.on_device("cpu"), weights=WeightStore(tmp_path))
-    assert [weights.is_mapped for weights in closed] == [False]
+    assert [weights.is_mapped for weights in closed] == [False, False], "of the checkpoint, and of the arena"
 
 
 @pytest.mark.parametrize("fails", ["_optimise", "collect"])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.model import loader
-from app.engine.model.loader import LoadedModel, load_model
+from app.engine.model import checkpoint_files, loader
+from app.engine.model.loader import LoadedModel, load_model, read_weights
 from app.engine.model.model_parts import find_tensors, fingerprint
 from app.engine.model.weight_arena import WeightArena
 from app.engine.model.weight_store import WeightStore
@@ -93,6 +93,30 @@ def test_the_same_in_every_bit(
             with torch.inference_mode():
                 logits.append(model.module(input_ids=torch.arange(3, 60)[None], use_cache=False).logits)
         assert torch.equal(*logits)
+
+
+def test_weights_are_read_before_the_load(
+    make_checkpoint: MakeCheckpoint, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoints of a model and its draft model, or their files once there are some, which the load then need not
+    check."""
+    models = [str(make_checkpoint(ALL[name][0], **ALL[name][1])) for name in ("llama", "qwen2")]
+    settings = {"model": models[0], "draft_model": models[1], "speculation": "draft", "skip_tokenizer_init": True}
+    config, read = EngineConfig(**settings).on_device("cpu"), []  # type: ignore[arg-type,var-annotated]
+    real = checkpoint_files._read
+    monkeypatch.setattr(checkpoint_files, "_read", lambda path: read.append(path) or real(path))
+    read_weights(config, WeightStore(tmp_path / "weights"))
+    assert [str(path.parent) for path in read] == models
+    for name in ("llama", "qwen2"):
+        load(name)
+    read.clear()
+    store = WeightStore(tmp_path / "weights")
+    read_weights(config, store)
+    assert read == []
+    monkeypatch.setattr("app.engine.model.weight_store.check_contents", None)
+    model = load_model(config, weights=store)
+    assert model.weights is not None
+    model.weights.close()
 
 
 def test_tensors_of_one_object_are_one_again(load: Load, no_checkpoint: Callable[[], None]) -> None:

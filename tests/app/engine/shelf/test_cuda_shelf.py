@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from app.engine.model import kv_plan
+from app.config.engine import EngineConfig, ResolvedConfig
+from app.engine import async_engine
+from app.engine.model import checkpoint_files, kv_plan
+from app.engine.model.device import resolve
 from app.engine.sampling.params import SamplingParams
 from app.engine.shelf import device, shelved_model
 from app.errors import ConfigError, EngineError, UnavailableError
 from tests.app.engine.shelf.shelves import TinyModels, outputs, put_to_sleep
 from tests.conftest import tokens
+from tests.processes import until_async
 from tests.vmem.backends.fake_driver import FakeDriver
 from vmem import CudaBackend, DevicePages
 from vmem.backends.cuda import CPU
@@ -108,6 +115,38 @@ async def test_sleeps_and_wakes_while_calls_of_the_driver_fail(models: TinyModel
                     break
                 except (EngineError, UnavailableError):  # its engine is being loaded again
                     await asyncio.sleep(0.05)
+
+
+async def test_steps_go_on_while_a_checkpoint_is_read(
+    models: TinyModels, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: engines are created by the thread of all steps, which read the files, too. If these did not answer,
+    no model did."""
+    asked, answers = threading.Event(), threading.Event()
+    real = checkpoint_files._read
+
+    def read(path: Path) -> None:
+        if path.is_relative_to(models.checkpoint("gemma2")):
+            asked.set()
+            assert answers.wait(60)
+        real(path)
+
+    def on_cuda(config: EngineConfig) -> ResolvedConfig:
+        return replace(resolve(config), device="cuda")
+
+    monkeypatch.setattr(checkpoint_files, "_read", read)
+    monkeypatch.setattr(async_engine, "resolve", on_cuda)
+    alone = {name: [await models.alone(name, *case) for case in cases(name)] for name in NAMES[:2]}
+    memory_bytes = models.memory_for("llama", "gemma2", room_bytes=2 * KV_BYTES)
+    async with models.opened([models.config(name) for name in NAMES[:2]], memory_bytes) as shelf:
+        assert await found(shelf.model("llama"), "llama") == alone["llama"]
+        load = asyncio.create_task(found(shelf.model("gemma2"), "gemma2"))
+        await until_async(asked.is_set, 30.0)
+        async with asyncio.timeout(30):
+            assert await found(shelf.model("llama"), "llama") == alone["llama"]
+        answers.set()
+        assert await load == alone["gemma2"]
+        await shelf.check_integrity()
 
 
 def test_more_memory_than_the_device_has(models: TinyModels, driver: FakeDriver) -> None:

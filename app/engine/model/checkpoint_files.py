@@ -1,0 +1,44 @@
+"""Files of a checkpoint: read into the page cache before a load reads them.
+
+A load holds up others: on CUDA the steps of all models (`AsyncEngine`), everywhere other loads (`LoadTurn`). Reading
+from a disk is its slow part, and the part that hangs if a file system does not answer. So that comes first, while
+nothing is held.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from app.builtin import resolve_model
+from app.config.engine import ResolvedConfig
+from app.engine.model.weight_key import weight_files
+from vmem import MapError
+from vmem.weights import read_ahead
+
+logger = logging.getLogger(__name__)
+
+
+def read_checkpoint(config: ResolvedConfig) -> None:
+    """Read the weights of a checkpoint into the page cache. A model of the Hub that is not downloaded yet has none."""
+    for path in weight_files(resolve_model(config.model)) if config.load_format == "auto" else ():
+        try:
+            _read(path)
+        except (OSError, MapError) as error:  # the load meets it again, and says what is wrong with the checkpoint
+            logger.info("%s cannot be read ahead: %s", path, error)
+
+
+def read_contents(fd: int, offset: int, num_bytes: int) -> None:
+    """Read a part of a file into the page cache. Raises `MapError`. Args: `offset`: see `vmem.weights.read_ahead`."""
+    for _ in read_ahead(fd, offset, num_bytes):
+        pass
+
+
+def _read(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if num_bytes := os.fstat(fd).st_size:
+            read_contents(fd, 0, num_bytes)
+    finally:
+        os.close(fd)

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoConfig
 
 from app.engine import LLM
-from app.engine.model import loader
+from app.engine.model import checkpoint_module
 from benchmarks import facts, harness, sweep
 
 BATCHES, FAKE_BATCHES = (1, 4, 16, 32, 64, 256), (1, 3)
@@ -119,7 +119,7 @@ def main() -> None:
     sizes = sweep.QUICK if args.fake else sweep.Sizes()
     with ExitStack() as undo:
         if args.fake:  # the stand-in records torch's calls alone
-            undo.enter_context(patch.object(loader, "_optimise", lambda *_, **__: None))
+            undo.enter_context(patch.object(checkpoint_module, "optimise", lambda *_, **__: None))
         llm = undo.enter_context(
             sweep.make_llm(
                 config, args.device, sizes, decode_graphs="on", kv_idle_release_s=0.5, async_scheduling="off"

@@ -32,9 +32,9 @@ from app.config.engine import EngineConfig
 from app.config.shelf import ModelConfig
 from app.engine import LLM, SamplingParams
 from app.engine.model import kv_plan
+from app.engine.model.checkpoint_module import random_model
 from app.engine.model.device import resolve
 from app.engine.model.kv_plan import estimated_activations
-from app.engine.model.loader import random_model
 from app.engine.model.size import ModelSize
 from app.engine.shelf import device as shelf_device
 from app.engine.shelf.shelf import Shelf

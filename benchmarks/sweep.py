@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, PreTrainedConfig
 
 from app.engine import LLM, SamplingParams
-from app.engine.model.loader import random_model
+from app.engine.model.checkpoint_module import random_model
 from benchmarks import facts, harness, overhead
 from benchmarks.rivals import TransformersGenerate, folio_rate
 

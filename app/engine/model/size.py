@@ -18,8 +18,9 @@ from app.config.machine import DEFAULT_MAP_COUNT, SPARE_SHARE, Machine
 from app.engine.execution import attention, recurrent
 from app.engine.execution.model_runner import ObservedLayers, observe_layers
 from app.engine.model import kv_plan
+from app.engine.model.checkpoint_module import random_model
 from app.engine.model.context import context_length
-from app.engine.model.loader import LoadedModel, describe_model, load_config, random_model
+from app.engine.model.loader import LoadedModel, describe_model, load_config
 from app.engine.model.memory_profile import DevicePlan
 from app.engine.model.tokenizer import one_line
 from app.engine.tensor_parallel.sharding import plan_shards

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.config.engine import EngineConfig
-from app.engine.model import checkpoint_files, loader
+from app.engine.model import checkpoint_files, checkpoint_module
 from app.engine.model.load_turn import LoadTurn
 from app.engine.model.loader import load_model
 from app.engine.model.weight_store import WeightStore
@@ -19,7 +19,7 @@ from tests.conftest import MakeCheckpoint
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(loader.AutoModelForCausalLM, "from_pretrained"), (checkpoint_files, "_read")]
+    ("owner", "name"), [(checkpoint_module.AutoModelForCausalLM, "from_pretrained"), (checkpoint_files, "_read")]
 )
 def test_a_load_whose_files_do_not_answer(
     owner: Any, name: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -43,7 +43,7 @@ def test_a_load_whose_files_do_not_answer(
         loaded.weights.close()
 
     monkeypatch.setattr(owner, name, read)
-    monkeypatch.setattr(loader, "_load_turn", LoadTurn(0.1))
+    monkeypatch.setattr(checkpoint_module, "_load_turn", LoadTurn(0.1))
     thread = threading.Thread(target=load, args=(dead,))
     thread.start()
     assert asked.wait(60)

@@ -12,7 +12,8 @@ from transformers import AutoConfig
 
 from app.config.engine import EngineConfig
 from app.engine import LLM, SamplingParams
-from app.engine.model.loader import load_model, random_model
+from app.engine.model.checkpoint_module import random_model
+from app.engine.model.loader import load_model
 from app.errors import ConfigError
 from tests.conftest import ARCHITECTURES, HYBRIDS
 
@@ -55,7 +56,9 @@ def test_weights_are_in_the_dtype_of_the_config_and_tied(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process's random state does not change."""
-    monkeypatch.setattr("app.engine.model.loader._optimise", lambda *_, **__: None)  # packs weights, and unties them
+    monkeypatch.setattr(
+        "app.engine.model.checkpoint_module.optimise", lambda *_, **__: None
+    )  # packs weights, and unties them
     folder = config_folder(tmp_path, "qwen2", dtype="bfloat16", tie_word_embeddings=True)
     state = torch.random.get_rng_state()
     with caplog.at_level(logging.WARNING):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from app.config.engine import EngineConfig, ResolvedConfig
 from app.engine import SamplingParams
 from app.engine.engine import Engine
 from app.engine.execution import executor
-from app.engine.model import loader
+from app.engine.model import checkpoint_module, loader, stored_module
 from app.engine.model.linear import PackedLinear, choose_product, onednn_product
 from app.engine.model.loader import LoadedModel, load_model
 from app.engine.model.model_parts import find_tensors
@@ -298,9 +299,9 @@ def test_a_failed_load_unmaps_the_weights(
     assert [weights.is_mapped for weights in closed] == [False, False], "of the checkpoint, and of the arena"
 
 
-@pytest.mark.parametrize("fails", ["_optimise", "collect"])
+@pytest.mark.parametrize(("owner", "fails"), [(checkpoint_module, "optimise"), (stored_module, "collect")])
 def test_a_failed_make_frees_its_tensors_before_their_charge_ends(
-    fails: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: ModuleType, fails: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the error's traceback kept them, while other models were given the memory of the device that they
     had."""
@@ -322,7 +323,7 @@ def test_a_failed_make_frees_its_tensors_before_their_charge_ends(
 
     store = WeightStore(tmp_path)
     monkeypatch.setattr(store, "room_to_make", lambda num_bytes: end)
-    monkeypatch.setattr(loader, fails, fail)
+    monkeypatch.setattr(owner, fails, fail)
     with pytest.raises(ModelError, match="injected"):
         load_model(config.on_device("cpu"), weights=store)
     assert len(tensors) > 5
@@ -367,14 +368,14 @@ def test_a_model_of_the_hub_that_is_downloaded_while_it_is_loaded_has_one_file(
     monkeypatch.setattr("app.engine.model.weight_key.try_to_load_from_cache", cache.find)
     monkeypatch.setattr(loader, "load_config", partial(_of_folder, loader.load_config, str(checkpoint)))
     monkeypatch.setattr(loader, "find_pooling", lambda *_: None)  # asks the Hub
-    load_module = loader._load_module
+    load_module = checkpoint_module._load_module
 
     def download(config: ResolvedConfig, *args: Any) -> Any:
         for name in ("model.safetensors", "generation_config.json"):
             cache.download(name)
         return load_module(replace(config, model=str(checkpoint)), *args)
 
-    monkeypatch.setattr(loader, "_load_module", download)
+    monkeypatch.setattr(checkpoint_module, "_load_module", download)
     config = EngineConfig(model="org/name", skip_tokenizer_init=True).on_device("cpu")
     store = WeightStore(tmp_path / "weights")
 
@@ -394,7 +395,7 @@ def test_a_model_of_the_hub_that_is_downloaded_while_it_is_loaded_has_one_file(
     made = first.stat().st_ino
     cache.download_again()
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "_load_module", None)  # the file is read, not the checkpoint
+        patch.setattr(checkpoint_module, "_load_module", None)  # the file is read, not the checkpoint
         assert load() == first
     assert first.stat().st_ino == made
     key = weight_key(config)
@@ -438,14 +439,14 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
     model_type, of_model = ALL["llama"]
     folder = tmp_path / "checkpoint"
     shutil.copytree(make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1}), folder)
-    load_module = loader._load_module
+    load_module = checkpoint_module._load_module
 
     def change(*args: Any) -> Any:
         result = load_module(*args)
         os.utime(folder / "model.safetensors", ns=(2, 2))
         return result
 
-    monkeypatch.setattr(loader, "_load_module", change)
+    monkeypatch.setattr(checkpoint_module, "_load_module", change)
     config = EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu")
     with pytest.raises(ModelError, match="has changed while it was loaded; load it again"):
         load_model(config, weights=WeightStore(tmp_path / "weights"))

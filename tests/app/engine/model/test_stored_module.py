@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.model import checkpoint_files, loader
+from app.engine.model import checkpoint_files, checkpoint_module, stored_module
 from app.engine.model.loader import LoadedModel, load_model, read_weights
 from app.engine.model.model_parts import find_tensors, fingerprint
 from app.engine.model.weight_arena import WeightArena
@@ -49,7 +49,7 @@ def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise AssertionError("the checkpoint should not be read")
 
     def forbid() -> None:
-        monkeypatch.setattr(loader, "_load_module", fail)
+        monkeypatch.setattr(checkpoint_module, "_load_module", fail)
         monkeypatch.setattr("safetensors.safe_open", fail)
 
     return forbid
@@ -133,7 +133,7 @@ def test_a_model_that_is_not_the_file_s_is_loaded_from_its_checkpoint(
     wrong: str, load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever differs, such as a fusion that another version of the code would not do."""
-    facts = loader._MadeModule.facts.fget  # type: ignore[attr-defined]
+    facts = checkpoint_module.MadeModule.facts.fget  # type: ignore[attr-defined]
 
     def changed(self: Any) -> dict[str, Any]:
         right = facts(self)
@@ -142,7 +142,7 @@ def test_a_model_that_is_not_the_file_s_is_loaded_from_its_checkpoint(
         return right | {"fingerprint": {"fingerprint": "0"}, "dtype": {"dtype": "float64"}}.get(wrong, {})
 
     with monkeypatch.context() as patch:
-        patch.setattr(loader._MadeModule, "facts", property(changed))
+        patch.setattr(checkpoint_module.MadeModule, "facts", property(changed))
         first = load("llama")
     with caplog.at_level("INFO"):
         second = load("llama")
@@ -165,8 +165,10 @@ def test_a_file_that_cannot_be_mapped_is_closed_once(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((WeightArena, "map") if isinstance(error, ModelError) else (loader.Skeleton, "fill")), fail)
-        patch.setattr(loader, "_load_module", fail)
+        patch.setattr(
+            *((WeightArena, "map") if isinstance(error, ModelError) else (stored_module.Skeleton, "fill")), fail
+        )
+        patch.setattr(checkpoint_module, "_load_module", fail)
         with pytest.raises(type(error), match=str(error)):
             load("llama")
     assert len(list(descriptors.iterdir())) == before

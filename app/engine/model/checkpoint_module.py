@@ -1,0 +1,203 @@
+"""Module from its checkpoint: transformers loads it, then layers are fused, and on a CPU packed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from app.builtin import resolve_model
+from app.compat.transformers import uses_attention_interface
+from app.config.engine import ResolvedConfig
+from app.engine.execution import attention, recurrent
+from app.engine.model.fused_layer import fuse_layers
+from app.engine.model.fusion import fuse_attention, fuse_modules
+from app.engine.model.fusion_record import FusionRecord
+from app.engine.model.linear import choose_product, pack_linears
+from app.engine.model.load_turn import LoadTurn
+from app.engine.model.model_parts import fingerprint
+from app.engine.model.pooling import Pooling, is_classifier
+from app.engine.model.tokenizer import one_line
+from app.engine.model.weight_key import weight_files
+from app.engine.tensor_parallel.communicator import Communicator
+from app.engine.tensor_parallel.sharding import ShardPlan, load_share
+from app.errors import ModelError
+from kernels import KernelError, select_elementwise
+
+logger = logging.getLogger(__name__)
+
+_DUMMY_SEED = 0
+# Exceptions from reading damaged weight files.
+_DAMAGED = (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError)
+_load_turn = LoadTurn()
+
+
+@dataclass(frozen=True, slots=True)
+class MadeModule:
+    """A module on its device, fused and packed.
+
+    Attributes:
+        plan: of a rank's share.
+        record: which modules were fused.
+    """
+
+    module: PreTrainedModel
+    plan: ShardPlan | None
+    generates: bool
+    recurrent_layers: frozenset[int]
+    record: FusionRecord
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a file of the module's tensors has to say about it."""
+        generation = self.module.generation_config
+        return {
+            "dtype": str(self.module.dtype).removeprefix("torch."),
+            "generates": self.generates,
+            "eos_token_id": None if generation is None else generation.eos_token_id,
+            "fused": self.record.learned,
+            "fingerprint": fingerprint(self.module),
+        }
+
+
+def make_module(
+    config: ResolvedConfig,
+    hf_config: PreTrainedConfig,
+    comm: Communicator | None,
+    pooling: Pooling | None,
+    *,
+    room: Callable[[int], None] | None = None,
+) -> MadeModule:
+    """The module from its checkpoint.
+
+    Args:
+        room: of a module whose tensors can move: called with their bytes before they are on the device.
+    """
+    device, record, movable = torch.device(config.device), FusionRecord(), room is not None
+    module: Any
+    module, plan, generates = _load_module(config, hf_config, device, comm, pooling)
+    recurrent_layers = recurrent.install(module)
+    if room is not None:
+        room(sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())))
+    module.to(device)
+    optimise(module, device, record, int8=config.quantization == "int8", movable=movable)
+    return MadeModule(module, plan, generates, recurrent_layers, record)
+
+
+def empty_module(config: ResolvedConfig, hf_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The module on torch's meta device, before its layers are fused. Raises `UnavailableError`, see `LoadTurn`."""
+    attention.register()
+    with _load_turn.of(config.model):
+        module = random_model(
+            hf_config, torch.device("meta"), dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+        )
+    return module.eval().requires_grad_(False)
+
+
+def _load_module(
+    config: ResolvedConfig,
+    hf_config: PreTrainedConfig,
+    device: torch.device,
+    comm: Communicator | None,
+    pooling: Pooling | None,
+) -> tuple[PreTrainedModel, ShardPlan | None, bool]:
+    """The model with all its weights, or a rank's share of them and the plan of that share; and whether it generates.
+    Only a model that pools may lack the output layer."""
+    attention.register()
+    dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    folder, settings = resolve_model(config.model), {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION}
+    module: Any
+    plan: ShardPlan | None = None
+    loading: dict[str, Any] = {"missing_keys": ()}
+    try:
+        with _load_turn.of(config.model):
+            if config.load_format == "dummy":
+                module = random_model(hf_config, device, **settings)
+            elif comm is None:
+                options = {"config": hf_config, "output_loading_info": True}
+                module, loading = AutoModelForCausalLM.from_pretrained(folder, **options, **settings)  # type: ignore[misc]
+            else:
+                module, loading, plan = load_share(folder, hf_config, comm, **settings)
+    except (*_DAMAGED, ValueError) as error:
+        raise ModelError(f"cannot load {config.model!r}: {_damage(folder) or one_line(error)}") from error
+    except KeyError as error:  # older models look up their attention class in a dict
+        if error.args != (attention.IMPLEMENTATION,):
+            raise
+        raise _outside_the_interface(config.model, hf_config) from error
+    missing = set(loading["missing_keys"])
+    generates = pooling is None or not is_classifier(hf_config)
+    if pooling is not None and missing and missing <= _output_weights(module):
+        missing, generates = set(), False
+    if missing:
+        raise ModelError(f"{config.model!r} lacks {len(missing)} weights, {min(missing)} among them")
+    if not any("Attention" in type(part).__name__ for part in module.modules()):
+        raise ModelError(f"{config.model!r} ({hf_config.model_type}) has no attention; Folio needs some layers with it")
+    if not uses_attention_interface(module):
+        raise _outside_the_interface(config.model, hf_config)
+    return module.eval().requires_grad_(False), plan, generates
+
+
+def _output_weights(module: PreTrainedModel) -> set[str]:
+    """Names of the output layer's weights."""
+    head = module.get_output_embeddings()
+    path = next(path for path, part in module.named_modules() if part is head)
+    return {f"{path}.{name}" for name, _ in head.named_parameters()}
+
+
+def _damage(folder: str) -> str | None:
+    """The first unreadable weight file and the reason, if there is one."""
+    for path in weight_files(folder):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            else:
+                torch.load(path, map_location="meta", weights_only=True)
+        except _DAMAGED as error:
+            return f"{path} is truncated or damaged ({path.stat().st_size} bytes): {one_line(error)}"
+    return None
+
+
+def random_model(
+    config: PreTrainedConfig, device: torch.device, *, dtype: torch.dtype | Literal["auto"], attn_implementation: str
+) -> PreTrainedModel:
+    """A model as transformers initialises it for training, created on the device without a copy elsewhere.
+
+    Buffers such as rotary frequencies are computed, and embeddings are tied according to the config. On one device the
+    same config gives the same weights. The random states of the CPU and of this device do not change.
+    """
+    chosen: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
+    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), device:
+        torch.manual_seed(_DUMMY_SEED)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=attn_implementation, **chosen
+        )
+    return model
+
+
+def optimise(module: PreTrainedModel, device: torch.device, record: FusionRecord, *, int8: bool, movable: bool) -> None:
+    """Fuse layers; for a CPU, pack linear layers. The module is on the device, or on torch's meta device."""
+    product = choose_product(module.dtype, int8=int8, movable=movable) if device.type == "cpu" else None
+    try:
+        ops = select_elementwise(device)
+        num_fused = sum(fuse(module, ops, record) for fuse in (fuse_modules, fuse_attention, fuse_layers))
+    except KernelError as error:
+        num_fused = 0
+        logger.warning("layers stay unfused: %s", error)
+    num_packed = 0 if product is None else pack_linears(module, product)
+    logger.info("fused %d modules, packed %d linear layers", num_fused, num_packed)
+
+
+def _outside_the_interface(model: str, config: PreTrainedConfig) -> ModelError:
+    return ModelError(
+        f"{model!r} ({config.model_type}) computes attention outside transformers' AttentionInterface; "
+        "Folio cannot serve it"
+    )

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import shutil
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from kernels import HeadNorm
 from tests.app.engine.model.test_cpu_layer import layers_in_one_call
 from tests.app.engine.model.test_models import ALL, generate_staggered
 from tests.conftest import MakeCheckpoint, tokens
+from vmem import IntegrityError, MapError
 from vmem.weights import FileRange
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -297,6 +299,68 @@ def test_a_failed_load_unmaps_the_weights(
     with pytest.raises(ModelError, match="injected"):
         load_model(config.on_device("cpu"), weights=WeightStore(tmp_path))
     assert [weights.is_mapped for weights in closed] == [False, False], "of the checkpoint, and of the arena"
+
+
+class SlowSource:
+    """A file that answers when it is told to."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.asked, self.answers = threading.Event(), threading.Event()
+        self.calls: list[str] = []
+
+    def open(self) -> tuple[int, int]:
+        self.asked.set()
+        assert self.answers.wait(60)
+        return self._fd, 0
+
+    def duplicate(self) -> tuple[int, int] | None:
+        return os.dup(self._fd), 0
+
+    def mapped(self) -> None:
+        self.calls.append("mapped")
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.mark.parametrize("num_bytes", [2 * 4096, 10], ids=["mapped", "cannot be mapped"])
+def test_an_arena_that_is_closed_while_a_thread_maps_it(tmp_path: Path, num_bytes: int) -> None:
+    """Regression: `close` and `read_ahead` waited for the thread. The thread gives back what it has; its caller may
+    unmap what it mapped before."""
+    (tmp_path / "file").write_bytes(bytes(num_bytes))
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    weights, source = FileRange(2 * 4096), SlowSource(fd)
+    errors: list[str] = []
+    arena = WeightArena(weights, source)
+
+    def map_weights() -> None:
+        try:
+            arena.map()
+        except (ModelError, MapError) as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=map_weights)
+    thread.start()
+    assert source.asked.wait(60)
+    with pytest.raises(IntegrityError, match="two threads map"):
+        arena.map()
+    assert list(arena.read_ahead()) == []
+    arena.close()
+    assert source.calls == []
+    source.answers.set()
+    thread.join(60)
+    assert len(errors) == 1
+    assert source.calls[-1] == "close"
+    assert not arena.is_mapped
+    arena.unmap()
+    arena.close()
+    with pytest.raises(ModelError, match="given up"):
+        arena.map()
+    os.close(fd)
 
 
 @pytest.mark.parametrize(("owner", "fails"), [(checkpoint_module, "optimise"), (stored_module, "collect")])

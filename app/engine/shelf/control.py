@@ -181,6 +181,7 @@ class Control:
         engine = model.engine
         if engine is not None and engine.driver.closed.done():
             model.set_failed(UnavailableError("its engine has failed, see the log"))
+        model.try_again()
         if model.state == "new" and (hangs := self._moves.hanging_error(model)) is not None:
             model.set_failed(hangs)
         is_unknown = engine is None and model.estimate is None and model.is_wanted and model.state == "new"

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Unpack
 
 from app.config.shelf import ModelConfig
@@ -39,6 +39,14 @@ class Estimate:
     kv_bytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _FirstLoad:
+    """A load, and the requests that wait for it: of any event loop."""
+
+    outcome: Future[AsyncEngine] = field(default_factory=Future)
+    waiting: set[asyncio.Future[AsyncEngine]] = field(default_factory=set)
+
+
 class ShelvedModel:
     """Serves one model. A request to a model that is not loaded, or asleep, waits for it in a bounded queue.
 
@@ -49,7 +57,7 @@ class ShelvedModel:
         arrivals: of its requests.
         engine: `None` until the model is loaded.
         state, weight_bytes, num_wakes, last_wake_s, num_evictions, evicted_for, error: see `ModelStatus`; changed by
-            the shelf's thread only, as the following.
+            the shelf's thread only, as the following, until the model is no longer the shelf's.
         estimate: `None` until the model is measured.
         workspace_bytes: of its steps, once it is measured.
         load_s: seconds of the load.
@@ -83,8 +91,7 @@ class ShelvedModel:
         self._wake_s = 0.0
         self._num_failures = 0
         self._retry_at = 0.0
-        self._ready: Future[AsyncEngine] = Future()
-        self._num_pending = 0  # requests that wait for the first load
+        self._load = _FirstLoad()  # replaced when it fails
         self._pending_since = 0.0
 
     # ---- for the shelf ----
@@ -92,16 +99,17 @@ class ShelvedModel:
     @property
     def is_wanted(self) -> bool:
         """Whether requests wait for the model to be loaded."""
-        return self._num_pending > 0
+        return self.num_pending > 0
 
     @property
     def num_pending(self) -> int:
-        return self._num_pending
+        """Requests that wait for the model to be loaded."""
+        return len(self._load.waiting)
 
     @property
     def pending_s(self) -> float:
         """For how long requests have waited for the model to be loaded."""
-        return time.monotonic() - self._pending_since if self._num_pending else 0.0
+        return time.monotonic() - self._pending_since if self.is_wanted else 0.0
 
     @property
     def kept_bytes(self) -> int:
@@ -111,6 +119,11 @@ class ShelvedModel:
         is_coming = self.estimate is not None and (self.is_wanted or self.state == "loading")
         return self.estimate.weight_bytes if is_coming and self.estimate is not None else 0
 
+    def try_again(self) -> None:
+        """Let a failed model be loaded again, if requests wait for that: those that `ready` has not refused."""
+        if self.state == "failed" and self.is_wanted and time.monotonic() >= self._retry_at:
+            self.state = "new"
+
     def measured(self, estimate: Estimate) -> None:
         """Note the size of the model, which is not loaded yet."""
         self.state, self.estimate = "new", estimate
@@ -119,7 +132,7 @@ class ShelvedModel:
         """Note that the model is loaded and awake."""
         self.engine, self.error, self._num_failures, self.load_s = engine, None, 0, seconds
         self.note_awake(seconds)
-        self._ready.set_result(engine)
+        self._load.outcome.set_result(engine)
 
     def note_awake(self, seconds: float) -> None:
         """Note that the model is awake."""
@@ -159,9 +172,9 @@ class ShelvedModel:
         self.engine = self.estimate = None
         self.state, self.error = "failed", str(error)
         self._num_failures += 1
-        waiting, self._ready = self._ready, Future()
-        if not waiting.done():
-            waiting.set_exception(self._unavailable())
+        failed, self._load = self._load, _FirstLoad()
+        if not failed.outcome.done():
+            failed.outcome.set_exception(self._unavailable())
 
     @property
     def usual_wake_s(self) -> float:
@@ -184,7 +197,7 @@ class ShelvedModel:
     @property
     def status(self) -> ModelStatus:
         """From any thread."""
-        engine, kv_bytes, num_running, num_waiting = self.engine, 0, 0, self._num_pending
+        engine, kv_bytes, num_running, num_waiting = self.engine, 0, 0, self.num_pending
         if engine is not None:
             kv_bytes = engine.held_bytes
             num_running, waiting = engine.num_requests
@@ -215,32 +228,30 @@ class ShelvedModel:
             OverloadedError: too many requests wait for it.
             UnavailableError: it cannot be loaded; the message says why.
         """
-        is_ready = self._ready  # before the state, which changes first
+        load = self._load  # before the state, which changes first
         if self.engine is not None:
             return self.engine
-        if self.state == "failed":
-            if time.monotonic() < self._retry_at:
-                raise self._unavailable()
-            self.state = "new"
+        if self.state == "failed" and time.monotonic() < self._retry_at:
+            raise self._unavailable()
         most = self.config.engine.max_queued_requests
-        if isinstance(most, int) and self._num_pending >= most:
+        if isinstance(most, int) and len(load.waiting) >= most:
             error = OverloadedError(
                 f"queue full (max_queued_requests={most}) while {self.name!r} is loaded; try again in "
                 f"{max(self.expected_wake_s, 1):.0f} s",
                 self.expected_wake_s,
             )
-            error.num_queued = self._num_pending
+            error.num_queued = len(load.waiting)
             raise error
-        if not self._num_pending:
+        if not load.waiting:
             self._pending_since = time.monotonic()
-        self._num_pending += 1
-        self._changed()
-        waiting = asyncio.wrap_future(is_ready)
+        waiting = asyncio.wrap_future(load.outcome)
         waiting.add_done_callback(_retrieve)
+        load.waiting.add(waiting)
+        self._changed()
         try:
             return await asyncio.shield(waiting)
         finally:
-            self._num_pending -= 1
+            load.waiting.remove(waiting)
 
     def generate(
         self,

@@ -7,7 +7,8 @@ The demand, in replicas, is the greatest of
     TPOT        running decodes                     / decodes that fit into a step of `tpot_s`
     slots       sequences, waiting ones too         / sequences that a replica runs at once
     work        seconds of work arriving per second / `busy_share`
-    models      bytes for the models with requests  / bytes of a replica's device, where models share it
+    models      bytes for the models with requests  / bytes of a replica's device, where models share it; weights of a
+                model count once, because its requests at several replicas can go to one
 
 and never more than the number of requests: one replica computes a request, and two finish a long prompt no sooner.
 
@@ -24,15 +25,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from app.errors import ConfigError
 
 if TYPE_CHECKING:  # app.engine imports torch, which checks of a configuration and Serve's controller do without
     from app.engine.report import ReplicaReport
+    from app.engine.shelf.status import DeviceStatus
 
 _PREFIX = "folio_"
+# Of the shares of weights; the model's name follows.
+WEIGHTS_PREFIX = _PREFIX + "weights_share:"
 # Tolerance for sums of floats when a demand is rounded up.
 _EPSILON = 1e-6
 # Time constant of a replica's `busy_share` (app.engine.load_report).
@@ -43,11 +47,13 @@ _BUSY_S = 10.0
 class AutoscalingLoad:
     """The numbers of a `ReplicaReport` that the policy reads, `fixed_s` and `token_s` from its `step`.
 
-    `device_share`: memory that a shelf's models with requests need together, as a share of the device's; above 1 they
-    take turns. 0 for a single model.
-
     A record of its own because Serve passes on flat metrics, and reads them in its controller, which does without
     torch.
+
+    Attributes:
+        device_share: memory that a shelf's models with requests need together, as a share of what weights and KV caches
+            can take; above 1 they take turns. 0 for a single model.
+        weights_shares: the part of it that is weights and pinned prefixes, by model.
     """
 
     made_at: float
@@ -64,22 +70,39 @@ class AutoscalingLoad:
     decode_s: float
     busy_share: float
     device_share: float = 0.0
+    weights_shares: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def from_report(cls, report: ReplicaReport, device_share: float = 0.0) -> AutoscalingLoad:
+    def from_report(cls, report: ReplicaReport, device: DeviceStatus | None = None) -> AutoscalingLoad:
+        """
+        Args:
+            device: of a shelf; `None`: models do not share memory.
+        """
         steps = ("fixed_s", "token_s")
         names = [name for name in LOAD_FIELDS if name != "device_share"]
-        of_report = {name: getattr(report.step if name in steps else report, name) for name in names}
-        return cls(**of_report, device_share=device_share)
+        load = cls(**{name: getattr(report.step if name in steps else report, name) for name in names})
+        if device is None or not device.needed_bytes:
+            return load
+        usable_bytes = max(device.usable_bytes, 1)
+        needed_bytes = device.needed_bytes - (device.capacity_bytes - device.usable_bytes)
+        shares = {name: num_bytes / usable_bytes for name, num_bytes in device.needed_weights.items()}
+        return replace(load, device_share=needed_bytes / usable_bytes, weights_shares=shares)
 
     def as_metrics(self) -> dict[str, float]:
-        return {_PREFIX + name: float(value) for name, value in asdict(self).items()}
+        """Flat. Shares of weights are there for the models with requests only."""
+        metrics = {_PREFIX + name: float(getattr(self, name)) for name in LOAD_FIELDS}
+        return metrics | {WEIGHTS_PREFIX + name: share for name, share in self.weights_shares.items()}
 
     @classmethod
     def of_metrics(cls, metrics: Mapping[str, float]) -> AutoscalingLoad | None:
-        """The inverse of `as_metrics`, which ignores other metrics; `None` if one is missing."""
+        """The inverse of `as_metrics`, which ignores other metrics; `None` if one of `LOAD_METRICS` is missing."""
         found = {name: metrics[_PREFIX + name] for name in LOAD_FIELDS if _PREFIX + name in metrics}
-        return cls(**found) if len(found) == len(LOAD_FIELDS) else None
+        shares = {
+            name.removeprefix(WEIGHTS_PREFIX): value
+            for name, value in metrics.items()
+            if name.startswith(WEIGHTS_PREFIX)
+        }
+        return cls(**found, weights_shares=shares) if len(found) == len(LOAD_FIELDS) else None
 
     @property
     def num_requests(self) -> float:
@@ -103,7 +126,7 @@ class AutoscalingLoad:
         return min(max((tpot_s - self.fixed_s) / each_s, 1.0), self.max_num_seqs)
 
 
-LOAD_FIELDS = tuple(field.name for field in fields(AutoscalingLoad))
+LOAD_FIELDS = tuple(field.name for field in fields(AutoscalingLoad) if field.name != "weights_shares")
 LOAD_METRICS = tuple(_PREFIX + name for name in LOAD_FIELDS)
 
 
@@ -277,7 +300,7 @@ class ScalingPolicy:
             ),
             slots=_per_replica(sum(load.num_requests for load in loads), [load.max_num_seqs for load in loads]),
             work=arriving / targets.busy_share,
-            models=sum(load.device_share for load in loads),
+            models=_devices_for_models(loads),
         )
 
     def _observed(self, loads: Sequence[AutoscalingLoad], target: int, now: float) -> ScalingState:
@@ -322,6 +345,16 @@ class ScalingPolicy:
         if spare:
             below_since = state.below_since if state.below_since is not None else now
         return replace(state, above_since=above_since, least_above=least_above, below_since=below_since)
+
+
+def _devices_for_models(loads: Sequence[AutoscalingLoad]) -> float:
+    """Devices that hold the models with requests, each model's weights once, and the KV memory of all requests."""
+    once: dict[str, float] = {}
+    for load in loads:
+        for name, share in load.weights_shares.items():
+            once[name] = max(share, once.get(name, 0.0))
+    kv = sum(load.device_share - sum(load.weights_shares.values()) for load in loads)
+    return kv + sum(once.values())
 
 
 def _per_replica(needed: float, capacities: Sequence[float | None]) -> float:

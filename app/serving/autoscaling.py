@@ -9,7 +9,14 @@ from typing import Any
 from ray.serve.config import AutoscalingContext
 
 from app.errors import ConfigError
-from app.fleet.autoscaling import LOAD_METRICS, AutoscalingLoad, ScalingPolicy, ScalingState, ScalingTargets
+from app.fleet.autoscaling import (
+    LOAD_METRICS,
+    WEIGHTS_PREFIX,
+    AutoscalingLoad,
+    ScalingPolicy,
+    ScalingState,
+    ScalingTargets,
+)
 
 _STATE_KEY = "folio"
 
@@ -61,9 +68,12 @@ def latest_loads(
             aggregates are averages over `look_back_period_s`, too slow here.
     """
     loads = {}
+    names = [*LOAD_METRICS, *(name for name in metrics if name.startswith(WEIGHTS_PREFIX))]
     for replica in replicas:
-        series = {name: metrics.get(name, {}).get(replica) for name in LOAD_METRICS}
-        load = AutoscalingLoad.of_metrics({name: points[-1].value for name, points in series.items() if points})
+        found = {name: points[-1] for name in names if (points := metrics.get(name, {}).get(replica))}
+        # Serve keeps the points of models that have no request any more: they are not in the last report.
+        last = max((point.timestamp for point in found.values()), default=0.0)
+        load = AutoscalingLoad.of_metrics({name: p.value for name, p in found.items() if p.timestamp == last})
         if load is not None:
             loads[replica] = load
     return loads

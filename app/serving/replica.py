@@ -326,9 +326,8 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""
-        load, device = (await _run_in_thread(self._figures)).load, self._shelf.device_status()
-        share = 0.0 if device is None else device.needed_bytes / device.capacity_bytes
-        return AutoscalingLoad.from_report(load, share).as_metrics()
+        load = (await _run_in_thread(self._figures)).load
+        return AutoscalingLoad.from_report(load, self._shelf.device_status()).as_metrics()
 
     def check_health(self) -> None:
         """Called by Serve, which replaces the replica after three errors, or at once when its process has ended."""

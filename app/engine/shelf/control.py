@@ -148,9 +148,7 @@ class Control:
         anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
         self._capacity_bytes = self._device.capacity_bytes - anchors - self._moves.hanging_bytes
         needs = [self._need(model, now) for model in models if self._is_planned(model)]
-        needed_bytes = sum(need.needed_bytes for need in needs if need.has_work)
-        beside_bytes = self._device.shared.pages.capacity_bytes - self._capacity_bytes
-        self._device.needed_bytes = needed_bytes + beside_bytes if needed_bytes else 0
+        self._device.note_needs(needs, self._capacity_bytes)
         for model in models:
             if model.engine is not None:
                 self._limit_requests(model, model.engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from app.engine.model.device import resolve
 from app.engine.model.memory_profile import HEADROOM_BYTES
 from app.engine.model.weight_store import WeightStore
 from app.engine.shared_device import SharedDevice
+from app.engine.shelf.allocation import ModelNeed
 from app.engine.shelf.read_ahead import STEPS_ON_CPU_BYTES_PER_S
 from app.engine.shelf.status import DeviceStatus
 from app.errors import ConfigError
@@ -34,7 +35,6 @@ class ShelfDevice:
 
     Attributes:
         shared: for the engines.
-        needed_bytes: see `DeviceStatus`; set with each plan.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class ShelfDevice:
                 self._uploads.close()
             raise
         self.shared = SharedDevice(pages, store)
-        self.needed_bytes = 0
         self._workspace_bytes = self._wanted_bytes = 0  # that is there, and that should be
+        self._usable_bytes = self.capacity_bytes
+        self._needed_bytes, self._needed_weights = 0, dict[str, int]()
 
     @property
     def capacity_bytes(self) -> int:
@@ -91,8 +92,18 @@ class ShelfDevice:
             idle_bytes=pages.idle_bytes,
             charged_bytes=pages.charged_bytes - self._workspace_bytes,
             workspace_bytes=self._workspace_bytes,
-            needed_bytes=self.needed_bytes,
+            usable_bytes=self._usable_bytes,
+            needed_bytes=self._needed_bytes,
+            needed_weights=self._needed_weights,
         )
+
+    def note_needs(self, needs: Iterable[ModelNeed], usable_bytes: int) -> None:
+        """Note what the models with requests need, and the memory for that, for `status`."""
+        busy = [need for need in needs if need.has_work]
+        beside_bytes = self.shared.pages.capacity_bytes - usable_bytes
+        self._usable_bytes = usable_bytes
+        self._needed_bytes = sum(need.needed_bytes for need in busy) + beside_bytes if busy else 0
+        self._needed_weights = {need.name: need.weight_bytes for need in busy}
 
     def take_workspace(self, num_bytes: int) -> None:
         """Keep memory for the tensors of a step, and of adapters, as soon as other uses leave it. One step is computed

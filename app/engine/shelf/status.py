@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 # "new": not loaded in this process yet; "failed": it could not be loaded, or its engine has stopped.
@@ -56,9 +57,13 @@ class DeviceStatus:
         capacity_bytes: bound of all others together.
         used_bytes: pages of KV caches, and of weights where they are pages (CUDA).
         idle_bytes: pages between two owners: given back by one model, and kept for the next one.
-        charged_bytes: mapped files of weights (CPU).
-        workspace_bytes: kept for the tensors of a step, and taken by adapters.
-        needed_bytes: memory with which no request of any model would wait, workspace included; 0 without requests.
+        charged_bytes: mapped files of weights (CPU), and adapters.
+        workspace_bytes: kept for the tensors of a step.
+        usable_bytes: what weights, adapters and KV caches can take, beside workspace and anchor pages.
+        needed_bytes: memory with which no request of any model would wait, all that is not usable included; 0 without
+            requests.
+        needed_weights: the part of `needed_bytes` that does not grow with the requests, by model: weights, adapters
+            and pinned prefixes of the models with requests.
     """
 
     capacity_bytes: int
@@ -66,4 +71,6 @@ class DeviceStatus:
     idle_bytes: int
     charged_bytes: int
     workspace_bytes: int
+    usable_bytes: int = 0
     needed_bytes: int = 0
+    needed_weights: Mapping[str, int] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingContext
 
+from app.engine.shelf.status import DeviceStatus
 from app.errors import ConfigError
 from app.fleet.autoscaling import (
     LOAD_FIELDS,
@@ -51,6 +52,12 @@ def prefilling(queued_s: float, num_waiting: float = 8.0) -> AutoscalingLoad:
     return replace(
         IDLE, queued_s=queued_s, queued_tokens=queued_s / 0.001, num_waiting=num_waiting, busy_share=min(queued_s, 1.0)
     )
+
+
+def shared(weights: dict[str, float], kv: float, num_running: float = 1.0, **changes: float) -> AutoscalingLoad:
+    """A replica with requests for several models."""
+    load = replace(IDLE, num_running=num_running, device_share=sum(weights.values()) + kv, weights_shares=weights)
+    return replace(load, **changes)
 
 
 @dataclass
@@ -135,6 +142,7 @@ class Queues:
         ([replace(decoding(4.0), fixed_s=0.2)], "tpot", 0.0),  # no number of replicas makes a step shorter
         ([replace(IDLE, num_running=32.0, num_waiting=16.0)], "slots", 1.5),
         ([replace(IDLE, device_share=1.5), replace(IDLE, device_share=0.25)], "models", 1.75),
+        ([shared({"a": 0.5}, kv=0.2), shared({"a": 0.5, "b": 0.25}, kv=0.1)], "models", 1.05),
     ],
 )
 def test_the_demand(loads: list[AutoscalingLoad], reason: str, replicas: float) -> None:
@@ -189,6 +197,15 @@ def test_models_that_take_turns_get_another_replica() -> None:
     """Each of the two has few requests: nothing but memory keeps them waiting."""
     shelf = fleet(up_after_s=1.0)
     shelf.run(60.0, lambda t, n: [replace(IDLE, num_waiting=2.0 / n, device_share=1.6 / n)] * n)
+    assert shelf.history == [1, 2]
+
+
+def test_a_model_with_requests_at_both_replicas_orders_no_third() -> None:
+    """Regression: its weights counted at each of them, so that every replica that got requests for the models called
+    for further ones."""
+    shelf = fleet(up_after_s=1.0)
+    weights = {"a": 0.7, "b": 0.7}
+    shelf.run(60.0, lambda t, n: [shared(weights, 0.1 / n, num_running=4.0 / n)] * n)
     assert shelf.history == [1, 2]
 
 
@@ -276,6 +293,16 @@ def test_down_only_when_the_others_have_room_to_spare() -> None:
         assert held.history == history
 
 
+def test_a_model_with_requests_everywhere_keeps_no_replica() -> None:
+    """Regression: a model that any device holds, with a few requests at both replicas, kept both until it was idle."""
+    busy = fleet(2, down_after_s=10.0)
+    busy.run(60.0, lambda _, n: [shared({"a": 0.6}, 0.05 / n, num_running=2.0 / n)] * n)
+    assert busy.history == [2, 1]
+    full = fleet(2, down_after_s=10.0)  # the other replica could not hold both models with room to spare
+    full.run(60.0, lambda _, n: [shared({"a": 0.4, "b": 0.4}, 0.05 / n, num_running=2.0 / n)] * n)
+    assert full.num_events == 0
+
+
 def test_a_silent_replica_stops_no_other() -> None:
     silent = fleet(3, down_after_s=5.0)
     silent.run(60.0, lambda _, n: [IDLE] * (n - 1))
@@ -336,6 +363,19 @@ def test_to_zero_and_back() -> None:
     assert option.history == [1, 0, 1]
 
 
+def test_models_to_zero_and_back() -> None:
+    """Two models on three replicas, then one, then none. Memory of idle models calls for no replica."""
+    shelf = fleet(3, to_zero_after_s=30.0, down_after_s=10.0)
+    shelf.run(100.0, lambda _, n: [shared({"a": 0.7, "b": 0.7}, 0.1 / n)] * n)
+    assert shelf.history == [3, 2]
+    shelf.run(100.0, lambda _, n: [shared({"a": 0.7}, 0.05)] + [IDLE] * (n - 1))
+    assert shelf.history == [3, 2, 1]
+    shelf.run(100.0, spread(IDLE))
+    assert shelf.history == [3, 2, 1, 0]
+    shelf.run(1.0, spread(IDLE), requests=1.0)
+    assert shelf.target == 1
+
+
 def test_the_last_replica_stops_only_if_configured_and_idle() -> None:
     stays = fleet(1)
     stays.run(5000.0, spread(IDLE))
@@ -393,10 +433,15 @@ def test_settings_that_may_be_none() -> None:
 def test_loads_as_metrics_and_back() -> None:
     used = {"free_tokens": 900, "total_tokens": 1000, "queued_tokens": 100, "queued_s": 0.4}
     busy = {"num_running": 3, "num_waiting": 2, "num_decodes": 2, "decode_s": 0.006, "busy_share": 0.75}
-    load = AutoscalingLoad.from_report(report(5.0, **used, **busy), device_share=0.5)
+    sizes = {"capacity_bytes": 120, "used_bytes": 0, "idle_bytes": 0, "charged_bytes": 0, "workspace_bytes": 15}
+    device = DeviceStatus(**sizes, usable_bytes=100, needed_bytes=20 + 50, needed_weights={"a": 10, "b: c": 30})
+    load = AutoscalingLoad.from_report(report(5.0, **used, **busy), device)
     assert (load.used_tokens, load.num_requests, load.fixed_s, load.device_share) == (100, 5, 0.01, 0.5)
+    assert load.weights_shares == {"a": 0.1, "b: c": 0.3}
+    idle = AutoscalingLoad.from_report(report(5.0), replace(device, needed_bytes=0, needed_weights={}))
+    assert (idle.device_share, idle.weights_shares) == (0.0, {})
     metrics = load.as_metrics()
-    assert set(metrics) == set(LOAD_METRICS)
+    assert metrics.keys() > set(LOAD_METRICS)
     assert all(type(value) is float for value in metrics.values())
     assert AutoscalingLoad.of_metrics(metrics | {"other": 1.0}) == load
     assert AutoscalingLoad.of_metrics(dict.fromkeys(LOAD_METRICS[1:], 1.0)) is None
@@ -437,13 +482,12 @@ def context(
 
 
 def series(loads: dict[str, list[AutoscalingLoad]]) -> dict[str, dict[str, TimeSeries]]:
-    return {
-        name: {
-            replica: [TimeStampedValue(load.made_at, load.as_metrics()[name]) for load in history]
-            for replica, history in loads.items()
-        }
-        for name in LOAD_METRICS
-    }
+    found: dict[str, dict[str, TimeSeries]] = {name: {replica: [] for replica in loads} for name in LOAD_METRICS}
+    for replica, history in loads.items():
+        for load in history:
+            for name, value in load.as_metrics().items():
+                found.setdefault(name, {}).setdefault(replica, []).append(TimeStampedValue(load.made_at, value))
+    return found
 
 
 def test_serve_gets_what_the_policy_says() -> None:
@@ -458,6 +502,21 @@ def test_serve_gets_what_the_policy_says() -> None:
         )
         wanted.append(decision)
     assert (wanted[0], wanted[-1]) == (2, 4)
+
+
+def test_serve_gets_models_that_count_once() -> None:
+    """Reports of two replicas on which the same two models are busy, and, later, one of them, which one device holds.
+    Serve keeps the points of the model that has no request any more."""
+    policy, state, history = KVAwareScaling(up_after_s=0.0, down_after_s=10.0, start_s=1.0), dict[str, Any](), []
+    wanted = []
+    for tick in range(300):
+        now = 1000.0 + tick * TICK_S
+        weights = {"a": 0.6, "b": 0.6} if tick < 100 else {"a": 0.6}
+        history = [*history[-20:], shared(weights, 0.02, num_running=3.0, made_at=now)]
+        decision, state = policy(context(series({"a": history, "b": history}), state, now=now))
+        wanted.append(decision)
+    assert set(wanted[:190]) == {2}
+    assert wanted[-1] == 1
 
 
 @pytest.mark.parametrize(

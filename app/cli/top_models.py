@@ -129,7 +129,8 @@ def models_view(
     shown = rows[:room]
     devices = [device for replica in replicas if (device := replica.get("device"))]
     totals = {name: sum(device[name] for device in devices) for name in (devices or ({},))[0]}
-    parts: list[RenderableType] = [Text(), _device_line(shown, totals)]
+    num_short = sum(device["needed_bytes"] > device["capacity_bytes"] for device in devices)
+    parts: list[RenderableType] = [Text(), _device_line(totals, num_short, len(devices))]
     parts.append(_table(shown, width, totals["capacity_bytes"]) if lines_each == 1 else _narrow(shown))
     if len(shown) < len(rows):
         parts.append(Text(f"… and {counted(len(rows) - len(shown), 'model')} with less to do", style="dim"))
@@ -139,11 +140,20 @@ def models_view(
     return Group(*parts), _FRAME_LINES + lines_each * len(shown)
 
 
-def _device_line(rows: Sequence[ModelRow], device: Mapping[str, int]) -> Text:
-    """The memory of all devices."""
+def _device_line(device: Mapping[str, int], num_short: int, num_devices: int) -> Text:
+    """The memory of all devices.
+
+    Args:
+        num_short: devices where the models with requests need more than there is, so that they take turns: what starts
+            another replica where autoscaling is set.
+    """
     taken = sum(device[f"{kind}_bytes"] for kind in ("used", "charged", "workspace"))
     text = Text("device memory ", style="dim", no_wrap=True, overflow="ellipsis")
     text.append(f"{show_size(taken)} of {show_size(device['capacity_bytes'])}", style="not dim")
+    text.append("   needed ").append(show_size(device["needed_bytes"]), style="not dim")
+    if num_short:
+        where = f" at {num_short} of {num_devices}" if num_devices > 1 else ""
+        text.append(f", more than there is{where}", style="not dim yellow")
     for (colour, character), name in ((_WEIGHTS, "weights"), (_KV, "KV")):
         text.append(f"   {character} {name}", style=colour)
     text.append(f"   workspace {show_size(device['workspace_bytes'])}   idle {show_size(device['idle_bytes'])}")

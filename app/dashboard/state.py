@@ -148,6 +148,7 @@ class Device(State):
     idle_bytes: int
     charged_bytes: int
     workspace_bytes: int
+    needed_bytes: int = 0
 
 
 class ReplicaState(State):

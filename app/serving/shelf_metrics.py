@@ -44,6 +44,9 @@ class ShelfMeter:
         self._device = SteadyGauge(
             metrics.Gauge("folio_device_bytes", "Memory of the device that the models share.", ("kind",))
         )
+        self._needed = SteadyGauge(
+            metrics.Gauge("folio_device_needed_bytes", "Memory with which no request of any model would wait.")
+        )
         self._num_wakes: dict[str, int] = {}
 
     def note(self, statuses: Sequence[ModelStatus], device: DeviceStatus) -> None:
@@ -62,3 +65,4 @@ class ShelfMeter:
             self._num_wakes[status.name] = status.num_wakes
         for kind in ("capacity", "used", "idle", "charged", "workspace"):
             self._device.set(getattr(device, f"{kind}_bytes"), {"kind": kind})
+        self._needed.set(device.needed_bytes, {})

@@ -36,7 +36,7 @@ export class ModelTable {
     if (!device) return;
     const taken = device.used_bytes + device.charged_bytes + device.workspace_bytes;
     this.note.textContent = `${bytes(taken)} of ${bytes(device.capacity_bytes)} taken, of it ${bytes(device.workspace_bytes)} for the tensors of a step. ` +
-      `${bytes(device.idle_bytes)} of pages are idle, between two models.`;
+      `${bytes(device.idle_bytes)} of pages are idle, between two models. The models with requests need ${bytes(device.needed_bytes)}.`;
     const held = (m) => m.device_weight_bytes + m.kv_bytes, asked = (m) => m.num_running + m.num_waiting;
     const models = [...replica.models].sort((a, b) => asked(b) - asked(a) || held(b) - held(a) || (a.name < b.name ? -1 : 1));
     this.body.replaceChildren(...models.map((m) => {

@@ -29,9 +29,10 @@ def model(name: str, state: str = "awake", **figures: Any) -> dict[str, Any]:
     return defaults | figures
 
 
-def shelf(name: str, *models: dict[str, Any]) -> dict[str, Any]:
+def shelf(name: str, *models: dict[str, Any], needed_bytes: int = 200 * MIB) -> dict[str, Any]:
     device = {"used_bytes": 100 * MIB, "charged_bytes": 300 * MIB, "workspace_bytes": 112 * MIB, "idle_bytes": 5 * MIB}
     found = replica(name) | {"models": list(models), "device": device | {"capacity_bytes": 1024 * MIB}}
+    found["device"] |= {"needed_bytes": needed_bytes}
     ReplicaState.model_validate(found)  # the view reads what the dashboard's state has
     return found
 
@@ -90,6 +91,17 @@ def test_replicas_are_added_up() -> None:
     text = "\n".join(shown(state_of(shelf("r1", CHAT), shelf("r2", asleep)), 120))
     assert "1 awake 1 asleep" in text
     assert "device memory 1 GiB of 2 GiB" in text
+
+
+def test_memory_that_is_needed_is_seen_beside_the_budget() -> None:
+    """Regression: an operator saw that a replica was added, and not that its models needed more than one has."""
+    one, two = shelf("r1", CHAT), shelf("r2", CODER, needed_bytes=1536 * MIB)
+    for replicas, said in (
+        ([one], "of 1 GiB   needed 200 MiB   "),
+        ([two], "of 1 GiB   needed 1.5 GiB, more than there is   "),
+        ([one, two], "of 2 GiB   needed 1.695 GiB, more than there is at 1 of 2   "),
+    ):
+        assert said in "\n".join(shown(state_of(*replicas), 120))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -18,7 +18,7 @@ def values(recorded: Recorded, name: str) -> dict[tuple[str, ...], float]:
 
 
 def test_a_model_has_one_state_and_the_bytes_that_it_has_now(recorded: Recorded) -> None:
-    ShelfMeter().note([AWAKE, ASLEEP], DEVICE)
+    ShelfMeter().note([AWAKE, ASLEEP], replace(DEVICE, needed_bytes=120))
     states = values(recorded, "folio_model_state")
     assert len(states) == 12
     assert [key for key, value in states.items() if value] == [("a", "awake"), ("b", "asleep")]
@@ -35,6 +35,7 @@ def test_a_model_has_one_state_and_the_bytes_that_it_has_now(recorded: Recorded)
         ("charged",): 40,
         ("workspace",): 10,
     }
+    assert values(recorded, "folio_device_needed_bytes") == {(): 120}
 
 
 def test_the_former_state_is_0(recorded: Recorded) -> None:

@@ -42,7 +42,10 @@ def _without_command(
 
 @pins.command("list", epilog=_LIST_EXAMPLES)
 def list_pins(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """Show the pinned prefixes: tokens, bytes on a replica, and the number of replicas that have them."""
+    """Show the pinned prefixes: tokens, bytes on a replica, and the replicas that have them.
+
+    Where a model sleeps, or had no memory for a prefix after its wake, the next wake computes it: `1 of 2`.
+    """
     _show(url, api_key, as_json)
 
 
@@ -94,6 +97,9 @@ def _show(url: str, api_key: str | None, as_json: bool) -> None:
         return
     shown = table(None, "pin", "tokens", "memory on a replica", "replicas", "model")
     for card in cards:
-        row = printable(card["id"]), str(card["num_tokens"]), show_size(card["num_bytes"]), str(card["num_replicas"])
+        where = (
+            str(num) if (num := card["num_computed"]) == card["num_replicas"] else f"{num} of {card['num_replicas']}"
+        )
+        row = printable(card["id"]), str(card["num_tokens"]), show_size(card["num_bytes"]), where
         shown.add_row(*row, printable(card["model"]))
     console().print(shown)

@@ -107,7 +107,7 @@ class Engine:
         check_sources(config.adapters, config.adapter_dir)
         self.start_times = StartTimes(process_s=process_age_s())
         self.asleep = False
-        self._due_pins: dict[str, CachedPrefix] = {}  # by name: of before `sleep`, and not computed again yet
+        self._due_pins: dict[str, CachedPrefix] = {}  # by name: of before `sleep`, and not in memory again yet
         self._own: dict[str, str] = {}  # requests that compute them again → name
         self.config = config = resolve(config)
         with ExitStack() as undo, kernel_errors_as_config_errors():
@@ -456,8 +456,8 @@ class Engine:
         return self.decoder.fail(self.generations[request_id], error)
 
     def report(self) -> MemoryReport:
-        """Report the state of the KV memory, and all pins: those of an engine that sleeps, or has just woken, take no
-        memory. From any thread."""
+        """Report the state of the KV memory, and all pins: those of an engine that sleeps, or has just woken, and those
+        that could not be computed again, take no memory. From any thread."""
         report = self.memory.report()
         if not self._due_pins:
             return report
@@ -508,9 +508,10 @@ class Engine:
         """The deltas of clients' requests."""
         for delta in deltas:
             if delta.request_id in self._own:
-                self._due_pins.pop(self._own[delta.request_id], None)
-                if delta.error is not None:
-                    logger.warning("%s: %s", delta.request_id, delta.error)
+                if delta.error is None:
+                    self._due_pins.pop(self._own[delta.request_id], None)
+                else:
+                    logger.warning("%s: %s; the next wake tries again", delta.request_id, delta.error)
         others = [delta for delta in deltas if delta.request_id not in self._own]
         self._own = {request_id: name for request_id, name in self._own.items() if request_id in self.generations}
         return others

@@ -456,18 +456,20 @@ class PinRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PinCard(_message.Message):
-    __slots__ = ("id", "num_tokens", "num_bytes", "num_replicas", "model")
+    __slots__ = ("id", "num_tokens", "num_bytes", "num_replicas", "model", "num_computed")
     ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     id: str
     num_tokens: int
     num_bytes: int
     num_replicas: int
     model: str
-    def __init__(self, id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_replicas: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    num_computed: int
+    def __init__(self, id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_replicas: _Optional[int] = ..., model: _Optional[str] = ..., num_computed: _Optional[int] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
     __slots__ = ("name", "model")
@@ -527,8 +529,36 @@ class LoadFigures(_message.Message):
     cached_tokens: int
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., free_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., active_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
+class ModelLoad(_message.Message):
+    __slots__ = ("name", "state", "num_running", "num_waiting", "queued_tokens", "queued_s", "weight_bytes", "kv_bytes", "wake_s", "num_wakes", "num_evictions", "error")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_S_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAKE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAKES_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: str
+    num_running: int
+    num_waiting: int
+    queued_tokens: int
+    queued_s: float
+    weight_bytes: int
+    kv_bytes: int
+    wake_s: float
+    num_wakes: int
+    num_evictions: int
+    error: str
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., wake_s: _Optional[float] = ..., num_wakes: _Optional[int] = ..., num_evictions: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
 class ReplicaLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queued_tokens", "free_tokens", "total_tokens", "budget_bytes", "physical_bytes", "active_bytes", "cached_bytes", "pinned_bytes", "swapped_bytes", "prompt_tokens", "cached_tokens", "name", "queued_s", "busy_share", "max_num_seqs", "ready_s")
+    __slots__ = ("num_running", "num_waiting", "queued_tokens", "free_tokens", "total_tokens", "budget_bytes", "physical_bytes", "active_bytes", "cached_bytes", "pinned_bytes", "swapped_bytes", "prompt_tokens", "cached_tokens", "name", "queued_s", "busy_share", "max_num_seqs", "ready_s", "models")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -547,6 +577,7 @@ class ReplicaLoad(_message.Message):
     BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     READY_S_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queued_tokens: int
@@ -565,7 +596,8 @@ class ReplicaLoad(_message.Message):
     busy_share: float
     max_num_seqs: int
     ready_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., free_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., active_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., name: _Optional[str] = ..., queued_s: _Optional[float] = ..., busy_share: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., ready_s: _Optional[float] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ModelLoad]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., free_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., active_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., name: _Optional[str] = ..., queued_s: _Optional[float] = ..., busy_share: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., ready_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
 
 class LoadReport(_message.Message):
     __slots__ = ("num_replicas", "num_silent", "total", "least_queued_s", "replicas")

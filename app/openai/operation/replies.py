@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from app.engine.shelf.status import ModelState
+from app.engine.report import ReplicaReport
+from app.engine.shelf.status import ModelState, ModelStatus
 from app.fleet.messages import ReplicaStatus
 from app.openai.base import Omitted
 from vmem import BudgetAnswer, PinReport
@@ -80,6 +81,32 @@ class LoadFigures(_Report):
     """Those that were found in the prefix cache."""
 
 
+class ModelLoad(_Report):
+    """One model at one engine replica."""
+
+    name: str
+    state: ModelState
+    num_running: int
+    """Sequences that have memory."""
+    num_waiting: int
+    """All others, while the model sleeps or is loaded, too."""
+    queued_tokens: int
+    """Tokens of prompts that are not computed yet."""
+    queued_s: float
+    """Expected time to compute them."""
+    weight_bytes: int
+    """Weights on the device now; 0 for a single model, which has the device alone."""
+    kv_bytes: int
+    """KV memory that exists now."""
+    wake_s: float
+    """Expected time until a new request has memory: the wake, and the turns of other models."""
+    num_wakes: int
+    num_evictions: int
+    """Times that it was put to sleep for another model."""
+    error: str | None = None
+    """Why it has failed."""
+
+
 class ReplicaLoad(LoadFigures):
     name: str
     queued_s: float
@@ -90,6 +117,8 @@ class ReplicaLoad(LoadFigures):
     """Most sequences that run at once."""
     ready_s: float
     """Seconds that the engine took to start."""
+    models: list[ModelLoad] = []
+    """Of each model. The figures of the replica are sums over them."""
 
 
 class LoadReport(_Report):
@@ -113,7 +142,10 @@ class PinCard(_Report):
     num_bytes: int
     """On one replica, blocks shared with other pins included."""
     num_replicas: int
-    """Replicas that have the prefix."""
+    """Replicas where it is pinned."""
+    num_computed: int
+    """Those of them that have it in memory. Where its model sleeps, or had no memory for it after a wake, the next wake
+    computes it."""
     model: str
     """Whose prefix it is."""
 
@@ -170,6 +202,7 @@ def pin_list(answers: Sequence[Any]) -> PinList:
             num_tokens=pins[0].num_tokens,
             num_bytes=max(pin.num_bytes for pin in pins),
             num_replicas=len(pins),
+            num_computed=sum(pin.num_bytes > 0 for pin in pins),
             model=model,
         )
         for (name, model), pins in sorted(found.items())
@@ -184,7 +217,15 @@ def _statuses(answers: Sequence[Any]) -> list[ReplicaStatus]:
 def _replica_load(status: ReplicaStatus) -> ReplicaLoad:
     """The figures of the memory's report, and those that only the load report has."""
     load, memory = status.load, status.memory
-    named: dict[str, Any] = {"name": status.name, "ready_s": status.ready_s}
+    models = [_model_load(model, status.loads[model.name]) for model in status.models if model.name in status.loads]
+    named: dict[str, Any] = {"name": status.name, "ready_s": status.ready_s, "models": models}
     named |= {"prompt_tokens": memory.queried_tokens, "cached_tokens": memory.hit_tokens}
     others = ReplicaLoad.model_fields.keys() - named
     return ReplicaLoad(**named, **{n: getattr(memory if hasattr(memory, n) else load, n) for n in others})
+
+
+def _model_load(status: ModelStatus, load: ReplicaReport) -> ModelLoad:
+    """The figures of the load's report, and those that only the status has."""
+    weight_bytes, of_load = status.device_weight_bytes, ("queued_tokens", "queued_s")
+    others = ModelLoad.model_fields.keys() - {"weight_bytes"}
+    return ModelLoad(weight_bytes=weight_bytes, **{n: getattr(load if n in of_load else status, n) for n in others})

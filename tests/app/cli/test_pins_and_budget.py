@@ -23,7 +23,8 @@ REPORT = {
     "pinned_bytes": 0,
     "swapped_bytes": 0,
 }
-CARD = {"id": "rules", "num_tokens": 32, "num_bytes": 65536, "num_replicas": 2, "model": "m"}
+CARD = {"id": "rules", "num_tokens": 32, "num_bytes": 65536, "num_replicas": 2, "num_computed": 2, "model": "m"}
+PARTLY = CARD | {"id": "partly", "num_computed": 1}
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, Any]
             case "PUT", "/v1/budget":
                 return web.json_response({"revision": 3, "answers": ["applied", "deferred"]})
             case "GET", "/v1/pins":
-                return web.json_response({"data": [CARD]})
+                return web.json_response({"data": [CARD, PARTLY]})
             case "POST", "/v1/pins":
                 return web.json_response(CARD)
         return web.json_response({"id": "rules", "deleted": True})
@@ -57,9 +58,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, Any]
 def test_pins_are_listed(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["pins"], ["pins", "list"]):
         assert main(arguments) == 0
-        assert capsys.readouterr().out.split("\n")[1].split() == ["rules", "32", "64", "KiB", "2", "m"]
+        lines = capsys.readouterr().out.split("\n")
+        assert lines[1].split() == ["rules", "32", "64", "KiB", "2", "m"]
+        assert lines[2].split() == ["partly", "32", "64", "KiB", "1", "of", "2", "m"]
     assert main(["pins", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [CARD]
+    assert json.loads(capsys.readouterr().out) == [CARD, PARTLY]
 
 
 def test_pins_are_added_and_removed(

@@ -39,7 +39,9 @@ async def test_prefixes_are_pinned_for_the_keys_tenant(
         return SimpleNamespace(results_async=results)
 
     async def pins() -> PinList:
-        return PinList(data=[PinCard(id="rules", model="m", num_tokens=16, num_bytes=1, num_replicas=1)])
+        return PinList(
+            data=[PinCard(id="rules", model="m", num_tokens=16, num_bytes=1, num_replicas=1, num_computed=1)]
+        )
 
     engines: Any = Engines()
     engines.broadcast = broadcast

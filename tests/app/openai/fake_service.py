@@ -159,7 +159,10 @@ class FakeService:
 
     async def pins(self) -> PinList:
         return PinList(
-            data=[PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1, model=m) for name, m in self.pinned]
+            data=[
+                PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1, num_computed=1, model=m)
+                for name, m in self.pinned
+            ]
         )
 
     async def pin(self, request: PinRequest) -> str:

@@ -75,6 +75,7 @@ def fields_of(kind: Any) -> set[str]:
         (replies.PromptTokensDetails, pb.PromptTokensDetails, set()),
         (operator_replies.LoadFigures, pb.LoadFigures, set()),
         (operator_replies.ReplicaLoad, pb.ReplicaLoad, set()),
+        (operator_replies.ModelLoad, pb.ModelLoad, set()),
         (LoadReport, pb.LoadReport, set()),
         (PinCard, pb.PinCard, set()),
         (PinList, pb.PinList, set()),

@@ -15,6 +15,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from app.engine.report import ReplicaReport
+from app.engine.shelf.status import ModelStatus
 from app.errors import DeadlineError, FolioError, RequestError, UnavailableError, UnknownPinError
 from app.fleet.messages import ReplicaStatus
 from app.openai.operation.bodies import BudgetRequest, PinRequest
@@ -34,7 +35,8 @@ def status(name: str, factor: int, *pins: PinReport) -> ReplicaStatus:
     load: Any = ReplicaReport(**{field.name: factor * next(numbers) for field in fields(ReplicaReport)})
     memory: Any = MemoryReport(**{field.name: factor * next(numbers) for field in fields(MemoryReport)})
     memory = replace(memory, pins=pins)
-    return ReplicaStatus(name, load, memory, factor * 0.5, {"m": load}, {"m": memory})
+    model = ModelStatus(name="m", state="asleep", weight_bytes=7, kv_bytes=factor, num_waiting=3, wake_s=0.5)
+    return ReplicaStatus(name, load, memory, factor * 0.5, {"m": load}, {"m": memory}, (model,))
 
 
 class Fleet(Engines):
@@ -96,7 +98,12 @@ async def test_the_load_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) ->
     of_memory = {f"{kind}_bytes" for kind in ("budget", "physical", "active", "cached", "pinned", "swapped")}
     assert {name: getattr(first, name) for name in of_load} == {name: getattr(load, name) for name in of_load}
     assert {name: getattr(first, name) for name in of_memory} == {name: getattr(memory, name) for name in of_memory}
-    assert {*of_load, *of_memory, "name", "ready_s", "prompt_tokens", "cached_tokens"} == set(type(first).model_fields)
+    others = {"name", "ready_s", "prompt_tokens", "cached_tokens", "models"}
+    assert {*of_load, *of_memory, *others} == set(type(first).model_fields)
+    [model] = first.models
+    assert (model.queued_tokens, model.queued_s) == (load.queued_tokens, load.queued_s)
+    assert (model.name, model.state, model.num_waiting, model.wake_s) == ("m", "asleep", 3, 0.5)
+    assert (model.weight_bytes, model.kv_bytes, model.error) == (0, 1, None), "it has no weights on the device now"
     nobody = await ingress_with(Fleet(hangs)).load()
     assert (nobody.num_silent, nobody.least_queued_s, nobody.total.free_tokens) == (1, None, 0)
     assert (await ingress_with(Fleet()).load()).num_replicas == 0
@@ -144,12 +151,13 @@ async def test_errors_that_are_bugs_are_not_hidden() -> None:
 
 
 async def test_the_pins_of_all_replicas() -> None:
-    a, b = PinReport("a", 16, 100), PinReport("b", 32, 200)
-    fleet = Fleet(answers(status("x", 1, b, a)), answers(status("y", 1, b)), answers(UnavailableError("stopped")))
+    """Regression: a prefix that could not be computed again after a wake was listed as one that is in memory."""
+    a, b, absent = PinReport("a", 16, 100), PinReport("b", 32, 200), PinReport("b", 32, 0)
+    fleet = Fleet(answers(status("x", 1, b, a)), answers(status("y", 1, absent)), answers(UnavailableError("stopped")))
     cards = (await ingress_with(fleet).pins()).data
-    assert [(card.id, card.num_tokens, card.num_bytes, card.num_replicas, card.model) for card in cards] == [
-        ("a", 16, 100, 1, "m"),
-        ("b", 32, 200, 2, "m"),
+    assert [card.model_dump(exclude={"object"}) for card in cards] == [
+        {"id": "a", "num_tokens": 16, "num_bytes": 100, "num_replicas": 1, "num_computed": 1, "model": "m"},
+        {"id": "b", "num_tokens": 32, "num_bytes": 200, "num_replicas": 2, "num_computed": 1, "model": "m"},
     ]
     with pytest.raises(UnavailableError):
         await ingress_with(Fleet(answers(UnavailableError("stopped")))).pins()

@@ -505,6 +505,9 @@ async def test_operators_see_all_models_together(server: Any) -> None:
     [load] = (await server.load()).replicas
     assert load.prompt_tokens == 2 * (await server.generate(completion("first"))).usage.prompt_tokens
     assert load.max_num_seqs == 128
+    models = {model.name: model for model in load.models}
+    assert [model.state for model in models.values()] == ["awake", "awake", "new"]
+    assert models["first"].weight_bytes > 0 < models["third"].wake_s
     with pytest.raises(RequestError, match="device_memory_bytes"):
         await server.change_budget(BudgetRequest(budget_bytes=8 << 20))
     stats = await server.replica.record_routing_stats()

@@ -61,7 +61,7 @@ from tests.app.engine.shelf.shelves import (
 )
 from tests.conftest import tokens
 from tests.processes import until_async
-from vmem import IntegrityError, MapError, OutOfPages, VmemError
+from vmem import IntegrityError, MapError, OutOfPages, PinError, VmemError
 from vmem.backends import host_calls
 from vmem.backends.host import HostBackend
 
@@ -295,6 +295,43 @@ async def test_a_prefix_is_unpinned_at_any_moment_of_a_sleep_and_wake(models: Ti
                 await put_to_sleep(shelf, "llama")
                 await in_step_thread(shelf, partial(wake_and_unpin, steps))
             await shelf.check_integrity()
+
+
+@pytest.mark.parametrize("then", ["sleep", "pin", "unpin"])
+async def test_a_prefix_that_cannot_be_computed_again_stays_pinned(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Regression: after a wake without memory for it, it was no longer pinned, and only the log said so."""
+    document = tokens(64, 9)
+    async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("llama")
+        engine = await model.ready()
+        await engine.pin("document", document)
+
+        def pins() -> list[tuple[str, bool]]:
+            return [(pin.name, pin.num_bytes > 0) for pin in engine.report().pins]
+
+        async def sleep_and_wake() -> None:
+            with asleep(shelf, "llama"):
+                await put_to_sleep(shelf, "llama")
+            await outputs(model, [1, 2], GREEDY)
+            await until_async(lambda: not engine.driver.engine.generations)
+
+        def refuse(*_: Any) -> None:
+            raise PinError("no room within its pin quota")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.driver.engine.memory, "pin", refuse)
+            await sleep_and_wake()
+        assert pins() == [("document", False)]
+        if then == "sleep":
+            await sleep_and_wake()
+        elif then == "pin":
+            await engine.pin("document", document)
+        else:
+            await asyncio.to_thread(engine.unpin, "document")
+            await sleep_and_wake()
+        assert pins() == ([("document", True)] if then != "unpin" else [])
 
 
 async def test_requests_arrive_at_the_moment_of_sleep(models: TinyModels) -> None:

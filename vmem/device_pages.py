@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 from vmem.errors import IntegrityError, MapError, OutOfPages
 from vmem.mapping_count import MappingCount
+from vmem.swap_space import SwapSpace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,13 +48,17 @@ class DevicePages:
 
     The content of a page is undefined: it may be another backend's.
 
+    Args:
+        swap_bytes: bound of `swap_space`.
+
     Attributes:
-        mappings: of all KV memories over these pages.
+        mappings, swap_space: of all KV memories over these pages.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, swap_bytes: float = math.inf) -> None:
         self.capacity_bytes = capacity_bytes
         self.mappings = MappingCount()
+        self.swap_space = SwapSpace(swap_bytes)
         self._lock = threading.Lock()
         self._backends: list[PageCalls] = []
         self._shared: Closeable | None = None
@@ -126,12 +131,12 @@ class DevicePages:
                 )
 
     def close(self) -> None:
-        """Raises `IntegrityError` if a backend is open or memory is charged."""
+        """Raises `IntegrityError` if a backend is open, or memory is charged or swapped out."""
         with self._lock:
-            if self._backends or self._used or self._charged_bytes:
+            if self._backends or self._used or self._charged_bytes or self.swap_space.used_bytes:
                 raise IntegrityError(
-                    f"closed with {len(self._backends)} backends open, {len(self._used)} pages used and "
-                    f"{self._charged_bytes} bytes charged"
+                    f"closed with {len(self._backends)} backends open, {len(self._used)} pages used, "
+                    f"{self._charged_bytes} bytes charged and {self.swap_space.used_bytes} swapped out"
                 )
             if self._shared is not None:
                 self._shared.close()

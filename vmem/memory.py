@@ -29,6 +29,7 @@ from vmem.prefix_tree import Hash, PrefixTree, TokenChain, stable_hash
 from vmem.report import MemoryAudit, MemoryReport
 from vmem.segments import PrefixUse
 from vmem.sequence import GroupTable, SequenceMemory, StepDemand, TableChanges, ViewPolicy
+from vmem.swap_space import SwapSpace
 from vmem.swapping import SwappedGroup, Swapping
 from vmem.tables import BlockAllocator, BlockTables, CopyOnWrite
 from vmem.tensors import BlockContents, CacheTensors, LocalContents
@@ -68,6 +69,7 @@ class KVMemory:
         retain_quota: share of the budget that retained prefixes may take.
         eviction: which cached blocks are evicted first; by default those that are least likely to be used soon.
         swap_bytes: host memory for preempted sequences.
+        swap_space: that of all memories that share it; by default this one has `swap_bytes` for itself.
         contents: given the tensors, how blocks are copied, for copy-on-write and swapping.
         hash: of the prefix cache; for tests.
         clock: in seconds; for simulations.
@@ -99,6 +101,7 @@ class KVMemory:
         retain_quota: float = 0.25,
         eviction: EvictionOrder | None = None,
         swap_bytes: int = 0,
+        swap_space: SwapSpace | None = None,
         contents: Callable[[CacheTensors], BlockContents] = LocalContents,
         hash: Hash = stable_hash,
         clock: Callable[[], float] = time.monotonic,
@@ -159,7 +162,16 @@ class KVMemory:
             memories, lock, tree, allocator, self.tables, counts, order, self.step_tokens, prefix_cache
         )
         self.swapping = Swapping(
-            memories, lock, mapper, self.contents, tree, allocator, regions, self.prefixes, swap_bytes
+            memories,
+            lock,
+            mapper,
+            self.contents,
+            tree,
+            allocator,
+            regions,
+            self.prefixes,
+            swap_bytes,
+            swap_space or SwapSpace(),
         )
         self.pins = Pins(lock, pages, memories, pin_quota)
         self.audit = MemoryAudit(
@@ -560,6 +572,7 @@ class KVMemory:
         self.mapper.stop()
         with self.lock.turn():
             retry_undo(self._release_pages)
+            self.swapping.close()
             self._mappings.leave(self.policy.num_mappings)
             with self.lock.unlocked():
                 for group in self.group_memories:

@@ -15,6 +15,7 @@ from vmem.mapper import Mapper
 from vmem.prefix_cache import PrefixCache
 from vmem.prefix_tree import PrefixCursor, PrefixTree
 from vmem.sequence import GroupTable, SequenceMemory
+from vmem.swap_space import SwapSpace
 from vmem.tables import BlockAllocator
 from vmem.views import RegionManager
 
@@ -44,6 +45,7 @@ class Swapping:
 
     Args:
         budget_bytes: host memory at most.
+        _space: from which other memories take theirs, too.
 
     Attributes:
         used_bytes: host memory in use.
@@ -58,6 +60,7 @@ class Swapping:
     _regions: RegionManager
     _prefixes: PrefixCache
     budget_bytes: int
+    _space: SwapSpace
     _live: set[SwappedGroup] = field(default_factory=set)
     used_bytes: int = 0
     _keys: Iterator[int] = field(default_factory=itertools.count)
@@ -81,6 +84,11 @@ class Swapping:
         with self._lock.turn():
             self.release_swapped(swapped)
 
+    def close(self) -> None:
+        """Leave the swap space to others; copies that are left go with this memory."""
+        self._space.give_back(self.used_bytes)
+        self.used_bytes = 0
+
     # ---- within a turn ----
 
     def copy_out(self, sequences: Sequence[SequenceMemory]) -> SwappedGroup:
@@ -96,6 +104,7 @@ class Swapping:
                 f"{num_bytes} bytes to swap out, {self.budget_bytes - self.used_bytes} of {self.budget_bytes} "
                 "(swap_bytes) are free"
             )
+        self._space.take(num_bytes)
         self.used_bytes += num_bytes
         rows: list[dict[int, int]] = []
         copies: list[int] = []
@@ -170,6 +179,7 @@ class Swapping:
             for key in keys:
                 self._contents.discard(key)
         self.used_bytes -= num_bytes
+        self._space.give_back(num_bytes)
 
     def _sequences(self, swapped: SwappedGroup, blocks: Sequence[dict[int, int]]) -> list[SequenceMemory]:
         sequences = [_renumbered(old, blocks) for old in swapped.sequences]

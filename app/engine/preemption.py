@@ -165,7 +165,7 @@ def _try_swap(
     memory: KVMemory, view: ViewPolicy, device: torch.device, num_tokens: int, most_bytes: int
 ) -> tuple[int, float] | None:
     """Bytes and seconds of swapping a sequence out and in. In between another one takes its blocks, as when memory has
-    run out. `None` without room for both: the device may have less than the budget."""
+    run out. `None` without room for both: other models may have the device's memory, or the swap space."""
     if 4 * memory.pages_for(num_tokens) > memory.num_free_pages:
         return None
     try:
@@ -177,7 +177,11 @@ def _try_swap(
         memory.free(sequence)
         return None
     start = _now(device)
-    swapped = memory.swap_out([sequence])
+    try:
+        swapped = memory.swap_out([sequence])
+    except OutOfSwap:  # other models have the swap space
+        memory.free(sequence)
+        return None
     elapsed = _now(device) - start
     filled: list[SequenceMemory] = []
     try:

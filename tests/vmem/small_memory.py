@@ -251,6 +251,7 @@ def make_memory(
         layer_groups or groups(kind, windowed=windowed, window_block_tokens=window_block_tokens, stateful=stateful),
         may_be_empty=pages is not None,
         mappings=None if pages is None else pages.mappings,
+        swap_space=None if pages is None else pages.swap_space,
         budget_bytes=num_pages * PAGE_BYTES,
         floor_bytes=floor_pages * PAGE_BYTES,
         num_regions=num_regions,

@@ -159,7 +159,7 @@ def test_broken_invariants_are_raised() -> None:
     pages.destroy(handle)
     with pytest.raises(IntegrityError, match=f"destroy of page {handle}"):
         pages.destroy(handle)
-    with pytest.raises(IntegrityError, match="2 backends open, 0 pages used and 0 bytes charged"):
+    with pytest.raises(IntegrityError, match="2 backends open, 0 pages used, 0 bytes charged and 0 swapped"):
         pages.close()
     with pytest.raises(MapError, match="pages of cpu cannot be mapped on cuda:0"):
         pages.join(device.calls("cuda:0"))

@@ -117,7 +117,7 @@ class SharedMachine(RuleBasedStateMachine):
         idle_s: float,
         max_mappings: int,
     ) -> None:
-        self.pages = DevicePages(capacity_pages * PAGE_BYTES)
+        self.pages = DevicePages(capacity_pages * PAGE_BYTES, swap_bytes=80 * PAGE_BYTES)
         self.driver = FakeDriver((capacity_pages - missing_pages) * PAGE_BYTES) if on_cuda else None
         self.threaded = threaded
         self.options = {
@@ -364,6 +364,8 @@ class SharedMachine(RuleBasedStateMachine):
             model.memory.check_integrity()
         self.pages.check_integrity()
         assert self.pages.charged_bytes == self.charged
+        assert self.pages.swap_space.used_bytes == sum(model.memory.swapping.used_bytes for model in models)
+        assert self.pages.swap_space.used_bytes <= 80 * PAGE_BYTES
         if self.driver is not None:
             assert not self.driver.violations
         if self.threaded:  # else mappers take and give back pages meanwhile

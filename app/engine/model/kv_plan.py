@@ -139,6 +139,7 @@ def build_memory(
             pin_quota=config.pin_quota,
             retain_quota=config.retain_quota,
             swap_bytes=swap_bytes,
+            swap_space=None if pages is None else pages.swap_space,
             contents=contents if queue is None else lambda tensors: QueuedContents(contents(tensors), queue),
         )
     except (ConfigError, VmemError):

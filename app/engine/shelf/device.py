@@ -46,7 +46,11 @@ class ShelfDevice:
         weights_dir_bytes: int | None,
     ) -> None:
         on_cuda = bool(models) and resolve(models[0].engine).device == "cuda"
-        pages = DevicePages(device_memory_bytes or _default_bytes(models[0] if on_cuda else None))
+        pages = DevicePages(
+            device_memory_bytes or _default_bytes(models[0] if on_cuda else None),
+            # Few models have preempted requests at a time: the bound is that of a server with one model.
+            swap_bytes=max((model.engine.swap_bytes for model in models), default=0),
+        )
         if host_memory_bytes is None:
             host_memory_bytes = int(_HOST_SHARE * Machine.detect().memory_bytes)
         self._uploads = Uploads(open_cuda(pages)) if on_cuda else None

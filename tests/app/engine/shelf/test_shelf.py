@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from app.config.shelf import SLO, ModelConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.delta import Delta
 from app.engine.engine import Engine
-from app.engine.lora.layers import num_bytes
 from app.engine.model.weight_store import StoredWeights
 from app.engine.pooled import PoolingParams
 from app.engine.sampling.params import SamplingParams
@@ -909,39 +908,30 @@ async def test_a_thread_that_hangs_is_found_and_left(models: TinyModels, monkeyp
 # ---- memory ----
 
 
-async def test_adapters_are_charged_to_the_device(models: TinyModels) -> None:
-    """Regression: they took memory that was given to other models, while their own model slept, too."""
-    long = replace(LONG, max_tokens=120)
-    alone = await models.alone("lora", [1, 2], long, adapter="red")
-    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
-        model = shelf.model("lora")
-
-        def workspace_bytes() -> int:
-            return shelf.device_status().workspace_bytes
-
-        await outputs(model, [1, 2], GREEDY)
-        engine = (await model.ready()).driver.engine
-        before = workspace_bytes()
-        assert (before, engine.adapters.num_bytes) == (model.workspace_bytes, 0)
-        stream = model.generate([1, 2], long, adapter="red")
-        got = outputs_of(await anext(stream))[0]
-        taken = engine.adapters.num_bytes
-        red = engine.model.adapters
-        assert taken == sum(
-            num_bytes({linear: update}) for linear in red._targets for update in linear.updates.values()
-        )
-        with asleep(shelf, "lora"):
-            await put_to_sleep(shelf, "lora")
-            await until_async(lambda: workspace_bytes() == before + taken)
-            assert engine.adapters.num_bytes == taken > 0  # of the request that was preempted
-            await shelf.check_integrity()
-        async for deltas in stream:
-            got += outputs_of(deltas)[0]
-        assert [got] == alone
-        with asleep(shelf, "lora"):
-            await put_to_sleep(shelf, "lora")
-            await until_async(lambda: workspace_bytes() == before)
-            assert engine.adapters.num_bytes == 0
+async def test_models_share_the_swap_space(models: TinyModels) -> None:
+    """Regression: each had `swap_bytes` of host memory for its preempted requests, however many models there were."""
+    names, prompt = ("llama", "qwen3", "gemma2"), tokens(60, 1)
+    alone = {name: await models.alone(name, prompt, LONG) for name in names}
+    engines = [models.engine(name, preemption="swap", swap_bytes=48 << 10) for name in names]
+    configs = [ModelConfig(name=name, engine=engine) for name, engine in zip(names, engines, strict=True)]
+    async with models.opened(configs, models.memory_for(*names, room_bytes=3 * KV_BYTES)) as shelf:
+        space = control_of(shelf)._device.shared.pages.swap_space
+        streams = {name: shelf.model(name).generate(prompt, LONG) for name in names}
+        got = {name: outputs_of(await anext(stream))[0] for name, stream in streams.items()}
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(asleep(shelf, name))
+                await put_to_sleep(shelf, name)
+            swapped = {
+                name: (await shelf.model(name).ready()).driver.engine.memory.swapping.used_bytes for name in names
+            }
+            assert 0 < sum(swapped.values()) == space.used_bytes <= space.most_bytes == 48 << 10
+            assert 0 in swapped.values(), "one is recomputed"
+        for name, stream in streams.items():
+            async for deltas in stream:
+                got[name] += outputs_of(deltas)[0]
+            assert [got[name]] == alone[name], name
+        assert space.used_bytes == 0
 
 
 async def test_models_that_can_never_fit_are_refused_with_the_reason(models: TinyModels) -> None:

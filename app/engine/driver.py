@@ -317,7 +317,11 @@ class EngineDriver:
         if any(delta.error is None for delta in deltas):
             self._num_failures = 0
         else:
-            self._note_failures(sum(isinstance(d.error, EngineError) for d in deltas), _MOST_FAILED_REQUESTS)
+            # A lack of memory is no failure: another engine would have no more.
+            num_failed = sum(
+                isinstance(d.error, EngineError) and not isinstance(d.error, UnavailableError) for d in deltas
+            )
+            self._note_failures(num_failed, _MOST_FAILED_REQUESTS)
 
     def _note_failures(self, count: int, most: int, cause: BaseException | None = None) -> None:
         """Raise `UnavailableError` after too many failures with nothing generated in between."""
@@ -352,7 +356,7 @@ class EngineDriver:
 
     def fail_first(self, error: FolioError) -> None:
         """End the request that would get memory first with an error, in the thread; all of them if none is queued."""
-        first = self.engine.scheduler.first
+        first = self.engine.first
         if first is None:
             self.fail_all(error)
             return

@@ -25,6 +25,7 @@ from app.engine.footprint import Footprint
 from app.engine.generation import Generation
 from app.engine.intake import RequestValidator, check_fork, fit_context
 from app.engine.load_report import LoadMeter, LoadReporter
+from app.engine.lora.memory import AdapterMemory
 from app.engine.lora.source import AdapterSource
 from app.engine.lora.store import AdapterStore
 from app.engine.lora.weights import check_sources
@@ -34,7 +35,7 @@ from app.engine.model.memory_profile import plan_device
 from app.engine.pooler import Pooler
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StartTimes, process_age_s
-from app.engine.request import check_timeout
+from app.engine.request import SequenceGroup, check_timeout
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduler
@@ -170,7 +171,13 @@ class Engine:
                 fair_tenants=config.fair_tenants,
             )
             self.adapters = AdapterStore(
-                config.adapters, self.model.adapters, config.max_loaded_adapters, ranks, self.scheduler, loaded
+                config.adapters,
+                self.model.adapters,
+                config.max_loaded_adapters,
+                ranks,
+                self.scheduler,
+                loaded,
+                None if pages is None else AdapterMemory(pages),
             )
             undo.callback(self.adapters.close)
             self._meter = meter = LoadMeter()
@@ -408,6 +415,9 @@ class Engine:
             return deltas
         if not_loaded := self.adapters.advance():
             return deltas + [self._fail(request_id, error) for request_id, error in not_loaded.items()]
+        if self.adapters.restoring:
+            self._steps.starved = True
+            return deltas
         return deltas + self._steps.step()
 
     @property
@@ -472,19 +482,22 @@ class Engine:
 
     def sleep(self) -> None:
         """Give back all memory of the device, between two steps: running requests are preempted, cached prefixes are
-        forgotten, weights unmapped. Until `wake`, requests wait; those whose `timeout_s` passes end."""
+        forgotten, adapters dropped, weights unmapped. Until `wake`, requests wait; those whose `timeout_s` passes
+        end."""
         self._steps.settle()
         self.scheduler.preempt_all()
         if self.speculation is not None:
             self.speculation.forget_all()
-        self.adapters.unload_unused()
+        self.adapters.unload_all()
         self.asleep = True
         for pin in self.footprint.release():
             assert pin.pin_name is not None
             self._due_pins[pin.pin_name] = pin
 
     def wake(self) -> None:
-        """Serve requests again, once `footprint` has mapped the weights. Pinned prefixes are computed again."""
+        """Serve requests again, once `footprint` has mapped the weights, and `step` has loaded the adapters of those
+        that had begun. Pinned prefixes are computed again; one that fails stays pinned by name, and is computed at the
+        next wake, or by the next `pin` of it."""
         self.asleep = self._steps.starved = False
         for name, pin in self._due_pins.items():
             request_id = _again(name)
@@ -494,15 +507,26 @@ class Engine:
             self.add_request(request_id, pin.token_ids, params, 1, {}, keys=pin.keys, pin_name=name)
             self._own[request_id] = name
 
+    @property
+    def adapter_bytes(self) -> int:
+        """What adapters take of the shared device."""
+        return 0 if self.adapters.memory is None else self.adapters.memory.charged_bytes
+
+    def set_room(self, num_bytes: int) -> None:
+        """Note what KV cache, pins and adapters can ever take together: it bounds requests and adapters."""
+        if self.adapters.memory is not None:
+            self.adapters.memory.room_bytes = num_bytes
+        self.footprint.set_attainable(max(num_bytes - self.adapter_bytes, 0))
+
+    @property
+    def first(self) -> SequenceGroup | None:
+        """The group that gets memory first."""
+        return self.scheduler.first or next(iter(self.adapters.held_groups), None)
+
     def set_kv_budget(self, budget_bytes: int) -> None:
         """Set the budget of KV memory, a draft model's included, as far as pins allow."""
         self._steps.starved = False
         self.footprint.set_budget(budget_bytes)
-
-    @property
-    def num_held(self) -> int:
-        """Requests that wait for an adapter."""
-        return len(self.adapters.waiting_groups)
 
     def _without_own(self, deltas: list[Delta]) -> list[Delta]:
         """The deltas of clients' requests."""

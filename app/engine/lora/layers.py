@@ -235,11 +235,12 @@ class LoRALayers:
             if rows != [num_samples if linear.for_samples else num_tokens]:
                 del self._targets[linear]
 
-    def stack(self, weights: Mapping[str, LowRank]) -> Updates:
-        """Convert an adapter's weights to updates. From any thread, after the observed forward."""
+    def stack(self, weights: dict[str, LowRank]) -> Updates:
+        """Convert an adapter's weights, of which none is left, to updates. From any thread, after the observed
+        forward."""
         updates: dict[LoRALinear, Update] = {}
         for linear, targets in self._targets.items():
-            changed = {path: self._share(path, weights[path]) for path in targets if path in weights}
+            changed = {path: self._share(path, weights.pop(path)) for path in targets if path in weights}
             if not changed:
                 continue
             parts, start = [], 0

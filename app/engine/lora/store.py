@@ -2,48 +2,33 @@
 
 A thread of the store's own reads files, so that no step waits for them. Slots change between steps, in the engine's
 thread. There is no count of users: the requests of the scheduler name the adapters in use, by id (`AdapterSource.id`).
+Where several models share the device, an adapter is charged before it is read.
 """
 
 from __future__ import annotations
 
 import bisect
-import enum
 import itertools
 import json
 import logging
-import struct
-import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import astuple
+from functools import partial
 from operator import attrgetter
-from pathlib import Path
 
 from app.engine.faults import failure_of
-from app.engine.lora.layers import LoRALayers, Updates, num_bytes
-from app.engine.lora.source import AdapterSource, files_state, files_version
-from app.engine.lora.weights import find_folder, read_config, read_weights
+from app.engine.lora.layers import LoRALayers, Updates
+from app.engine.lora.memory import AdapterMemory
+from app.engine.lora.rank import HEADER, Action, RankAdapters
+from app.engine.lora.source import AdapterSource
 from app.engine.request import Request, SequenceGroup
 from app.engine.scheduler import Scheduler
 from app.engine.tensor_parallel.processes import RankOrder
 from app.engine.tensor_parallel.ranks import RankGroup
-from app.errors import EngineError, FolioError, ModelError, UnknownModelError
+from app.errors import EngineError, FolioError, ModelError, ModelUnavailableError, UnknownModelError
 
 logger = logging.getLogger(__name__)
-
-_HEADER = struct.Struct("<BI")  # action, number of the read or slot; the source follows as JSON, if there is one
-
-
-class _Action(enum.IntEnum):
-    """An order to the peers, which read the same files as rank 0. A read that is to be inserted has its slot's number,
-    any other a higher one."""
-
-    READ = 1  # a source, in the background
-    CHECK = 2  # whether the read has succeeded; answered with an error message or nothing
-    INSERT = 3  # the read adapter into its slot; answered like CHECK
-    DISCARD = 4  # the read adapter
-    REMOVE = 5  # from a slot
-    FORGET = 6  # the state of a source's files
 
 
 class AdapterStore:
@@ -62,10 +47,14 @@ class AdapterStore:
         ranks: the peers, which insert and remove the same adapters.
         scheduler: gets the requests whose adapter is loaded; adapters of its requests are in use.
         loaded: adapters loaded at run time, see `set_loaded`.
+        memory: of a device that other models share.
 
     Attributes:
         slots: id → slot of every adapter in memory, least recently used first.
         loading: id → slot of every adapter that is being read.
+        memory: what adapters take of a shared device; `None` on a device of the model's own.
+        restoring: adapters of requests that have begun, which `unload_all` took: no step is computed before they are
+            back.
     """
 
     def __init__(
@@ -76,6 +65,7 @@ class AdapterStore:
         ranks: RankGroup | None,
         scheduler: Scheduler,
         loaded: Collection[AdapterSource] = (),
+        memory: AdapterMemory | None = None,
     ) -> None:
         self._configured = tuple(AdapterSource(name, path) for name, path in configured.items())
         # Replaced and never changed, because other threads read them.
@@ -90,12 +80,32 @@ class AdapterStore:
         self._checks = itertools.count(max_loaded)  # numbers of reads that get no slot
         self.slots: dict[str, int] = {}
         self.loading: dict[str, int] = {}
+        self.memory = memory
+        self.restoring: frozenset[str] = frozenset()
+        self._sizing: dict[str, Future[int]] = {}  # id → bytes
+        self._short_of: str | None = None  # the first one that a request waits for without memory
         self.set_loaded(loaded)
 
     @property
     def num_bytes(self) -> int:
         """Memory of this rank's device that adapters take."""
         return self._own.num_bytes
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What adapters that requests wait for would take of a shared device beside those in memory, as far as it is
+        known: all that are to come back, or the first one that had no memory."""
+        if self.restoring and (missing := (self.restoring & self._in_use()) - self.slots.keys() - self.loading.keys()):
+            return sum(map(self._known_bytes, missing))
+        name = self._short_of
+        if name is None or all(group.adapter != name for group in self.held_groups):
+            return 0
+        return self._known_bytes(name)
+
+    @property
+    def held_groups(self) -> tuple[SequenceGroup, ...]:
+        """Groups that wait for an adapter, in order. From any thread."""
+        return tuple(group for group in tuple(self._held) if group.members)  # the others are cancelled
 
     @property
     def waiting_groups(self) -> list[Request]:
@@ -131,22 +141,23 @@ class AdapterStore:
             source = self._retired.pop(key)
             if key in self.slots:
                 self._remove(key)
-            self._order(_Action.FORGET, 0, source)
+            self._sizing.pop(key, None)
+            self._order(Action.FORGET, 0, source)
 
     def begin_check(self, source: AdapterSource) -> tuple[int, Future[Updates]]:
         """Read an adapter on all ranks, only to see whether they can; returns the number for `end_check`, which must
         follow, and this rank's read."""
         number = next(self._checks)
-        self._order(_Action.READ, number, source)
+        self._order(Action.READ, number, source)
         return number, self._own.reading[number]
 
     def end_check(self, number: int, source: AdapterSource) -> FolioError | None:
         """Drop what was read; return the error of any rank."""
         reading = self._own.reading[number]
-        error = self._read_error(reading, _Action.CHECK, number) if reading.done() else None
-        self._order(_Action.DISCARD, number)
+        error = self._read_error(reading, Action.CHECK, number) if reading.done() else None
+        self._order(Action.DISCARD, number)
         if source.id not in self._sources:
-            self._order(_Action.FORGET, 0, source)
+            self._order(Action.FORGET, 0, source)
         return None if error is None else _as_folio_error(source, error)
 
     def add(self, group: SequenceGroup) -> None:
@@ -162,11 +173,16 @@ class AdapterStore:
         """Pass on groups whose adapter is loaded, and begin to load others as slots allow. Return failed requests with
         their errors; they have left the queue, and the caller ends them."""
         self.release_retired()
-        if not (self._held or self.loading):
+        if not (self._held or self.loading or self.restoring):
             return {}
         failures = self._collect()
-        held, self._held = self._held, []
         failed: dict[str, FolioError] = {}
+        if self.restoring:
+            failed = self._restore(failures)
+            if self.restoring:  # others could take their slots
+                return failed
+        held, self._held = self._held, []
+        self._short_of = None
         blocked = False
         for group in held:
             name = group.adapter
@@ -179,6 +195,9 @@ class AdapterStore:
                 continue
             try:
                 is_ready = not blocked and self.ensure_loading(name)
+            except ModelUnavailableError as failure:
+                failed[request_id] = failure
+                continue
             except BaseException as failure:  # noqa: BLE001 - raised again unless it is the request's
                 failed[request_id] = failure_of(request_id, failure)
                 continue
@@ -197,10 +216,62 @@ class AdapterStore:
         if name not in self.loading:
             if not self._free:
                 self._evict()
-            if self._free:
+            if self._free and self._take_memory(name):
                 self.loading[name] = slot = self._free.pop()
-                self._order(_Action.READ, slot, self._source(name))
+                self._order(Action.READ, slot, self._source(name))
         return False
+
+    def _take_memory(self, name: str) -> bool:
+        """Charge an adapter to the shared device; false while its size is not known, or others have the memory. Raises
+        `ModelUnavailableError` if it can never have it, and what reading its size raises."""
+        if self.memory is None:
+            return True
+        source, sizing = self._source(name), self._sizing.get(name)
+        if sizing is None:
+            self._sizing[name] = sizing = self._own.size_of(source)
+        if not sizing.done():
+            return False
+        if sizing.exception() is not None:
+            del self._sizing[name]  # the next request reads it again
+        num_bytes, most_bytes = sizing.result(), self.memory.room_bytes
+        in_use = sum(map(self._known_bytes, (self._in_use() | self.loading.keys()) - {name}))
+        if in_use + num_bytes > most_bytes:
+            raise ModelUnavailableError(
+                f"adapter {source.name!r} takes {num_bytes} bytes; beside the model's weights and its other adapters "
+                f"in use there are at most {max(most_bytes - in_use, 0)}: raise device_memory_bytes"
+            )
+        if self.memory.charged_bytes + num_bytes > most_bytes:
+            self.unload_unused()
+        if self.memory.take(num_bytes):
+            return True
+        self._short_of = name  # the shelf makes room
+        return False
+
+    def _known_bytes(self, name: str) -> int:
+        sizing = self._sizing.get(name)
+        return 0 if sizing is None or not sizing.done() or sizing.exception() is not None else sizing.result()
+
+    def _restore(self, failures: Mapping[str, FolioError]) -> dict[str, FolioError]:
+        """Load the adapters of requests that have begun; return the requests whose adapter cannot be loaded."""
+        users: dict[str, set[str]] = {}
+        for request in self._scheduler.unfinished():
+            if (name := request.group.adapter) is not None:
+                users.setdefault(name, set()).add(request.request_id)
+        failed: dict[str, FolioError] = {}
+        missing = set()
+        for name in self.restoring & users.keys():
+            error = failures.get(name)
+            try:
+                if error is None and not self.ensure_loading(name):
+                    missing.add(name)
+            except ModelUnavailableError as failure:
+                error = failure
+            except BaseException as failure:  # noqa: BLE001 - raised again unless it is the requests'
+                error = failure_of(min(users[name]), failure)
+            if error is not None:
+                failed |= dict.fromkeys(users[name], error)
+        self.restoring = frozenset(missing)
+        return failed
 
     def _collect(self) -> dict[str, FolioError]:
         """Insert adapters that have been read; return the failed ones with their errors. The next request for a failed
@@ -213,30 +284,30 @@ class AdapterStore:
             error = self._insert(name, slot)
             if error is None:
                 continue
-            self._free.append(slot)
+            self._free_slot(name, slot)
             failures[name] = _as_folio_error(self._source(name), error)
         return failures
 
     def _insert(self, name: str, slot: int) -> BaseException | None:
         """Put a read adapter into its slot on all ranks, or on none; return the error if that fails."""
-        error = self._read_error(self._own.reading[slot], _Action.INSERT, slot)
+        error = self._read_error(self._own.reading[slot], Action.INSERT, slot)
         if error is not None:
-            self._order(_Action.REMOVE, slot)
-            self._order(_Action.DISCARD, slot)
+            self._order(Action.REMOVE, slot)
+            self._order(Action.DISCARD, slot)
             return error
         try:
-            self._own.execute(_Action.INSERT, slot)
+            self._own.execute(Action.INSERT, slot)
         except Exception as failure:  # noqa: BLE001 - returned; torch raises RuntimeError when memory is short
-            self._order(_Action.REMOVE, slot)
+            self._order(Action.REMOVE, slot)
             return failure
         self.slots[name] = slot
         return None
 
-    def _read_error(self, reading: Future[Updates], action: _Action, number: int) -> BaseException | None:
+    def _read_error(self, reading: Future[Updates], action: Action, number: int) -> BaseException | None:
         """The error of this rank's read, or of a peer that is given the action."""
         error = reading.exception()
         if error is None and self._ranks is not None:
-            answers = self._ranks.ask_all(RankOrder.ADAPTER, _HEADER.pack(action, number))
+            answers = self._ranks.ask_all(RankOrder.ADAPTER, HEADER.pack(action, number))
             if errors := [answer.decode(errors="replace") for answer in answers if answer]:
                 return ModelError(errors[0])
         return error
@@ -252,36 +323,73 @@ class AdapterStore:
         """Drop all adapters, after the reads in progress."""
         self._own.close()
         for slot in self.slots.values():
-            self._own.execute(_Action.REMOVE, slot)
+            self._own.execute(Action.REMOVE, slot)
+        for name in (*self.slots, *self.loading):
+            self._give_back(name)
         self.slots.clear()
         self.loading.clear()
 
+    def _in_use(self) -> set[str]:
+        """Adapters of requests that have left this store."""
+        return {name for request in self._scheduler.unfinished() if (name := request.group.adapter) is not None}
+
     def _evict(self) -> None:
-        in_use = {request.group.adapter for request in self._scheduler.unfinished()}
+        in_use = self._in_use()
         name = next((name for name in self.slots if name not in in_use), None)
         if name is not None:
             self._remove(name)
 
     def unload_unused(self) -> None:
         """Free the memory of adapters that no request uses."""
-        in_use = {request.group.adapter for request in self._scheduler.unfinished()}
-        for name in [name for name in self.slots if name not in in_use]:
+        in_use = self._in_use()
+        if unused := [name for name in self.slots if name not in in_use]:
+            for name in unused:
+                self._remove(name)
+            self._own.trim()
+
+    def unload_all(self) -> None:
+        """Free the memory of all adapters, while no step is computed. Those of requests that have begun come back with
+        `advance`."""
+        self.restoring = frozenset(self._in_use())
+        for name in list(self.slots):
             self._remove(name)
+        for name, slot in list(self.loading.items()):
+            del self.loading[name]
+            reading = self._own.reading[slot]
+            self._order(Action.DISCARD, slot)
+            self._free.append(slot)
+            reading.cancel()  # if it has not begun; else its memory is taken until it ends
+            if self.memory is not None:
+                reading.add_done_callback(partial(_give_back, self.memory, self._known_bytes(name)))
+        self._own.trim()
 
     def _remove(self, name: str) -> None:
         slot = self.slots.pop(name)
-        self._order(_Action.REMOVE, slot)
-        self._free.append(slot)
+        self._order(Action.REMOVE, slot)
+        self._free_slot(name, slot)
         logger.info("dropped adapter %r", name)
+
+    def _free_slot(self, name: str, slot: int) -> None:
+        self._free.append(slot)
+        self._give_back(name)
+
+    def _give_back(self, name: str) -> None:
+        if self.memory is not None:
+            self.memory.give_back(self._known_bytes(name))
 
     def _source(self, name: str) -> AdapterSource:
         return self._sources.get(name) or self._retired[name]
 
-    def _order(self, action: _Action, number: int, source: AdapterSource | None = None) -> None:
+    def _order(self, action: Action, number: int, source: AdapterSource | None = None) -> None:
         self._own.execute(action, number, source)
         if self._ranks is not None:
             payload = b"" if source is None else json.dumps(astuple(source)).encode()
-            self._ranks.command(RankOrder.ADAPTER, _HEADER.pack(action, number) + payload)
+            self._ranks.command(RankOrder.ADAPTER, HEADER.pack(action, number) + payload)
+
+
+def _give_back(memory: AdapterMemory, num_bytes: int, _: Future[Updates]) -> None:
+    """For adapters whose read is given up."""
+    memory.give_back(num_bytes)
 
 
 def _as_folio_error(source: AdapterSource, error: BaseException) -> FolioError:
@@ -294,107 +402,3 @@ def _as_folio_error(source: AdapterSource, error: BaseException) -> FolioError:
         f"adapter {source.name!r} cannot be loaded: {error}; if memory is short, lower kv_memory_bytes or "
         "max_loaded_adapters"
     )
-
-
-class RankAdapters:
-    """The adapters of one rank, which executes the orders of rank 0's `AdapterStore`.
-
-    Attributes:
-        reading: adapters that are being read, or have been and are in no slot, by number.
-    """
-
-    def __init__(self, layers: LoRALayers | None) -> None:
-        self._layers = layers
-        self._found: dict[str, tuple[Path, tuple[int, ...]]] = {}  # id → folder, and the state of its files
-        self._thread = ThreadPoolExecutor(1, "folio-adapters")
-        self.reading: dict[int, Future[Updates]] = {}
-        self._sizes: dict[int, int] = {}  # slot → bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the adapters in slots."""
-        return sum(self._sizes.values())
-
-    def handle_adapter_order(self, message: bytes) -> bytes:
-        """Execute an order to a peer; return an error message or nothing."""
-        code, number = _HEADER.unpack_from(message)
-        action, payload = _Action(code), message[_HEADER.size :]
-        if action in (_Action.CHECK, _Action.INSERT) and (error := self.reading[number].exception()) is not None:
-            return str(error if isinstance(error, FolioError) else EngineError(repr(error))).encode()
-        self.execute(action, number, AdapterSource(*json.loads(payload)) if payload else None)
-        return b""
-
-    def execute(self, action: _Action, number: int, source: AdapterSource | None = None) -> None:
-        assert self._layers is not None
-        match action:
-            case _Action.READ:
-                assert source is not None
-                self.reading[number] = self._thread.submit(self.read, source)
-            case _Action.CHECK:
-                pass  # the read has succeeded
-            case _Action.INSERT:
-                updates = self.reading.pop(number).result()
-                self._layers.insert(number, updates)
-                self._sizes[number] = num_bytes(updates)
-            case _Action.DISCARD:
-                self.reading.pop(number, None)
-            case _Action.REMOVE:
-                self._layers.remove_adapter(number)
-                self._sizes.pop(number, None)
-            case _Action.FORGET:
-                assert source is not None
-                self._thread.submit(self._found.pop, source.id, None)
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-    def read(self, source: AdapterSource) -> Updates:
-        """The adapter's weights, on the model's device. For the reading thread.
-
-        Raises:
-            ModelError: the adapter is unavailable, does not fit the model, or its files have changed.
-        """
-        start = time.monotonic()
-        name = source.name
-        folder, state = self._find(source)
-        layers = self._layers
-        assert layers is not None
-        weights = read_weights(
-            name,
-            folder,
-            read_config(name, folder),
-            layers.shapes,
-            head=layers.head,
-            dtype=layers.dtype,
-            device=layers.device,
-        )
-        updates = layers.stack(weights)
-        if _state(name, folder) != state:
-            raise ModelError(f"adapter {name!r}: {str(folder)!r} has changed while it was read; load it again")
-        seconds = time.monotonic() - start
-        logger.info("loaded adapter %r: %.1f MiB in %.2f s", source.id, num_bytes(updates) / 2**20, seconds)
-        return updates
-
-    def _find(self, source: AdapterSource) -> tuple[Path, tuple[int, ...]]:
-        """The adapter's folder and the state of its files, which must be those that the id stands for: the prefix cache
-        identifies the adapter by its id."""
-        name, known = source.name, self._found.get(source.id)
-        folder = find_folder(name, source.path) if known is None else known[0]
-        state = _state(name, folder)
-        if known == (folder, state):
-            return known
-        remedy = "give it another name, or restart" if source.version is None else "load it again"
-        if known is not None if source.version is None else files_version(folder) != source.version:
-            raise ModelError(
-                f"adapter {name!r}: {str(folder)!r} has changed since it was first loaded, and cached prefixes would "
-                f"not match; {remedy}"
-            )
-        self._found[source.id] = folder, state
-        return folder, state
-
-
-def _state(name: str, folder: Path) -> tuple[int, ...]:
-    try:
-        return files_state(folder)
-    except OSError as error:
-        raise ModelError(f"adapter {name!r}: its file is missing: {error}") from error

@@ -159,6 +159,15 @@ def _parse(settings: Mapping[str, Any], targets: str | list[Any]) -> AdapterConf
     )
 
 
+def stored_numbers(name: str, folder: Path) -> int:
+    """How many numbers the adapter's tensors have, by the head of its file. Raises `ModelError`."""
+    try:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt", device="cpu") as file:
+            return sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"adapter {name!r}: cannot read {WEIGHTS_FILE}: {error}") from error
+
+
 def read_weights(
     name: str,
     folder: Path,
@@ -205,7 +214,8 @@ def read_weights(
             )
         if others := {str(t.dtype) for t in sides[path].values() if not t.is_floating_point()}:
             raise ModelError(f"adapter {name!r}: {path} is {', '.join(sorted(others))}; weights are floating-point")
-        down, up = sides[path]["A"], sides[path]["B"].float() * config.scale_of(path)
+        read = sides.pop(path)  # not in memory twice, but for one layer
+        down, up = read["A"], read["B"].float() * config.scale_of(path)
         weights[path] = LowRank(down.to(device, dtype), up.to(device, dtype))
     return weights
 

@@ -142,9 +142,7 @@ class Control:
         self._has_changed, self._planned_at = False, now
         self._moves.give_up(now, models)
         workspace_bytes = max((m.workspace_bytes for m in models if m.state != "failed"), default=0)
-        # A model that sleeps keeps the adapters of requests that were preempted.
-        adapters = sum(m.engine.driver.engine.adapters.num_bytes for m in models if m.engine is not None)
-        self._device.take_workspace(workspace_bytes + adapters)
+        self._device.take_workspace(workspace_bytes)
         anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
         self._capacity_bytes = self._device.capacity_bytes - anchors - self._moves.hanging_bytes
         needs = [self._need(model, now) for model in models if self._is_planned(model)]
@@ -208,7 +206,7 @@ class Control:
 
     def _limit_requests(self, model: ShelvedModel, engine: AsyncEngine) -> None:
         """Refuse requests from now on that could never run, by the same sum as `turns.refusals`."""
-        engine.driver.engine.footprint.set_attainable(max(self._room_bytes(model, model.weight_bytes), 0))
+        engine.driver.engine.set_room(max(self._room_bytes(model, model.weight_bytes), 0))
 
     def _carry_out(self, allocation: Allocation, models: Mapping[str, ShelvedModel]) -> None:
         """In the order that `arbiter` asks for."""
@@ -409,4 +407,4 @@ def _waits_for_memory(model: ShelvedModel) -> bool:
     if model.engine is None:
         return False
     engine = model.engine.driver.engine
-    return engine.starved or (model.state == "asleep" and engine.has_work)
+    return engine.starved or bool(engine.adapters.wanted_bytes) or (model.state == "asleep" and engine.has_work)

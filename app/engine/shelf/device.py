@@ -110,8 +110,8 @@ class ShelfDevice:
         self._needed_weights = {need.name: need.weight_bytes for need in busy}
 
     def take_workspace(self, num_bytes: int) -> None:
-        """Keep memory for the tensors of a step, and of adapters, as soon as other uses leave it. One step is computed
-        at a time, so that the largest one counts."""
+        """Keep memory for the tensors of a step as soon as other uses leave it. One step is computed at a time, so that
+        the largest one counts."""
         self._wanted_bytes = num_bytes
         missing = num_bytes - self._workspace_bytes
         try:

@@ -56,7 +56,7 @@ def loaded_need(model: ShelvedModel, engine: AsyncEngine, now: float) -> ModelNe
     return ModelNeed(
         name=model.name,
         state=model.state if model.state == "waking" or model.state == "awake" else "asleep",
-        weight_bytes=model.weight_bytes + kv.pinned_bytes,
+        weight_bytes=model.weight_bytes + kv.pinned_bytes + kv.adapter_bytes,
         most_bytes=kv.most_bytes,
         budget_bytes=kv.budget_bytes,
         held_bytes=kv.held_bytes,
@@ -86,6 +86,7 @@ class KVNeed:
 
     Attributes:
         pinned_bytes: of pinned prefixes.
+        adapter_bytes: of adapters in memory, and of those that requests wait for.
         submitted_at: arrival of the request without a first token that has waited longest, by `time.perf_counter`;
             `None` if there is none.
         begun_at: the same of the requests that run.
@@ -93,6 +94,7 @@ class KVNeed:
     """
 
     pinned_bytes: int
+    adapter_bytes: int
     budget_bytes: int
     most_bytes: int
     held_bytes: int
@@ -121,26 +123,27 @@ def kv_need(engine: Engine) -> KVNeed:
         num_pages = memory.pages_together([_next_tokens(request) for request in group.members], shared_tokens)
         return int((num_pages + groups.pages_per_token * (group.num_sequences - len(group.members))) * page_bytes)
 
-    waiting = list(islice(chain(groups.preempted, scheduler.waiting), _MOST_COUNTED))
+    waiting = list(islice(chain(groups.preempted, scheduler.waiting, engine.adapters.held_groups), _MOST_COUNTED))
     waiting_bytes = sum(map(bytes_for, waiting))
-    first = scheduler.first
+    first_bytes = 0 if (first := engine.first) is None else bytes_for(first)
     owned_bytes = int((pages.budget - memory.num_free_pages - pages.num_pinned) * page_bytes)
     pinned_bytes = engine.footprint.pinned_bytes
     held_bytes = max(engine.footprint.held_bytes - pinned_bytes, 0)
     cached_bytes = max(held_bytes - owned_bytes, 0)
     cached_tokens = cached_bytes / max(page_bytes * groups.pages_per_token, 1) * memory.prefixes.unit_tokens
-    num_waiting = engine.num_held + sum(group.max_sequences for group in waiting)
+    num_waiting = sum(group.max_sequences for group in waiting)
     remaining = max((r.max_tokens - r.num_output_tokens for r in groups.requests()), default=0)
     queued_tokens = sum(request.num_uncomputed for request in _requests(groups.running) if request.num_uncomputed > 1)
     return KVNeed(
         pinned_bytes=pinned_bytes,
+        adapter_bytes=_adapter_bytes(engine, first_bytes + pinned_bytes),
         budget_bytes=max(engine.footprint.budget_bytes - pinned_bytes, 0),
         most_bytes=max(int(pages.most * page_bytes) - pinned_bytes, 0),
         held_bytes=held_bytes,
         num_running=scheduler.num_running,
         num_waiting=num_waiting,
         running_bytes=owned_bytes + int(groups.reserve * page_bytes),
-        first_bytes=0 if first is None else bytes_for(first),
+        first_bytes=first_bytes,
         waiting_bytes=waiting_bytes,
         cached_bytes=cached_bytes,
         cached_s=cached_tokens * step.token_s,
@@ -149,6 +152,25 @@ def kv_need(engine: Engine) -> KVNeed:
         begun_at=_oldest(groups.running),
         has_preempted=any(request.num_output_tokens for request in _requests(groups.preempted)),
     )
+
+
+def _adapter_bytes(engine: Engine, least_bytes: int) -> int:
+    """Bytes of adapters in memory and of those that requests wait for. The latter wait while there is no room beside
+    the group that runs first; and unused ones give way to it.
+
+    Args:
+        least_bytes: KV memory of that group, and of pins.
+    """
+    adapters = engine.adapters
+    if adapters.memory is None:
+        return 0
+    room_bytes = adapters.memory.room_bytes - least_bytes
+    if adapters.memory.charged_bytes > room_bytes:
+        adapters.unload_unused()
+    held_bytes, wanted_bytes = adapters.memory.charged_bytes, adapters.wanted_bytes
+    # An adapter of the first group, or of one that has begun, is no luxury: the group is refused if it does not fit.
+    waits = held_bytes + wanted_bytes > room_bytes and not (adapters.restoring or engine.scheduler.first is None)
+    return held_bytes if waits else held_bytes + wanted_bytes
 
 
 def pressure(need: KVNeed, slo: SLO, step_gap_s: float) -> float:

@@ -113,9 +113,10 @@ class ShelvedModel:
 
     @property
     def kept_bytes(self) -> int:
-        """Of a model that is kept always: its weights and pinned prefixes, which no other model can have."""
+        """Of a model that is kept always: its weights, adapters and pinned prefixes, which no other model can have."""
         if self.engine is not None:
-            return self.weight_bytes + self.engine.driver.engine.footprint.pinned_bytes
+            engine = self.engine.driver.engine
+            return self.weight_bytes + engine.adapter_bytes + engine.footprint.pinned_bytes
         is_coming = self.estimate is not None and (self.is_wanted or self.state == "loading")
         return self.estimate.weight_bytes if is_coming and self.estimate is not None else 0
 

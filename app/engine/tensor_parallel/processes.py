@@ -139,7 +139,7 @@ class RankOrder(enum.IntEnum):
     STEP = 6  # compute a step
     OWN_LOGITS = 7  # compute one sequence by the model's own attention
     STOP = 8
-    ADAPTER = 9  # see `lora.store.RankAdapters`
+    ADAPTER = 9  # see `lora.rank.RankAdapters`
     LARGEST = 10  # compute the largest step without a cache
     ROUNDED_LOGITS = 11  # compute one sequence without a cache, rounded as if by one of 8-bit floats
 

@@ -21,7 +21,7 @@ import torch
 from app.config.machine import num_threads
 from app.engine.execution.builder import BatchBuilder
 from app.engine.execution.model_runner import ModelRunner
-from app.engine.lora.store import RankAdapters
+from app.engine.lora.rank import RankAdapters
 from app.engine.model.loader import LoadedModel, load_model
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.processes import (

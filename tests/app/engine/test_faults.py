@@ -373,7 +373,7 @@ CASES = [
     *cases("sampling.state.SamplingState", "__init__", "rich", expected=REFUSED),
     *cases("lora.store.AdapterStore", "add", "rich", expected=REFUSED),
     *cases("lora.store.AdapterStore", "ensure_loading", "adapter", adapter_of_victims),
-    *cases("lora.store.RankAdapters", "read", "adapter", adapter_of_victims),
+    *cases("lora.rank.RankAdapters", "read", "adapter", adapter_of_victims),
     *cases("lora.layers.LoRALayers", "insert", "adapter", always),
     *cases("load_report.LoadMeter", "note_begun", "plain"),
     # A step has its next tokens.

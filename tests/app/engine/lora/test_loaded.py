@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from app.config.engine import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine
-from app.engine.lora import store
+from app.engine.lora import rank
 from app.engine.lora.layers import LoRALinear, Updates
+from app.engine.lora.rank import RankAdapters
 from app.engine.lora.source import AdapterSource, files_version
-from app.engine.lora.store import RankAdapters
 from app.engine.lora.weights import read_weights
 from app.engine.sampling.params import SamplingParams
 from app.engine.startup import hot_prefixes, warm_prefixes
@@ -190,7 +190,7 @@ def test_files_that_change_while_they_are_read_are_refused(
 
     engine = engine_of(llama, folders)
     engine.adapters.set_loaded([source("legal", folders["a"])])
-    monkeypatch.setattr(store, "read_weights", read_and_change)
+    monkeypatch.setattr(rank, "read_weights", read_and_change)
     engine.submit("r", PROMPT, GREEDY, adapter="legal")
     assert "has changed while it was read" in str(run(engine)["r"][0].error)
     engine.close()

@@ -23,7 +23,7 @@ from app.config.engine import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine
 from app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
-from app.engine.lora.store import RankAdapters
+from app.engine.lora.rank import RankAdapters
 from app.engine.lora.weights import LowRank, check_sources, read_config
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StepTimes

@@ -329,6 +329,7 @@ class Play:
         if control_._moves or any(m.closed.done() for m in members) or set(engines) != {m.engine for m in members}:
             return  # another thread maps, or an engine that has failed is closed next
         weight_bytes = sum(engine.footprint.weight_bytes for engine in engines if not engine.asleep)
+        weight_bytes += sum(engine.adapter_bytes for engine in engines)
         workspace_bytes = control_._device._workspace_bytes
         assert pages.charged_bytes == weight_bytes + workspace_bytes + self.foreign_bytes
         assert pages.used_bytes <= sum(e.footprint.held_bytes + e.footprint.anchor_bytes for e in engines)

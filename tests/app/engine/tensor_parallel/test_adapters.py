@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from app.engine.lora.layers import LoRALayers, Updates
+from app.engine.lora.rank import RankAdapters
 from app.engine.lora.source import AdapterSource, files_version
-from app.engine.lora.store import RankAdapters
 from app.engine.sampling.params import SamplingParams
 from app.engine.tensor_parallel import worker
 from app.errors import EngineError, ModelError

@@ -107,6 +107,7 @@ class EngineDriver:
         self._stalled_s = max(_STALLED_S, 2 * engine.config.step_timeout_s)
         self._retry_at = 0.0  # of a step that found no memory
         self._num_failures = 0  # of steps and requests since the last generated token
+        engine.adapters.on_read = thread.wake
         thread.add(self)
 
     # ---- from any thread ----

@@ -239,7 +239,8 @@ class Engine:
     def can_step(self) -> bool:
         """Whether `step` has something to do now: not while all requests wait for `wake`, or for a larger budget."""
         if self.asleep or self._steps.starved:
-            return self._steps.has_deltas or time.monotonic() >= self._next_deadline
+            has_read = self.adapters.has_read and not self.asleep
+            return has_read or self._steps.has_deltas or time.monotonic() >= self._next_deadline
         return self.has_work
 
     @property

@@ -11,7 +11,7 @@ import bisect
 import itertools
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import astuple
 from functools import partial
@@ -55,6 +55,8 @@ class AdapterStore:
         memory: what adapters take of a shared device; `None` on a device of the model's own.
         restoring: adapters of requests that have begun, which `unload_all` took: no step is computed before they are
             back.
+        has_read: whether there is something new for `advance`.
+        on_read: called by another thread once there is.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class AdapterStore:
         self.loading: dict[str, int] = {}
         self.memory = memory
         self.restoring: frozenset[str] = frozenset()
+        self.has_read = False
+        self.on_read: Callable[[], None] = lambda: None
         self._sizing: dict[str, Future[int]] = {}  # id → bytes
         self._short_of: str | None = None  # the first one that a request waits for without memory
         self.set_loaded(loaded)
@@ -172,6 +176,7 @@ class AdapterStore:
     def advance(self) -> dict[str, FolioError]:
         """Pass on groups whose adapter is loaded, and begin to load others as slots allow. Return failed requests with
         their errors; they have left the queue, and the caller ends them."""
+        self.has_read = False
         self.release_retired()
         if not (self._held or self.loading or self.restoring):
             return {}
@@ -219,7 +224,12 @@ class AdapterStore:
             if self._free and self._take_memory(name):
                 self.loading[name] = slot = self._free.pop()
                 self._order(Action.READ, slot, self._source(name))
+                self._own.reading[slot].add_done_callback(self._note_read)
         return False
+
+    def _note_read(self, _: Future[Updates] | Future[int]) -> None:
+        self.has_read = True
+        self.on_read()
 
     def _take_memory(self, name: str) -> bool:
         """Charge an adapter to the shared device; false while its size is not known, or others have the memory. Raises
@@ -229,6 +239,7 @@ class AdapterStore:
         source, sizing = self._source(name), self._sizing.get(name)
         if sizing is None:
             self._sizing[name] = sizing = self._own.size_of(source)
+            sizing.add_done_callback(self._note_read)
         if not sizing.done():
             return False
         if sizing.exception() is not None:

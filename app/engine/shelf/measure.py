@@ -52,6 +52,8 @@ def loaded_need(model: ShelvedModel, engine: AsyncEngine, now: float) -> ModelNe
     config, kv = model.config, kv_need(engine.driver.engine)
     urgency = LEAST_URGENCY + min(pressure(kv, config.slo, engine.driver.step_gap_s), MOST_PRESSURE)
     engine.driver.share = config.weight * urgency
+    if engine.driver.engine.adapters.restoring and model.state == "awake":
+        model.put_off_turn(now)
     model.note_work(now, has_work=bool(kv.num_running or kv.num_waiting), has_preempted=kv.has_preempted)
     return ModelNeed(
         name=model.name,

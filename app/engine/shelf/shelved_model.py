@@ -28,6 +28,9 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 300.0
 _LOAD_S_A_GB, _LEAST_LOAD_S = 3.0, 1.0
 _LEAST_WAKE_S, _WAKE_BYTES_PER_S = 0.02, 8e9
 
+# For so long after its wake a model's turn may begin later; reads that take longer probably hang.
+_LONGEST_RESTORE_S = 10.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -142,6 +145,12 @@ class ShelvedModel:
         self.lost_at = None
         if self.num_wakes > 1:
             self._wake_s = seconds
+
+    def put_off_turn(self, now: float) -> None:
+        """Let the model's turn begin no sooner than now, while its requests wait for their adapters, for a time after
+        its wake: others wait for its turn to end."""
+        if now - self._woken_at < _LONGEST_RESTORE_S:
+            self.turn_since = now
 
     def note_work(self, now: float, *, has_work: bool, has_preempted: bool) -> None:
         """Note whether the model has requests, and requests with a first token and without memory."""

@@ -49,6 +49,7 @@ from app.errors import (
 from tests.app.engine.shelf.shelf_faults import Mount
 from tests.app.engine.shelf.shelves import (
     MODELS,
+    SWAP_BYTES,
     Outputs,
     TinyModels,
     control_of,
@@ -910,23 +911,28 @@ async def test_a_thread_that_hangs_is_found_and_left(models: TinyModels, monkeyp
 
 async def test_models_share_the_swap_space(models: TinyModels) -> None:
     """Regression: each had `swap_bytes` of host memory for its preempted requests, however many models there were."""
-    names, prompt = ("llama", "qwen3", "gemma2"), tokens(60, 1)
+    names, prompt = ("llama", "qwen3", "gemma2"), tokens(20, 1)
     alone = {name: await models.alone(name, prompt, LONG) for name in names}
-    engines = [models.engine(name, preemption="swap", swap_bytes=48 << 10) for name in names]
+    engines = [models.engine(name, preemption="swap") for name in names]
     configs = [ModelConfig(name=name, engine=engine) for name, engine in zip(names, engines, strict=True)]
     async with models.opened(configs, models.memory_for(*names, room_bytes=3 * KV_BYTES)) as shelf:
         space = control_of(shelf)._device.shared.pages.swap_space
+        assert space.most_bytes == SWAP_BYTES
         streams = {name: shelf.model(name).generate(prompt, LONG) for name in names}
         got = {name: outputs_of(await anext(stream))[0] for name, stream in streams.items()}
+        memories = [(await shelf.model(name).ready()).driver.engine.memory for name in names]
+
+        def owned_bytes() -> int:
+            return sum(memory.swapping.num_bytes(list(memory.tables.sequences)) for memory in memories)
+
+        space.most_bytes = await in_step_thread(shelf, owned_bytes) * 2 // 3
         with ExitStack() as stack:
             for name in names:
                 stack.enter_context(asleep(shelf, name))
                 await put_to_sleep(shelf, name)
-            swapped = {
-                name: (await shelf.model(name).ready()).driver.engine.memory.swapping.used_bytes for name in names
-            }
-            assert 0 < sum(swapped.values()) == space.used_bytes <= space.most_bytes == 48 << 10
-            assert 0 in swapped.values(), "one is recomputed"
+            swapped = [memory.swapping.used_bytes for memory in memories]
+            assert 0 < sum(swapped) == space.used_bytes <= space.most_bytes
+            assert 0 in swapped, "one is recomputed"
         for name, stream in streams.items():
             async for deltas in stream:
                 got[name] += outputs_of(deltas)[0]

@@ -61,3 +61,14 @@ async def test_a_failed_model_is_loaded_again_for_requests_only(model: ShelvedMo
     model.set_loaded(ENGINE)
     assert await second is ENGINE
     assert model.num_pending == 0
+
+
+def test_a_turn_begins_once_adapters_are_back(model: ShelvedModel) -> None:
+    """Else a model whose adapters take longer than a turn would never compute a step. One whose reads hang holds up
+    the others for a bounded time."""
+    model.note_awake(0.01)
+    woken_at = model.turn_since
+    model.put_off_turn(woken_at + 5.0)
+    assert model.turn_since == woken_at + 5.0
+    model.put_off_turn(woken_at + 15.0)
+    assert model.turn_since == woken_at + 5.0

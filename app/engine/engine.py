@@ -34,6 +34,7 @@ from app.engine.model.kv_plan import build_memory
 from app.engine.model.memory_profile import plan_device
 from app.engine.pooler import Pooler
 from app.engine.preemption import PreemptionCostModel
+from app.engine.prefix_keys import adapter_of
 from app.engine.report import StartTimes, process_age_s
 from app.engine.request import SequenceGroup, check_timeout
 from app.engine.sampling.beam import BeamSearch
@@ -52,6 +53,7 @@ from app.errors import (
     DeadlineError,
     FolioError,
     RequestError,
+    UnknownModelError,
     UnknownPinError,
     UnknownRequestError,
 )
@@ -500,13 +502,18 @@ class Engine:
         that had begun. Pinned prefixes are computed again; one that fails stays pinned by name, and is computed at the
         next wake, or by the next `pin` of it."""
         self.asleep = self._steps.starved = False
-        for name, pin in self._due_pins.items():
+        for name, pin in list(self._due_pins.items()):
             request_id = _again(name)
             if request_id in self.generations:
                 continue
-            params = SamplingParams(max_tokens=1)
-            self.add_request(request_id, pin.token_ids, params, 1, {}, keys=pin.keys, pin_name=name)
-            self._own[request_id] = name
+            params, options = SamplingParams(max_tokens=1), RequestOptions(adapter=adapter_of(pin.keys))
+            try:
+                self.add_request(request_id, pin.token_ids, params, 1, options, keys=pin.keys, pin_name=name)
+            except UnknownModelError as error:  # its adapter has been unloaded
+                logger.warning("%r is pinned no longer: %s", name, error)
+                del self._due_pins[name]
+            else:
+                self._own[request_id] = name
 
     @property
     def adapter_bytes(self) -> int:

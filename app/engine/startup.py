@@ -299,15 +299,15 @@ def warm_prefixes(engine: Engine, reports: Sequence[Sequence[CachedPrefix]], lim
 
 
 def _add_prefix(engine: Engine, request_id: str, prefix: CachedPrefix) -> None:
-    params = SamplingParams(max_tokens=1)
+    params, adapter = SamplingParams(max_tokens=1), adapter_of(prefix.keys)
     if prefix.pin_name is None:
-        adapter = adapter_of(prefix.keys)
         options = _options(engine, adapter)
         max_tokens = engine.validate(prefix.token_ids, params, options)
         engine.add_request(request_id, prefix.token_ids, params, max_tokens, options, keys=prefix.keys)
     else:
         token_ids = engine.intake.prefix_to_pin(prefix.pin_name, prefix.token_ids, prefix.keys)
-        engine.add_request(request_id, token_ids, params, 1, {}, keys=prefix.keys, pin_name=prefix.pin_name)
+        pin_options = RequestOptions(adapter=adapter)
+        engine.add_request(request_id, token_ids, params, 1, pin_options, keys=prefix.keys, pin_name=prefix.pin_name)
 
 
 def _options(engine: Engine, adapter: str | None = None) -> RequestOptions:

@@ -31,6 +31,7 @@ from app.engine.startup import (
     warm_up_rounds,
 )
 from app.errors import ConfigError, EngineError, ModelError, UnavailableError
+from tests.app.engine.lora.adapters import make_adapter
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 from vmem import CachedPrefix, IntegrityError
 
@@ -282,6 +283,27 @@ def test_a_new_engine_has_what_others_are_asked_for(make_checkpoint: MakeCheckpo
         assert run(engine, [*tokens(48, 5), 7], tenant="a") == 48
         engine.unpin("rules")
         engine.close()
+
+
+def test_a_restored_pin_has_its_adapter(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Regression: it was computed without the adapter, whose requests then gave other tokens."""
+    settings = config(make_checkpoint, adapters={"red": str(tmp_path)})
+    make_adapter(tmp_path, Path(settings.model), r"_proj$")
+    old, new = Engine(settings), Engine(settings)
+    old.pin("pin", "rules", tokens(48, 5), adapter="red")
+    while old.has_work:
+        old.step()
+    assert warm_prefixes(new, [hot_prefixes(old)], 60).pinned == 1
+    outputs = []
+    for engine in (old, new):
+        engine.submit("r", [*tokens(48, 5), 7], replace(GREEDY, max_tokens=16), adapter="red")
+        deltas = []
+        while engine.has_work:
+            deltas += engine.step()
+        assert deltas[0].num_cached_tokens == 48
+        outputs.append([token for delta in deltas for token in delta.token_ids])
+        engine.close()
+    assert outputs[0] == outputs[1]
 
 
 def test_a_restored_prefix_may_be_refused_and_others_are_not(make_checkpoint: MakeCheckpoint) -> None:

@@ -19,6 +19,7 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine
 from app.engine.model.weight_arena import WeightArena
 from app.engine.model.weight_file import write_all
+from app.engine.model.weight_store import Contents, StoredWeights, WeightStore
 from app.engine.shelf import control
 from app.engine.shelf.shelf import Shelf
 from app.engine.shelf.shelved_model import ShelvedModel
@@ -84,6 +85,7 @@ class Faults:
             self._pending.discard(model.name)
             self._hits[model.name].append(time.monotonic())
 
+        self._count_sources(monkeypatch)
         monkeypatch.setattr(control, "AsyncEngine", load)
         monkeypatch.setattr(ShelvedModel, "set_failed", set_failed)
 
@@ -106,6 +108,28 @@ class Faults:
             self.counts["write"] += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_all(fd, data, offset)
+
+    def _count_sources(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Count where weights come from."""
+        real_provide, real_map, real_open = WeightStore.provide, WeightStore.map, StoredWeights.open
+
+        def provide(store: WeightStore, *args: Any) -> Contents:
+            contents = real_provide(store, *args)
+            self.counts["weights in memory" if contents.in_memory else "weights in a file"] += 1
+            return contents
+
+        def map_file(store: WeightStore, *args: Any) -> WeightArena:
+            self.counts["loaded from a file"] += 1
+            return real_map(store, *args)
+
+        def open_stored(stored: StoredWeights) -> tuple[int, int]:
+            self.counts["made again"] += stored._contents is None
+            self.counts["from memory"] += stored._host_bytes > 0
+            return real_open(stored)
+
+        monkeypatch.setattr(WeightStore, "provide", provide)
+        monkeypatch.setattr(WeightStore, "map", map_file)
+        monkeypatch.setattr(StoredWeights, "open", open_stored)
 
     def _patch(self, monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> None:
         real = getattr(kind, name)

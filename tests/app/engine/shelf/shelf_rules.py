@@ -9,96 +9,60 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from app.config.shelf import ModelConfig
-from app.engine.delta import Delta
+from app.engine.lora.source import AdapterSource, files_version
 from app.engine.sampling.params import SamplingParams
 from app.engine.shelf.shelf import Shelf
 from app.engine.shelf.shelved_model import ShelvedModel
-from app.errors import DeadlineError, EngineError, FolioError, RequestError, UnavailableError, UnknownPinError
+from app.errors import RequestError, UnavailableError, UnknownPinError
 from tests.app.engine.shelf.shelf_faults import Faults, damage_a_file
-from tests.app.engine.shelf.shelves import Outputs, TinyModels, control_of, in_step_thread, outputs_of, put_to_sleep
-from tests.conftest import tokens
+from tests.app.engine.shelf.shelf_requests import (
+    ADAPTERS,
+    DOCUMENT,
+    FORKED,
+    GREEDY,
+    LOADED,
+    NAMES,
+    Sent,
+    adapter_of,
+    case_of,
+    config_of,
+)
+from tests.app.engine.shelf.shelves import TinyModels, control_of, in_step_thread, mappings, put_to_sleep
 from vmem import OutOfPages
 
-NAMES = ("llama", "qwen3", "gemma2", "gpt2", "int8", "ngram", "draft", "bamba")
-RETRY_S = 0.05  # of the shelf, after a failure
-IDLE_S = 0.1  # with it, models sleep
 MOST_IN_FLIGHT = 24
 DEADLINE_S = 60.0  # of any wait
-FORKED = 6  # tokens of a fork
-GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-# Prompts begin like the same document, so that prefixes are shared.
-DOCUMENT = tokens(80, 5)
-CASES = [
-    ([*DOCUMENT[:length], length + 1], params)
-    for length, params in (
-        (0, GREEDY),
-        (17, GREEDY),
-        (70, GREEDY),
-        (48, replace(GREEDY, max_tokens=1)),
-        (5, replace(GREEDY, max_tokens=9)),
-        (33, replace(GREEDY, max_tokens=12, temperature=1.0, seed=4)),
-        (48, replace(GREEDY, max_tokens=9, temperature=0.8, top_p=0.9, seed=5, n=3)),
-        (17, replace(GREEDY, max_tokens=8, n=2, best_of=3, use_beam_search=True)),
-        (33, SamplingParams(max_tokens=16, temperature=1.0, seed=6, stop=("a", "e", "t"))),
-    )
-]
-
-
-def config_of(models: TinyModels, name: str, of: str, dice: random.Random) -> ModelConfig:
-    """A model with the engine of another one."""
-    engine = models.engine(of, kv_memory_bytes=dice.choice([512, 2048]) << 10)
-    return ModelConfig(name=name, engine=engine, keep=dice.choice(["auto", IDLE_S]))
-
-
-@dataclass(eq=False)
-class Sent:
-    """A request.
-
-    Attributes:
-        of: the model that says what it gives; empty for a pin.
-        parent: of a fork.
-        removed: its model was removed before it ended.
-    """
-
-    model: ShelvedModel
-    of: str
-    prompt: list[int]
-    params: SamplingParams
-    request_id: str
-    timeout_s: float | None = None
-    parent: Sent | None = None
-    sent_at: float = field(default_factory=time.monotonic)
-    removed: bool = False
-    cancelled: bool = False
-    deltas: list[Delta] = field(default_factory=list)
-    task: asyncio.Task[None] = field(init=False)
-
-    def start(self, stream: Any) -> None:
-        self.task = asyncio.create_task(self._collect(stream))
-
-    async def _collect(self, stream: Any) -> None:
-        async for deltas in stream:
-            self.deltas += deltas
 
 
 class Play:
     """Rules on one shelf.
 
     Args:
-        least_bytes: memory with which each model can be served.
+        least_bytes: memory with which each model can be served beside the one that is kept always.
+        always: the model that is kept always whenever it is on the shelf; `None`: no model is.
     """
 
-    def __init__(self, models: TinyModels, shelf: Shelf, dice: random.Random, faults: Faults, least_bytes: int) -> None:
+    def __init__(
+        self,
+        models: TinyModels,
+        shelf: Shelf,
+        dice: random.Random,
+        faults: Faults,
+        *,
+        least_bytes: int,
+        always: str | None,
+    ) -> None:
         self.models, self.shelf, self.dice, self.faults = models, shelf, dice, faults
         self.counts: Counter[str] = Counter()
+        self.always = always
         self.of = {name: name for name in shelf.names}  # name → whose engine it has
+        self.loaded: dict[ShelvedModel, str | None] = {}  # whose files its adapter `LOADED` has
         self.in_flight: list[Sent] = []
         self.pins: set[tuple[ShelvedModel, str]] = set()
         self.ids = map(str, itertools.count())
@@ -114,6 +78,7 @@ class Play:
             (4, self.wait),
             (3, self.sleep),
             (1, self.pin),
+            (1, self.load_adapter),
             (0.5, self.resize),
             (0.5, self.take_memory),
             (0.4, self.add),
@@ -140,7 +105,7 @@ class Play:
             ends_at, num_equal = time.monotonic() + DEADLINE_S, self.counts["equal"]
             while self.counts["equal"] == num_equal:
                 assert time.monotonic() < ends_at, f"{name} does not recover: {self.state()}"
-                self.send(name, *CASES[0])
+                self.send(name, *self.case(name))
                 await self.finish()
         self.counts["evictions"] += sum(status.num_evictions for status in self.shelf.statuses())
 
@@ -157,15 +122,25 @@ class Play:
             await self.wait()
         if self.shelf.names:
             timeout_s = self.dice.choice([None] * 8 + [0.001, 0.05, 1000.0])
-            self.send(self.dice.choice(self.shelf.names), *self.dice.choice(CASES), timeout_s)
+            name = self.dice.choice(self.shelf.names)
+            self.send(name, *self.case(name), timeout_s)
 
-    def send(self, name: str, prompt: list[int], params: SamplingParams, timeout_s: float | None = None) -> None:
-        model, of, tenant, priority = self.shelf.model(name), self.of[name], name[:1], self.dice.randrange(3)
-        if of in ("ngram", "draft") and params.n > 1:
-            params = GREEDY
-        sent = Sent(model, of, prompt, params, next(self.ids), timeout_s)
-        options: dict[str, Any] = {"timeout_s": timeout_s, "tenant": tenant, "priority": priority}
-        self.start(sent, model.generate(prompt, params, sent.request_id, **options))
+    def case(self, name: str) -> tuple[list[int], SamplingParams, dict[str, Any]]:
+        return case_of(self.of[name], self.dice)
+
+    def send(
+        self,
+        name: str,
+        prompt: list[int],
+        params: SamplingParams,
+        options: dict[str, Any],
+        timeout_s: float | None = None,
+    ) -> None:
+        model = self.shelf.model(name)
+        loaded = [self.loaded.get(model)] if options.get("adapter") == LOADED else []
+        sent = Sent(model, self.of[name], prompt, params, next(self.ids), options, timeout_s, loaded)
+        others: dict[str, Any] = {"timeout_s": timeout_s, "tenant": name[:1], "priority": self.dice.randrange(3)}
+        self.start(sent, model.generate(prompt, params, sent.request_id, **others, **options))
         self.counts["submitted"] += 1
 
     def start(self, sent: Sent, stream: Any) -> None:
@@ -187,7 +162,16 @@ class Play:
         if engine is None:
             return
         params = replace(GREEDY, max_tokens=FORKED, n=2)
-        sent = Sent(parent.model, parent.of, parent.prompt, params, next(self.ids), parent=parent)
+        sent = Sent(
+            parent.model,
+            parent.of,
+            parent.prompt,
+            params,
+            next(self.ids),
+            parent.options,
+            loaded=parent.loaded,
+            parent=parent,
+        )
         self.start(sent, engine.fork(parent.request_id, params, sent.request_id))
         self.counts["forked"] += 1
 
@@ -206,11 +190,12 @@ class Play:
             with suppress(UnknownPinError, UnavailableError):  # it was loaded again since
                 engine.unpin(name)
             return
-        sent = Sent(model, "", DOCUMENT[:length], GREEDY, f"pin {name}", timeout_s=DEADLINE_S)
-        sent.task = asyncio.create_task(engine.pin(name, sent.prompt, timeout_s=DEADLINE_S))
+        options = adapter_of(self.of[model.name], self.dice)
+        loaded = [self.loaded.get(model)] if options.get("adapter") == LOADED else []
+        sent = Sent(model, "", DOCUMENT[:length], GREEDY, f"pin {name}", options, DEADLINE_S, loaded)
+        sent.task = asyncio.create_task(engine.pin(name, sent.prompt, timeout_s=DEADLINE_S, **options))
         self.in_flight.append(sent)
         self.pins.add((model, name))
-        self.counts["pinned"] += 1
 
     async def wait(self) -> None:
         """Wait until a request ends; its model may need all of the memory for that."""
@@ -239,12 +224,16 @@ class Play:
             self.counts["slept"] += await put_to_sleep(self.shelf, self.dice.choice(self.shelf.names))
 
     async def idle(self) -> None:
-        """Wait until models sleep that are kept for a time."""
+        """Wait until models sleep that are kept for a time, and the one that is kept always does not."""
         await self.finish()
-        names = [name for name in self.shelf.names if isinstance(self.shelf.model(name).config.keep, float)]
+        kept = [(model, model.config.keep) for model in map(self.shelf.model, self.shelf.names)]
         ends_at = time.monotonic() + DEADLINE_S
-        while any(self.shelf.model(name).state in ("awake", "waking", "loading") for name in names):
-            assert time.monotonic() < ends_at, "idle models do not sleep"
+        while any(
+            model.state in ("waking", "loading", "awake" if isinstance(keep, float) else "asleep")
+            for model, keep in kept
+            if keep != "auto"
+        ):
+            assert time.monotonic() < ends_at, "idle models do not sleep, or one sleeps that is kept always"
             await asyncio.sleep(0.01)
         self.counts["idle"] += 1
 
@@ -281,7 +270,8 @@ class Play:
             with pytest.raises(RequestError, match="already"):
                 self.shelf.add(self.models.config(name, of=of))
             return
-        self.shelf.add(config_of(self.models, name, of, self.dice))
+        is_kept = of == self.always and self.always not in map(self.of.get, self.shelf.names)
+        self.shelf.add(config_of(self.models, name, of, self.dice, "always" if is_kept else None))
         self.of[name] = of
         self.counts["added"] += 1
 
@@ -296,6 +286,25 @@ class Play:
         async with asyncio.timeout(DEADLINE_S):
             await self.shelf.remove(name)
         self.counts["removed"] += 1
+
+    async def load_adapter(self) -> None:
+        """Load an adapter at run time, in the place of another one of its name, or unload it."""
+        names = [name for name in self.shelf.names if self.of[name] == "lora"]
+        if not names:
+            return
+        model, files = self.shelf.model(self.dice.choice(names)), self.dice.choice([None, *ADAPTERS])
+        for sent in self.in_flight:
+            if sent.model is model and sent.options.get("adapter") == LOADED:
+                sent.loaded.append(files)  # which it has if it has not begun
+        self.loaded[model] = files
+        model.loaded_adapters = []
+        if files is not None:
+            folder = self.models.adapter("lora", files)
+            model.loaded_adapters = [AdapterSource(LOADED, str(folder), files_version(folder))]
+        if model.engine is not None:
+            with suppress(UnavailableError):  # it has just failed
+                await model.engine.set_loaded(model.loaded_adapters)
+        self.counts["unloaded an adapter" if files is None else f"loaded an adapter, {model.state}"] += 1
 
     async def fail(self) -> None:
         self.faults.arm(self.dice)
@@ -317,8 +326,13 @@ class Play:
         ended = [sent for sent in self.in_flight if sent.task.done()]
         self.in_flight = [sent for sent in self.in_flight if sent not in ended]
         for sent in ended:
-            await self.check_ended(sent)
+            end = await sent.check(self.models, self.faults)
+            self.counts[end] += 1
+            if end == "equal":
+                self.counts.update([sent.of, *(f"adapter {name}" for name in sent.adapters)])
         assert not self.faults.unexplained, self.faults.unexplained
+        for model in map(self.shelf.model, self.shelf.names):
+            assert model.config.keep != "always" or model.evicted_for in (None, "another"), model.status
 
     def check_sums(self) -> None:
         """Bytes of the device are those of the models and the workspace, in the step thread."""
@@ -332,37 +346,9 @@ class Play:
         weight_bytes += sum(engine.adapter_bytes for engine in engines)
         workspace_bytes = control_._device._workspace_bytes
         assert pages.charged_bytes == weight_bytes + workspace_bytes + self.foreign_bytes
+        mapped = mappings()
+        for engine in engines:
+            for arena in engine.footprint._arenas:
+                assert (arena._range.reserved.address in mapped) != engine.asleep
         assert pages.used_bytes <= sum(e.footprint.held_bytes + e.footprint.anchor_bytes for e in engines)
         self.counts["added up"] += 1
-
-    async def check_ended(self, sent: Sent) -> None:
-        if sent.task.cancelled():
-            assert sent.cancelled
-            return
-        error = sent.task.exception()
-        if error is None:
-            await self.check_outputs(sent, outputs_of(sent.deltas))
-            return
-        assert isinstance(error, FolioError), error
-        if isinstance(error, DeadlineError):
-            assert sent.timeout_s is not None, error
-        elif isinstance(error, RequestError):  # of a fork: the parent has not begun; of a pin: the name is in use
-            assert sent.parent is not None or not sent.of, error
-        else:
-            assert isinstance(error, EngineError), error
-            is_explained = sent.removed or self.faults.hit(sent.model.name, sent.sent_at - RETRY_S)
-            assert is_explained, f"{sent.model.name}: {error!r}"
-        self.counts[type(error).__name__] += 1
-
-    async def check_outputs(self, sent: Sent, found: Outputs) -> None:
-        if not sent.of:
-            return
-        params = sent.params if sent.parent is None else replace(GREEDY, max_tokens=GREEDY.max_tokens + FORKED)
-        alone = await self.models.alone(sent.of, sent.prompt, params)
-        if sent.parent is None:
-            assert found == alone, f"{sent.model.name} ({sent.of}) {len(sent.prompt)} {sent.params}"
-        else:
-            assert len(found) == 2
-            for output in found:  # parent and forks are greedy
-                assert any(output == alone[0][i : i + FORKED] for i in range(GREEDY.max_tokens + 1)), (output, alone)
-        self.counts["equal"] += 1

@@ -79,6 +79,14 @@ class TinyModels:
             byte_level().save_pretrained(folder)
         return folder
 
+    def adapter(self, name: str, adapter: str) -> Path:
+        """The folder of a model's adapter."""
+        folder = self._folder / f"{name} {adapter}"
+        if not folder.exists():
+            seed = MODELS[name][2]["adapters"][adapter]
+            make_adapter(folder, self.checkpoint(name), r"layers.*_proj$", seed=seed)
+        return folder
+
     def engine(self, name: str, **settings: Any) -> EngineConfig:
         defaults: dict[str, Any] = {
             "max_model_len": MAX_MODEL_LEN,
@@ -92,7 +100,7 @@ class TinyModels:
         if "draft_model" in own:
             own["draft_model"] = str(self.checkpoint(own["draft_model"]))
         if "adapters" in own:
-            own["adapters"] = {a: str(self._adapter(name, a, seed)) for a, seed in own["adapters"].items()}
+            own["adapters"] = {a: str(self.adapter(name, a)) for a in own["adapters"]}
         return EngineConfig(model=str(self.checkpoint(name)), **(defaults | own | settings))
 
     def config(self, name: str, *, of: str | None = None, **settings: Any) -> ModelConfig:
@@ -134,16 +142,11 @@ class TinyModels:
         configs: Sequence[ModelConfig],
         device_memory_bytes: int,
         deadline_s: float | None = DEADLINE_S,
-        host_memory_bytes: int | None = None,
+        **settings: Any,
     ) -> AsyncIterator[Shelf]:
-        """A shelf, of which nothing is left afterwards."""
+        """A shelf with these settings, of which nothing is left afterwards."""
         before = set(threading.enumerate())
-        shelf = Shelf(
-            configs,
-            device_memory_bytes=device_memory_bytes,
-            host_memory_bytes=host_memory_bytes,
-            weights_dir=self.weights_dir,
-        )
+        shelf = Shelf(configs, device_memory_bytes=device_memory_bytes, **{"weights_dir": self.weights_dir} | settings)
         try:
             async with asyncio.timeout(deadline_s):
                 yield shelf
@@ -154,12 +157,6 @@ class TinyModels:
     def close(self) -> None:
         for engine in self._engines.values():
             engine.close()
-
-    def _adapter(self, name: str, adapter: str, seed: int) -> Path:
-        folder = self._folder / f"{name} {adapter}"
-        if not folder.exists():
-            make_adapter(folder, self.checkpoint(name), r"layers.*_proj$", seed=seed)
-        return folder
 
 
 async def deltas_of(model: Generates, prompt: Sequence[int], params: SamplingParams, **options: Any) -> list[Delta]:
@@ -176,6 +173,13 @@ def outputs_of(deltas: Iterable[Delta]) -> Outputs:
     for delta in deltas:
         found.setdefault(delta.index, []).extend(delta.token_ids or delta.pooled or ())
     return [found[index] for index in sorted(found)]
+
+
+def mappings(inode: int | None = None) -> dict[int, str]:
+    """Address → line of this process's mappings of weights, and of the KV memory in a memfd."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = [line for line in lines if ".weights" in line or "folio-weights" in line or f" {inode} " in line]
+    return {int(line.partition("-")[0], 16): line for line in found}
 
 
 def control_of(shelf: Shelf) -> Control:

@@ -27,6 +27,7 @@ from app.config.shelf import SLO, ModelConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.delta import Delta
 from app.engine.engine import Engine
+from app.engine.lora.source import AdapterSource, files_version
 from app.engine.model.weight_store import StoredWeights
 from app.engine.pooled import PoolingParams
 from app.engine.sampling.params import SamplingParams
@@ -264,6 +265,26 @@ async def test_pins_survive_a_sleep(models: TinyModels) -> None:
             await asyncio.to_thread(engine.unpin, "other")
         assert await outputs(model, [*document, 5], GREEDY) == alone
         await until_async(lambda: [pin.name for pin in engine.report().pins if pin.num_bytes] == ["document"])
+
+
+async def test_pins_of_adapters_survive_a_sleep(models: TinyModels) -> None:
+    """Regression: they were computed again without the adapter, whose requests then gave other tokens."""
+    document = tokens(64, 9)
+    alone = await models.alone("lora", [*document, 5], GREEDY, adapter="red")
+    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("lora")
+        engine = await model.ready()
+        folder = models.adapter("lora", "red")
+        await engine.set_loaded([AdapterSource("loaded", str(folder), files_version(folder))])
+        await engine.pin("document", document, adapter="red")
+        await engine.pin("of one that is unloaded", tokens(32, 4), adapter="loaded")
+        for names in ({"document", "of one that is unloaded"}, {"document"}):
+            with asleep(shelf, "lora"):
+                await put_to_sleep(shelf, "lora")
+            assert await outputs(model, [*document, 5], GREEDY, adapter="red") == alone
+            await until_async(lambda names=names: {pin.name for pin in engine.report().pins if pin.num_bytes} == names)
+            assert await outputs(model, [*document, 5], GREEDY, adapter="red") == alone
+            await engine.set_loaded([])
 
 
 async def test_a_prefix_is_unpinned_at_any_moment_of_a_sleep_and_wake(models: TinyModels) -> None:

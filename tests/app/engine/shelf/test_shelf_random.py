@@ -1,5 +1,8 @@
-"""Random rules on a shelf whose memory holds two of its models: requests, cancellations, forks, pins, sleeps, memory
-that shrinks and grows, additions, removals and injected failures.
+"""Random rules on a shelf whose memory holds two of its models: requests, cancellations, forks, pins, adapters that are
+loaded and unloaded, sleeps, memory that shrinks and grows, additions, removals and injected failures.
+
+Each seed draws models of all kinds, whether one is kept always, and where weights of sleeping models are: in files of
+an earlier shelf, in new ones, in memory, or in the checkpoint only.
 
 Every request gets the tokens that its model gives alone, or a typed error that a failure of this model explains; memory
 adds up after each rule, and nothing is left at the end.
@@ -23,13 +26,18 @@ pytest.importorskip("hypothesis")
 
 from app.engine.shelf import control, shelved_model, turns
 from tests.app.engine.shelf.shelf_faults import Faults
-from tests.app.engine.shelf.shelf_rules import IDLE_S, NAMES, RETRY_S, Play, config_of
-from tests.app.engine.shelf.shelves import TinyModels, control_of
+from tests.app.engine.shelf.shelf_requests import ADAPTERS, CASES, IDLE_S, NAMES, RETRY_S, config_of
+from tests.app.engine.shelf.shelf_rules import Play
+from tests.app.engine.shelf.shelves import TinyModels, control_of, mappings
 from tests.nightly import examples
 
 SEEDS, RULES = range(examples(8, nightly=400)), 250
 COVERED = [
     *("rules", "equal", "forked", "cancelled", "slept", "pinned", "idle", "resized", "added", "removed", "evictions"),
+    *NAMES,
+    *(f"adapter {name}" for name in ADAPTERS),
+    *("unloaded an adapter", "loaded an adapter, awake", "loaded an adapter, asleep", "kept always"),
+    *("weights in a file", "loaded from a file", "weights in memory", "from memory", "made again"),
     *("added up", "damaged", "write", "HostBackend.create OutOfPages", "WeightArena.map OutOfPages"),
     *("DeadlineError", "EngineError", "UnavailableError"),
 ]
@@ -42,12 +50,6 @@ def open_files() -> Counter[str]:
         with suppress(FileNotFoundError):  # of the listing itself
             found[os.readlink(f"/proc/self/fd/{fd}")] += 1
     return found
-
-
-def mapped_by(inode: int) -> list[str]:
-    """Mappings of weights, and of the KV memory in this memfd."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if ".weights" in line or "folio-weights" in line or f" {inode} " in line]
 
 
 @pytest.fixture(autouse=True)
@@ -74,26 +76,34 @@ async def test_rules_in_any_order(
     covered: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
     seed: int,
 ) -> None:
     dice = random.Random(seed)
     for name in NAMES:
         models.reference(name)
-    least_bytes = max(models.memory_for(name, room_bytes=400 << 10, beside=NAMES) for name in NAMES)
-    most_bytes = models.memory_for(*dice.sample(NAMES, 2), room_bytes=dice.choice([100, 300]) << 10, beside=NAMES)
-    configs = [config_of(models, name, name, dice) for name in dice.sample(NAMES, 4)]
+    await models.alone("lora", *CASES[0], adapter=ADAPTERS[0])  # which starts a thread
+    names = dice.sample(NAMES, 4)
+    always = dice.choice([None, names[0]])
+    kept = [] if always is None else [always]
+    least_bytes = max(models.memory_for(*kept, name, room_bytes=400 << 10, beside=NAMES) for name in NAMES)
+    most_bytes = models.memory_for(*kept, *names[1:3], room_bytes=dice.choice([100, 300]) << 10, beside=NAMES)
+    configs = [config_of(models, name, name, dice, "always" if name == always else None) for name in names]
     files, faults = open_files(), Faults(monkeypatch)
-    host_bytes = dice.choice([0, 1 << 30])
-    async with models.opened(configs, max(least_bytes, most_bytes), None, host_memory_bytes=host_bytes) as shelf:
+    folder = dice.choice([models.weights_dir, tmp_path])
+    faults.disk_is_full = folder == tmp_path and dice.random() < 0.7
+    host_bytes = dice.choice([0, models.weight_bytes(names[1]), 1 << 30])
+    memory_bytes = max(least_bytes, most_bytes)
+    async with models.opened(configs, memory_bytes, None, host_memory_bytes=host_bytes, weights_dir=folder) as shelf:
         store = control_of(shelf)._device.shared.weights
         store._write = faults.write
-        play = Play(models, shelf, dice, faults, least_bytes)
+        play = Play(models, shelf, dice, faults, least_bytes=least_bytes, always=always)
         try:
             for _ in range(RULES):
                 await play.rule()
             await play.end()
             inode = os.fstat(play.pages._shared.memfd).st_ino
-            assert mapped_by(inode)
+            assert mappings(inode)
         finally:
             print(dict(play.counts), dict(faults.counts))
             faults.disarm()
@@ -101,7 +111,7 @@ async def test_rules_in_any_order(
     assert store._host_bytes_left == host_bytes
     gc.collect()
     assert open_files() - files == Counter()
-    assert not mapped_by(inode)
+    assert not mappings(inode)
     warned = [record.getMessage() for record in caplog.records if record.name == "asyncio"]
     assert not warned, warned
-    covered.update(play.counts + faults.counts)
+    covered.update(play.counts + faults.counts + Counter({"kept always": len(kept)}))

@@ -939,18 +939,21 @@ async def test_models_share_the_swap_space(models: TinyModels) -> None:
     async with models.opened(configs, models.memory_for(*names, room_bytes=3 * KV_BYTES)) as shelf:
         space = control_of(shelf)._device.shared.pages.swap_space
         assert space.most_bytes == SWAP_BYTES
-        streams = {name: shelf.model(name).generate(prompt, LONG) for name in names}
-        got = {name: outputs_of(await anext(stream))[0] for name, stream in streams.items()}
         memories = [(await shelf.model(name).ready()).driver.engine.memory for name in names]
 
-        def owned_bytes() -> int:
-            return sum(memory.swapping.num_bytes(list(memory.tables.sequences)) for memory in memories)
+        def put_all_to_sleep() -> None:
+            owned = [memory.swapping.num_bytes(list(memory.tables.sequences)) for memory in memories]
+            space.most_bytes = sum(owned) * 2 // 3
+            for name in names:
+                control_of(shelf)._put_to_sleep(shelf.model(name), "another")
 
-        space.most_bytes = await in_step_thread(shelf, owned_bytes) * 2 // 3
+        streams = {name: shelf.model(name).generate(prompt, LONG) for name in names}
+        firsts = await asyncio.gather(*map(anext, streams.values()))
+        got = {name: outputs_of(first)[0] for name, first in zip(names, firsts, strict=True)}
         with ExitStack() as stack:
             for name in names:
                 stack.enter_context(asleep(shelf, name))
-                await put_to_sleep(shelf, name)
+            await in_step_thread(shelf, put_all_to_sleep)
             swapped = [memory.swapping.used_bytes for memory in memories]
             assert 0 < sum(swapped) == space.used_bytes <= space.most_bytes
             assert 0 in swapped, "one is recomputed"

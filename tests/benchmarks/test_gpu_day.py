@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from benchmarks.gpu_day import ROOT, STAGES, Job, Outcome, Stage, main, read_facts, table
 from tests.conftest import keep_shard
-from tests.nightly import examples
+from tests.nightly import of_today
 from tests.processes import until
 from tests.vmem.backends.stand_in_driver import skip_without_stand_in
 
@@ -39,16 +38,11 @@ def make_stage(folder: Path, budget_s: float = 120.0) -> Stage:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", of_today(list(STAGES), 1))
 def test_every_job_of_a_stage_succeeds_without_a_device(name: str, tmp_path: Path) -> None:
     """Each job's own code was never run before there was a GPU, and then it was what failed. A stage a day: starting
     its processes takes minutes."""
     skip_without_stand_in()
-    count = len(STAGES)
-    if list(STAGES).index(name) not in [
-        (date.today().toordinal() + i) % count for i in range(examples(1, nightly=count))
-    ]:
-        pytest.skip("another stage's turn; --hypothesis-profile=nightly runs all")
     argv = [sys.executable, "-m", "benchmarks.gpu_day", name, "--fake"]
     environment = os.environ | {"FOLIO_RESULTS": str(tmp_path)}
     run = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)

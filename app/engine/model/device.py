@@ -7,7 +7,6 @@ reference. Drivers, compilers and launchers fail in many ways; all become the re
 from __future__ import annotations
 
 import logging
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from app.config.machine import Machine
 from app.engine.model.tokenizer import one_line
 from app.errors import ConfigError
 from kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
-from vmem import Backend, VmemError, select_backend
+from vmem import Backend, select_backend
 from vmem.backends.probe import check_mapping
 
 logger = logging.getLogger(__name__)
@@ -92,16 +91,6 @@ def resolve(config: EngineConfig, probes: CudaProbes | None = None) -> ResolvedC
     level = logging.WARNING if Machine.detect().has_gpu else logging.INFO
     logger.log(level, "device auto is the CPU: %s", fault)
     return config.on_device("cpu")
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    """Errors of drivers, of torch, and of compilers and launchers of kernels."""
-    known = (VmemError, KernelError, RuntimeError, OSError, ImportError, subprocess.SubprocessError)
-    try:
-        from triton import TritonError
-    except ImportError:
-        return known
-    return (*known, TritonError)
 
 
 def check_kernels(provider: AttentionProvider, device: torch.device) -> None:

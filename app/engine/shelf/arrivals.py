@@ -69,19 +69,6 @@ class ArrivalHistory:
         silence_s = self.silence_s(now)
         return -math.expm1(self._hazard_until(silence_s) - self._hazard_until(silence_s + horizon_s))
 
-    def median_s(self, now: float) -> float:
-        """The time within which a request arrives with probability one half; infinite before the first request."""
-        if self._last_at is None:
-            return math.inf
-        silence_s = self.silence_s(now)
-        until = self._hazard_until(silence_s) + math.log(2)
-        if until >= self._cumulative[-1]:
-            return max(_EDGES_S[-1] * math.exp(until - self._cumulative[-1]) - silence_s, 0.0)
-        i = next(i for i, hazard in enumerate(self._cumulative) if hazard > until) - 1
-        begin, end = self._cumulative[i], self._cumulative[i + 1]
-        at_s = _EDGES_S[i] + (_EDGES_S[i + 1] - _EDGES_S[i]) * (until - begin) / (end - begin)
-        return max(at_s - silence_s, 0.0)
-
     def _hazard_until(self, silence_s: float) -> float:
         if silence_s >= _EDGES_S[-1]:
             return self._cumulative[-1] + math.log(silence_s / _EDGES_S[-1])

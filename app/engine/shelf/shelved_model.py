@@ -222,7 +222,6 @@ class ShelvedModel:
             num_wakes=self.num_wakes,
             wake_s=self.expected_wake_s,
             last_wake_s=self.last_wake_s,
-            woken_ago_s=time.monotonic() - self._woken_at if self.num_wakes else None,
             num_evictions=self.num_evictions,
             evicted_for=self.evicted_for,
             error=self.error,

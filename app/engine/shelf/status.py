@@ -21,7 +21,6 @@ class ModelStatus:
         num_wakes: times that it was loaded or woken.
         wake_s: expected seconds to wake it from its present state; 0 while it is awake.
         last_wake_s: seconds of the last wake or load.
-        woken_ago_s: time since then; `None` before the first.
         num_evictions: times that it was put to sleep for another model.
         evicted_for: the other model, the last time.
         error: why it has failed.
@@ -37,7 +36,6 @@ class ModelStatus:
     num_wakes: int = 0
     wake_s: float = 0.0
     last_wake_s: float = 0.0
-    woken_ago_s: float | None = None
     num_evictions: int = 0
     evicted_for: str | None = None
     error: str | None = None

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from operator import attrgetter
 from typing import Unpack
 
@@ -32,6 +31,7 @@ from app.engine.lora.weights import check_sources
 from app.engine.model.device import resolve
 from app.engine.model.kv_plan import build_memory
 from app.engine.model.memory_profile import plan_device
+from app.engine.pin_restorer import PinRestorer
 from app.engine.pooler import Pooler
 from app.engine.preemption import PreemptionCostModel
 from app.engine.prefix_keys import adapter_of
@@ -53,7 +53,6 @@ from app.errors import (
     DeadlineError,
     FolioError,
     RequestError,
-    UnknownModelError,
     UnknownPinError,
     UnknownRequestError,
 )
@@ -65,7 +64,6 @@ from vmem import (
     MemoryReport,
     OutOfPages,
     PinError,
-    PinReport,
     VmemError,
 )
 
@@ -110,8 +108,6 @@ class Engine:
         check_sources(config.adapters, config.adapter_dir)
         self.start_times = StartTimes(process_s=process_age_s())
         self.asleep = False
-        self._due_pins: dict[str, CachedPrefix] = {}  # by name: of before `sleep`, and not in memory again yet
-        self._own: dict[str, str] = {}  # requests that compute them again → name
         self.config = config = resolve(config)
         with ExitStack() as undo, kernel_errors_as_config_errors():
             self.executor = Executor(config, launch, None if device is None else device.weights)
@@ -194,6 +190,7 @@ class Engine:
             )
             self.watch = EngineWatch(self.memory, self.scheduler, self.load)
             self.generations: dict[str, Generation] = {}
+            self._pin_restorer = PinRestorer(self.generations)
             self._next_deadline = math.inf  # or before it: of a request that has ended
             self.vocabulary = Vocabulary(self.model)
             self.intake = RequestValidator(
@@ -372,21 +369,19 @@ class Engine:
         check_timeout(options.get("timeout_s"))
         keys = self.intake.prefix_keys(options)
         prefix = self.intake.prefix_to_pin(name, prompt_token_ids, keys)
-        due = self._due_pins.get(name)
-        if due is not None and (list(due.token_ids), due.keys) != (list(prefix), keys):
-            raise RequestError(f"another prefix named {name!r} is pinned already; unpin it first", "name")
+        self._pin_restorer.check_same(name, prefix, keys)
         params = SamplingParams(max_tokens=1)
         return lambda request_id: self.add_request(request_id, prefix, params, 1, options, pin_name=name)
 
     def unpin(self, name: str) -> None:
         """Let a pinned prefix be evicted like others, between two steps. Raises `UnknownPinError` for another name."""
-        is_due = self._due_pins.pop(name, None) is not None
-        if is_due:
-            self.cancel(_again(name))
+        request_id = self._pin_restorer.discard(name)
+        if request_id is not None:
+            self.cancel(request_id)
         try:
             self.memory.unpin(name)
         except PinError as error:
-            if not is_due:
+            if request_id is None:
                 raise UnknownPinError(str(error), "name") from error
 
     def cancel(self, request_id: str) -> None:
@@ -407,7 +402,7 @@ class Engine:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
         deltas = self._step()
-        return self._without_own(deltas) if self._own else deltas
+        return self._pin_restorer.take_own(deltas) if self._pin_restorer.requests else deltas
 
     def _step(self) -> list[Delta]:
         self.executor.check_ranks()
@@ -471,15 +466,7 @@ class Engine:
     def report(self) -> MemoryReport:
         """Report the state of the KV memory, and all pins: those of an engine that sleeps, or has just woken, and those
         that could not be computed again, take no memory. From any thread."""
-        report = self.memory.report()
-        if not self._due_pins:
-            return report
-        due = self._due_pins.copy()
-        for pin in report.pins:
-            due.pop(pin.name, None)
-        return replace(
-            report, pins=report.pins + tuple(PinReport(name, len(pin.token_ids), 0) for name, pin in due.items())
-        )
+        return self._pin_restorer.added_to(self.memory.report())
 
     # ---- on a shared device ----
 
@@ -493,27 +480,18 @@ class Engine:
             self.speculation.forget_all()
         self.adapters.unload_all()
         self.asleep = True
-        for pin in self.footprint.release():
-            assert pin.pin_name is not None
-            self._due_pins[pin.pin_name] = pin
+        self._pin_restorer.keep(self.footprint.release())
 
     def wake(self) -> None:
         """Serve requests again, once `footprint` has mapped the weights, and `step` has loaded the adapters of those
         that had begun. Pinned prefixes are computed again; one that fails stays pinned by name, and is computed at the
         next wake, or by the next `pin` of it."""
         self.asleep = self._steps.starved = False
-        for name, pin in list(self._due_pins.items()):
-            request_id = _again(name)
-            if request_id in self.generations:
-                continue
-            params, options = SamplingParams(max_tokens=1), RequestOptions(adapter=adapter_of(pin.keys))
-            try:
-                self.add_request(request_id, pin.token_ids, params, 1, options, keys=pin.keys, pin_name=name)
-            except UnknownModelError as error:  # its adapter has been unloaded
-                logger.warning("%r is pinned no longer: %s", name, error)
-                del self._due_pins[name]
-            else:
-                self._own[request_id] = name
+        self._pin_restorer.restore(self._queue_pin)
+
+    def _queue_pin(self, request_id: str, pin: CachedPrefix) -> None:
+        params, options = SamplingParams(max_tokens=1), RequestOptions(adapter=adapter_of(pin.keys))
+        self.add_request(request_id, pin.token_ids, params, 1, options, keys=pin.keys, pin_name=pin.pin_name)
 
     @property
     def adapter_bytes(self) -> int:
@@ -535,18 +513,6 @@ class Engine:
         """Set the budget of KV memory, a draft model's included, as far as pins allow."""
         self._steps.starved = False
         self.footprint.set_budget(budget_bytes)
-
-    def _without_own(self, deltas: list[Delta]) -> list[Delta]:
-        """The deltas of clients' requests."""
-        for delta in deltas:
-            if delta.request_id in self._own:
-                if delta.error is None:
-                    self._due_pins.pop(self._own[delta.request_id], None)
-                else:
-                    logger.warning("%s: %s; the next wake tries again", delta.request_id, delta.error)
-        others = [delta for delta in deltas if delta.request_id not in self._own]
-        self._own = {request_id: name for request_id, name in self._own.items() if request_id in self.generations}
-        return others
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change the KV memory's budget. From any thread. Raises `RequestError` for a budget out of bounds."""
@@ -574,8 +540,3 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests and free all memory."""
         self._undo.close()
-
-
-def _again(pin_name: str) -> str:
-    """The id of the request that computes a pinned prefix again."""
-    return f"pin {pin_name} after a wake"

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 from app.compat.transformers import imported_without_torch
 from app.config.shelf import ModelConfig
@@ -21,6 +20,7 @@ from app.fleet.messages import HostedModel, ServedPooling
 from app.fleet.overload import LoadShedder
 from app.openai.output.formats import output_format
 from app.openai.pooled.translate import PooledTranslator
+from app.openai.replicas import Replicas
 from app.openai.translate import Translator
 
 logger = logging.getLogger(__name__)
@@ -52,13 +52,6 @@ def seen_models(replicas: Iterable[Sequence[HostedModel]]) -> dict[str, Seen]:
         )
         for name, of_replicas in by_name.items()
     }
-
-
-class Replicas(Protocol):
-    """The engine replicas, as far as a model's context is concerned."""
-
-    async def max_model_len(self, model: str) -> int: ...
-    async def pooling(self, model: str) -> ServedPooling: ...
 
 
 class ServedModel:
@@ -217,6 +210,10 @@ class ServedModels:
             return name
         matching = (served for alias, served in self._aliases.items() if fnmatchcase(name, alias))
         return self._aliases.get(name) or next(matching, name)
+
+    def check_tokenizer(self, config: ModelConfig) -> None:
+        """Load the tokenizer of a model that may be added, which takes up to a second. Raises `ModelError`."""
+        ServedModel(config, self._replicas).load_now()
 
     def knows(self, name: str) -> bool:
         return name in self.by_name

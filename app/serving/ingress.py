@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -18,10 +18,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from app.builtin import BUILTIN, BUILTIN_DESCRIPTION
-from app.config.added_model import added_engine, check_added
 from app.config.http import HttpSettings
-from app.config.shelf import SLO, ModelConfig, ShelfConfig
+from app.config.shelf import ShelfConfig
 from app.dashboard.collector import Collector
 from app.dashboard.http import add_dashboard
 from app.dashboard.traffic import TrafficLog
@@ -31,15 +29,9 @@ from app.edge.guard import key_ring, protect
 from app.edge.limits import IngressLimits
 from app.edge.request_body import ReadsRefusedBodies
 from app.errors import (
-    ConfigError,
     DeadlineError,
     FolioError,
-    ForbiddenError,
-    ModelError,
-    NoReplicaError,
-    RequestError,
     UnavailableError,
-    UnknownPinError,
 )
 from app.fleet.messages import GenerateRequest, Piece, ServedPooling
 from app.fleet.overload import LoadShedder
@@ -54,6 +46,7 @@ from app.openai.events import note_broken_stream
 from app.openai.http import build_api
 from app.openai.messages.body import CountTokensRequest, MessagesRequest
 from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from app.openai.model_names import ModelNames
 from app.openai.operation.bodies import (
     AddModelRequest,
     BudgetRequest,
@@ -61,19 +54,22 @@ from app.openai.operation.bodies import (
     PinRequest,
     UnloadAdapterRequest,
 )
-from app.openai.operation.replies import BudgetReport, LoadReport, ModelCard, ModelList, PinList, load_report, pin_list
+from app.openai.operation.changes import ModelChanges
+from app.openai.operation.model_cards import ModelCards
+from app.openai.operation.pins import Pins
+from app.openai.operation.replies import BudgetReport, LoadReport, ModelCard, ModelList, PinList, load_report
 from app.openai.pooled.answers import PooledAnswer
 from app.openai.pooled.bodies import EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.pooled.translate import PooledTranslator
+from app.openai.replicas import STATUS_TIMEOUT_S
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
-from app.openai.served_models import Seen, ServedModel, ServedModels, seen_models
+from app.openai.served_models import ServedModel, ServedModels
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.translate import Translator
 from app.openai.unknown_fields import UnknownFields
-from app.request_context import current_context
 from app.serving.calls import ReplicaClient
 from app.serving.dashboard import WatchedReplicas, count_starting
 from app.serving.grpc_ingress import GrpcIngress
@@ -87,25 +83,11 @@ from vmem import BudgetAnswer, MemoryReport
 
 # Timeouts of `ready` before and after a replica has answered once: later a replica may be busy.
 STARTING_TIMEOUT_S, READY_TIMEOUT_S = 0.2, 10.0
-STATUS_TIMEOUT_S = 2.0
-UNPIN_TIMEOUT_S = 10.0
 _BUDGET_TRIES = 5
-# Greatest age of the context lengths of several models.
-_CONTEXT_FRESH_S = 10.0
 # Greatest age of the load for endpoint pickers. Each of them asks every 50 ms or so, and all replicas have to answer.
 _LOAD_FRESH_S = 0.05
 
 
-class _NamesModel(Protocol):
-    """A body that names its model."""
-
-    @property
-    def model(self) -> str | None: ...
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self: ...
-
-
-Named = TypeVar("Named", bound=_NamesModel)
 Body = TypeVar("Body", bound=GenerationBody)
 Answer = TypeVar("Answer")
 Pooled = TypeVar("Pooled", bound=PooledBody)
@@ -154,8 +136,6 @@ class Ingress(GrpcIngress):
     """
 
     _probe: asyncio.Task[None] | None = None
-    _seeing: asyncio.Task[dict[str, Seen]] | None = None
-    _seen_at = 0.0
     _batches: BatchRunner | None = None
 
     def __init__(
@@ -184,11 +164,14 @@ class Ingress(GrpcIngress):
         self._limits = LimitReporter(
             self._ingress_limits, shedder, context.app_name, context.replica_id.unique_id, num_ingresses
         )
-        self._settings = shelf
         self._tables: LoadedTables | None = None
         if shelf.grows:
             copy = TableCopy(context.app_name, self._models.apply)
             self._tables = LoadedTables(copy, self._replicas, self._models.reserved)
+        self._names = ModelNames(self._models, None if self._tables is None else self._tables.refresh)
+        self._cards = ModelCards(self._names, self._replicas, is_shared=self._is_shared)
+        self._pins = Pins(self._names, self._replicas, is_shared=self._is_shared)
+        self._changes = ModelChanges(shelf, self._names, self._tables, self._admission.check_open)
         self._has_answered = False
         traffic = TrafficLog()
         self._meter = RequestMeter(traffic)
@@ -272,47 +255,10 @@ class Ingress(GrpcIngress):
         return self._admission.num_in_flight
 
     async def models(self) -> ModelList:
-        if self._tables is not None:
-            await self._tables.refresh()
-        seen = await self._seen()
-        return ModelList(data=[await self._card(name, model, seen) for name, model in self._models.by_name.items()])
+        return await self._cards.all()
 
     async def model(self, name: str) -> ModelCard:
-        name = self._models.served_name(name)
-        await self._learn(name)
-        return await self._card(name, self._models.find(name), await self._seen())
-
-    async def _card(self, name: str, model: ServedModel, seen: Mapping[str, Seen]) -> ModelCard:
-        is_adapter, of_replicas = name != model.name, seen.get(model.name)
-        if self._is_shared:  # a model is not loaded for a list
-            max_model_len = None if of_replicas is None else of_replicas.max_model_len
-        else:
-            max_model_len = await model.max_model_len()
-        return ModelCard(
-            id=name,
-            created=model.created,
-            max_model_len=max_model_len,
-            parent=model.name if is_adapter else None,
-            description=BUILTIN_DESCRIPTION if model.config.engine.model == BUILTIN and not is_adapter else None,
-            state=None if of_replicas is None else of_replicas.state,
-        )
-
-    async def _seen(self) -> dict[str, Seen]:
-        """Each model at the replicas that answer; empty for a single model, which is always awake."""
-        if not self._is_shared:
-            return {}
-        self._seen_at = time.monotonic()
-        answers = await self._replicas.call_each("hosted_models", timeout_s=STATUS_TIMEOUT_S)
-        seen = seen_models(answer for answer in answers if not isinstance(answer, FolioError))
-        self._models.note(seen)
-        return seen
-
-    def _refresh_contexts(self) -> None:
-        """Learn beside requests how much context models have: it changes as others are loaded, added and removed."""
-        is_fresh = time.monotonic() - self._seen_at < _CONTEXT_FRESH_S
-        if self._is_shared and not is_fresh and (self._seeing is None or self._seeing.done()):
-            self._seeing = asyncio.create_task(self._seen())
-            self._seeing.add_done_callback(lambda seeing: seeing.cancelled() or seeing.exception())
+        return await self._cards.of(name)
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
@@ -391,7 +337,7 @@ class Ingress(GrpcIngress):
 
     async def count_tokens(self, request: CountTokensRequest) -> TokenCount:
         """The number of tokens of a conversation of Anthropic's API."""
-        named, model = await self._named(request)
+        named, model = await self._names.resolve(request)
         translator = model.translator
         return await translator.in_thread(translator.count_tokens, named, await self._countable(model))
 
@@ -410,12 +356,12 @@ class Ingress(GrpcIngress):
         return await self._pool("rerank", lambda of: of.translate_rerank, request, lambda answer: answer.ranking)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
-        named, model = await self._named(request)
+        named, model = await self._names.resolve(request)
         translator = model.translator
         return await translator.in_thread(translator.translate_tokenize, named, await self._countable(model))
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
-        named, model = await self._named(request)
+        named, model = await self._names.resolve(request)
         return await model.translator.in_thread(model.translator.translate_detokenize, named)
 
     async def fork(self, request: ForkRequest) -> Completion:
@@ -425,7 +371,7 @@ class Ingress(GrpcIngress):
             UnknownRequestError: no replica has the request, or it has ended.
         """
         with self._meter.measure("fork") as measured, self._admission.admitted():
-            named, model = await self._named(request)
+            named, model = await self._names.resolve(request)
             measured.served_by = model.name
             call, answer = model.translator.translate_fork(named)
             outputs = await self._replicas.complete_fork(call)
@@ -434,7 +380,7 @@ class Ingress(GrpcIngress):
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         with self._meter.measure("fork") as measured, self._admission.admitted():
-            named, model = await self._named(request)
+            named, model = await self._names.resolve(request)
             measured.served_by = model.name
             call, answer = model.translator.translate_fork(named)
             async with aclosing(self._replicas.stream_fork(call)) as pieces:
@@ -492,125 +438,43 @@ class Ingress(GrpcIngress):
         raise UnavailableError(f"the budget was changed by others {_BUDGET_TRIES} times meanwhile; try again")
 
     async def load_adapter(self, request: LoadAdapterRequest) -> None:
-        """Load a LoRA adapter on every engine replica, or on none (`LoadedTables.load`)."""
-        tables = self._changeable()
-        name = self._models.first.name if request.base_model_name is None else request.base_model_name
-        await self._learn(name)
-        model = self._models.find(name)
-        if model.name != name or model.config.engine.adapter_dir is None:
-            raise RequestError(
-                f"base_model_name is {name!r}, for which no adapters can be loaded at run time: its setting "
-                "engine.adapter_dir is not set",
-                "base_model_name",
-            )
-        in_place = bool(request.load_inplace)
-        await tables.load(request.lora_name, request.lora_path, in_place=in_place, model=model.name)
+        """Load a LoRA adapter on every engine replica, or on none."""
+        await self._changes.load_adapter(request)
 
     async def unload_adapter(self, request: UnloadAdapterRequest) -> None:
-        """Unload a LoRA adapter from every engine replica, or from none (`LoadedTables.unload`)."""
-        await self._changeable().unload(request.lora_name)
+        """Unload a LoRA adapter from every engine replica, or from none."""
+        await self._changes.unload_adapter(request)
 
     async def add_model(self, request: AddModelRequest) -> ModelCard:
-        """Add a model to those of every engine replica, or of none (`LoadedTables.add_model`)."""
-        tables, shelf = self._growing(), self._settings
-        try:
-            config = ModelConfig(
-                name=request.name,
-                engine=added_engine(shelf, request.path, request.max_model_len, request.dtype, request.quantization),
-                keep=request.keep,
-                weight=request.weight,
-                slo=SLO(ttft_s=request.slo.ttft_s, tpot_s=request.slo.tpot_s),
-                tool_call_parser=request.tool_call_parser,
-                reasoning_parser=request.reasoning_parser,
-            )
-        except ConfigError as error:
-            raise RequestError(str(error)) from error
-        # Here first: this process needs the tokenizer.
-        config, _ = await asyncio.to_thread(check_added, config, shelf)
-        try:
-            await asyncio.to_thread(ServedModel(config, self._replicas).load_now)
-        except ModelError as error:
-            raise RequestError(f"path is {request.path!r}: {error}", "path") from error
-        await tables.add_model(config)
+        """Add a model to those of every engine replica, or of none."""
+        await self._changes.add_model(request)
         return await self.model(request.name)
 
     async def remove_model(self, name: str) -> None:
-        """Remove a model that was added at run time from every engine replica, or from none
-        (`LoadedTables.remove_model`)."""
-        await self._growing().remove_model(name)
+        """Remove a model that was added at run time from every engine replica, or from none."""
+        await self._changes.remove_model(name)
 
     async def load(self) -> LoadReport:
         """The load of every engine replica; replicas without an answer in `STATUS_TIMEOUT_S` are only counted."""
         return load_report(await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S))
 
     async def pins(self) -> PinList:
-        """The pinned prefixes of all engine replicas that answer in `STATUS_TIMEOUT_S`."""
-        return pin_list(await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S))
+        """The pinned prefixes of all engine replicas, see `Pins.all`."""
+        return await self._pins.all()
 
     async def pin(self, request: PinRequest) -> str:
-        """Compute a prefix on every engine replica and keep it in the prefix cache; return its model's name when all
-        have done so.
+        """Pin a prefix on every engine replica; returns its model's name, see `Pins.pin`.
 
         Raises:
-            RequestError: the prompt is too short to be shared, or another prefix of the model has the name; some
-                replicas may have pinned the prefix nevertheless, until `unpin`. Or no model is named, of several.
-            EngineError: a replica has no room within its pin quota.
-            ForbiddenError: the caller's API key is another tenant's.
             OverloadedError: there is no room for requests now.
-            UnavailableError: a replica has not answered in time, or the server is draining.
+            UnavailableError: the server is draining.
         """
         with self._admission.admitted():
-            context = current_context()
-            tenant = request.tenant if context is None else context.tenant_of(request.tenant)
-            if request.model is None and self._is_shared and len(names := [m.name for m in self._models]) > 1:
-                raise RequestError(
-                    f"pins belong to a model, and this server has several: {_listed(names)}; name one of them", "model"
-                )
-            named, model = await self._named(request)
-            if named.model not in (None, model.name):
-                raise _only_for_models(model.name, "model")
-            prefix = await model.translator.in_thread(model.translator.prompts.encode_pin, named)
-            await self._replicas.call_all("pin", request.name, prefix, request.cache_salt, tenant, model.name)
-            return model.name
+            return await self._pins.pin(request)
 
     async def unpin(self, name: str, model: str | None = None) -> None:
-        """Unpin a prefix on every engine replica; replicas that started after the pin may not have it.
-
-        Args:
-            model: whose prefix it is; by default the only one with a pin of this name.
-
-        Raises:
-            UnknownPinError: no replica has a pin of this name.
-            RequestError: several models have one, and none is named.
-            UnknownModelError: there is no such model.
-            EngineError: a replica has not answered, and may still have the pin.
-        """
-        of_model = await self._model_of_pin(name, model)
-        answers = await self._replicas.call_each("unpin", name, of_model.name, timeout_s=UNPIN_TIMEOUT_S)
-        if not answers:
-            raise NoReplicaError("there is no engine replica; send the request again")
-        errors = [answer for answer in answers if isinstance(answer, FolioError)]
-        errors.sort(key=lambda error: isinstance(error, UnknownPinError))  # silent replicas may have the pin
-        for error in errors:
-            if len(errors) == len(answers) or not isinstance(error, UnknownPinError):
-                raise error
-
-    async def _model_of_pin(self, name: str, model: str | None) -> ServedModel:
-        """Raises as `unpin`."""
-        if model is not None:
-            served = self._models.served_name(model)
-            await self._learn(served)
-            if (found := self._models.find(served)).name != served:
-                raise _only_for_models(found.name, "model")
-            return found
-        if not self._is_shared:
-            return self._models.first
-        models = [card.model for card in (await self.pins()).data if card.id == name]
-        if not models:
-            raise UnknownPinError(f"no prefix is pinned as {name!r}", "name")
-        if len(models) > 1:
-            raise RequestError(f"prefixes of {_listed(models)} are pinned as {name!r}; name the model", "model")
-        return self._models.find(models[0])
+        """Unpin a prefix on every engine replica, see `Pins.unpin`."""
+        await self._pins.unpin(name, model)
 
     async def _make_load_page(self) -> str:
         answers = await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S)
@@ -634,11 +498,11 @@ class Ingress(GrpcIngress):
         """Admit, measure and translate a request; compute its vectors, and build the answer."""
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
-            request, model = await self._named(request)
+            request, model = await self._names.resolve(request)
             measured.served_by = model.name
             translator, translate = model.translator, method(model.pooled)
             self._check_room(model)
-            self._refresh_contexts()
+            self._cards.refresh_contexts()
             ready = asyncio.gather(model.max_model_len(), model.pooling())
             served = await self._within(ready, "the model was not loaded", request.timeout_s, arrived)
             calls, answer = await translator.in_thread(translate, request, *served)
@@ -654,70 +518,19 @@ class Ingress(GrpcIngress):
         """Admit, measure and translate a request, and pin its prompt if it asks for that."""
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
-            request, model = await self._named(request)
+            request, model = await self._names.resolve(request)
             measured.served_by = model.name
             self._check_room(model)
-            self._refresh_contexts()
+            self._cards.refresh_contexts()
             ready = self._within(model.max_model_len(), "the model was not loaded", request.timeout_s, arrived)
             max_model_len = await ready
             translator = model.translator
             calls, answer = await translator.in_thread(method(translator), request, session, max_model_len)
-            await self._pin_prompt(request, calls, arrived)
+            if request.pin is not None:
+                pinning = self._pins.pin_prompt(request.pin, calls)
+                await self._within(pinning, "the prompt was not pinned", calls[0].timeout_s, arrived)
             measured.sends(calls, request.model)
             yield _Admitted(calls, answer, arrived, measured, translator)
-
-    async def _pin_prompt(self, request: GenerationBody, calls: Sequence[GenerateRequest], arrived: float) -> None:
-        if request.pin is None:
-            return
-        if len(calls) != 1:
-            raise RequestError(f"pin takes one prompt, not {len(calls)}: send them one by one", "pin")
-        [call] = calls
-        if call.adapter is not None:
-            raise _only_for_models(call.model, "pin")
-        prefix = call.prompt_token_ids, call.cache_salt, call.tenant, call.model
-        try:
-            pinning = self._replicas.call_all("pin", request.pin, *prefix)
-            await self._within(pinning, "the prompt was not pinned", call.timeout_s, arrived)
-        except RequestError as error:
-            raise type(error)(error.message, "pin") from error
-
-    def _changeable(self) -> LoadedTables:
-        """Raises `ForbiddenError` unless adapters can be loaded at run time."""
-        if self._tables is None or not any(model.config.engine.adapter_dir for model in self._models):
-            raise ForbiddenError(
-                "adapters cannot be loaded at run time here: the setting engine.adapter_dir is not set"
-            )
-        self._admission.check_open()
-        return self._tables
-
-    def _growing(self) -> LoadedTables:
-        """Raises `ForbiddenError` unless models can be added at run time."""
-        if self._tables is None or self._settings.models_dir is None:
-            raise ForbiddenError("models cannot be added at run time here: the setting models_dir is not set")
-        self._admission.check_open()
-        return self._tables
-
-    async def _learn(self, model: str | None) -> None:
-        """Get the newest adapters if the model is unknown: another ingress may have loaded it a moment ago."""
-        if self._tables is not None and model is not None and not self._models.knows(model):
-            await self._tables.refresh()
-
-    async def _named(self, request: Named) -> tuple[Named, ServedModel]:
-        """The request with the served name in place of an alias, which counts for permissions, metrics and the answer;
-        and its model, with its tokenizer.
-
-        Raises:
-            UnknownModelError: there is no such model.
-            ForbiddenError: the caller's API key does not allow it.
-            ModelUnavailableError: its tokenizer cannot be loaded.
-        """
-        name = None if request.model is None else self._models.served_name(request.model)
-        await self._learn(name)
-        model = self._models.first if name is None else self._models.find(name)
-        if (context := current_context()) is not None:
-            context.check_model(name or model.name)  # before anything is loaded for it
-        await model.load()
-        return (request if name == request.model else request.model_copy(update={"model": name})), model
 
     async def _countable(self, model: ServedModel) -> int:
         """The context for requests that only count tokens, which load no model."""
@@ -739,11 +552,3 @@ class Ingress(GrpcIngress):
                 return await awaited
         except TimeoutError:
             raise DeadlineError(f"{failure} within the request's timeout_s of {timeout_s}") from None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
-
-
-def _only_for_models(name: str, param: str) -> RequestError:
-    return RequestError(f"prefixes can be pinned for the model {name!r} only, not for its adapters", param)

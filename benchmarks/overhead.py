@@ -208,7 +208,7 @@ def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
         "executor": (engine.executor, "launch"),
         "build": (engine.executor._builder, "build"),
         "fence": (engine.memory, "launched"),
-        "sample": (engine.decoder, "choose"),
+        "sample": (engine.chooser, "choose"),
         "apply": (engine.decoder, "apply"),
     }
     with ExitStack() as undo:

@@ -12,9 +12,11 @@ from pydantic import BaseModel
 
 from app.client import LoadReport, MemoryReport, PinCard, PinList
 from app.errors import RequestError
-from app.openai import bodies, replies
-from app.openai import replies as operator_replies
+from app.openai import chat_body, replies
 from app.openai.base import ClientFields
+from app.openai.bodies import CompletionRequest, TokenFields
+from app.openai.operation import bodies
+from app.openai.operation import replies as operator_replies
 from app.openai.tools import bodies as tool_bodies
 from app.proto import convert
 from app.proto import folio_pb2 as pb
@@ -22,7 +24,7 @@ from vmem import GroupReport, PinReport
 
 ROOT = Path(__file__).parents[3]
 # Fields for HTTP only: OpenAI's that change no output or are refused, and those by which vLLM's clients are served.
-VLLMS = {*bodies.TokenFields.model_fields, *bodies.TemplateFields.model_fields} | {
+VLLMS = {*TokenFields.model_fields, *chat_body.TemplateFields.model_fields} | {
     *("allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
     *("structured_outputs", "truncate_prompt_tokens", "request_id", "token_ids", "prompt_token_ids", "service_tier"),
 }
@@ -32,8 +34,8 @@ HTTP_ONLY = {*ClientFields.model_fields, *VLLMS, "stream", "stream_options", "su
 }
 # Of one route only.
 HTTP_ONLY_OF: dict[Any, set[str]] = {
-    bodies.CompletionRequest: {"response_format"},
-    bodies.ChatCompletionRequest: {"echo"},
+    CompletionRequest: {"response_format"},
+    chat_body.ChatCompletionRequest: {"echo"},
 }
 # Fields of another shape in messages, with their names there.
 SHAPES = {
@@ -52,10 +54,10 @@ def fields_of(kind: Any) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "message", "also"),
     [
-        (bodies.CompletionRequest, pb.GenerateRequest, {"unlimited", "include_usage", "session"}),
-        (bodies.ChatCompletionRequest, pb.ChatRequest, {"include_usage", "session"}),
+        (CompletionRequest, pb.GenerateRequest, {"unlimited", "include_usage", "session"}),
+        (chat_body.ChatCompletionRequest, pb.ChatRequest, {"include_usage", "session"}),
         (bodies.PinRequest, pb.PinRequest, set()),
-        (bodies.Message, pb.Message, set()),
+        (chat_body.Message, pb.Message, set()),
         (tool_bodies.FunctionDefinition, pb.Tool, set()),
         (tool_bodies.ToolCall, pb.ToolCall, set()),
         (tool_bodies.FunctionCall, pb.FunctionCall, set()),
@@ -125,7 +127,7 @@ def test_values_that_messages_cannot_have_are_refused_by_name(fields: dict[str, 
 def test_the_type_of_a_tool_call_is_optional() -> None:
     called = pb.ToolCall(id="c", function=pb.FunctionCall(name="f", arguments="{}"))
     message = pb.ChatRequest(model="m", messages=[pb.Message(role="assistant", tool_calls=[called])])
-    body = bodies.ChatCompletionRequest.model_validate(convert.chat_body(message))
+    body = chat_body.ChatCompletionRequest.model_validate(convert.chat_body(message))
     [sent] = body.messages
     assert sent.tool_calls is not None
     assert sent.tool_calls[0].type == "function"

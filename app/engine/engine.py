@@ -499,10 +499,11 @@ class Engine:
         return 0 if self.adapters.memory is None else self.adapters.memory.charged_bytes
 
     def set_room(self, num_bytes: int) -> None:
-        """Note what KV cache, pins and adapters can ever take together: it bounds requests and adapters."""
+        """Note what KV cache, pins and adapters can ever take together: it bounds requests and adapters. Adapters that
+        no request uses give way to requests."""
         if self.adapters.memory is not None:
             self.adapters.memory.room_bytes = num_bytes
-        self.footprint.set_attainable(max(num_bytes - self.adapter_bytes, 0))
+        self.footprint.set_attainable(max(num_bytes - self.adapters.used_bytes, 0))
 
     @property
     def first(self) -> SequenceGroup | None:

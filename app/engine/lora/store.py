@@ -107,6 +107,11 @@ class AdapterStore:
         return self._known_bytes(name)
 
     @property
+    def used_bytes(self) -> int:
+        """What adapters in memory that requests use take of a shared device."""
+        return sum(map(self._known_bytes, self.slots.keys() & self._in_use())) if self.slots else 0
+
+    @property
     def held_groups(self) -> tuple[SequenceGroup, ...]:
         """Groups that wait for an adapter, in order. From any thread."""
         return tuple(group for group in tuple(self._held) if group.members)  # the others are cancelled

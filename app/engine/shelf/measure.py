@@ -158,7 +158,7 @@ def kv_need(engine: Engine) -> KVNeed:
 
 def _adapter_bytes(engine: Engine, least_bytes: int) -> int:
     """Bytes of adapters in memory and of those that requests wait for. The latter wait while there is no room beside
-    the group that runs first; and unused ones give way to it.
+    the group that runs first; and unused ones give way to both.
 
     Args:
         least_bytes: KV memory of that group, and of pins.
@@ -166,10 +166,10 @@ def _adapter_bytes(engine: Engine, least_bytes: int) -> int:
     adapters = engine.adapters
     if adapters.memory is None:
         return 0
-    room_bytes = adapters.memory.room_bytes - least_bytes
-    if adapters.memory.charged_bytes > room_bytes:
+    room_bytes, wanted_bytes = adapters.memory.room_bytes - least_bytes, adapters.wanted_bytes
+    if adapters.memory.charged_bytes + wanted_bytes > room_bytes:
         adapters.unload_unused()
-    held_bytes, wanted_bytes = adapters.memory.charged_bytes, adapters.wanted_bytes
+    held_bytes = adapters.memory.charged_bytes
     # An adapter of the first group, or of one that has begun, is no luxury: the group is refused if it does not fit.
     waits = held_bytes + wanted_bytes > room_bytes and not (adapters.restoring or engine.scheduler.first is None)
     return held_bytes if waits else held_bytes + wanted_bytes

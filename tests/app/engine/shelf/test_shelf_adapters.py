@@ -148,6 +148,39 @@ async def test_unused_adapters_give_way(models: TinyModels, monkeypatch: pytest.
             await shelf.check_integrity()
 
 
+async def test_unused_adapters_give_way_to_another_one_and_its_request(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: two adapters fitted, but not the request beside them; it was refused."""
+    alone = {name: await models.alone("lora", [1, 2], GREEDY, adapter=name) for name in ("red", "blue")}
+    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("lora")
+        engine = await engine_of(shelf, "lora")
+        memory = engine.adapters.memory
+        assert memory is not None
+        sizes(monkeypatch, int(memory.room_bytes) // 2)
+        for name in ("red", "blue"):
+            assert await outputs(model, [1, 2], GREEDY, adapter=name) == alone[name]
+
+
+async def test_unused_adapters_give_way_to_a_long_request(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: what was in memory of adapters bounded the length of requests, used or not."""
+    prompt = [1 + i % 50 for i in range(90)]
+    alone = await models.alone("lora", prompt, GREEDY)
+    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
+        model = shelf.model("lora")
+        engine = await engine_of(shelf, "lora")
+        memory = engine.adapters.memory
+        assert memory is not None
+        kv_bytes = engine.memory.pages_for(len(prompt)) * engine.memory.pages.page_bytes
+        sizes(monkeypatch, int(memory.room_bytes) - kv_bytes + 1)
+        await outputs(model, [1, 2], GREEDY, adapter="red")
+        assert adapter_bytes(shelf) > 0
+        await until_async(lambda: engine.memory.context_tokens == engine.memory.max_tokens)
+        assert await outputs(model, prompt, GREEDY) == alone
+        assert adapter_bytes(shelf) == 0
+
+
 @pytest.mark.parametrize("fails", ["size", "read"])
 async def test_an_adapter_that_is_lost_while_its_model_sleeps(
     models: TinyModels, monkeypatch: pytest.MonkeyPatch, fails: str

@@ -468,6 +468,14 @@ class Engine:
         that could not be computed again, take no memory. From any thread."""
         return self._pin_restorer.added_to(self.memory.report())
 
+    def pinned_prefixes(self) -> list[CachedPrefix]:
+        """The prefixes of all pins, those that take no memory now included. From any thread."""
+        pinned, due = self.memory.pins.pinned_prefixes(), self._due_pins.copy()
+        for prefix in pinned:
+            assert prefix.pin_name is not None
+            due.pop(prefix.pin_name, None)
+        return [*pinned, *due.values()]
+
     # ---- on a shared device ----
 
     def sleep(self) -> None:

@@ -221,7 +221,7 @@ def prefix_fingerprint(config: EngineConfig, model: LoadedModel) -> str:
 def hot_prefixes(engine: Engine) -> list[CachedPrefix]:
     """Prefixes for a new peer replica: those that clients have pinned, and those hit most. From any thread."""
     configured = engine.config.pinned_prompts.keys() | engine.config.pinned_system_prompts.keys()
-    pinned = [prefix for prefix in engine.memory.pins.pinned_prefixes() if prefix.pin_name not in configured]
+    pinned = [prefix for prefix in engine.pinned_prefixes() if prefix.pin_name not in configured]
     return pinned + engine.memory.prefixes.hot_prefixes(_MOST_HOT_TOKENS)[:_MOST_HOT_PREFIXES]
 
 
@@ -281,7 +281,9 @@ def warm_prefixes(engine: Engine, reports: Sequence[Sequence[CachedPrefix]], lim
                     logger.warning("a prefix is not warmed: %s", delta.error)
                 elif delta.ends_request:
                     done.append(names[delta.request_id])
-            if engine.starved:  # on a shared device, without the memory that it may have later
+            # On a shared device, without the memory that it may have later; or an adapter is being read.
+            waits_s = max(deadline - time.monotonic(), 0)
+            if engine.starved and not (engine.adapters.wait(waits_s) or engine.adapters.has_read):
                 break
     except (IntegrityError, UnavailableError):
         raise

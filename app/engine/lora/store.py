@@ -329,8 +329,9 @@ class AdapterStore:
         return error
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until one of the adapters being loaded has been read; false if none is."""
-        futures = [self._own.reading[slot] for slot in self.loading.values()]
+        """Wait until one of the adapters being loaded, or its size, has been read; false if none is."""
+        futures: list[Future[Updates] | Future[int]] = [self._own.reading[slot] for slot in self.loading.values()]
+        futures += (sizing for sizing in self._sizing.values() if not sizing.done())
         if futures:
             wait(futures, timeout_s, FIRST_COMPLETED)
         return bool(futures)

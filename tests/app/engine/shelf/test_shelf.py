@@ -287,6 +287,22 @@ async def test_pins_of_adapters_survive_a_sleep(models: TinyModels) -> None:
             await engine.set_loaded([])
 
 
+async def test_a_new_replica_gets_the_pins_of_a_model_that_sleeps(models: TinyModels) -> None:
+    """Regression: a model that slept reported none, and one that was loaded left out those of adapters, without waiting
+    for the adapter to be read."""
+    memory_bytes, document = models.memory_for("lora", room_bytes=KV_BYTES), tokens(64, 9)
+    async with models.opened([models.config("lora")], memory_bytes) as shelf:
+        engine = await shelf.model("lora").ready()
+        await engine.pin("document", document, adapter="red")
+        with asleep(shelf, "lora"):
+            await put_to_sleep(shelf, "lora")
+            prefixes = engine.hot_prefixes()
+    assert [prefix.pin_name for prefix in prefixes] == ["document"]
+    async with models.opened([models.config("lora")], memory_bytes, prefixes_of_others=lambda _: [prefixes]) as shelf:
+        engine = await shelf.model("lora").ready()
+        assert [pin.name for pin in engine.report().pins if pin.num_bytes] == ["document"]
+
+
 async def test_a_prefix_is_unpinned_at_any_moment_of_a_sleep_and_wake(models: TinyModels) -> None:
     """Regression: while it was computed again after a wake, it was unknown, and pinned afterwards."""
     async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:

@@ -46,11 +46,7 @@ class ShelfDevice:
         weights_dir_bytes: int | None,
     ) -> None:
         on_cuda = bool(models) and resolve(models[0].engine).device == "cuda"
-        pages = DevicePages(
-            device_memory_bytes or _default_bytes(models[0] if on_cuda else None),
-            # Few models have preempted requests at a time: the bound is that of a server with one model.
-            swap_bytes=max((model.engine.swap_bytes for model in models), default=0),
-        )
+        pages = DevicePages(device_memory_bytes or _default_bytes(models[0] if on_cuda else None), swap_bytes=0)
         if host_memory_bytes is None:
             host_memory_bytes = int(_HOST_SHARE * Machine.detect().memory_bytes)
         self._uploads = Uploads(open_cuda(pages)) if on_cuda else None
@@ -67,6 +63,8 @@ class ShelfDevice:
                 self._uploads.close()
             raise
         self.shared = SharedDevice(pages, store)
+        for model in models:
+            self.add(model)
         self._workspace_bytes = self._wanted_bytes = 0  # that is there, and that should be
         self._usable_bytes = self.capacity_bytes
         self._needed_bytes, self._needed_weights = 0, dict[str, int]()
@@ -100,6 +98,12 @@ class ShelfDevice:
             needed_bytes=self._needed_bytes,
             needed_weights=self._needed_weights,
         )
+
+    def add(self, model: ModelConfig) -> None:
+        """Note a model of the shelf. From any thread."""
+        # Few models have preempted requests at a time: the bound is that of a server with one model.
+        space = self.shared.pages.swap_space
+        space.most_bytes = max(space.most_bytes, model.engine.swap_bytes)
 
     def note_needs(self, needs: Iterable[ModelNeed], usable_bytes: int) -> None:
         """Note what the models with requests need, and the memory for that, for `status`."""

@@ -99,6 +99,8 @@ class Shelf:
                     "models",
                     "name",
                 )
+            assert self._device is not None
+            self._device.add(config)
             self._models = {**self._models, config.name: ShelvedModel(config, self._note_change)}
 
     async def remove(self, name: str) -> None:

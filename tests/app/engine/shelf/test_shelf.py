@@ -287,6 +287,14 @@ async def test_pins_of_adapters_survive_a_sleep(models: TinyModels) -> None:
             await engine.set_loaded([])
 
 
+async def test_an_added_model_has_its_swap_space(models: TinyModels) -> None:
+    """Regression: the bound of all models together was that of the models of the settings."""
+    async with models.opened([], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+        for swap_bytes, most_bytes in ((1 << 20, 1 << 20), (1 << 21, 1 << 21), (1 << 19, 1 << 21)):
+            shelf.add(ModelConfig(name=f"{swap_bytes}", engine=models.engine("llama", swap_bytes=swap_bytes)))
+            assert control_of(shelf)._device.shared.pages.swap_space.most_bytes == most_bytes
+
+
 async def test_a_new_replica_gets_the_pins_of_a_model_that_sleeps(models: TinyModels) -> None:
     """Regression: a model that slept reported none, and one that was loaded left out those of adapters, without waiting
     for the adapter to be read."""

@@ -470,11 +470,7 @@ class Engine:
 
     def pinned_prefixes(self) -> list[CachedPrefix]:
         """The prefixes of all pins, those that take no memory now included. From any thread."""
-        pinned, due = self.memory.pins.pinned_prefixes(), self._due_pins.copy()
-        for prefix in pinned:
-            assert prefix.pin_name is not None
-            due.pop(prefix.pin_name, None)
-        return [*pinned, *due.values()]
+        return self._pin_restorer.joined_with(self.memory.pins.pinned_prefixes())
 
     # ---- on a shared device ----
 

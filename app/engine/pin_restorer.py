@@ -77,6 +77,14 @@ class PinRestorer:
         """Keep a pin no longer; returns the id of the request to cancel, `None` if there is no such pin."""
         return None if self._due.pop(name, None) is None else _request_id(name)
 
+    def joined_with(self, pinned: Sequence[CachedPrefix]) -> list[CachedPrefix]:
+        """These pins, which are in memory, and the kept ones. From any thread."""
+        due = self._due.copy()
+        for pin in pinned:
+            assert pin.pin_name is not None
+            due.pop(pin.pin_name, None)
+        return [*pinned, *due.values()]
+
     def added_to(self, report: MemoryReport) -> MemoryReport:
         """The report with the kept pins, which take no memory. From any thread."""
         if not self._due:

@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import astuple
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 from app.engine.faults import failure_of
 from app.engine.lora.layers import LoRALayers, Updates
@@ -330,7 +331,7 @@ class AdapterStore:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until one of the adapters being loaded, or its size, has been read; false if none is."""
-        futures: list[Future[Updates] | Future[int]] = [self._own.reading[slot] for slot in self.loading.values()]
+        futures: list[Future[Any]] = [self._own.reading[slot] for slot in self.loading.values()]
         futures += (sizing for sizing in self._sizing.values() if not sizing.done())
         if futures:
             wait(futures, timeout_s, FIRST_COMPLETED)

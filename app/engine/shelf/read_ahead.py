@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 logger = logging.getLogger(__name__)
 
 # The rate beside steps that are computed by the processor, for each core: a disk's data cost time of its cores, too,
-# above all where the disk is emulated by the machine's host. Twice this rate costs steps 6 % where that was measured.
-STEPS_ON_CPU_BYTES_PER_S = 32e6
+# above all where the disk is emulated by the machine's host. Twice this rate costs steps 3 % where that was measured.
+STEPS_ON_CPU_BYTES_PER_S = 16e6
 # Share of the disk's time while steps run; the rest is for logs, downloads and wakes.
 _SHARE_BESIDE_STEPS = 0.25
 # Models at once: those behind them are too unlikely, and would evict the first ones.

@@ -44,6 +44,8 @@ _TRIM_S = 2.0
 _TRIM_STEP_S = 0.01
 # A load that found too little memory is not tried again before this time.
 _RELOAD_S = 0.5
+# A model is too large for the device if so many loads in a row found too little memory although all of it was free.
+_MOST_SHORT = 3
 # The thread hangs if requests wait and it has done nothing for this long.
 _HANGS_S = 120.0
 # KV memory for the warm-up of a model that is loaded, beyond a step's tokens: rounding to pages, and decodes.
@@ -336,6 +338,8 @@ class Control:
 
     def _load(self, model: ShelvedModel, estimate: Estimate) -> Callable[[], None]:
         kv_bytes, began = self._warm_up_bytes(model, estimate), time.monotonic()
+        pages, most_bytes = self._device.shared.pages, self._room_bytes(model, 0)
+        has_all = pages.available_bytes >= most_bytes
 
         def admit(memory: KVMemory) -> None:
             set_budget_within(memory, kv_bytes, 1)
@@ -351,6 +355,14 @@ class Control:
                 most_s=longest_load_s(estimate.weight_bytes),
             )
         except OutOfPages as error:  # the weights take more than was estimated, or the memory is not there yet
+            has_all = has_all and pages.available_bytes >= most_bytes and error.needed <= estimate.weight_bytes
+            model.num_short = model.num_short + 1 if has_all else 0
+            if model.num_short >= _MOST_SHORT:
+                model.num_short = 0
+                raise ModelError(
+                    f"the device has {most_bytes} for weights and KV memory of {model.name!r}, which is too little: "
+                    f"{error}; raise device_memory_bytes"
+                ) from error
             logger.info("%r waits for memory: %s", model.name, error)
             model.load_after = time.monotonic() + _RELOAD_S
             weight_bytes = max(error.needed, estimate.weight_bytes)

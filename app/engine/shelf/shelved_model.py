@@ -66,6 +66,7 @@ class ShelvedModel:
         load_s: seconds of the load.
         turn_wait_s: expected time until its requests have memory, as other models have it.
         load_after: not before this time, by `time.monotonic`.
+        num_short: loads in a row that found too little memory although other models had none.
         turn_since: when the model woke, or, after all of its requests were preempted, had memory again.
         lost_at: when its turn ended while it had requests; `None` once it has memory again.
         worked_at: when it last had a request.
@@ -81,7 +82,7 @@ class ShelvedModel:
         self.estimate: Estimate | None = None
         self.weight_bytes = self.num_wakes = self.num_evictions = 0
         self.evicted_for: str | None = None
-        self.workspace_bytes = 0
+        self.workspace_bytes = self.num_short = 0
         self.turn_wait_s = 0.0
         self.load_s = self.last_wake_s = self.load_after = 0.0
         self.turn_since = self._woken_at = -math.inf
@@ -135,6 +136,7 @@ class ShelvedModel:
     def set_loaded(self, engine: AsyncEngine, seconds: float = 0.0) -> None:
         """Note that the model is loaded and awake."""
         self.engine, self.error, self._num_failures, self.load_s = engine, None, 0, seconds
+        self.num_short = 0
         self.note_awake(seconds)
         self._load.outcome.set_result(engine)
 

@@ -287,6 +287,14 @@ async def test_pins_of_adapters_survive_a_sleep(models: TinyModels) -> None:
             await engine.set_loaded([])
 
 
+async def test_a_model_without_memory_beside_its_weights_is_refused(models: TinyModels) -> None:
+    """Regression: it was loaded again and again, and its requests waited for ever."""
+    memory_bytes = models.memory_for("llama", room_bytes=4096)
+    async with models.opened([models.config("llama")], memory_bytes, deadline_s=20) as shelf:
+        with pytest.raises(UnavailableError, match=r"the device has \d+ for weights .* raise device_memory_bytes"):
+            await outputs(shelf.model("llama"), [1, 2], GREEDY)
+
+
 async def test_an_added_model_has_its_swap_space(models: TinyModels) -> None:
     """Regression: the bound of all models together was that of the models of the settings."""
     async with models.opened([], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:

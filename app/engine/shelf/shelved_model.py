@@ -118,11 +118,12 @@ class ShelvedModel:
     @property
     def kept_bytes(self) -> int:
         """Of a model that is kept always: its weights, adapters and pinned prefixes, which no other model can have."""
-        if self.engine is not None:
-            engine = self.engine.driver.engine
+        loaded, estimate = self.engine, self.estimate  # once: loads of other models ask, too, in their threads
+        if loaded is not None:
+            engine = loaded.driver.engine
             return self.weight_bytes + engine.adapter_bytes + engine.footprint.pinned_bytes
-        is_coming = self.estimate is not None and (self.is_wanted or self.state == "loading")
-        return self.estimate.weight_bytes if is_coming and self.estimate is not None else 0
+        is_coming = estimate is not None and (self.is_wanted or self.state == "loading")
+        return estimate.weight_bytes if is_coming and estimate is not None else 0
 
     def try_again(self) -> None:
         """Let a failed model be loaded again, if requests wait for that: those that `ready` has not refused."""

@@ -42,6 +42,7 @@ from app.request_context import CURRENT, RequestContext
 from app.serving.replica import EngineReplica
 from tests.app.serving.conftest import Recorded
 from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, listening, replica_of_shelf
+from tests.processes import until_async
 
 SETTINGS: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "max_num_batched_tokens": 512, "warm_up": False}
 MODELS = (
@@ -269,10 +270,12 @@ async def test_operators_see_all_models_together(server: Any) -> None:
     stats = await server.replica.record_routing_stats()
     assert list(stats["models"]) == ["first", "second", "third"]
     assert [of["wake_s"] > 0 for of in stats["models"].values()] == [False, False, True]
-    deadline = time.monotonic() + 10  # the share is of the last plan
-    while (figures := await server.replica.record_autoscaling_stats())["folio_device_share"]:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+
+    async def is_idle() -> bool:
+        return (await server.replica.record_autoscaling_stats())["folio_device_share"] == 0
+
+    await until_async(is_idle)  # with the next plan
+    figures = await server.replica.record_autoscaling_stats()
     assert (figures["folio_max_num_seqs"], figures["folio_num_running"]) == (128, 0)
     server.replica.check_health()
 

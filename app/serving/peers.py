@@ -16,22 +16,23 @@ from vmem import CachedPrefix
 
 logger = logging.getLogger(__name__)
 
-# Bound of the calls of peer replicas, and the pause between two attempts.
-TIMEOUT_S = 10.0
-_RETRY_S = 0.1
+# Bound of the calls of peer replicas: at the start of a replica, and at the load of a model for which requests wait.
+STARTING_TIMEOUT_S, LOADING_TIMEOUT_S = 10.0, 1.0
+_RETRY_S = 0.1  # between two attempts
 
 
-def peer_prefixes(deployment: str, app_name: str, fingerprint: str) -> list[Sequence[CachedPrefix]]:
+def peer_prefixes(deployment: str, app_name: str, timeout_s: float, fingerprint: str) -> list[Sequence[CachedPrefix]]:
     """The hot prefixes (`EngineReplica.hot_prefixes`) of each running replica of a deployment that has this
-    fingerprint, for one that starts. Errors of peers are logged and never prevent the start. For threads without an
-    event loop."""
+    fingerprint, for one that starts or loads a model. Errors of peers are logged and never prevent that. For threads
+    without an event loop."""
     try:
         if not _num_running(deployment, app_name):  # the first replica would wait for peers until the timeout
             return []
-        answers = _broadcast(deployment, app_name, "hot_prefixes", fingerprint)
+        answers = _broadcast(deployment, app_name, timeout_s, "hot_prefixes", fingerprint)
     except Exception as error:  # any: the deployment may just have gone, and the start goes on
+        unexpected = not isinstance(error, TimeoutError)
         name = type(error).__name__
-        logger.warning("peer replicas cannot be asked for hot prefixes: %s: %s", name, error, exc_info=True)
+        logger.warning("peer replicas cannot be asked for hot prefixes: %s: %s", name, error, exc_info=unexpected)
         return []
     found: list[Sequence[CachedPrefix]] = []
     num_others = 0
@@ -55,11 +56,11 @@ def _num_running(deployment: str, app_name: str) -> int:
     return int(states.get("RUNNING", 0))
 
 
-def _broadcast(deployment: str, app_name: str, method: str, *args: Any) -> list[Any]:
+def _broadcast(deployment: str, app_name: str, timeout_s: float, method: str, *args: Any) -> list[Any]:
     """Every running replica's answer or exception."""
     # `serve.get_deployment_handle` would keep the handle, and its router would read all load reports for ever.
     handle: DeploymentHandle[Any] = DeploymentHandle(deployment, app_name)
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     try:
         while True:
             try:

@@ -46,7 +46,7 @@ from app.replica.request_streams import RequestStreams
 from app.serving.engine_metrics import EngineMeter, RoutingAudit
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.loaded import TableCopy
-from app.serving.peers import peer_prefixes
+from app.serving.peers import LOADING_TIMEOUT_S, STARTING_TIMEOUT_S, peer_prefixes
 from app.serving.shared_streams import Entry, SharedStreams
 from app.serving.shelf_metrics import ShelfMeter
 from app.tracing import keep_traces_whole
@@ -124,7 +124,8 @@ class EngineReplica:
         self._shared = SharedStreams()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
-        peers = partial(peer_prefixes, context.deployment, context.app_name)
+        timeout_s = LOADING_TIMEOUT_S if self._is_shared else STARTING_TIMEOUT_S
+        peers = partial(peer_prefixes, context.deployment, context.app_name, timeout_s)
         self._member: BudgetMember | None = None
         copy = TableCopy(context.app_name) if shelf.grows else None
         table = LoadedTable() if copy is None else copy.fetch().beside(shelf.names)

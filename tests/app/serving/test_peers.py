@@ -56,18 +56,18 @@ class Serve:
 
     def _results(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
         assert return_exceptions  # one failure must not hide the other answers
-        assert 0 <= timeout_s <= peers.TIMEOUT_S
+        assert 0 <= timeout_s <= 1.0
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> list[Any]:
+def ask(monkeypatch: pytest.MonkeyPatch, serve: Serve, timeout_s: float = 1.0) -> list[Any]:
     monkeypatch.setattr(peers, "serve", serve)
     monkeypatch.setattr(peers, "DeploymentHandle", serve.handle)
     monkeypatch.setattr(peers, "_RETRY_S", 0.0)
-    found = peer_prefixes("EngineReplica", "app", "same")
+    found = peer_prefixes("EngineReplica", "app", timeout_s, "same")
     assert not serve.open_handles  # its router would read all replicas' reports for ever
     return found
 
@@ -122,6 +122,5 @@ def test_a_replica_starts_without_answers(
 def test_peers_that_have_gone_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "TIMEOUT_S", 0.0)
-    assert ask(monkeypatch, Serve({"RUNNING": 1}, UNAVAILABLE, UNAVAILABLE)) == []
+    assert ask(monkeypatch, Serve({"RUNNING": 1}, UNAVAILABLE, UNAVAILABLE), 0.0) == []
     assert "cannot be asked" in caplog.text

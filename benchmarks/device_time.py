@@ -1,0 +1,105 @@
+"""Device time of kernels: replays of a CUDA graph between two events, so that no host time is in it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from benchmarks.facts import record
+
+LEAST_S = 0.02  # of one measurement: long against an event's resolution of half a microsecond
+
+
+def device_timer(work: Callable[[], object], device: torch.device, least_s: float = LEAST_S) -> Callable[[], float]:
+    """A function that measures the seconds of one call of `work` on the device.
+
+    On CUDA, `work` is run three times to compile and allocate, captured once, and replayed as often as `least_s` needs;
+    it must not synchronise or read values on the host. On a CPU, calls are timed by the clock.
+    """
+    if device.type != "cuda":
+        return lambda: _repeat(work, least_s)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def replays(count: int) -> float:
+        begin.record()
+        for _ in range(count):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / count  # milliseconds
+
+    replays(3)
+    count = max(1, round(least_s / replays(3)))
+    return lambda: replays(count)
+
+
+def _repeat(work: Callable[[], object], least_s: float) -> float:
+    num_calls, start = 0, time.perf_counter()
+    while True:
+        work()
+        num_calls += 1
+        if (seconds := time.perf_counter() - start) > least_s:
+            return seconds / num_calls
+
+
+def compare(
+    fact: str,
+    variants: Mapping[str, Callable[[], torch.Tensor]],
+    device: torch.device,
+    *,
+    num_bytes: float = 0.0,
+    tolerance: float = 2e-2,
+    repeats: int = 5,
+    least_s: float = LEAST_S,
+) -> dict[str, float]:
+    """Measure variants of one computation in turn and record one fact, whose first variant is today's.
+
+    Args:
+        variants: functions that return the result; each may write to the same tensor.
+        num_bytes: what one call has to read and write, for the share of it a second.
+        tolerance: largest difference from the first variant's result, relative to its largest value.
+
+    Returns:
+        The median seconds by variant.
+
+    Raises:
+        RuntimeError: a variant's result differs.
+    """
+    results = {name: work().float().clone() for name, work in variants.items()}
+    first = next(iter(results.values()))
+    off = {name: ((result - first).abs().max() / first.abs().max()).item() for name, result in results.items()}
+    timers = {name: device_timer(work, device, least_s) for name, work in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, timer in timers.items():
+            times[name].append(timer())
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    today = next(iter(medians.values()))
+    shown = (
+        f"{name} {1e6 * seconds:.1f} µs"
+        + (f" {num_bytes / seconds / 1e12:.2f} TB/s" if num_bytes else "")
+        + (f" ×{today / seconds:.2f}" if seconds is not today else "")
+        for name, seconds in medians.items()
+    )
+    record(
+        fact,
+        ", ".join(shown),
+        us={name: round(1e6 * seconds, 2) for name, seconds in medians.items()},
+        num_bytes=num_bytes,
+        off={name: float(f"{value:.2g}") for name, value in off.items()},
+    )
+    if bad := {name: value for name, value in off.items() if not value <= tolerance}:
+        raise RuntimeError(f"{fact}: results differ from the first variant's by {bad}, more than {tolerance:g}")
+    return medians

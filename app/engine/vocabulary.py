@@ -11,7 +11,7 @@ from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.reasoning import Matcher
 from app.engine.sampling.state import SamplingState, check_token_ids
 from app.engine.sampling.structure import StructureCompiler, is_available
-from app.engine.sampling.token_text import IncrementalDetokenizer
+from app.engine.sampling.token_text import IncrementalDetokenizer, has_independent_tokens
 from app.errors import RequestError
 
 _KNOWN_BAD_WORDS = 64
@@ -42,8 +42,8 @@ class Vocabulary:
 
     @property
     def has_structures(self) -> bool:
-        """Whether outputs may have a structure, which needs a tokenizer and llguidance."""
-        return self._tokenizer is not None and is_available()
+        """Whether outputs may have a structure, which needs llguidance and tokens with bytes of their own."""
+        return self._tokenizer is not None and is_available() and has_independent_tokens(self._tokenizer)
 
     def state(self, params: SamplingParams, prompt_token_ids: list[int]) -> SamplingState:
         """The sampling state of a new output."""

@@ -56,3 +56,12 @@ def wordpiece() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+@functools.cache
+def word_level() -> PreTrainedTokenizerFast:
+    """Words without a decoder, which joins them by spaces."""
+    words = ["[UNK]", *"the quick brown fox jumps over a lazy dog".split()]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")

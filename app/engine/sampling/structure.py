@@ -77,9 +77,12 @@ class StructureCompiler:
         """Compile and cache a structure.
 
         Raises:
-            RequestError: the structure is invalid, unsupported, too large, or cannot be satisfied.
+            RequestError: the structure is invalid, unsupported, too large, or cannot be satisfied, or the tokenizer's
+                tokens have no bytes of their own.
         """
-        if structure.kind != "any":
+        if structure.kind == "any":  # a budget of reasoning alone needs the tokens' bytes
+            self._built()
+        else:
             self._compiled(replace(structure, budget=None))
 
     def matcher(self, structure: Structure) -> Matcher:

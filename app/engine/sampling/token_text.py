@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SENTENCEPIECE_SPACE = "▁"
+# Decoders whose tokens have the same bytes beside any neighbour.
+_INDEPENDENT = {"ByteLevel", "ByteFallback", "Metaspace"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class TokenBytes:
     special: frozenset[int]
 
 
+def has_independent_tokens(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether each token has bytes of its own, so that outputs may have a structure."""
+    return bool(_kinds(_decoders(tokenizer)) & _INDEPENDENT)
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
     """Read a fast tokenizer's vocabulary, in most of a second for 150,000 tokens.
 
@@ -40,13 +47,14 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
         RequestError: tokens are neither byte-level (GPT-2, Llama 3, Qwen) nor sentencepiece's (Llama 2, Gemma).
     """
     backend = tokenizer.backend_tokenizer
-    decoders = list(_decoders(json.loads(backend.to_str())["decoder"]))
-    kinds = {decoder["type"] for decoder in decoders}
+    decoders = _decoders(tokenizer)
+    kinds = _kinds(decoders)
     byte_level = "ByteLevel" in kinds
-    if not byte_level and not kinds & {"ByteFallback", "Metaspace"}:
+    if not kinds & _INDEPENDENT:
         raise RequestError(
             f"structured output is not possible: the tokenizer's decoder is {sorted(kinds) or 'missing'}, and only "
-            "byte-level and sentencepiece tokens are independent of their neighbours",
+            "byte-level and sentencepiece tokens are independent of their neighbours; send the request without a "
+            "structure",
             "structure",
         )
     space = next((d["replacement"] for d in decoders if d["type"] == "Metaspace"), _SENTENCEPIECE_SPACE)
@@ -71,14 +79,23 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
     return TokenBytes(tuple(tokens), frozenset(special))
 
 
-def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if decoder is None:
-        return
+def _decoders(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Steps of the decoder; without one, tokens are joined by spaces."""
+    decoder = tokenizer.backend_tokenizer.decoder
+    # Its pickled state is its JSON. The whole tokenizer's would take half a second.
+    return [] if decoder is None else list(_steps(json.loads(decoder.__getstate__())))
+
+
+def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if decoder["type"] == "Sequence":
         for inner in decoder["decoders"]:
-            yield from _decoders(inner)
+            yield from _steps(inner)
     else:
         yield decoder
+
+
+def _kinds(decoders: list[dict[str, Any]]) -> set[str]:
+    return {decoder["type"] for decoder in decoders}
 
 
 def _byte_of_character() -> dict[str, int]:

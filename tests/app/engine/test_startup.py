@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from app.builtin import BUILTIN_FOLDER
 from app.config.engine import EngineConfig
@@ -20,6 +21,7 @@ from app.engine import AsyncEngine, SamplingParams
 from app.engine.engine import Engine
 from app.engine.model.loader import load_model
 from app.engine.report import StartTimes, process_age_s
+from app.engine.sampling.params import ReasoningBudget, Structure
 from app.engine.startup import (
     SAMPLED,
     STRUCTURED,
@@ -30,8 +32,9 @@ from app.engine.startup import (
     warm_up,
     warm_up_rounds,
 )
-from app.errors import ConfigError, EngineError, ModelError, UnavailableError
+from app.errors import ConfigError, EngineError, ModelError, RequestError, UnavailableError
 from tests.app.engine.lora.adapters import make_adapter
+from tests.app.small_tokenizers import word_level, wordpiece
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 from vmem import CachedPrefix, IntegrityError
 
@@ -236,6 +239,34 @@ def test_a_server_that_can_not_even_be_closed_says_why_it_is_not_ready(
     starter.start()
     starter.join(60)
     assert [str(error) for error in errors] == ["injected"]
+
+
+@pytest.mark.parametrize("tokenizer", [word_level, wordpiece])
+def test_a_tokenizer_whose_tokens_have_no_bytes_starts(
+    tokenizer: Callable[[], PreTrainedTokenizerFast], make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """Regression: the warm-up asked for a structure, and its error ended the start."""
+    settings = config(make_checkpoint, skip_tokenizer_init=False)
+    folder = Path(shutil.copytree(settings.model, tmp_path / "model"))
+    tokenizer().save_pretrained(folder)
+    engine = AsyncEngine(replace(settings, model=str(folder)))
+    budget = ReasoningBudget(4, "<think>", "</think>")
+
+    async def main() -> None:
+        words = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, allowed_token_ids=[1])
+        [word] = tokenizer().convert_ids_to_tokens([1])
+        found = [delta async for deltas in engine.generate([1, 2], words) for delta in deltas]
+        assert "".join(delta.text for delta in found).split() == [word] * 4
+        for structure in (Structure("json", "{}"), Structure("regex", "a"), Structure("any", "", budget=budget)):
+            with pytest.raises(RequestError, match=r"the tokenizer's decoder is .*without a structure") as refused:
+                await anext(engine.generate([1, 2], SamplingParams(structure=structure)))
+            assert refused.value.param == "structure"
+
+    try:
+        asyncio.run(main())
+        assert engine.healthy
+    finally:
+        engine.close()
 
 
 # ---- prefixes of other engines ----

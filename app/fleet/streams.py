@@ -6,12 +6,17 @@ sends an empty list when a stream has been idle for `BEAT_S`; an ingress treats 
 Pace: an item costs its way through replica, ingress and HAProxy, regardless of the number of its tokens. The first
 token of a request is sent at once, later ones at a rate that keeps all streams of a replica within a budget of items
 per second: few streams send every step, many send several tokens at a time.
+
+The budget follows from what items take away. Steps on a CPU need the cores, so the budget is a small share of all
+cores. Steps on a GPU leave them idle; items then compete with the step thread for the interpreter only, and with each
+other for the event loop. The budget is what keeps that loop's thread, as measured, below a share of a core.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +32,12 @@ SILENCE_S = 30.0
 # Budget of items for each core. An item takes 0.14 ms of all processes' time through HAProxy, 0.5 ms through Serve's
 # proxy (2 cores, 32 streams, `benchmarks.streaming`): up to 1.5 percent of the machine.
 _ITEMS_PER_CORE_S = 30.0
+# Where the cores are free: the largest share of a core for the replica's event loop, and the time after which it is
+# measured again. The ingress's loop takes three times as much for an item (59 us against 20 us): 0.3 of its core for
+# one replica.
+_LOOP_SHARE, _MEASURED_S = 0.1, 0.5
+# Until it is measured, the loop's time for an item.
+_ITEM_S = 20e-6
 
 T = TypeVar("T")
 
@@ -119,11 +130,26 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-class StreamPace:
-    """The pace of one replica's streams.
+def affordable_items_per_s(budget: float, num_items: int, loop_s: float, wall_s: float) -> float:
+    """The budget that keeps an event loop's thread at `_LOOP_SHARE` of a core.
+
+    All of the thread's time is charged to the items, so a loop that is busy otherwise has fewer. A loop below its share
+    is no reason to lower the budget: perhaps few items were wanted.
 
     Args:
-        items_per_s: budget of all streams together; by default `_ITEMS_PER_CORE_S` for each core of the machine.
+        budget: the present one, in items per second.
+        num_items: in `wall_s` seconds, in which the thread has computed for `loop_s`.
+    """
+    affordable = _LOOP_SHARE * num_items / max(loop_s, 1e-6)
+    return affordable if loop_s > _LOOP_SHARE * wall_s else max(affordable, budget)
+
+
+class StreamPace:
+    """The pace of one replica's streams. For one event loop.
+
+    Args:
+        items_per_s: budget of all streams together; by default `_ITEMS_PER_CORE_S` for each core of the machine, and,
+            with free cores, at least what the event loop has time for.
         min_interval_s, max_interval_s: bounds of the interval between two items of a stream. Readers notice pauses of
             more than a quarter of a second.
     """
@@ -132,10 +158,16 @@ class StreamPace:
         self._items_per_s = items_per_s
         self._min_interval_s, self._max_interval_s = min_interval_s, max_interval_s
         self._num_streams = 0
+        self._free_items_per_s: float | None = None  # with free cores
+        self._num_items, self._begun_at, self._begun_loop_s = 0, 0.0, 0.0  # of the measurement
+
+    def use_free_cores(self) -> None:
+        """Steps are computed by a GPU: measure what the event loop has time for."""
+        self._free_items_per_s = _LOOP_SHARE / _ITEM_S
 
     @contextmanager
     def stream(self) -> Iterator[Pace]:
-        """Counts a stream; yields the function that returns the interval between its items."""
+        """Counts a stream; yields the function that returns the interval between its items, called for each item."""
         self._num_streams += 1
         try:
             yield self.interval_s
@@ -143,6 +175,23 @@ class StreamPace:
             self._num_streams -= 1
 
     def interval_s(self) -> float:
-        """The interval for the present number of streams."""
-        items_per_s = self._items_per_s or _ITEMS_PER_CORE_S * (os.cpu_count() or 1)
+        """The interval for the present number of streams. Counts an item of the calling thread's loop."""
+        items_per_s = self._items_per_s
+        if items_per_s is None:
+            items_per_s = _ITEMS_PER_CORE_S * (os.cpu_count() or 1)
+            if self._free_items_per_s is not None:
+                items_per_s = max(items_per_s, self._measured(self._free_items_per_s))
         return min(max(self._num_streams / items_per_s, self._min_interval_s), self._max_interval_s)
+
+    def _measured(self, items_per_s: float) -> float:
+        """The budget, `items_per_s` until enough time has passed for a new measurement."""
+        self._num_items += 1
+        now = time.perf_counter()
+        if (wall_s := now - self._begun_at) < _MEASURED_S:
+            return items_per_s
+        loop_s = time.thread_time()
+        if wall_s < 2 * _MEASURED_S:  # else there were no items for a while
+            items_per_s = affordable_items_per_s(items_per_s, self._num_items, loop_s - self._begun_loop_s, wall_s)
+            self._free_items_per_s = items_per_s
+        self._num_items, self._begun_at, self._begun_loop_s = 0, now, loop_s
+        return items_per_s

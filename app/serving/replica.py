@@ -160,12 +160,15 @@ class EngineReplica:
         self._additions = ShelfAdditions(
             shelf, self._shelf, table, None if copy is None else copy.refresh, self._device
         )
+        pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
+        if self._device == "cuda":
+            pace.use_free_cores()
         self._requests = RequestStreams(
             self._shelf,
             self._first,
             is_shared=self._is_shared,
             replica=self._name,
-            pace=pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0),
+            pace=pace,
             note_cached=RoutingAudit().note,
             on_failure=self._exit.if_stopped,
         )

@@ -61,7 +61,7 @@ def wordpiece() -> PreTrainedTokenizerFast:
 @functools.cache
 def word_level() -> PreTrainedTokenizerFast:
     """Words without a decoder, which joins them by spaces."""
-    words = ["[UNK]", *"the quick brown fox jumps over a lazy dog".split()]
+    words = ["[UNK]", "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from app.errors import UnavailableError
-from app.fleet.streams import StreamPace, interleave, with_heartbeats, without_heartbeats
+from app.fleet.streams import StreamPace, affordable_items_per_s, interleave, with_heartbeats, without_heartbeats
 
 BEAT_S = 0.01
 
@@ -167,3 +169,57 @@ def test_streams_share_a_budget_of_items() -> None:
                 more.enter_context(pace.stream())
             assert first() == 0.25, "largest interval"
         assert first() == 0.16
+
+
+@pytest.mark.parametrize(
+    ("item_us", "other_share", "budget"),
+    [(20, 0.02, 4000), (10, 0.02, 8000), (60, 0.05, 833), (20, 0.2, 0)],
+    ids=["as on CPUs", "fast cores", "slow cores", "a busy loop"],
+)
+def test_items_take_a_tenth_of_the_event_loop(item_us: float, other_share: float, budget: float) -> None:
+    """From any budget before, within ten measurements; where fewer items are wanted, all of them fit."""
+    for wanted, start in ((math.inf, 5000.0), (math.inf, 500.0), (math.inf, 50_000.0), (budget / 2, 5000.0)):
+        items_per_s = start
+        for _ in range(10):
+            num_items = max(round(min(items_per_s, wanted) / 2), 1)
+            loop_s = other_share / 2 + num_items * item_us * 1e-6
+            items_per_s = affordable_items_per_s(items_per_s, num_items, loop_s, 0.5)
+        if wanted < math.inf:
+            assert items_per_s >= wanted
+        elif budget:
+            assert items_per_s == pytest.approx(budget, rel=0.1)
+        else:
+            assert items_per_s < 30, "StreamPace keeps 30 for each core"
+
+
+def spin(seconds: float) -> None:
+    ends_at = time.thread_time() + seconds
+    while time.thread_time() < ends_at:
+        pass
+
+
+def test_a_gpu_leaves_the_cores_to_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: 64 streams on 16 cores got an item every 133 ms, and a step took 7 ms."""
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    intervals = {}
+    now = 0.0
+    monkeypatch.setattr("app.fleet.streams.time.perf_counter", lambda: now)
+    for device in ("cpu", "cuda", "cuda, a busy loop"):
+        pace = StreamPace(min_interval_s=0.02, max_interval_s=0.25)
+        if device != "cpu":
+            pace.use_free_cores()
+        with ExitStack() as streams:
+            for _ in range(64):
+                interval_s = streams.enter_context(pace.stream())
+            for _ in range(40):
+                now += 0.04
+                intervals[device] = interval_s()
+                spin(0.008 if "busy" in device else 0)
+    assert intervals == {"cpu": 64 / 480, "cuda": 0.02, "cuda, a busy loop": 64 / 480}
+
+
+def test_a_given_budget_is_kept_on_a_gpu() -> None:
+    pace = StreamPace(100, min_interval_s=0.02, max_interval_s=0.25)
+    pace.use_free_cores()
+    with pace.stream() as first, pace.stream(), pace.stream():
+        assert first() == 0.03

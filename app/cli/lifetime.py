@@ -32,6 +32,7 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from app.cli.address import reserve_address
 from app.cli.env import prepared_environment
+from app.cli.gpus import fit_replicas, gpus_of_nodes, unseen_gpus
 from app.cli.greeting import base_url, greeting
 from app.compat.ray import ServeInstance, own_search_path
 from app.errors import UnavailableError
@@ -71,15 +72,23 @@ class Signals:
         self.came = True
 
 
-def run(config: ServeDeploySchema, grace_s: float, *, is_local: bool, ray_dashboard: bool = False) -> int:
+def run(
+    config: ServeDeploySchema,
+    grace_s: float,
+    *,
+    is_local: bool,
+    ray_dashboard: bool = False,
+    is_default_scale: bool = False,
+) -> int:
     """Serve a configuration's applications until a signal; returns the exit status.
 
     Args:
         is_local: start a cluster, instead of connecting to that of RAY_ADDRESS.
         ray_dashboard: of a cluster that is started. Its ten processes delay all others by their imports.
+        is_default_scale: nobody has chosen the number of replicas; it follows the GPUs, if there are any.
 
     Raises:
-        ConfigError: the address is in use.
+        ConfigError: the address is in use, or the machine has too few GPUs.
         UnavailableError: Ray does not answer.
     """
     http = config.http_options
@@ -88,7 +97,9 @@ def run(config: ServeDeploySchema, grace_s: float, *, is_local: bool, ray_dashbo
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     with prepared_environment(has_tls=bool(http.ssl_certfile)) if is_local else nullcontext():
         try:
-            join_ray(is_local=is_local, dashboard=ray_dashboard)
+            join_ray(is_local=is_local, dashboard=ray_dashboard, num_gpus=unseen_gpus() if is_local else None)
+            gpus = gpus_of_nodes(ray.nodes())
+            fit_replicas(config, gpus, is_default=is_default_scale, is_local=is_local)
             return serve_until_signal(config, Signals(), grace_s, ray_dashboard=ray_dashboard)
         finally:
             ray.shutdown()
@@ -96,13 +107,18 @@ def run(config: ServeDeploySchema, grace_s: float, *, is_local: bool, ray_dashbo
                 reserved.close()
 
 
-def join_ray(*, is_local: bool, dashboard: bool = False) -> None:
-    """Start a cluster, or connect to that of RAY_ADDRESS. Raises `UnavailableError` if Ray does not answer in time."""
+def join_ray(*, is_local: bool, dashboard: bool = False, num_gpus: int | None = None) -> None:
+    """Start a cluster, or connect to that of RAY_ADDRESS. Raises `UnavailableError` if Ray does not answer in time.
+
+    Args:
+        num_gpus: of a cluster that is started; `None`: Ray counts them.
+    """
     try:
         ray.init(
             namespace="serve",
             job_config=own_search_path() if is_local else JobConfig(),
             include_dashboard=dashboard if is_local else None,
+            num_gpus=num_gpus,
         )
     except Exception as error:  # for a node that is slow to start, Ray raises no more special one
         logger.debug("ray.init", exc_info=True)

@@ -60,7 +60,12 @@ def serve(
         str | None, typer.Option(help="The model's name for clients; by default MODEL's last part.")
     ] = None,
     replicas: Annotated[
-        Any, typer.Option(parser=parse_replicas, metavar="N|MIN:MAX", help="Engine replicas; by default 1:3, by load.")
+        Any,
+        typer.Option(
+            parser=parse_replicas,
+            metavar="N|MIN:MAX",
+            help="Engine replicas, by load; by default 1:3, on GPUs up to as many as they hold.",
+        ),
     ] = None,
     tensor_parallel_size: Annotated[
         int | None, typer.Option(help="Ranks that compute each step together, with a device each.")
@@ -156,4 +161,10 @@ def serve(
         return 0
     from app.cli.lifetime import run  # not before: Ray takes seconds
 
-    return run(checked, grace_s, is_local=is_local, ray_dashboard=ray_dashboard)
+    return run(
+        checked,
+        grace_s,
+        is_local=is_local,
+        ray_dashboard=ray_dashboard,
+        is_default_scale=config is None and replicas is None,
+    )

@@ -93,6 +93,7 @@ def test_the_host_is_this_machine_unless_it_is_set(
     monkeypatch.setattr(lifetime, "prepared_environment", lambda **_: contextlib.nullcontext())
     dashboards: list[bool | None] = []
     monkeypatch.setattr(ray, "init", lambda *, include_dashboard, **_: dashboards.append(include_dashboard))
+    monkeypatch.setattr(ray, "nodes", list)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     claimed: list[Any] = []
     assert main(["serve", "--config", config({}, **http), *arguments]) == 0

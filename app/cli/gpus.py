@@ -1,0 +1,138 @@
+"""GPUs of a server's cluster: those that Ray does not find, and the replicas that they hold.
+
+Each rank of a replica has a GPU of its own. Fractions are the user's choice (docs/guides/sharing.md): replicas on one
+GPU need `shared_kv_memory_bytes`, hold the weights once each, and do not make it faster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from app.checks import FOLIO
+from app.config.args import AppArgs
+from app.config.engine import EngineConfig
+from app.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ServeDeploySchema
+
+logger = logging.getLogger(__name__)
+
+_REPLICA = "EngineReplica"
+_COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+# torch is imported in seconds, and in a minute from a cold disk.
+_COUNT_TIMEOUT_S = 300.0
+_HOW_RAY_COUNTS = "Ray counts GPUs by libnvidia-ml; without it, start nodes with `ray start --num-gpus`"
+
+
+def unseen_gpus() -> int | None:
+    """Number of GPUs that torch sees and Ray does not, for lack of a working libnvidia-ml; else `None`.
+
+    torch is asked in a process of its own: here it would take seconds of every start, and memory of the GPU.
+    """
+    if _library("libcuda.so.1") is None:
+        return None
+    nvml = _library("libnvidia-ml.so.1")
+    if nvml is not None and nvml.nvmlInit_v2() == 0:
+        return None
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_COUNT_TIMEOUT_S, check=True
+        )
+        number = int(asked.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        logger.warning("Ray finds no libnvidia-ml, by which it counts GPUs, and torch cannot say: %s", error)
+        return None
+    if number:
+        logger.info("Ray finds no libnvidia-ml, by which it counts GPUs: it is given the %d that torch sees", number)
+    return number or None
+
+
+def _library(name: str) -> Any:
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None
+
+
+def gpus_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[float]:
+    """GPUs of each living node of `ray.nodes()`."""
+    return [node["Resources"].get("GPU", 0.0) for node in nodes if node["Alive"]]
+
+
+def fit_replicas(config: ServeDeploySchema, gpus: Sequence[float], *, is_default: bool, is_local: bool) -> None:
+    """Set the default's largest number of replicas to what the GPUs hold; warn of a number given that they do not hold.
+
+    Args:
+        gpus: of each node.
+        is_default: nobody has chosen the number of replicas.
+        is_local: there will never be more nodes.
+
+    Raises:
+        ConfigError: not even one replica can be placed, and `is_local`.
+    """
+    for application in config.applications:
+        if application.import_path != FOLIO:
+            continue
+        engine = AppArgs.model_validate(application.args).shelf.first.engine
+        deployment = next((d for d in application.deployments if d.name == _REPLICA), None)
+        explicit = {} if deployment is None else deployment.model_dump(exclude_unset=True)
+        if engine.device == "auto" and not any(gpus) and not is_local:
+            logger.info("the cluster has no GPUs, so device auto is the CPU; %s", _HOW_RAY_COUNTS)
+        need = _gpus_of_replica(engine, explicit, has_gpus=any(gpus))
+        if not need:
+            continue
+        room = sum(_replicas_on(node, need) for node in gpus)
+        if not room:
+            _refuse(application.name, need, gpus, is_local=is_local)
+        elif is_default and deployment is not None:
+            scaling: Any = deployment.autoscaling_config
+            scaling["max_replicas"] = room
+            logger.info("GPUs: %g, for each replica: %g; max_replicas is %d", sum(gpus), need, room)
+        elif (most := _most_replicas(explicit)) > room:
+            logger.warning(
+                "%s may have %d replicas, and the cluster's GPUs (%g, for each replica %g) hold %d: further ones wait "
+                "until others have stopped; set max_replicas, num_replicas or --replicas to %d, or let replicas share "
+                "a GPU (docs/guides/sharing.md)",
+                *(application.name, most, sum(gpus), need, room, room),
+            )
+
+
+def _gpus_of_replica(engine: EngineConfig, explicit: Mapping[str, Any], *, has_gpus: bool) -> float:
+    """GPUs that a replica and its ranks ask Ray for (`app.main.replica_resources`)."""
+    if (bundles := explicit.get("placement_group_bundles")) is not None:
+        return math.fsum(bundle.get("GPU", 0.0) for bundle in bundles)
+    options = explicit.get("ray_actor_options")
+    if options is not None and engine.tensor_parallel_size == 1:  # they replace the defaults
+        return float(options.get("num_gpus") or 0.0)
+    wants = has_gpus if engine.device == "auto" else engine.device == "cuda"
+    return float(engine.tensor_parallel_size) if wants else 0.0
+
+
+def _replicas_on(node_gpus: float, need: float) -> int:
+    """Replicas on a node: a fraction of a GPU is a fraction of one, not parts of two."""
+    if need >= 1:
+        return int(node_gpus // need)
+    return int(node_gpus) * int(1 / need + 1e-6)
+
+
+def _most_replicas(explicit: Mapping[str, Any]) -> int:
+    scaling = explicit.get("autoscaling_config") or {}
+    most = scaling.get("max_replicas", explicit.get("num_replicas", 1))
+    return most if isinstance(most, int) else 1  # "auto" is Serve's choice
+
+
+def _refuse(name: str, need: float, gpus: Sequence[float], *, is_local: bool) -> None:
+    reason = (
+        f"a replica of {name} needs {need:g} GPUs on one node, and the nodes have {', '.join(f'{n:g}' for n in gpus)}"
+    )
+    remedy = "lower tensor_parallel_size or num_gpus, or set device to cpu"
+    if is_local:
+        raise ConfigError(f"{reason}; {remedy}")
+    logger.warning("%s: it waits for a node that has them; %s; %s", reason, remedy, _HOW_RAY_COUNTS)

@@ -38,7 +38,8 @@ class RankActor:
         logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
         if spec.leader_pid is None:  # rank 0 is on another node
             spec = replace(spec, host=ray.util.get_node_ip_address())
-        device = torch.device("cuda", 0) if spec.config.device == "cuda" else torch.device("cpu")  # Ray shows one
+        # Ray shows this process its own GPU only, which may be another rank's, too.
+        device = torch.device("cuda", 0) if spec.config.device == "cuda" else torch.device("cpu")
         run_to_the_end(RankWorker(spec, num_threads(spec.config), device))
         ray.actor.exit_actor()
 

@@ -18,6 +18,7 @@ import torch
 
 from app.config.engine import ResolvedConfig
 from app.engine.execution.batch import Array, PlanHeader, PlanRun, StepPlan
+from app.engine.tensor_parallel.gpu_sharing import SWITCH, Sharing
 from app.engine.tensor_parallel.shared_memory import MemoryAddress
 from app.engine.tensor_parallel.sockets import SocketAddress
 from app.errors import ConfigError, FolioError, ModelError
@@ -40,6 +41,7 @@ class RankSpec:
         host: the peer's own address.
         leader_pid: rank 0's process, if all ranks are on one machine: a peer does not outlive it.
         may_kill_leader: whether peers kill a hanging rank 0, so that its replica is replaced.
+        sharing: how ranks share GPUs; `None`: each has one of its own.
     """
 
     config: ResolvedConfig
@@ -49,6 +51,7 @@ class RankSpec:
     host: str
     leader_pid: int | None
     may_kill_leader: bool
+    sharing: Sharing | None = None
 
 
 class RankProcesses(Protocol):
@@ -96,11 +99,11 @@ class ChildProcesses:
         self._children = [subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) for _ in range(num_peers)]
 
     def run(self, specs: Sequence[RankSpec]) -> None:
-        num_devices = torch.cuda.device_count() if specs[0].config.device == "cuda" else len(specs) + 1
-        if num_devices <= len(specs):
+        has_own = specs[0].config.device == "cuda" and specs[0].sharing is None
+        if has_own and (num_devices := torch.cuda.device_count()) <= len(specs):
             raise ConfigError(
                 f"tensor_parallel_size is {len(specs) + 1}, but torch sees {num_devices} CUDA devices here: each rank "
-                "needs one"
+                f"needs one, unless {SWITCH}=gloo lets them share"
             )
         for child, spec in zip(self._children, specs, strict=True):
             assert child.stdin is not None

@@ -22,6 +22,7 @@ from app.config.engine import ResolvedConfig
 from app.engine.tensor_parallel import processes as limits
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator
+from app.engine.tensor_parallel.gpu_sharing import read_sharing
 from app.engine.tensor_parallel.processes import ERRORS, MEMORY, STEPS, Launch, Link, RankOrder, RankProcesses, RankSpec
 from app.engine.tensor_parallel.rendezvous import Store, join, open_store
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
@@ -43,12 +44,13 @@ class RankGroup:
     """The peers of one engine; also the `vmem.PeerRanks` of its memory.
 
     Raises:
-        ConfigError: no room for the processes.
+        ConfigError: no room for the processes, or GPUs cannot be shared as the environment asks.
         UnavailableError: the processes cannot be started.
     """
 
     def __init__(self, config: ResolvedConfig, launch: Launch) -> None:
         self._config = config
+        self._sharing = read_sharing(config)
         self._num_peers = config.tensor_parallel_size - 1
         self._reason: str | None = None  # why the group has ended
         self._launch_error: FolioError | None = None
@@ -103,7 +105,9 @@ class RankGroup:
         leader_pid = os.getpid() if processes.on_one_machine else None
         processes.run(
             [
-                RankSpec(self._config, rank, link, (host, port), host, leader_pid, processes.may_kill_leader)
+                RankSpec(
+                    self._config, rank, link, (host, port), host, leader_pid, processes.may_kill_leader, self._sharing
+                )
                 for rank in range(1, size)
             ]
         )
@@ -113,7 +117,10 @@ class RankGroup:
             self._post(bytes([RankOrder.CONNECT]), answered=True)
             self._links[STEPS].collect()  # all have started, and join next
         shared.close()
-        self._comm = join(store, 0, size, device, host, limits.JOIN_TIMEOUT_S, shares=processes.on_one_machine)
+        here = processes.on_one_machine
+        self._comm = join(
+            store, 0, size, device, host, limits.JOIN_TIMEOUT_S, shares_memory=here, sharing=self._sharing
+        )
         messages = "TCP" if listener else "shared memory"
         logger.info("%d ranks, messages over %s, collectives over %s", size, messages, self._comm.transport)
         return self._comm

@@ -15,6 +15,7 @@ import torch.distributed
 
 from app.compat.torch import gloo_group, nccl_group
 from app.engine.tensor_parallel.communicator import Communicator, MemoryCommunicator, ProcessGroupCommunicator
+from app.engine.tensor_parallel.gpu_sharing import Sharing, allow_sharing_in_nccl
 from kernels import KernelError, shared_group_bytes
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,15 @@ def open_store(host: str, size: int, timeout_s: float, port: int | None = None) 
 
 
 def join(
-    store: Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float, *, shares: bool = False
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    host: str,
+    timeout_s: float,
+    *,
+    shares_memory: bool = False,
+    sharing: Sharing | None = None,
 ) -> Communicator:
     """Connect this rank with the others: over NCCL for CUDA devices, else over shared memory if every rank can map
     rank 0's, else over gloo.
@@ -53,23 +62,23 @@ def join(
     Args:
         host: this rank's address; gloo listens there.
         timeout_s: limit of the wait for the others to join.
-        shares: of rank 0: offer memory to the peers, which are on this machine and end with this process.
+        shares_memory: of rank 0: offer memory to the peers, which are on this machine and end with this process.
+        sharing: how ranks share GPUs.
 
     Raises:
         RuntimeError: a rank did not join.
     """
-    if uses_nccl(device):
+    on_cuda = device.type == "cuda"
+    if on_cuda and sharing != "gloo":
+        if sharing is not None:
+            allow_sharing_in_nccl()
         return ProcessGroupCommunicator(nccl_group(store, rank, size, _TIMEOUT), rank, size, nccl=True)
-    memory = _offer_memory(store, size, shares) if rank == 0 else _accept_memory(store, rank, size)
-    if memory is not None:
-        return MemoryCommunicator(memory, rank, size)
+    if not on_cuda:
+        memory = _offer_memory(store, size, shares_memory) if rank == 0 else _accept_memory(store, rank, size)
+        if memory is not None:
+            return MemoryCommunicator(memory, rank, size)
     group = gloo_group(store, rank, size, host, join_timeout=timedelta(seconds=timeout_s), timeout=_TIMEOUT)
     return ProcessGroupCommunicator(group, rank, size, nccl=False)
-
-
-def uses_nccl(device: torch.device) -> bool:
-    """Whether ranks on such devices use NCCL, which needs one device for each rank."""
-    return device.type == "cuda"
 
 
 def _offer_memory(store: Store, size: int, shares: bool) -> mmap.mmap | None:

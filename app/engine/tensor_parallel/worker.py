@@ -24,6 +24,7 @@ from app.engine.execution.model_runner import ModelRunner
 from app.engine.lora.rank import RankAdapters
 from app.engine.model.loader import LoadedModel, load_model
 from app.engine.tensor_parallel.communicator import Communicator
+from app.engine.tensor_parallel.gpu_sharing import rank_device
 from app.engine.tensor_parallel.processes import (
     ERRORS,
     JOIN_TIMEOUT_S,
@@ -161,7 +162,7 @@ class RankWorker:
         size = spec.config.tensor_parallel_size
         host, port = spec.store
         _, store = open_store(host, size, JOIN_TIMEOUT_S, port)
-        self._comm = join(store, spec.rank, size, self._device, spec.host, JOIN_TIMEOUT_S)
+        self._comm = join(store, spec.rank, size, self._device, spec.host, JOIN_TIMEOUT_S, sharing=spec.sharing)
 
     # ---- the memory thread ----
 
@@ -250,7 +251,7 @@ def main() -> None:
     except EOFError:  # rank 0 failed before that
         return
     logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
-    device = torch.device("cuda", spec.rank) if spec.config.device == "cuda" else torch.device("cpu")
+    device = rank_device(spec.config, spec.rank, spec.sharing)
     run_to_the_end(RankWorker(spec, num_threads(spec.config), device))
 
 

@@ -17,8 +17,8 @@ from app.engine.execution.batch import StepBatch
 from app.engine.execution.model_runner import ModelRunner
 from app.engine.execution.work_queue import InlineQueue
 from app.engine.model import kv_plan
-from app.engine.tensor_parallel import rendezvous
-from app.engine.tensor_parallel.processes import spawn_ranks
+from app.engine.tensor_parallel.gpu_sharing import SWITCH
+from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.errors import ConfigError
 from tests.app.engine.execution.strict_pointers import StrictProvider, strict_copy
 from tests.app.engine.tensor_parallel import test_decoding
@@ -221,23 +221,33 @@ def test_every_way_of_decoding_on_a_device(speculation: str, make_checkpoint: Ma
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-@pytest.mark.parametrize("over_nccl", [True, False])
+@pytest.mark.parametrize(
+    ("sharing", "launch", "num_devices"),
+    [(None, spawn_ranks, 2), ("gloo", thread_ranks, 1), ("gloo", spawn_ranks, 1), ("nccl", spawn_ranks, 1)],
+)
 def test_two_ranks_on_real_devices(
-    name: str, over_nccl: bool, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    sharing: str | None,
+    launch: Launch,
+    num_devices: int,
+    make_checkpoint: MakeCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Processes with a device each, or threads that share one over gloo."""
-    if torch.cuda.device_count() < 1 + over_nccl:
+    """Processes with a device each, over NCCL; threads and processes that share one."""
+    if torch.cuda.device_count() < num_devices:
         pytest.skip(f"{torch.cuda.device_count()} CUDA devices")
+    if sharing == "nccl" and torch.cuda.nccl.version() < (2, 30):
+        pytest.skip(f"NCCL {torch.cuda.nccl.version()}")
+    if sharing is not None:
+        monkeypatch.setenv(SWITCH, sharing)
     folder = make_checkpoint(name, **ARCHITECTURES[name][1])
     shared = EngineConfig(
         model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=400, max_num_batched_tokens=96
     )
     with LLM(folder, device="cpu", skip_tokenizer_init=True, dtype="float32") as llm:
         expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
-    monkeypatch.setattr(rendezvous, "uses_nccl", lambda _: over_nccl)
-    monkeypatch.setattr(rendezvous, "shared_group_bytes", lambda _: 0)  # of the host's memory
     config = replace(shared, device="cuda", kv_memory_bytes=512 << 20, tensor_parallel_size=2)
-    engine = Engine(config, spawn_ranks if over_nccl else thread_ranks)
+    engine = Engine(config, launch)
     try:
         for i, prompt in enumerate(prompts()):
             engine.submit(str(i), prompt, GREEDY)

@@ -13,60 +13,128 @@ from typing import Any
 import pytest
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine.tensor_parallel import rendezvous
 from app.engine.tensor_parallel.communicator import Communicator
+from app.engine.tensor_parallel.gpu_sharing import SWITCH, Sharing, rank_device, read_sharing
 from app.engine.tensor_parallel.rendezvous import join, open_store
+from app.errors import ConfigError
 from kernels import KernelError
 
 HOST, SIZE, TIMEOUT_S = "127.0.0.1", 3, 20.0
+CPU = torch.device("cpu")
 
 
-def join_all(*, shares: bool) -> list[Communicator]:
-    port, store = open_store(HOST, SIZE, TIMEOUT_S)
+def join_all(
+    size: int = SIZE, *, shares: bool = False, device: torch.device = CPU, sharing: Sharing | None = None
+) -> list[Communicator]:
+    port, store = open_store(HOST, size, TIMEOUT_S)
 
     def join_one(rank: int) -> Communicator:
-        own = open_store(HOST, SIZE, TIMEOUT_S, port)[1] if rank else store
-        return join(own, rank, SIZE, torch.device("cpu"), HOST, TIMEOUT_S, shares=shares and rank == 0)
+        own = open_store(HOST, size, TIMEOUT_S, port)[1] if rank else store
+        shares_memory = shares and rank == 0
+        return join(own, rank, size, device, HOST, TIMEOUT_S, shares_memory=shares_memory, sharing=sharing)
 
-    with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(join_one, range(SIZE), timeout=60))
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(join_one, range(size), timeout=60))
 
 
 def on_all(comms: list[Communicator], act: Callable[[Communicator], Any]) -> list[Any]:
-    with ThreadPoolExecutor(SIZE) as pool:
+    with ThreadPoolExecutor(len(comms)) as pool:
         return list(pool.map(act, comms, timeout=60))
 
 
-@pytest.mark.parametrize("shares", [False, True])
-def test_collectives(shares: bool) -> None:
-    comms = join_all(shares=shares)
-    assert {comm.transport for comm in comms} == {"shared memory" if shares else "gloo"}
-    assert [comm.rank for comm in comms] == [0, 1, 2]
-    sizes = [2, 0, 3]
-    joined = torch.tensor([[0.0, 0.0, 2.0, 2.0, 2.0]] * 4)
+@pytest.mark.parametrize(
+    ("transport", "size", "device", "dtype"),
+    [
+        ("shared memory", 3, "cpu", torch.float32),
+        ("gloo", 3, "cpu", torch.float32),
+        ("gloo", 3, "cpu", torch.bfloat16),
+        ("gloo", 1, "cpu", torch.float32),
+        *(
+            pytest.param(*case, marks=pytest.mark.gpu)
+            for case in (
+                ("gloo", 3, "cuda", torch.float32),
+                ("gloo", 3, "cuda", torch.bfloat16),
+                ("NCCL", 1, "cuda", torch.float32),
+                ("NCCL", 1, "cuda", torch.bfloat16),
+            )
+        ),
+    ],
+)
+def test_collectives(transport: str, size: int, device: str, dtype: torch.dtype) -> None:
+    """All that Folio calls. Over gloo the ranks on CUDA share a device; with NCCL each needs one."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    at = torch.device(device)
+    comms = join_all(
+        size, shares=transport == "shared memory", device=at, sharing="gloo" if transport == "gloo" else None
+    )
+    assert {comm.transport for comm in comms} == {transport}
+    assert [comm.rank for comm in comms] == list(range(size))
+    sizes = [2, 0, 3][:size]
+    joined = torch.tensor([[0.0, 0.0, 2.0, 2.0, 2.0][: sum(sizes)]] * 4, dtype=dtype, device=at)
 
     def part(comm: Communicator) -> torch.Tensor:
-        return torch.full((4, sizes[comm.rank]), float(comm.rank))
+        return torch.full((4, sizes[comm.rank]), float(comm.rank), dtype=dtype, device=at)
 
     assert all(torch.equal(got, joined) for got in on_all(comms, lambda comm: comm.all_gather(part(comm), sizes)))
     first, *others = on_all(comms, lambda comm: comm.gather(part(comm), sizes))
     assert torch.equal(first, joined)
     assert [other.shape[-1] for other in others] == sizes[1:]
+    numbers = torch.arange(6.0, dtype=dtype, device=at).reshape(2, 3).t()  # not contiguous
 
     def add_up(comm: Communicator) -> torch.Tensor:
-        return comm.all_reduce(torch.arange(6.0).reshape(2, 3).t() * (comm.rank + 1))  # not contiguous
+        return comm.all_reduce(numbers * (comm.rank + 1))
 
-    assert all(torch.equal(got, torch.arange(6.0).reshape(2, 3).t() * 6) for got in on_all(comms, add_up))
-    for source in range(SIZE):
+    assert all(torch.equal(got, numbers * sum(range(1, size + 1))) for got in on_all(comms, add_up))
+    for source in range(size):
 
         def send(comm: Communicator, source: int = source) -> tuple[torch.Tensor, torch.Tensor]:
-            own = torch.full((5,), comm.rank + (1 << 40))
+            own = torch.full((5,), comm.rank + (1 << 40), device=at)
             return own, comm.broadcast(own, source)
 
         for own, got in on_all(comms, send):
             assert own.tolist() == got.tolist() == [source + (1 << 40)] * 5
     for comm in comms:
         comm.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "settings", "version", "expected"),
+    [
+        (None, {}, (2, 28, 9), None),
+        ("", {}, (2, 28, 9), None),
+        ("gloo", {"device": "cpu"}, (2, 28, 9), None),
+        ("gloo", {}, (2, 28, 9), "gloo"),
+        ("nccl", {}, (2, 30, 3), "nccl"),
+        ("nccl", {}, (3, 0, 0), "nccl"),
+        ("nccl", {}, (2, 28, 9), r"NCCL is 2\.28\.9, .* must be 2\.30 or later: install it, or use gloo"),
+        ("1", {}, (2, 30, 3), "is '1'; it must be gloo or nccl"),
+        ("gloo", {"kv_memory_bytes": None}, (2, 30, 3), "kv_memory_bytes is not set"),
+    ],
+)
+def test_ranks_share_gpus_where_the_environment_says_so(
+    value: str | None, settings: dict[str, Any], version: tuple[int, ...], expected: str | None
+) -> None:
+    device = settings.get("device", "cuda")
+    bounded = {"kv_memory_bytes": 1 << 30, "tensor_parallel_size": 2, "device": device}
+    config = EngineConfig(model="builtin", **(bounded | settings)).on_device(device)
+    environment = {} if value is None else {SWITCH: value}
+    if expected in (None, "gloo", "nccl"):
+        assert read_sharing(config, environment, lambda: version) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            read_sharing(config, environment, lambda: version)
+
+
+def test_ranks_go_round_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: `spawn_ranks` gave rank 1 cuda:1 on a machine with one GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = EngineConfig(model="builtin", device="cuda").on_device("cuda")
+    assert [str(rank_device(config, rank, "gloo")) for rank in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert str(rank_device(config, 3, None)) == "cuda:3"
+    assert rank_device(EngineConfig(model="builtin").on_device("cpu"), 3, None) == CPU
 
 
 def open_files() -> int:
@@ -137,6 +205,6 @@ def test_a_missing_rank() -> None:
     before = open_files()
     _, store = open_store(HOST, SIZE, 1.0)
     with pytest.raises(RuntimeError):
-        join(store, 0, SIZE, torch.device("cpu"), HOST, 1.0, shares=True)
+        join(store, 0, SIZE, CPU, HOST, 1.0, shares_memory=True)
     gc.collect()
     assert open_files() == before

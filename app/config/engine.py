@@ -106,7 +106,8 @@ class EngineConfig:
             long as the system allows their number of mappings.
         attention: kernels: "cpu", "sdpa" or "reference" on a CPU; "triton", "torch-flash", "sdpa" or "reference" on
             CUDA. "auto" takes the first that is installed and supports the model.
-        num_threads: CPU threads of a step; by default the cores that this process may use, divided among ranks.
+        num_threads: CPU threads of a step; by default the cores that this process may use, divided among ranks, on
+            CUDA no more than 4.
         tensor_parallel_size: ranks that compute each step together, with a device or a share of the cores each. All
             sizes in bytes are those of one rank.
         step_timeout_s: a rank that has not finished a step after this long counts as dead, and the engine stops.

@@ -17,6 +17,10 @@ MOST_SEQS = 1 << 16
 MOST_STEP_TOKENS = 1 << 20
 # Share of the memory left to the interpreter, requests and page tables, beside weights, steps and the KV cache.
 SPARE_SHARE = 1 / 16
+# Threads of torch beside a GPU. One thread launches the steps; sampling and masks are kernels there; tokenizers and
+# grammars have threads of their own. Left are copies into pinned memory and, while a model loads, conversions of
+# weights, which a few threads do at the memory's speed.
+CUDA_THREADS = 4
 DEFAULT_MAP_COUNT = 65_530  # Linux's vm.max_map_count
 
 
@@ -75,8 +79,9 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
 
 def num_threads(config: EngineConfig) -> int:
-    """CPU threads of one rank's steps."""
-    return config.num_threads or max(1, Machine.detect().num_cores // config.tensor_parallel_size)
+    """CPU threads of one rank: on CPUs all cores, divided among the ranks; beside a GPU as many as have work."""
+    most = max(1, Machine.detect().num_cores // config.tensor_parallel_size)
+    return config.num_threads or (min(most, CUDA_THREADS) if config.device == "cuda" else most)
 
 
 def check_resources(config: EngineConfig, machine: Machine, *, reserved_bytes: int = 0) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 import app.config.machine
 from app.config.engine import EngineConfig
-from app.config.machine import Machine, check_resources, resident_bytes
+from app.config.machine import Machine, check_resources, num_threads, resident_bytes
 
 GIB = 1 << 30
 ROOMY = Machine(memory_bytes=24 * GIB, available_bytes=20 * GIB, limited=False, num_cores=8, max_map_count=65_530)
@@ -176,3 +176,20 @@ def test_a_cache_on_a_gpu_may_exceed_the_machines_memory() -> None:
         assert problem.startswith("kv_memory_bytes is 64424509440; it must be at most")
     [problem] = check_resources(config.on_device("cpu"), with_gpu)
     assert problem.startswith("kv_memory_bytes is")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"device": "cpu"}, 8),
+        ({"device": "cpu", "tensor_parallel_size": 2}, 4),
+        ({"device": "cuda"}, 4),  # regression: all cores, in each replica
+        ({"device": "cuda", "tensor_parallel_size": 4}, 2),
+        ({"device": "cuda", "tensor_parallel_size": 16}, 1),
+        ({"device": "cuda", "num_threads": 6}, 6),
+    ],
+)
+def test_threads_of_a_rank(settings: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "detect", lambda: ROOMY)
+    config = EngineConfig(model="builtin", **settings)
+    assert num_threads(config.on_device(config.device)) == expected

@@ -14,7 +14,7 @@ from typing import TypeVar, Unpack
 from app.config.engine import EngineConfig
 from app.engine.delta import Delta, DeltaQueue, RequestOptions
 from app.engine.driver import STOPPED, Act, Begin, EngineDriver, Stream
-from app.engine.engine import Engine
+from app.engine.engine import Admit, Engine
 from app.engine.faults import start_error
 from app.engine.load_report import MOST_KEYS, Activity
 from app.engine.lora.source import AdapterSource, files_version, folder_below
@@ -31,7 +31,7 @@ from app.engine.step_thread import StepThread
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.engine.watch import EngineWatch
 from app.errors import ModelError, RequestError, UnknownRequestError
-from vmem import BudgetAnswer, CachedPrefix, KVMemory, MemoryReport
+from vmem import BudgetAnswer, CachedPrefix, MemoryReport
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class AsyncEngine:
         self,
         config: EngineConfig,
         launch: Launch = spawn_ranks,
-        admit: Callable[[KVMemory], None] | None = None,
+        admit: Admit | None = None,
         prefixes_of_others: PeerPrefixes | None = None,
         loaded: Collection[AdapterSource] = (),
         thread: StepThread | None = None,

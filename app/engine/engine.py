@@ -30,7 +30,7 @@ from app.engine.lora.store import AdapterStore
 from app.engine.lora.weights import check_sources
 from app.engine.model.device import resolve
 from app.engine.model.kv_plan import build_memory
-from app.engine.model.memory_profile import plan_device
+from app.engine.model.memory_profile import DevicePlan, plan_device
 from app.engine.pin_restorer import PinRestorer
 from app.engine.pooler import Pooler
 from app.engine.preemption import PreemptionCostModel
@@ -69,6 +69,8 @@ from vmem import (
 
 logger = logging.getLogger(__name__)
 
+Admit = Callable[[KVMemory, DevicePlan | None], None]
+
 TOO_LATE = "request {!r} has not finished within its timeout_s; raise it, or send the request later"
 
 
@@ -77,7 +79,8 @@ class Engine:
 
     Args:
         launch: starts the processes of the other ranks, with tensor parallelism.
-        admit: called with the memory before pages are taken; sets its budget, or raises.
+        admit: called with the memory before pages are taken, and with the plan of a CUDA device that is not shared
+            within this process; sets the budget, or raises.
         loaded: adapters loaded at run time, see `AdapterStore.set_loaded`.
         device: shared with other engines. The KV memory's budget may then be lowered to nothing, requests wait for as
             long as it is too small for them, and the engine can `sleep`.
@@ -101,7 +104,7 @@ class Engine:
         self,
         config: EngineConfig,
         launch: Launch = spawn_ranks,
-        admit: Callable[[KVMemory], None] | None = None,
+        admit: Admit | None = None,
         loaded: Collection[AdapterSource] = (),
         device: SharedDevice | None = None,
     ) -> None:
@@ -147,7 +150,7 @@ class Engine:
             undo.callback(queue.wait_until_idle)
             self.start_times.lap("memory_s")
             if admit is not None:
-                admit(self.memory)
+                admit(self.memory, plan)
                 self.start_times.lap("budget_s")
             self.max_model_len = fit_context(config, self.model, self.memory)
             self_test(self.executor, self.memory.groups, config.kv_view)

@@ -43,6 +43,8 @@ class MemberUsage:
         least_bytes, most_bytes: bounds of the budget. 0: not known yet.
         demand_bytes: memory for all requests, waiting ones included.
         revision: revision of the budget; an order has the next one.
+        device_bytes: of the device, for everything. 0: not known yet, or CPUs.
+        beside_bytes: of it, what the member's process takes beside this memory.
     """
 
     budget_bytes: int = 0
@@ -51,6 +53,8 @@ class MemberUsage:
     most_bytes: int = 0
     demand_bytes: int = 0
     revision: int = 0
+    device_bytes: int = 0
+    beside_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +219,26 @@ class BudgetLedger:
         others = [m for n, m in self._members.items() if m.settled or (n in before and not m.refused)]
         least_bytes = sum(map(self._least_bytes, [*others, newcomer]))
         if least_bytes <= self.capacity_bytes:
-            return None
+            return self._excess([newcomer, *others])
         return (
             f"{len(others) + 1} replicas that share a device need at least {least_bytes} bytes of KV memory (each one "
             f"sequence of max_model_len, and pinned prefixes); shared_kv_memory_bytes is {self.capacity_bytes}: raise "
             "it, lower max_model_len, or run fewer replicas on the device"
+        )
+
+    def _excess(self, members: Sequence[_Member]) -> str | None:
+        """Why the device cannot hold these members' processes beside the capacity, if so. They are replicas of one
+        deployment: what is not known of a member is another one's."""
+        usage = next((member.usage for member in members if member.usage.device_bytes), None)
+        if usage is None:
+            return None
+        most_bytes = usage.device_bytes - len(members) * usage.beside_bytes
+        if self.capacity_bytes <= most_bytes:
+            return None
+        return (
+            f"shared_kv_memory_bytes is {self.capacity_bytes}; {len(members)} replicas on a device of "
+            f"{usage.device_bytes} bytes take {usage.beside_bytes} each for weights, activations, graphs and headroom, "
+            f"which leaves {max(most_bytes, 0)}: lower it, or run fewer replicas on the device"
         )
 
     def _must_share(self, now: float) -> bool:

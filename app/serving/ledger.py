@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from app.fleet.ledger import BudgetLedger, BudgetOrder, LedgerHeartbeat, Members
 from vmem.errors import BudgetError
 
 if TYPE_CHECKING:
+    from app.engine.model.memory_profile import DevicePlan
     from vmem import KVMemory
 
 logger = logging.getLogger(__name__)
@@ -164,9 +166,11 @@ class BudgetMember:
         self._ledger: Any = None
         self._memory: KVMemory | None = None
         self._load: Callable[[], ReplicaReport] | None = None
-        self._changed = threading.Condition()  # guards the next four
+        self._plan: DevicePlan | None = None
+        self._changed = threading.Condition()  # guards the next five
         self._budget_bytes = self._revision = 0
         self._attached = False  # the memory has the budget
+        self._plan_accepted = False  # the ledger knows the plan
         self._refusal: str | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="folio-budget", daemon=True)
@@ -181,9 +185,13 @@ class BudgetMember:
         """Return when the other replicas have made room. Raises `ConfigError` if they never can."""
         self._wait(lambda: self._budget_bytes > 0)
 
-    def attach(self, memory: KVMemory) -> None:
+    def attach(self, memory: KVMemory, plan: DevicePlan | None) -> None:
         """Let orders set the budget of an unused memory. Returns when the budget suffices. Raises `ConfigError` if the
-        memory needs more than other replicas can spare."""
+        memory needs more than other replicas can spare, or the device cannot hold this process, by its plan, beside
+        theirs."""
+        if plan is not None:
+            self._plan = plan
+            self._wait(lambda: self._plan_accepted)
         self._memory = memory
         self._wait(lambda: self._attached)
 
@@ -232,7 +240,8 @@ class BudgetMember:
             self._carry_out(self._memory, self._budget_bytes, self._revision)
         if self._ledger is None:
             self._ledger = self._find()
-        beat = self._membership.next_heartbeat(self._usage())
+        usage = self._usage()
+        beat = self._membership.next_heartbeat(usage)
         reference = self._ledger.handle_heartbeat.remote(beat, os.getpid())
         order: BudgetOrder = ray.get(reference, timeout=ANSWER_TIMEOUT_S)
         if not self._membership.obeys(order):
@@ -241,8 +250,13 @@ class BudgetMember:
             with self._changed:
                 self._refusal = order.refusal
                 self._changed.notify_all()
-        elif order.revision > self._revision:
+            return
+        if order.revision > self._revision:
             self._carry_out(self._memory, order.budget_bytes, order.revision)
+        if usage.device_bytes and not self._plan_accepted:
+            with self._changed:
+                self._plan_accepted = True
+                self._changed.notify_all()
 
     def _carry_out(self, memory: KVMemory | None, budget_bytes: int, revision: int) -> None:
         if memory is not None:
@@ -257,21 +271,23 @@ class BudgetMember:
             self._changed.notify_all()
 
     def _usage(self) -> MemberUsage:
-        memory = self._memory
+        memory, plan = self._memory, self._plan
+        usage = MemberUsage(self._budget_bytes, revision=self._revision)
+        if plan is not None:
+            usage = replace(usage, device_bytes=plan.total_bytes, beside_bytes=plan.beside_bytes)
         if memory is None:
-            return MemberUsage(self._budget_bytes, revision=self._revision)
+            return usage
         demand_bytes = 0
         if self._load is not None:
             load = self._load()
             tokens = load.total_tokens - load.free_tokens + load.queued_tokens
             demand_bytes = tokens * load.budget_bytes // max(load.total_tokens, 1)
-        return MemberUsage(
-            budget_bytes=self._budget_bytes,
+        return replace(
+            usage,
             held_bytes=memory.held_bytes,
             least_bytes=memory.least_budget_bytes,
             most_bytes=memory.most_budget_bytes,
             demand_bytes=demand_bytes,
-            revision=self._revision,
         )
 
     def _find(self) -> Any:

@@ -120,6 +120,11 @@ class Executor:
     def layers(self) -> ObservedLayers:
         return self._runner.layers
 
+    @property
+    def captures(self) -> bool:
+        """Whether decode steps are captured, unless the model cannot be."""
+        return self._graph_plan is not None
+
     def run_largest(self, num_tokens: int, num_logits: int) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step without a cache, on the device: see `ModelRunner.run_largest`."""
         sizes = np.array([num_tokens, num_logits], dtype=np.int64)

@@ -63,7 +63,7 @@ def build_memory(
         ranks: peers with the same memory; the settings are for each rank.
         share: part of the configured budget; another model's memory has the rest.
         queue: where another thread computes, on a CPU with asynchronous scheduling.
-        plan: of a CUDA device's memory, if `kv_memory_bytes` is not set and `pages` are not given.
+        plan: of a CUDA device's memory, if `pages` are not given.
         pages: memory of the device that other models have a part of. The budget may then be lowered to nothing.
         most_bytes: what this model may have of it at most; by default all.
 
@@ -109,7 +109,7 @@ def build_memory(
         int(part * bound_of_mappings(most, machine, on_cpu=on_cpu)) for most in (MAX_PAGES, MAX_MAPPINGS)
     )
     try:
-        if plan is not None and pages is None:
+        if plan is not None and plan.kv_limit_bytes is None:
             # Of all ranks the one with the least memory; the plan is of this rank's device.
             available = backend.memory_info().available_bytes - plan.activation_bytes - plan.graph_bytes
             budget = min(int(share * plan.kv_bytes), available)

@@ -4,7 +4,8 @@
     | of this engine, in all at most gpu_memory_utilization of the device | or memory of other processes     |
 
 Activations are measured: before the KV memory exists, the largest step runs once, with its sampling, and torch's
-allocator says how much it took at most.
+allocator says how much it took at most. With `kv_memory_bytes`, or `shared_kv_memory_bytes`, that is the bound of the
+KV cache, and the rest is measured as well: the device must have both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Protocol
 import torch
 
 from app.config.engine import ResolvedConfig
+from app.engine.execution.decode_graphs import GRAPH_BYTES
 from app.engine.execution.executor import Executor
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.sampler import sample
@@ -25,10 +27,8 @@ from app.errors import ConfigError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-# Graphs of decode steps: their launches, and buffers that all of them share.
-GRAPH_BYTES = 1 << 30
-# Memory that torch's allocator does not count or cannot use: the CUDA context, kernels' code, buffers of NCCL, and gaps
-# between tensors.
+# Memory of a process that torch's allocator does not count or cannot use: the CUDA context, kernels' code, buffers of
+# NCCL, gaps between tensors, and a graph until it is charged. Models of one process have it together.
 HEADROOM_BYTES = 1 << 30
 
 
@@ -93,6 +93,7 @@ class DevicePlan:
         weight_bytes: of the model, and of a draft model.
         activation_bytes: of the largest step.
         other_bytes: outside of torch: other processes, and CUDA's context.
+        kv_limit_bytes: `kv_memory_bytes`, or what replicas share; the utilization does not count then.
     """
 
     total_bytes: int
@@ -102,16 +103,37 @@ class DevicePlan:
     other_bytes: int = 0
     graph_bytes: int = GRAPH_BYTES
     headroom_bytes: int = HEADROOM_BYTES
+    kv_limit_bytes: int | None = None
+
+    @property
+    def beside_bytes(self) -> int:
+        """What the process takes beside the KV cache."""
+        return self.weight_bytes + self.activation_bytes + self.graph_bytes + self.headroom_bytes
 
     @property
     def kv_bytes(self) -> int:
         """What the KV cache may have; below 0 if the rest is too much already."""
-        ours = min(int(self.utilization * self.total_bytes), self.total_bytes - self.other_bytes)
-        return ours - self.weight_bytes - self.activation_bytes - self.graph_bytes - self.headroom_bytes
+        if self.kv_limit_bytes is not None:
+            return self.kv_limit_bytes
+        return min(int(self.utilization * self.total_bytes), self.total_bytes - self.other_bytes) - self.beside_bytes
 
     def check(self, config: ResolvedConfig) -> None:
-        """Raise `ConfigError` if nothing is left for the KV cache."""
-        if self.kv_bytes <= 0:
+        """Raise `ConfigError` if nothing is left for the KV cache, or the device could never have what is configured. A
+        ceiling may exceed what is free now: whoever has the memory may be about to give it back."""
+        if self.kv_limit_bytes is not None:
+            most_bytes = self.total_bytes - self.beside_bytes
+            if self.kv_limit_bytes > most_bytes:
+                raise ConfigError(
+                    f"kv_memory_bytes or shared_kv_memory_bytes is {self.kv_limit_bytes}; at most {max(most_bytes, 0)} "
+                    f"fit beside the rest: {self}; lower it, or max_num_batched_tokens "
+                    f"({config.max_num_batched_tokens}) or max_num_seqs ({config.max_num_seqs})"
+                )
+            free_bytes = most_bytes - self.other_bytes
+            if self.kv_limit_bytes > free_bytes:
+                logger.warning(
+                    "the KV cache may take %d bytes, of which %d are free now", self.kv_limit_bytes, max(free_bytes, 0)
+                )
+        elif self.kv_bytes <= 0:
             raise ConfigError(
                 f"gpu_memory_utilization is {config.gpu_memory_utilization}, which leaves no memory for the KV cache: "
                 f"{self}; raise it, or lower max_num_batched_tokens ({config.max_num_batched_tokens}) or max_num_seqs "
@@ -128,17 +150,18 @@ class DevicePlan:
             "outside of torch": self.other_bytes,
         }
         shown = ", ".join(f"{name} {num_bytes / 2**30:.2f}" for name, num_bytes in parts.items())
-        return f"of {self.total_bytes / 2**30:.2f} GiB, {self.utilization:.0%} of them ours: {shown}"
+        ours = "" if self.kv_limit_bytes is not None else f", {self.utilization:.0%} of them ours"
+        return f"of {self.total_bytes / 2**30:.2f} GiB{ours}: {shown}"
 
 
 def plan_device(config: ResolvedConfig, executor: Executor) -> DevicePlan | None:
-    """Plan the memory of a CUDA device. `None` on a CPU, and if `kv_memory_bytes` is set.
+    """Plan the memory of a CUDA device; `None` on a CPU.
 
     Raises:
         ConfigError: a step, or the cache beside it, does not fit.
         UnavailableError: a rank died.
     """
-    if config.device == "cpu" or config.kv_memory_bytes is not None:
+    if config.device == "cpu":
         return None
 
     def run_largest(num_tokens: int, num_seqs: int) -> None:
@@ -146,14 +169,21 @@ def plan_device(config: ResolvedConfig, executor: Executor) -> DevicePlan | None
         logits = executor.run_largest(num_tokens, num_seqs)
         sample(logits, [SamplingState(params, [0]) for _ in range(num_seqs)])
 
-    return measure(config, TorchMemory(), run_largest)
+    num_captured = (1 + (config.draft_model is not None)) * executor.captures
+    return measure(config, TorchMemory(), run_largest, num_captured * GRAPH_BYTES)
 
 
-def measure(config: ResolvedConfig, memory: DeviceMemory, run_largest: Callable[[int, int], object]) -> DevicePlan:
+def measure(
+    config: ResolvedConfig,
+    memory: DeviceMemory,
+    run_largest: Callable[[int, int], object],
+    graph_bytes: int = GRAPH_BYTES,
+) -> DevicePlan:
     """Run the largest step and plan the device's memory by its peak.
 
     Args:
         run_largest: computes a step of so many tokens, and samples from so many rows of logits.
+        graph_bytes: for decode graphs, of all models.
 
     Raises:
         ConfigError: the step, or the cache beside it, does not fit.
@@ -172,7 +202,8 @@ def measure(config: ResolvedConfig, memory: DeviceMemory, run_largest: Callable[
         free, total = memory.free_and_total()
         raise ConfigError(
             f"a step of max_num_batched_tokens {num_tokens} and max_num_seqs {num_seqs} does not fit beside "
-            f"{weights / 2**30:.2f} GiB of weights on a device of {total / 2**30:.2f} GiB; lower them"
+            f"{weights / 2**30:.2f} GiB of weights on a device of {total / 2**30:.2f} GiB, of which "
+            f"{(total - free - memory.reserved()) / 2**30:.2f} are outside of torch; lower them"
         ) from error
     activations = memory.peak() - weights
     memory.give_back()
@@ -183,6 +214,8 @@ def measure(config: ResolvedConfig, memory: DeviceMemory, run_largest: Callable[
         weight_bytes=weights,
         activation_bytes=activations,
         other_bytes=total - free - memory.reserved(),
+        graph_bytes=graph_bytes,
+        kv_limit_bytes=config.kv_memory_bytes,
     )
     plan.check(config)
     logger.info("device memory: %s", plan)

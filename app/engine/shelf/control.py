@@ -19,6 +19,7 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.footprint import set_budget_within
 from app.engine.model.device import resolve
 from app.engine.model.kv_plan import estimated_activations
+from app.engine.model.memory_profile import DevicePlan
 from app.engine.model.size import ModelSize
 from app.engine.shelf.allocation import Allocation, ModelNeed
 from app.engine.shelf.arbiter import Arbiter
@@ -341,7 +342,7 @@ class Control:
         pages, most_bytes = self._device.shared.pages, self._room_bytes(model, 0)
         has_all = pages.available_bytes >= most_bytes
 
-        def admit(memory: KVMemory) -> None:
+        def admit(memory: KVMemory, _: DevicePlan | None) -> None:
             set_budget_within(memory, kv_bytes, 1)
 
         try:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from app.config.shelf import ModelConfig
 from app.engine.async_engine import AsyncEngine
+from app.engine.engine import Admit
 from app.engine.lora.source import AdapterSource
 from app.engine.shelf.control import Control
 from app.engine.shelf.device import ShelfDevice
@@ -19,7 +20,6 @@ from app.engine.shelf.status import DeviceStatus, ModelStatus
 from app.engine.startup import PeerPrefixes
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.errors import RequestError, UnavailableError, UnknownModelError
-from vmem import KVMemory
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Shelf:
         weights_dir: Path | None = None,
         weights_dir_bytes: int | None = None,
         launch: Launch = spawn_ranks,
-        admit: Callable[[KVMemory], None] | None = None,
+        admit: Admit | None = None,
         prefixes_of_others: PeerPrefixes | None = None,
         loaded: Collection[AdapterSource] = (),
     ) -> None:

@@ -478,6 +478,25 @@ def test_the_later_of_two_that_start_together_is_refused() -> None:
     assert one.budget_bytes == CAPACITY
 
 
+@pytest.mark.parametrize(("device_bytes", "most"), [(1599, 1), (1600, 2), (1899, 2), (1900, 3), (1200, 0), (0, 3)])
+def test_no_more_processes_than_the_device_holds_beside_the_shared_memory(device_bytes: int, most: int) -> None:
+    """Regression: what a replica takes beside its KV memory was never counted: together they ran out of memory under
+    load. Each takes 300 here; the one that has come too late is refused, as soon as any has told what it takes."""
+    ledger, refusals = BudgetLedger(0.0), []
+    usages = [MemberUsage(), MemberUsage(device_bytes=device_bytes, beside_bytes=300)]
+    for number, usage in enumerate(usages, 1):
+        beats = [LedgerHeartbeat(name, number, CAPACITY, usage) for name in "abc"]
+        refusals = [ledger.handle_heartbeat(beat, 0.0).refusal for beat in beats]
+    assert [refusal is None for refusal in refusals] == [True] * most + [False] * (3 - most)
+    for refusal in refusals[most:]:
+        left = max(device_bytes - (most + 1) * 300, 0)
+        assert refusal is not None
+        assert f"shared_kv_memory_bytes is 1000; {most + 1} replicas on a device of {device_bytes} bytes" in refusal
+        assert f"leaves {left}: lower it, or run fewer replicas" in refusal
+    late = ledger.handle_heartbeat(LedgerHeartbeat("d", 1, CAPACITY, MemberUsage()), 0.0)
+    assert (late.refusal is None) == (not device_bytes or not most)  # a refused one tells nothing
+
+
 def test_a_member_with_just_its_least_budget_is_never_refused() -> None:
     talk = Talk()
     one, other = talk.join(500), talk.join(500)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from app.config.engine import EngineConfig
 from app.engine import LLM, SamplingParams
 from app.engine.execution.executor import Executor
-from app.engine.model import kv_plan
+from app.engine.model import kv_plan, memory_profile
 from app.engine.model.kv_plan import build_memory
 from app.engine.model.memory_profile import GRAPH_BYTES, HEADROOM_BYTES, DevicePlan, measure, plan_device
 from app.engine.tensor_parallel.processes import spawn_ranks
@@ -98,7 +100,7 @@ def test_a_step_that_does_not_fit_names_the_settings() -> None:
     memory = FakeMemory(total=24 * GIB, held=20 * GIB)
     match = (
         "a step of max_num_batched_tokens 8192 and max_num_seqs 256 does not fit beside 20.00 GiB of weights on a "
-        "device of 24.00 GiB; lower them"
+        "device of 24.00 GiB, of which 0.00 are outside of torch; lower them"
     )
     with pytest.raises(ConfigError, match=match):
         measure(CONFIG, memory, memory.step(5 * GIB))
@@ -130,10 +132,48 @@ def test_of_several_ranks_memory_is_told_from_a_lost_one() -> None:
         measure(CONFIG, FakeMemory(), failing(RuntimeError("shapes")))
 
 
-def test_no_profile_where_no_budget_depends_on_it(make_checkpoint: MakeCheckpoint) -> None:
+@pytest.mark.parametrize(
+    ("limit", "others", "fault"),
+    [
+        (40, 0, None),
+        (57, 0, None),  # the utilization does not count
+        (57, 10, "the KV cache may take 57.* bytes, of which 47.* are free now"),
+        (58, 0, "kv_memory_bytes or shared_kv_memory_bytes is 58.*; at most 57.* fit .* max_num_batched_tokens"),
+    ],
+)
+def test_a_configured_cache_is_measured_against_the_whole_device(
+    limit: int, others: int, fault: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: with `kv_memory_bytes`, also where replicas share it, nothing was measured, and a step ran out of
+    memory once the cache had grown. What other processes have now may be given back, and is a warning only."""
+    config = EngineConfig(model="builtin", kv_memory_bytes=limit * GIB).on_device("cuda")
+    memory = FakeMemory(others=others * GIB)
+    fault = None if fault is None else fault.replace("57.*", f"{57 * GIB}").replace("47.*", f"{47 * GIB}")
+    if limit > 57:
+        with pytest.raises(ConfigError, match=fault):
+            measure(config, memory, memory.step(5 * GIB))
+        return
+    plan = measure(config, memory, memory.step(5 * GIB))
+    assert (plan.kv_bytes, plan.beside_bytes) == (limit * GIB, (16 + 5 + 1 + 1) * GIB)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert bool(warnings) == (fault is not None)
+    assert fault is None or re.fullmatch(fault, warnings[0])
+
+
+def test_a_cpu_has_no_profile() -> None:
     unused: Any = None
     assert plan_device(EngineConfig(model="builtin").on_device("cpu"), unused) is None
-    assert plan_device(EngineConfig(model="builtin", kv_memory_bytes=GIB).on_device("cuda"), unused) is None
+
+
+def test_each_model_with_graphs_has_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_profile, "TorchMemory", FakeMemory)
+    monkeypatch.setattr(memory_profile, "sample", lambda *_: None)
+    draft: dict[str, Any] = {"speculation": "draft", "draft_model": "builtin"}
+    for settings, captures, expected in (({}, True, 1), ({}, False, 0), (draft, True, 2)):
+        executor: Any = SimpleNamespace(captures=captures, run_largest=lambda *_: torch.empty(0))
+        plan = plan_device(EngineConfig(model="builtin", **settings).on_device("cuda"), executor)
+        assert plan is not None
+        assert plan.graph_bytes == expected * GRAPH_BYTES
 
 
 def make_executor(folder: str, *, ranks: int = 1, **settings: Any) -> Executor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -12,7 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # In a private module, although torch's documentation teaches it: nothing else shows the calls of a forward.
 DispatchMode: Any = TorchDispatchMode
 
+_Kind = TypeVar("_Kind", bound=torch.Tensor)
+
 _dist: Any = torch.distributed  # only partly annotated
+
+
+def tensor_without_memory(cls: type[_Kind], like: torch.Tensor) -> _Kind:
+    """A tensor of a subclass, with the shape, dtype and device of another one, which must define what functions of it
+    do. Private, although torch's documentation of subclasses names it: `Tensor._make_wrapper_subclass`."""
+    made: Any = torch.Tensor
+    tensor: _Kind = made._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+    return tensor
 
 
 def onednn_supports(dtype: torch.dtype) -> bool:

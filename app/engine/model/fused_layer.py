@@ -1,4 +1,4 @@
-"""Fused decoder layers: the residual is added in the same pass as a norm.
+"""Fused decoder layers: the residual is added in the same pass as a norm, the last one by the norm after the layer.
 
 A layer is recognised by the names of its submodules and then by its behaviour, as the modules of `fusion`.
 """
@@ -15,6 +15,7 @@ from torch import nn
 
 from app.engine.model.fusion import PROBE_TOKENS, FusedAttention, FusedRMSNorm, close
 from app.engine.model.fusion_record import FusionRecord, Learned, replace_modules
+from app.engine.model.lazy_sum import LazySum, evaluated
 from kernels import Elementwise
 
 # Names of a layer's norms: before attention, after it, before the MLP, after it. A norm that comes after is applied to
@@ -45,7 +46,7 @@ OneCall = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tens
 
 class FusedLayer(nn.Module):
     """Decoder layer that adds residuals together with norms. It has the original's submodules, and the plain attributes
-    that models read.
+    that models read. Without a norm after the MLP its output is a `LazySum`.
 
     Attributes:
         norms: before attention, after it, before the MLP, after it.
@@ -72,11 +73,13 @@ class FusedLayer(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs |= zip(self._names, args, strict=False)
         if self.one_call is not None:
+            hidden_states = evaluated(hidden_states)
             out = self.one_call(hidden_states, kwargs["position_embeddings"])
             if out is not None:
                 return out
         before_attention, after_attention, before_mlp, after_mlp = self.norms
         x = hidden_states if before_attention is None else before_attention(hidden_states)
+        hidden_states = evaluated(hidden_states)
         x, _ = self.self_attn(hidden_states=x, **kwargs)
         if after_attention is not None:
             hidden_states = self._normed_sum(x, hidden_states, after_attention)
@@ -87,7 +90,7 @@ class FusedLayer(nn.Module):
             hidden_states, x = self._ops.add_rms_norm(x, hidden_states, norm.weight, norm.eps, norm.offset)
         x = self.mlp(x)
         x = x[0] if isinstance(x, tuple) else x  # routers return their scores, too
-        return hidden_states + x if after_mlp is None else self._normed_sum(x, hidden_states, after_mlp)
+        return LazySum(x, hidden_states) if after_mlp is None else self._normed_sum(x, hidden_states, after_mlp)
 
     def _normed_sum(self, x: torch.Tensor, residual: torch.Tensor, norm: FusedRMSNorm) -> torch.Tensor:
         return self._ops.rms_norm_add(x, residual, norm.weight, norm.eps, norm.offset)

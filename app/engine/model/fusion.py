@@ -1,6 +1,6 @@
 """Fusion: fewer and larger operations in a loaded model.
 
-    norms        one pass
+    norms        one pass, which adds a residual that waits for it (`LazySum`)
     MLPs         gate and up projections in one product, the activation and the product with up in one pass
     attention    query, key and value projections in one product; their norms, rotation and cache write in one pass
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from app.engine.execution.attention import AttentionHandler, RotaryLayer, bind_attention, bound
 from app.engine.model.fusion_record import FusionRecord, Learned, replace_modules
+from app.engine.model.lazy_sum import LazySum
 from kernels import Activation, Elementwise, HeadNorm, Masking
 
 # Relative to the largest value; bfloat16 rounds once here and several times in the original.
@@ -39,6 +40,11 @@ class FusedRMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, LazySum):
+            normed = x.add(lambda *parts: self._ops.add_rms_norm(*parts, self.weight, self.eps, self.offset))
+            if normed is not None:
+                return normed
+            x = x.total
         return self._ops.rms_norm(x, self.weight, self.eps, self.offset)
 
 

@@ -155,11 +155,11 @@ def layer_launches(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "norms", "number"),
     [
-        *((name, ["rms_norm", "add_rms_norm", "add"], 10) for name in ("llama", "mistral", "qwen2", "qwen3")),
+        *((name, ["add_rms_norm"] * 2, 9) for name in ("llama", "mistral", "qwen2", "qwen3")),
         *((name, ["rms_norm", "rms_norm_add"] * 2, 11) for name in ("gemma2", "gemma3")),
     ],
 )
-def test_a_dense_layer_is_at_most_twelve_launches(name: str, norms: list[str], number: int) -> None:
+def test_a_dense_layer_is_at_most_eleven_launches(name: str, norms: list[str], number: int) -> None:
     launches = layer_launches(name)
     assert sorted(launches) == sorted(["linear"] * 4 + norms + ["rotary_write", "attend", "gate"])
     assert len(launches) == number
@@ -167,9 +167,9 @@ def test_a_dense_layer_is_at_most_twelve_launches(name: str, norms: list[str], n
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
 def test_experts_keep_their_own_code(name: str) -> None:
-    """What is around them has seven launches."""
+    """What is around them has six launches."""
     launches = layer_launches(name)
-    around = ["rms_norm", "linear", "rotary_write", "attend", "linear", "add_rms_norm", "add"]
+    around = ["add_rms_norm", "linear", "rotary_write", "attend", "linear", "add_rms_norm"]
     assert not Counter(around) - Counter(launches), launches
-    assert launches.count("rms_norm") == launches.count("add_rms_norm") == 1
+    assert (launches.count("rms_norm"), launches.count("add_rms_norm")) == (0, 2)
     assert "topk" in launches  # the layer has a router

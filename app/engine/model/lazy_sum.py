@@ -1,0 +1,69 @@
+"""Lazy sums: a layer's last residual is added by the norm that comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from app.compat.torch import tensor_without_memory
+
+
+class LazySum(torch.Tensor):
+    """`residual + update`, which is added by the first operation that reads it, once.
+
+    `FusedRMSNorm` adds both in its own pass. Everything else sees the sum: torch calls `__torch_function__` for every
+    function, method and attribute of a tensor, so code between two layers, or a layer that is not fused, needs to know
+    nothing of it. The tensor has no memory of its own that anything else could read.
+
+    Args:
+        update, residual: of equal shape, dtype and device.
+    """
+
+    _parts: tuple[torch.Tensor, torch.Tensor] | None
+    _total: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, update: torch.Tensor, residual: torch.Tensor) -> LazySum:
+        lazy = tensor_without_memory(cls, residual)
+        lazy._parts, lazy._total = (update, residual), None
+        return lazy
+
+    def add(
+        self, add: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor | None:
+        """The second result of `add(update, residual)`, whose first is the sum; `None` if that is known already."""
+        if self._parts is None:
+            return None
+        self._total, result = add(*self._parts)
+        self._parts = None
+        return result
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum."""
+        if self._parts is not None:
+            update, residual = self._parts
+            self._total, self._parts = residual + update, None
+        assert self._total is not None
+        return self._total
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*evaluated(args), **evaluated(kwargs or {}))
+
+    __torch_dispatch__ = __torch_function__  # for calls that begin in C++
+
+
+def evaluated(value: Any) -> Any:
+    """The value with the sum in place of every `LazySum`, in lists, tuples and dictionaries, too."""
+    if isinstance(value, LazySum):
+        return value.total
+    if type(value) in (list, tuple):
+        return type(value)(map(evaluated, value))
+    if type(value) is dict:
+        return {name: evaluated(item) for name, item in value.items()}
+    return value

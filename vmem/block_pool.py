@@ -6,6 +6,7 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from vmem.errors import IntegrityError
 from vmem.eviction import EvictionQueue
@@ -191,10 +192,13 @@ class BlockPool:
             self.region_mappings[block_id] += 1
 
     def begin_map_ahead(self, count: int, *, steals: bool = False) -> list[int]:
-        """Take up to `count` free blocks to map ahead; with `steals` also free-mapped ones."""
+        """Take up to `count` free blocks to map ahead; with `steals` also free-mapped ones that were not."""
         block_ids = self.allocate_free(count)
         if steals:
-            block_ids += self.allocate_free_mapped(count - len(block_ids))
+            stealable = (block_id for block_id in self._free_mapped if block_id not in self._eager)
+            for block_id in list(islice(stealable, count - len(block_ids))):
+                self.allocate_block(block_id)
+                block_ids.append(block_id)
         for block_id in block_ids:
             self.references[block_id] = 0
         self.num_owned -= len(block_ids)

@@ -226,17 +226,19 @@ class GroupMemory:
         )
 
     def _candidates(self, prefix: Sequence[int], num_blocks: int, evicts: bool) -> list[Region]:
-        """The most promising parked regions: for a prefix those that begin alike, else the shortest ones that are long
-        enough, then the longest of the others. If content must be evicted, the regions parked longest."""
+        """The most promising parked regions: for a prefix those that begin alike, else those that begin with a block
+        that is free, the shortest ones that are long enough, then the longest of the others. If content must be
+        evicted, the regions parked longest."""
         free = [region for region in self.parked if not region.busy]
-        if evicts and not prefix:
-            return free[:_ADOPTION_CANDIDATES]
         if prefix:
             alike = [region for region in free if region.at(0) == prefix[0]]
             return sorted(alike or free[:1], key=lambda region: -region.num_mapped)[:_ADOPTION_CANDIDATES]
-        enough = sorted((r for r in free if r.num_mapped >= num_blocks), key=lambda r: r.num_mapped)
-        others = sorted((r for r in free if r.num_mapped < num_blocks), key=lambda r: -r.num_mapped)
-        return (enough + others)[:_ADOPTION_CANDIDATES]
+
+        def order(region: Region) -> tuple[bool, bool, int]:
+            is_short, length = region.num_mapped < num_blocks, region.num_mapped
+            return not self.pool.is_allocatable(region.at(0)), is_short, -length if is_short else length
+
+        return sorted(free, key=(lambda region: order(region)[:1]) if evicts else order)[:_ADOPTION_CANDIDATES]
 
     def park(self, region: Region, *, fence: int, now: float) -> None:
         """End the hold of a region; its mappings stay."""

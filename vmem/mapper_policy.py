@@ -103,6 +103,7 @@ class MappingPolicy:
     Attributes:
         demand: of each group, the recent prompts.
         free_blocks_wanted: of each group, blocks that the next step will allocate without a region.
+        coming: of each group, blocks that the next step will allocate for a new sequence with a region.
         floor: pages that are created at the start and kept.
         options: may be replaced in tests.
         unit_pages: the most pages of one unit of work.
@@ -130,6 +131,7 @@ class MappingPolicy:
             self._map_wanted,
             self._unmap_expired,
             self._shrink,
+            self._map_coming,
             self._reclaim,
             self._fill_floor,
             self._map_ahead,
@@ -145,6 +147,7 @@ class MappingPolicy:
     def clear_step_demand(self) -> None:
         """Drop the announced needs of steps, which then map for themselves and raise the device's errors."""
         self.free_blocks_wanted = [0] * len(self._groups)
+        self.coming = [0] * len(self._groups)
         for group in self._groups:
             group.wanted.clear()
 
@@ -182,20 +185,41 @@ class MappingPolicy:
         return None
 
     def _map_places(self, group: GroupMemory, region: Region) -> MappingWork | None:
-        """The first holes up to `wanted`: the holder's blocks, or free ones for the holder to allocate."""
+        """The first places up to `wanted` that the holder cannot use. Holes get its blocks, or free ones for it to
+        allocate; beyond its blocks, what an earlier holder has left there becomes a hole first."""
         blocks = region.blocks
         assert blocks is not None
         place = max(region.checked, region.first)
-        while place < region.wanted and region.at(place) != HOLE:
-            place += 1  # stale places are remapped by the step that needs them
-        end = place
-        while end < region.wanted and end - place < self._unit_blocks(group) and region.at(end) == HOLE:
+        while place < region.wanted and not self._can_prepare(group, region, place):
+            place += 1
+        is_hole, end = region.at(place) == HOLE, place
+        while (
+            end < region.wanted
+            and end - place < self._unit_blocks(group)
+            and (region.at(end) == HOLE) == is_hole
+            and self._can_prepare(group, region, end)
+        ):
             end += 1
-        if end == place or self.mappings_left < (end - place) * group.num_slices:
+        if end == place:
+            return None
+        if not is_hole:
+            return UnmapRegion(group, region, place, end) if self._may_change(region) else None
+        if self.mappings_left < (end - place) * group.num_slices:
             return None
         if place < len(blocks):
             return MapRegion(group, region, place, blocks[place : min(end, len(blocks))], ahead=False)
         return self._map_free(group, region, place, end - place, steals=True)
+
+    def _can_prepare(self, group: GroupMemory, region: Region, place: int) -> bool:
+        """Whether the place is a hole, or maps what its holder cannot allocate. A stale place among the holder's
+        blocks is left to the step that needs it."""
+        mapped = region.at(place)
+        return mapped == HOLE or (place >= region.used and not self._is_good_for(group, mapped))
+
+    def _is_good_for(self, group: GroupMemory, block_id: int) -> bool:
+        pool = group.pool
+        evicts = not (pool.num_free or pool.num_free_mapped or group.blocks_in(self._pages.num_claimable))
+        return group.can_allocate_in_place(block_id, evicts=evicts)
 
     def _unmap_expired(self) -> MappingWork | None:
         """Blocks that have left the window of their sequence."""
@@ -225,32 +249,64 @@ class MappingPolicy:
         group = min(self._groups, key=lambda group: len(group.handles) / len(group.pool.block_ids))
         return self._attach(group, (self.floor - self._pages.num_created) // group.num_slices, at_home=True)
 
+    def _map_coming(self) -> MappingWork | None:
+        """A region for the prompt that the next step is to begin. Unlike the ones below it is worth eviction and the
+        place of the region parked longest, both of which the prompt would cost when it begins."""
+        for group, coming in zip(self._groups, self.coming, strict=True):
+            depth = min(coming, group.region_blocks)
+            if depth and not any(self._is_ready(group, region, depth) for region in group.parked):
+                if work := self._prepare_region(group, depth, evicts=True):
+                    return work
+                self.coming[group.index] = 0
+        return None
+
     def _map_ahead(self) -> MappingWork | None:
         """Regions for the next prompts (vAttention §6.2.2, eager allocation)."""
         if not self.options.eager_allocation:
             return None
-        spare = self._num_takable_pages - self.options.reclaim_threshold * self._pages.budget
         for group, demand in zip(self._groups, self.demand, strict=True):
             recent = self.now - demand.last_at < self.options.idle_release_s
             depth = min(demand.depth, group.region_blocks) if recent else 0
             ready = sum(self._is_ready(group, region, depth) for region in group.parked)
             if not depth or ready >= demand.num_regions:
                 continue
-            region = max(
-                (r for r in group.parked if self._can_extend(group, r, depth)), key=lambda r: r.num_mapped, default=None
-            )
-            place = region.num_mapped if region is not None else 0
-            missing = (depth - place) * group.num_slices
-            if missing > spare or missing > self.mappings_left // 2 or (region is None and not group.has_free_slot):
-                continue
-            if region is None:
-                if not group.pool.num_free:
-                    return self._attach(group, depth, at_home=False)
-                region = group.new_region()
-                region.touched = self.now
-                group.parked[region] = None
-            return self._map_free(group, region, place, depth - place, steals=False)
+            if work := self._prepare_region(group, depth, evicts=False):
+                return work
         return None
+
+    def _prepare_region(self, group: GroupMemory, depth: int, *, evicts: bool) -> MappingWork | None:
+        """Map `depth` free blocks in a parked region that can be extended, or in a new one.
+
+        Args:
+            evicts: take the blocks of evicted content, and the slot of another region, if there are no others.
+        """
+        region = max(
+            (r for r in group.parked if self._can_extend(group, r, depth)), key=lambda r: r.num_mapped, default=None
+        )
+        place = region.num_mapped if region is not None else 0
+        missing = (depth - place) * group.num_slices
+        spare = self._num_takable_pages - self.options.reclaim_threshold * self._pages.budget
+        if missing > spare or missing > self.mappings_left // 2:
+            return None
+        if region is None:
+            if not group.has_free_slot:
+                return self._empty_oldest(group) if evicts else None
+            if not group.pool.num_free and (work := self._attach(group, depth, at_home=False)):
+                return work
+            if not group.pool.num_free and not evicts:
+                return None
+            region = group.new_region()
+            region.touched = self.now
+            group.parked[region] = None
+        return self._map_free(group, region, place, depth - place, steals=False, evicts=evicts)
+
+    def _empty_oldest(self, group: GroupMemory) -> MappingWork | None:
+        """Unmap the region parked longest, from its end; then its slot is free."""
+        region = next((r for r in group.parked if not group.pool.is_allocatable(r.at(0))), None)
+        run = None if region is None else region.last_run(0, self._unit_blocks(group))
+        if region is None or run is None or not self._may_change(region):
+            return None
+        return UnmapRegion(group, region, *run)
 
     def _release_idle(self) -> MappingWork | None:
         """Pages that have been free or cached for a while."""
@@ -271,19 +327,21 @@ class MappingPolicy:
         return AttachPages(self._backend, self._pages, group, count, at_home=at_home) if count > 0 else None
 
     def _map_free(
-        self, group: GroupMemory, region: Region, place: int, count: int, *, steals: bool
+        self, group: GroupMemory, region: Region, place: int, count: int, *, steals: bool, evicts: bool = True
     ) -> MappingWork | None:
         """Map free blocks ahead, attaching pages first if there are none.
 
         Args:
-            steals: as a last resort take free-mapped blocks, and evict cached ones.
+            steals: as a last resort take free-mapped blocks that were not mapped ahead.
+            evicts: as a last resort evict cached ones, and take them even if other regions map them.
         """
         count = min(count, self._unit_blocks(group))
         if not group.pool.num_free:
-            if (work := self._attach(group, count, at_home=False)) or not steals:
+            if work := self._attach(group, count, at_home=False):
                 return work
-            if not group.pool.num_free_mapped:
-                self._tree.evict(group.index, count)
+            if evicts and not (steals and group.pool.num_free_mapped > group.pool.num_eager):
+                count = min(count, self._tree.evict(group.index, count))
+                steals = True  # those that were evicted come first
         block_ids = group.pool.begin_map_ahead(count, steals=steals)
         return MapRegion(group, region, place, block_ids, ahead=True) if block_ids else None
 

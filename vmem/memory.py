@@ -479,8 +479,12 @@ class KVMemory:
             for group, table in self.tables.tables_of(sequence):
                 self.regions.map_homes(group, table.owned)
 
-    def plan(self, demands: Iterable[StepDemand]) -> None:
-        """Announce the needs of the step after the coming one, for the mapper to prepare (vAttention §6.2.1)."""
+    def plan(self, demands: Iterable[StepDemand], prompt_tokens: int = 0, policy: ViewPolicy = "auto") -> None:
+        """Announce the needs of the step after the coming one, for the mapper to prepare (vAttention §6.2.1).
+
+        Args:
+            prompt_tokens: of a sequence of this policy that the step will probably begin, without a cached prefix.
+        """
         with self.mapper.call():
             for prompts in self.policy.demand:
                 prompts.note_step()
@@ -489,6 +493,7 @@ class KVMemory:
                 for demand in demands:
                     if demand.end > demand.sequence.readable_tokens or demand.end > demand.sequence.writable_tokens:
                         self.regions.request_mapping(demand)
+                self.regions.request_region(prompt_tokens, policy)
             self.lock.notify_all()
 
     def take_changes(self) -> dict[GroupTable, int]:

@@ -14,7 +14,7 @@ from vmem.mapper import Mapper
 from vmem.mapper_policy import MappingPolicy
 from vmem.mapping_work import MapHomes, MapRegion, UnmapRegion
 from vmem.region import HOLE, Region
-from vmem.sequence import GroupTable, SequenceMemory, StepDemand, TableChanges
+from vmem.sequence import GroupTable, SequenceMemory, StepDemand, TableChanges, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +141,15 @@ class RegionManager:
             elif end > table.region.checked:
                 table.region.wanted = end
                 group.wanted[table.region] = None
+
+    def request_region(self, num_tokens: int, policy: ViewPolicy) -> None:
+        """Have the mapper prepare the first tokens of a new sequence."""
+        for g, group in enumerate(self._groups):
+            num_blocks = group.layout.num_blocks(num_tokens)
+            if group.region_blocks and policy != "block_table":
+                self._policy.coming[g] = num_blocks
+            else:
+                self._policy.free_blocks_wanted[g] += num_blocks
 
     def unmap_oldest_tail(self, group: GroupMemory) -> bool:
         """Unmap the tail of the region parked longest, else of a held one; False if there is no tail."""

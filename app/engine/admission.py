@@ -39,6 +39,10 @@ class Admission:
         self._refused = None
         return self._fits(group, reserve)
 
+    def is_refused(self, group: SequenceGroup) -> bool:
+        """Whether the group was refused, and nothing has changed since."""
+        return self._refused is not None and self._refused[0] is group
+
     def forget_refusal(self) -> None:
         """Match the queue's head again: it may need fewer pages than it did."""
         self._refused = None

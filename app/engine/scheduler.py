@@ -18,7 +18,7 @@ from app.engine.request import Request, SequenceGroup
 from app.engine.running import RunningGroups, TokensAwaited, rank
 from app.engine.scheduled import Committed, Scheduled
 from app.engine.waiting_queue import WaitingQueue
-from vmem import KVMemory, OutOfPages, PrefixMatch, ViewPolicy
+from vmem import KVMemory, OutOfPages, PrefixMatch, StepDemand, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +74,14 @@ class Scheduler:
         self._memory = memory
         self._prefixes = memory.prefixes
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running sequence decodes in every step
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._view = view
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.view = view
         self._recovery = recovery
         self.waiting = WaitingQueue(max_num_batched_tokens if fair_tenants else None)
         self.groups = RunningGroups(memory, recovery, policy, lambda: self._admission.forget_pending_refusal())
         self._admission = Admission(memory, self.groups, self.max_num_seqs)
         self._scheduled: list[Scheduled] = []
+        self._matched: tuple[Request | None, bool] = None, False  # the queue's head, and whether a prefix is cached
         self._prompt_logits_left = 0  # of `_PROMPT_LOGITS`, in the step that is being scheduled
 
     @property
@@ -129,7 +130,7 @@ class Scheduler:
             cached = request.expected_cached_tokens or 0
             cached = min(cached, request.num_uncomputed - 1) if not request.reads_whole_prompt else 0
             seconds += self._recovery.step_times.prefill_s(
-                request.num_uncomputed - cached, cached, self._max_num_batched_tokens
+                request.num_uncomputed - cached, cached, self.max_num_batched_tokens
             )
         group.due = self._clock() + PATIENCE * seconds
         self.waiting.add(group)
@@ -209,7 +210,7 @@ class Scheduler:
             self._admission.forget_refusal()  # as in `_open`
 
         decodes, has_prompts = self._schedule_decodes()
-        budget = self._max_num_batched_tokens - len(decodes)
+        budget = self.max_num_batched_tokens - len(decodes)
         if drafts:
             budget -= self._add_drafts(decodes, drafts, budget)
         prompts: list[Scheduled] = []
@@ -228,6 +229,21 @@ class Scheduler:
             self._admission.forget_pending_refusal()
         self._scheduled = decodes + [s for s in prompts if s.request.memory is not None]
         return self._scheduled
+
+    def coming_tokens(self, following: Sequence[StepDemand]) -> int:
+        """Prompt tokens of the queue's head that the step after the scheduled one will probably compute beside the
+        `following` ones; 0 if it will not begin, or with a cached prefix."""
+        head = self.waiting.peek()
+        left = self.max_num_batched_tokens - sum(demand.end - demand.start for demand in following)
+        if head is None or left <= 0 or self.preempted or head.members[0].expected_cached_tokens:
+            return 0
+        first = head.members[0]
+        num_tokens = len(first.token_ids)
+        if self._admission.is_refused(head) or self._memory.pages_for(num_tokens) > self._memory.num_free_pages:
+            return 0
+        if self._matched[0] is not first:
+            self._matched = first, self._prefixes.match(first.chain, tokens_to_match(first)).num_tokens > 0
+        return 0 if self._matched[1] else min(left, num_tokens)
 
     def commit_step(self) -> Committed:
         """Note that the scheduled step is launched: later steps may read what it writes."""
@@ -383,7 +399,7 @@ class Scheduler:
         if match.is_being_computed and any(r.memory is not None for r in self.groups.requests() if r is not request):
             return False
         request.chain.extend(request.token_ids)
-        memory = self._memory.create_sequence(self._view, expected_tokens=len(request.token_ids))
+        memory = self._memory.create_sequence(self.view, expected_tokens=len(request.token_ids))
         try:
             use = replace(request.use, resumes=request.num_cached_tokens is not None)
             request.num_computed = self._memory.share_prefix(memory, request.chain, tokens, use)

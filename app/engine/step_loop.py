@@ -216,7 +216,8 @@ class StepLoop:
         memory = self._memory
         memory.ensure(demands(scheduled))
         plan = self._executor.planner.plan(scheduled, adapter_slots=self._adapters.slots)
-        memory.plan(next_demands(scheduled))
+        following = next_demands(scheduled, self._scheduler.max_num_batched_tokens)
+        memory.plan(following, self._scheduler.coming_tokens(following), self._scheduler.view)
         pooled = [] if self._pooler is None else self._pooler.select(scheduled)
         self._note_begun(scheduled, start)
         forward = self._executor.launch(

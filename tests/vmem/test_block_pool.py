@@ -80,6 +80,8 @@ def test_eager_blocks_are_counted_until_allocated() -> None:
     assert (pool.num_eager, pool.num_free_mapped) == (2, 2)
     pool.end_map_ahead(pool.begin_map_ahead(1), 1.0, failed=True)
     assert pool.num_free == 1
+    assert pool.begin_map_ahead(3, steals=True) == [2]  # not what was mapped ahead itself
+    pool.end_map_ahead([2], 1.0, failed=True)
     pool.allocate_block(0)
     pool.note_region_unmapped([1])
     assert (pool.num_eager, pool.num_free_mapped) == (0, 0)

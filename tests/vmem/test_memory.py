@@ -23,6 +23,7 @@ from tests.vmem.small_memory import (
     FlakyHost,
     FlakyMirror,
     FlakyStandIn,
+    cache,
     do_background,
     groups,
     layout,
@@ -46,6 +47,7 @@ from vmem import (
     OutOfSwap,
     SequenceMemory,
     StepDemand,
+    ViewPolicy,
     VmemError,
     plan_layout,
 )
@@ -528,6 +530,72 @@ def test_the_next_step_is_mapped_beside_this_one() -> None:
     assert memory.report().num_exposed == exposed
     memory.check_integrity()
     finish(memory, *sequences)
+
+
+def cached_regions(memory: KVMemory, count: int, num_tokens: int) -> None:
+    """Leave parked regions whose blocks are all cached."""
+    sequences = []
+    for i in range(count):
+        ids = list(range(i * num_tokens, (i + 1) * num_tokens))
+        sequences.append(memory.create_sequence("region", expected_tokens=num_tokens))
+        memory.share_prefix(sequences[-1], memory.prefixes.chain(), ids)
+        memory.append(sequences[-1], num_tokens)
+        memory.prefixes.stage_prefix(sequences[-1], ids, 0, num_tokens)
+        step(memory, sequences[-1], 0, num_tokens)
+        memory.prefixes.commit_prefixes()
+    for sequence in sequences:
+        memory.free(sequence)
+
+
+@pytest.mark.parametrize(("num_pages", "in_region"), [(40, True), (18, True), (18, False)])
+def test_what_an_earlier_sequence_has_left_is_replaced_beside_the_step(
+    no_thread: None, num_pages: int, in_region: bool
+) -> None:
+    """The step of a long prompt once remapped every place of its region that mapped cached content, and a unit took
+    the blocks that the one before had mapped ahead. With 18 pages the content is evicted."""
+    memory, device = make_memory(FlakyCuda, num_pages=num_pages, num_regions=1, max_tokens=256)
+    assert isinstance(device, FlakyCuda)
+    if in_region:
+        cached_regions(memory, 1, 256)
+    else:
+        cache(memory, list(range(256)))
+    memory.policy.unit_pages = 4
+    sequence = begin(memory, 64)
+    device.fake.launch(pages_read(memory, [StepDemand(sequence, 0, 64)]))
+    memory.launched()
+    memory.plan([StepDemand(sequence, 64, 256)])
+    do_background(memory)
+    assert not device.fake.violations
+    device.fake.finish_work()
+    do_background(memory)
+    memory.check_integrity()
+    exposed = memory.report().num_exposed
+    memory.append(sequence, 256)
+    step(memory, sequence, 64, 256)
+    assert memory.report().num_exposed == exposed
+    finish(memory, sequence)
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "num_pages", "policy"),
+    [(0, 40, "region"), (6, 40, "region"), (6, 24, "region"), (0, 40, "block_table")],
+    ids=["empty", "no slot left", "nor a page", "home"],
+)
+def test_the_prompt_that_waits_finds_its_blocks(
+    no_thread: None, num_cached: int, num_pages: int, policy: ViewPolicy
+) -> None:
+    memory, _ = make_memory(num_pages=num_pages, num_regions=6, max_tokens=128)
+    cached_regions(memory, num_cached, 64)
+    memory.plan([], 64, policy)
+    do_background(memory)
+    memory.check_integrity()
+    assert memory.report().cached_bytes >= (num_cached - 1) * 4 * PAGE_BYTES
+    exposed = memory.report().num_exposed
+    sequence = begin(memory, 64, policy)
+    assert memory.report().num_exposed == exposed
+    memory.plan([], 128)
+    assert do_background(memory) < 100
+    finish(memory, sequence)
 
 
 def test_blocks_for_the_next_step_are_attached_ahead(no_thread: None) -> None:

@@ -429,7 +429,8 @@ class MemoryMachine(RuleBasedStateMachine):
                         assert read(self.memory, demand, layer, "region") == expected
         self.memory.launched()
         self.memory.prefixes.commit_prefixes()
-        self.memory.plan([StepDemand(d.sequence, d.end, min(d.end + 5, MAX_TOKENS)) for d in demands])
+        coming = self.next_token % 3 * MAX_TOKENS // 2  # tokens of the prompt that the next step may begin
+        self.memory.plan([StepDemand(d.sequence, d.end, min(d.end + 5, MAX_TOKENS)) for d in demands], coming)
         return True
 
 

@@ -456,7 +456,7 @@ class SharedMachine(RuleBasedStateMachine):
         assert read(memory, demand, 0, "own") == tokens.contents
         memory.launched()
         memory.prefixes.commit_prefixes()
-        memory.plan([StepDemand(sequence, demand.end, min(demand.end + 5, MAX_TOKENS))])
+        memory.plan([StepDemand(sequence, demand.end, min(demand.end + 5, MAX_TOKENS))], len(ids) % 3 * MAX_TOKENS // 2)
         return True
 
     def _look(self) -> None:

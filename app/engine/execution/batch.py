@@ -172,12 +172,18 @@ def demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
     return [StepDemand(memory_of(s), s.start, s.start + s.num_tokens) for s in scheduled]
 
 
-def next_demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
-    """Expected demands of the next step: one more token of each sequence, or as many prompt tokens again."""
+def next_demands(scheduled: Sequence[Scheduled], step_tokens: int) -> list[StepDemand]:
+    """Expected demands of the next step: one more token of each sequence that decodes, and as many prompt tokens as a
+    step of `step_tokens` has left, in this step's order."""
     following = []
+    left = step_tokens - sum(s.samples for s in scheduled)
     for s in scheduled:
         start = s.start + s.num_tokens
-        end = start + 1 if s.samples else min(start + s.num_tokens, len(s.request.token_ids))
+        if s.samples:
+            end = start + 1
+        else:
+            end = min(start + left, len(s.request.token_ids))
+            left -= end - start
         if s.drafts:
             end = min(end + len(s.drafts), s.request.most_tokens)
         following.append(StepDemand(memory_of(s), start, end))

@@ -1,16 +1,24 @@
-"""Device time of kernels: replays of a CUDA graph between two events, so that no host time is in it."""
+"""Device time of kernels: replays of a CUDA graph between two events, so that no host time is in it.
+
+Two limits of a device are measured in the same way, `read_limit` and `product_limit`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from benchmarks.facts import record
 
 LEAST_S = 0.02  # of one measurement: long against an event's resolution of half a microsecond
+READ_BYTES = 1 << 30  # many times what a cache holds: 50 MiB on an H100, 60 on an H200
+PRODUCT_SIZES = {"cpu": 2048, "cuda": 8192}
+LIMIT_REPEATS = 5
 
 
 def device_timer(work: Callable[[], object], device: torch.device, least_s: float = LEAST_S) -> Callable[[], float]:
@@ -28,7 +36,7 @@ def device_timer(work: Callable[[], object], device: torch.device, least_s: floa
             work()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may map memory meanwhile
         work()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -52,6 +60,40 @@ def _repeat(work: Callable[[], object], least_s: float) -> float:
         num_calls += 1
         if (seconds := time.perf_counter() - start) > least_s:
             return seconds / num_calls
+
+
+def read_limit(device: torch.device, num_bytes: int = READ_BYTES, least_s: float = LEAST_S) -> Callable[[], float]:
+    """A function that measures the bytes a second that the device reads from its memory, best of several times.
+
+    The kernel is torch's sum or, on CUDA, that of `gpu_kernels.READS` or torch's which is fastest now. A copy reads and
+    writes by turns, and is slower.
+    """
+    numbers = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    reads: dict[str, Callable[[], torch.Tensor]] = {"torch": numbers.sum}
+    if device.type == "cuda":
+        kernels = importlib.import_module("benchmarks.gpu_kernels")  # Triton takes time to import
+        for tile, num_warps in kernels.READS:
+            reads[f"tile of {tile}"] = partial(kernels.read_sums, numbers, tile, num_warps)
+            if not (kernels.read_sums(numbers, tile, num_warps) == tile).all():
+                raise RuntimeError(f"the read kernel with a tile of {tile} does not read every number")
+    timers = {name: device_timer(read, device, least_s) for name, read in reads.items()}
+    seconds = {name: timer() for name, timer in timers.items()}
+    chosen = min(seconds, key=lambda name: seconds[name])
+    if len(seconds) > 1:
+        rates = {name: round(num_bytes / of / 1e9, 1) for name, of in seconds.items()}
+        record("read limit", f"GB/s by kernel: {', '.join(f'{name} {of}' for name, of in rates.items())}", rates=rates)
+    return lambda: num_bytes / min(timers[chosen]() for _ in range(LIMIT_REPEATS))
+
+
+def product_limit(
+    device: torch.device, dtype: torch.dtype, size: int = 0, least_s: float = LEAST_S
+) -> Callable[[], float]:
+    """A function that measures the floating-point operations a second of a product of two square matrices, best of
+    several times. `size` is the side; 0 for that of the device."""
+    size = size or PRODUCT_SIZES[device.type]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    timer = device_timer(lambda: a @ b, device, least_s)
+    return lambda: 2 * size**3 / min(timer() for _ in range(LIMIT_REPEATS))
 
 
 def compare(

@@ -191,6 +191,7 @@ def make_engine(folder: str, sizes: Sizes, *, static: bool = False, **settings: 
 
 
 def finish(llm: LLM) -> None:
+    harness.note_engine(llm)
     llm.engine.check_integrity()
     llm.close()
 

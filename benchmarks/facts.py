@@ -1,4 +1,7 @@
-"""Facts: lines of JSON that the jobs of `benchmarks.gpu_day` append to one file, each on the disk before the next."""
+"""Facts: lines of JSON that the jobs of `benchmarks.gpu_day` append to one file, each on the disk before the next.
+
+Every fact has the dtypes that this process has measured so far (`note_dtypes`), as has its result (`harness.finish`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,17 @@ from pathlib import Path
 
 # Set by gpu_day for its jobs: the file, and the job's name.
 FILE_VARIABLE, JOB_VARIABLE = "FOLIO_FACTS", "FOLIO_JOB"
+_dtypes: set[str] = set()
+
+
+def note_dtypes(*dtypes: object) -> None:
+    """Note the dtypes of tensors that are measured: of the tensors themselves, not those that were asked for."""
+    _dtypes.update(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def noted_dtypes() -> str | None:
+    """All noted dtypes, such as "bfloat16, float8_e4m3fn"; `None` if there are none."""
+    return ", ".join(sorted(_dtypes)) or None
 
 
 def record(fact: str, shown: str = "", **values: object) -> None:
@@ -20,8 +34,10 @@ def record(fact: str, shown: str = "", **values: object) -> None:
     """
     print(f"{fact}: {shown or json.dumps(values, default=str)}", flush=True)
     if path := os.environ.get(FILE_VARIABLE):
-        line = {"job": os.environ.get(JOB_VARIABLE, ""), "fact": fact}
-        append(Path(path), line | ({"shown": shown} if shown else {}) | values)
+        line: dict[str, object] = {"job": os.environ.get(JOB_VARIABLE, ""), "fact": fact}
+        line |= {"shown": shown} if shown else {}
+        line |= {"dtype": dtype} if (dtype := noted_dtypes()) else {}
+        append(Path(path), line | values)
 
 
 def append(path: Path, line: dict[str, object]) -> None:

@@ -1,6 +1,6 @@
 """The benchmarks and their figures, from `figures.yaml`: what each key means, its aim, and what it is measured against.
 
-`BENCHMARKS` is in the order of a full run.
+`BENCHMARKS` is in the order of a full run; results of a GPU alone are last.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ class Benchmark:
     """A benchmark, or one way of running it.
 
     Attributes:
-        name: of its result's file.
+        name: of its result's file; for results of a GPU alone, a regular expression for all of it.
         what: what is measured, in a sentence.
-        command: module and arguments of the full run; empty if there is no such benchmark yet.
+        command: module and arguments of the full run; empty if there is none, and `benchmarks.gpu_day` runs it.
         minutes: of a full run on two cores, estimated before the first run that recorded it.
         quick: whether `make bench` runs it with `--quick`.
+        dtype: that of the measured tensors (`facts.noted_dtypes`); a result of another one is refused. Empty for
+            benchmarks that measure no tensors, or only those of other processes.
     """
 
     name: str
@@ -61,10 +63,19 @@ class Benchmark:
     minutes: int
     quick: bool
     figures: tuple[Figure, ...]
+    dtype: str = ""
 
     def figure(self, key: str) -> Figure | None:
         """The entry for a key."""
         return next((figure for figure in self.figures if figure.meaning_of(key) is not None), None)
+
+    def check_dtype(self, dtype: str | None) -> None:
+        """Raise `ValueError` if a result has not this row's dtype."""
+        if self.dtype and dtype != self.dtype:
+            raise ValueError(
+                f"the result of {self.name} is of {dtype or 'no recorded dtype'}, and benchmarks/figures.yaml says "
+                f"{self.dtype}: measure it again in that dtype, or change the row"
+            )
 
 
 def _read() -> tuple[Benchmark, ...]:
@@ -77,3 +88,8 @@ def _read() -> tuple[Benchmark, ...]:
 
 BENCHMARKS = _read()
 BY_NAME = {benchmark.name: benchmark for benchmark in BENCHMARKS}
+
+
+def row_of(name: str) -> Benchmark | None:
+    """The entry for a result's name; `None` if there is none."""
+    return next((benchmark for benchmark in BENCHMARKS if re.fullmatch(benchmark.name, name)), None)

@@ -114,7 +114,8 @@ def main() -> None:
     parser.add_argument("--fake", action="store_true")
     args = parser.parse_args()
     args.device, args.quick = "cpu" if args.fake else "cuda", False
-    settings = dict(sweep.SHAPES["tiny" if args.fake else args.shape])
+    shape = "tiny" if args.fake else args.shape
+    settings = dict(sweep.SHAPES[shape])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, initializer_range=sweep.WEIGHT_STD)
     sizes = sweep.QUICK if args.fake else sweep.Sizes()
     with ExitStack() as undo:
@@ -127,7 +128,7 @@ def main() -> None:
         )
         graphs = Graphs(
             llm,
-            sweep.Sweep(llm, config, sizes, *sweep.ceilings(llm.engine.model.module.device)),
+            sweep.Sweep(llm, config, sizes, *sweep.limits(llm.engine.model.module.device, quick=args.fake)),
             FAKE_STEPS if args.fake else STEPS,
         )
         graphs.capture()
@@ -137,7 +138,7 @@ def main() -> None:
         graphs.logits(batches[1])
         time.sleep(0.1 if args.fake else 1.5)  # idle pages go back
         graphs.steps(batches[1], " after a pause")
-    harness.finish("gpu_graphs", args, graphs.figures, {})
+    harness.finish(f"graphs-{shape}", args, graphs.figures, {})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.device_time import device_timer, product_limit, read_limit
 from benchmarks.facts import record as record_fact
 from benchmarks.gpu_device import Device, Driver, DriverError, NoDevice, show_spread, spread
 from kernels import Masking, VarlenBatch
@@ -76,13 +77,12 @@ class Probes:
 
         source = torch.ones(num_bytes, dtype=torch.uint8, device=where)
         target = torch.empty_like(source)
-        a, b = (torch.randn(size, size, device=where).bfloat16() for _ in range(2))
         host = torch.ones(num_bytes // 8, dtype=torch.uint8, pin_memory=not self.device.fake)
         small = torch.zeros(1, device=where)
         rates = {
-            "copy_gb_per_s": 2 * num_bytes / best_s(lambda: target.copy_(source)) / 1e9,
-            "read_gb_per_s": num_bytes / best_s(source.view(torch.float32).sum) / 1e9,
-            "bf16_tflop_per_s": 2 * size**3 / best_s(lambda: a @ b) / 1e12,
+            "copy_gb_per_s": 2 * num_bytes / device_timer(lambda: target.copy_(source), source.device)() / 1e9,
+            "read_gb_per_s": read_limit(source.device, num_bytes)() / 1e9,
+            "bf16_tflop_per_s": product_limit(source.device, torch.bfloat16, size)() / 1e12,
             "to_device_gb_per_s": len(host) / best_s(lambda: target[: len(host)].copy_(host)) / 1e9,
             "to_host_gb_per_s": len(host) / best_s(lambda: host.copy_(source[: len(host)])) / 1e9,
             "torch_launch_us": best_s(lambda: [small.add_(1) for _ in range(200)]) / 200 * 1e6,

@@ -178,6 +178,7 @@ def measure_turns(fake: bool, folder: Path) -> dict[str, float]:
     alone: dict[tuple[str, int], list[int]] = {}
     for name, engine in engines.items():
         with LLM(engine.model, device=device, kv_memory_bytes=KV_BYTES, **LIMITS) as llm:
+            harness.note_engine(llm)
             for i in range(ROUNDS * PROMPTS):  # one at a time, so that every step has the same shape on the shelf
                 alone[name, i] = list(llm.generate([prompts[name, i]], GREEDY)[0].token_ids)
     size = ModelSize(resolve(engines["a"]))

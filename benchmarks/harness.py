@@ -17,11 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import picture
+from benchmarks import facts, picture
+from benchmarks.figures import row_of
+from vmem.layout import KVLayout
+
+if TYPE_CHECKING:
+    from app.engine import LLM
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -64,35 +69,30 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def read_bandwidth(num_bytes: int = 1 << 30, repeats: int = 5) -> float:
-    """Bytes a second that all threads read from memory together, best of several sweeps."""
-    data = torch.ones(num_bytes // 4)
-    best = 0.0
-    for _ in range(repeats):
-        start = time.perf_counter()
-        data.sum()
-        best = max(best, num_bytes / (time.perf_counter() - start))
-    return best
-
-
-def matrix_rate(dtype: torch.dtype, repeats: int = 5) -> float:
-    """Floating-point operations a second of a large matrix product, best of several."""
-    size = 2048
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    best = 0.0
-    for _ in range(repeats):
-        start = time.perf_counter()
-        a @ b
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    return best
+def note_engine(llm: LLM) -> None:
+    """Note the dtypes of an engine's weights and KV cache, which every later fact and the result then have."""
+    layouts = (group.layout for group in llm.engine.memory.groups)
+    caches = (layout.dtype for layout in layouts if isinstance(layout, KVLayout))
+    facts.note_dtypes(llm.engine.model.module.dtype, *caches)
 
 
 def finish(
     name: str, args: argparse.Namespace, figures: Mapping[str, float], raw: object, draw: Draw | None = None
 ) -> None:
-    """Write figures and raw data as JSON, draw the picture from that file, and print the result as the last line."""
+    """Write figures and raw data as JSON, draw the picture from that file, and print the result as the last line.
+
+    Exits with an error, and writes nothing, if the measured dtypes are not those of the benchmark's row in
+    `benchmarks/figures.yaml`.
+    """
+    dtype, row = facts.noted_dtypes(), row_of(name)
+    if row is not None:
+        try:
+            row.check_dtype(dtype)
+        except ValueError as error:
+            sys.exit(str(error))
     result = {
         "benchmark": name,
+        "dtype": dtype,
         "device": _device_name() if args.device == "cpu" else torch.cuda.get_device_name(),
         "machine": machine(),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),

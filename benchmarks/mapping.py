@@ -33,6 +33,7 @@ from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduler
 from benchmarks import harness, workloads
+from benchmarks.device_time import product_limit, read_limit
 from benchmarks.facts import record
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
 from vmem import (
@@ -167,11 +168,11 @@ def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str
 
 def models(args: argparse.Namespace) -> tuple[Model, Model]:
     """The model of the main figure, and a smaller one with shorter steps."""
+    device = torch.device(args.device)
+    bandwidth, flops = (1e11, 1e13) if args.tiny else (read_limit(device)(), product_limit(device, torch.bfloat16)())
     if args.device == "cuda":
-        bandwidth, flops = cuda_rates()
         large = Model("Llama-3-8B", (LayerSpec(8, 128, 128),) * 32, 7.0e9, bandwidth, flops)
         return large, Model("Qwen2.5-0.5B", (LayerSpec(2, 64, 64),) * 24, 3.6e8, bandwidth, flops)
-    bandwidth, flops = (1e11, 1e13) if args.tiny else (harness.read_bandwidth(), harness.matrix_rate(torch.bfloat16))
     large = Model("Qwen2.5-0.5B", (LayerSpec(2, 64, 64),) * 24, 3.6e8, bandwidth, flops)
     return large, Model("Qwen2.5-0.5B, if it were ten times faster", large.layers, 3.6e7, bandwidth, flops)
 
@@ -281,24 +282,6 @@ def _clock_hz() -> float:
         torch.cuda.synchronize()
         _cache["hz"] = torch.tensor(1e8 / (time.perf_counter() - start), dtype=torch.float64)
     return float(_cache["hz"])
-
-
-def cuda_rates() -> tuple[float, float]:
-    """Rates of the device: bytes a second copied (read and written), and floating-point operations a second."""
-    data = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(data)
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-
-    def seconds(call: Callable[[], object]) -> float:
-        call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(10):
-            call()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / 10
-
-    return 2 * data.numel() / seconds(lambda: target.copy_(data)), 2 * 8192**3 / seconds(lambda: a @ a)
 
 
 # ---- single calls ----

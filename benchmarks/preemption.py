@@ -155,7 +155,9 @@ def make_one_layer(folder: Path, num_heads: int, dim: int) -> None:
 
 def start_engine(args: argparse.Namespace, checkpoint: Path, **settings: Any) -> LLM:
     """An engine without a prefix cache, which would save recomputation."""
-    return LLM(checkpoint, device=args.device, skip_tokenizer_init=True, prefix_cache=False, **settings)
+    llm = LLM(checkpoint, device=args.device, skip_tokenizer_init=True, prefix_cache=False, **settings)
+    harness.note_engine(llm)
+    return llm
 
 
 def make_prompt(num_tokens: int) -> list[int]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.figures import BENCHMARKS, BY_NAME, Benchmark
+from benchmarks.figures import BENCHMARKS, BY_NAME, Benchmark, row_of
 
 COMMITTED = harness.RESULTS / "cpu"
 # Results with a picture, and the module whose `draw` makes it.
@@ -50,12 +50,20 @@ _FIGURE = re.compile(r"<!--f ((?:cuda/)?(?:[\w-]|\.(?=\d))+)\.(\S+)((?: x[\d.e-]
 
 @cache
 def result(name: str, folder: Path = COMMITTED) -> Mapping[str, Any] | None:
-    """Content of a result's JSON, without raw data; `None` if there is none."""
+    """Content of a result's JSON, without raw data; `None` if there is none.
+
+    Raises:
+        ValueError: its dtype is not that of the benchmark's row. Results of CPUs from before dtypes were recorded have
+            none, and are shown as such.
+    """
     path = folder / f"{name}.json"
     if not path.exists():
         return None
     content: dict[str, Any] = json.loads(path.read_text())
     del content["raw"]
+    row = row_of(name)
+    if row is not None and ("dtype" in content or folder.name != "cpu"):
+        row.check_dtype(content.get("dtype"))
     return content
 
 
@@ -108,9 +116,7 @@ def _not_measured(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[s
     for benchmark in BENCHMARKS:
         found = results[benchmark.name]
         reason = (
-            "there is no such benchmark yet"
-            if not benchmark.command
-            else "no result"
+            "no result"
             if found is None
             else f"not in the result of commit {found['commit']}: newer than it, or the rival was not there"
         )
@@ -125,7 +131,8 @@ def _section(benchmark: Benchmark, found: Mapping[str, Any], folder: Path) -> It
     yield ""
     yield benchmark.what
     yield ""
-    yield f"{_origin(found)} File: `{(folder / benchmark.name).relative_to(harness.ROOT)}.json`."
+    file = (folder / benchmark.name).relative_to(harness.ROOT)
+    yield f"{_origin(found)}{_dtype(benchmark, found)} File: `{file}.json`."
     yield ""
     yield "| Key | Meaning | Value | Aim | Against |"
     yield "|---|---|---|---|---|"
@@ -147,6 +154,13 @@ def _origin(found: Mapping[str, Any]) -> str:
         f"{machine['processor']}, {machine['cores']} cores{memory}; {found['date'][:10]}{took}; commit "
         f"`{found['commit']}`. Versions: {versions}.{command}"
     )
+
+
+def _dtype(benchmark: Benchmark, found: Mapping[str, Any]) -> str:
+    """The dtype of a result, in a sentence."""
+    if dtype := found.get("dtype"):
+        return f" Measured in {dtype}."
+    return f" Its dtype was not recorded; the benchmark's is {benchmark.dtype}." if benchmark.dtype else ""
 
 
 def write(folder: Path, failed: Mapping[str, str] | None = None) -> None:

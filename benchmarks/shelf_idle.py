@@ -100,6 +100,7 @@ def make_engine(folder: Path, device: str, sizes: Sizes) -> tuple[LLM, int]:
         kv_memory_bytes=round(BUDGET * AT_ONCE * mean_tokens * token_bytes),
         prefix_cache_release_s=sizes.release_s,
     )
+    harness.note_engine(llm)
     return llm, token_bytes
 
 

@@ -2,8 +2,8 @@
 
 Random weights in bfloat16, made on the device (`load_format: dummy`), and random prompts without a common prefix:
 
-- decode steps of 1, 16, 64 and 256 sequences of 1,024 tokens, greedy, and at temperature 1 with top-p 0.9, against the
-  time in which weights and cache can be read at the copy bandwidth measured in this run
+- decode steps of 1, 16, 64 and 256 sequences of 1,024 tokens, greedy, and at temperature 1 with top-p 0.9: weights and
+  cache read a second, against the rate of reads measured in this run
 - prefill of one prompt of 512, 2,048 and 8,192 tokens, against the matrix rate measured in this run
 - 1 and 16 requests of 1,024 tokens with 64 new ones over their whole time, beside `transformers.generate` with the same
   weights on the same device, in turn
@@ -37,6 +37,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from app.engine import LLM, SamplingParams
 from app.engine.model.checkpoint_module import random_model
 from benchmarks import facts, harness, overhead
+from benchmarks.device_time import READ_BYTES, product_limit, read_limit
 from benchmarks.rivals import TransformersGenerate, folio_rate
 
 DEFAULT_SHAPE = "llama-3-8b"
@@ -134,8 +135,8 @@ class Sweep:
         self._kv_token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * DTYPE.itemsize
         self.note(
             "ceilings",
-            f"copies at {self._bandwidth / 1e9:.1f} GB/s, products at {self._flops / 1e12:.3g} TFLOP/s",
-            copy_bandwidth_gb_per_s=self._bandwidth / 1e9,
+            f"reads at {self._bandwidth / 1e9:.1f} GB/s, products at {self._flops / 1e12:.3g} TFLOP/s",
+            read_bandwidth_gb_per_s=self._bandwidth / 1e9,
             matrix_gflop_per_s=self._flops / 1e9,
         )
 
@@ -180,7 +181,8 @@ class Sweep:
             cached = sum(len(request.token_ids) for request in engine.scheduler.unfinished()) - batch * len(times) / 2
         median, tail = statistics.median(times), quantile(times, 0.99)
         rate = batch * len(times) / sum(times)
-        limit = (self._read_parameters * DTYPE.itemsize + cached * self._kv_token_bytes) / self._bandwidth
+        read_bytes = self._read_parameters * DTYPE.itemsize + cached * self._kv_token_bytes
+        limit = read_bytes / self._bandwidth
         key = f"{mode}_{batch}"
         self.raw[f"decode_s_{key}"] = times
         if key == "greedy_1":
@@ -189,11 +191,12 @@ class Sweep:
         self.note(
             f"decode {mode} batch {batch}",
             f"{median * 1e3:.2f} ms (p99 {tail * 1e3:.2f}, {len(times)} steps), {rate:.0f} tok/s, "
-            f"{limit / median:.1%} of the bytes' limit of {limit * 1e3:.2f} ms",
+            f"reading {read_bytes / median / 1e12:.2f} TB/s, {limit / median:.1%} of the limit of {limit * 1e3:.2f} ms",
             **{
                 f"decode_ms_{key}": median * 1e3,
                 f"decode_p99_ms_{key}": tail * 1e3,
                 f"decode_tokens_per_s_{key}": rate,
+                f"decode_gb_per_s_{key}": read_bytes / median / 1e9,
                 f"decode_share_of_limit_{key}": limit / median,
                 f"decode_steps_{key}": len(times),
             },
@@ -265,7 +268,7 @@ def run(args: argparse.Namespace) -> None:
     settings = dict(SHAPES[shape])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, initializer_range=WEIGHT_STD, dtype=DTYPE)
     device = torch.device(args.device)
-    bandwidth, flops = ceilings(device)
+    bandwidth, flops = limits(device, quick=args.quick)
     rival = None
     if not args.parts:  # first, so that the KV cache's ceiling leaves room for it
         model = random_model(config, device, dtype=DTYPE, attn_implementation="sdpa").eval()
@@ -293,14 +296,18 @@ def run(args: argparse.Namespace) -> None:
 
 
 def make_llm(config: PreTrainedConfig, device: str, sizes: Sizes, **settings: Any) -> LLM:
-    """An engine for this shape, whose logits are about as far apart as those of a trained model. Args: `settings`:
-    further ones."""
+    """An engine for this shape in `DTYPE`, whose logits are about as far apart as those of a trained model.
+
+    Args:
+        settings: further ones.
+    """
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         llm = LLM(
             folder,
             load_format="dummy",
+            dtype=str(DTYPE).removeprefix("torch."),  # the configuration may have none, which means float32
             device=device,
             skip_tokenizer_init=True,
             prefix_cache=False,
@@ -309,6 +316,7 @@ def make_llm(config: PreTrainedConfig, device: str, sizes: Sizes, **settings: An
             max_model_len=max(*sizes.prefills, sizes.context) + most_new_tokens(sizes),
             **settings,
         )
+    harness.note_engine(llm)
     decoder: Any = llm.engine.model.module.get_decoder()
     with torch.inference_mode():
         decoder.norm.weight.fill_(LOGIT_STD / (WEIGHT_STD * math.sqrt(config.hidden_size)))
@@ -336,14 +344,12 @@ def parameter_shapes(config: PreTrainedConfig) -> list[torch.Size]:
     return [parameter.shape for parameter in model.parameters()]
 
 
-def ceilings(device: torch.device) -> tuple[float, float]:
-    """Rates of the device: bytes a second that a copy reads and writes, and floating-point operations a second of a
-    product."""
-    num_bytes, size = (1 << 30, 8192) if device.type == "cuda" else (1 << 27, 1024)
-    source = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-    a, b = (torch.randn(size, size, device=device).to(DTYPE) for _ in range(2))
-    return 2 * num_bytes / best_s(lambda: target.copy_(source)), 2 * size**3 / best_s(lambda: a @ b)
+def limits(device: torch.device, *, quick: bool = False) -> tuple[float, float]:
+    """Limits of the device: bytes a second that it reads, and floating-point operations a second of a product."""
+    num_bytes, size = (1 << 27, 1024) if quick and device.type == "cpu" else (READ_BYTES, 0)
+    rates = read_limit(device, num_bytes)(), product_limit(device, DTYPE, size)()
+    let_go(device)
+    return rates
 
 
 def let_go(device: torch.device) -> None:
@@ -351,16 +357,6 @@ def let_go(device: torch.device) -> None:
     gc.collect()  # modules refer to each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def best_s(work: Callable[[], torch.Tensor], repeats: int = 5) -> float:
-    times = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        if work().is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
 
 
 def quantile(values: list[float], share: float) -> float:

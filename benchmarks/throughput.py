@@ -43,6 +43,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from app.engine import LLM, SamplingParams
 from benchmarks import harness, overhead, rival_servers, sweep
+from benchmarks.device_time import product_limit, read_limit
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
 from benchmarks.rivals import Prompts, Server, TransformersContinuousBatching, TransformersGenerate, folio_rate
 from benchmarks.served import free_port
@@ -53,6 +54,7 @@ SHARED_TOKENS, OWN_TOKENS = 512, 32
 BRANCHES, BRANCHED_TOKENS = 4, 256
 ROOMS = 40
 SEED = 5
+CPU = torch.device("cpu")
 # Scenarios that are compared with what the machine allows, and the figures of it.
 LIMITED = {"batch16": "batch16_share_of_limit", "decode": "single_share_of_bandwidth"}
 NAMES = {
@@ -290,8 +292,8 @@ def run_all(
         "decode": {"folio": lambda: single_stream(llm, list(single()[0]), new)},
     }
     machine: dict[str, Callable[[], float]] = {
-        "bandwidth": harness.read_bandwidth,
-        "flops": lambda: harness.matrix_rate(torch.bfloat16),
+        "bandwidth": lambda: read_limit(CPU)(),
+        "flops": lambda: product_limit(CPU, torch.bfloat16)(),
     }
     rates, machines = {}, {}
     for scenario, by in scenarios.items():
@@ -302,6 +304,7 @@ def run_all(
             machines[scenario] = Machine(measured.pop("bandwidth"), measured.pop("flops"))
         rates[scenario] = measured
     for each in (llm, sharing, narrow):
+        harness.note_engine(each)
         each.engine.check_integrity()
         each.close()
     print("\nspeculation")
@@ -312,6 +315,7 @@ def run_all(
     }
     rates["speculation"] = speculated(builtin, lookups(sizes.lookups), sizes)
     for each in builtin.values():
+        harness.note_engine(each)
         each.engine.check_integrity()
         each.close()
     return rates, machines, 2 * sum(parameter.numel() for parameter in model.parameters())

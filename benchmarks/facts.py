@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 # Set by gpu_day for its jobs: the file, and the job's name.
 FILE_VARIABLE, JOB_VARIABLE = "FOLIO_FACTS", "FOLIO_JOB"
@@ -46,3 +47,14 @@ def append(path: Path, line: dict[str, object]) -> None:
         file.write(json.dumps(line, default=str) + "\n")  # one write, because concurrent jobs append to one file
         file.flush()
         os.fsync(file.fileno())
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All complete lines; a killed job may have left a partial one."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

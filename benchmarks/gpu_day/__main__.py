@@ -1,0 +1,95 @@
+"""The program: chooses stages and jobs, runs them, prints the table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import benchmarks.gpu_day
+from benchmarks import facts
+from benchmarks.gpu_day.job import Outcome
+from benchmarks.gpu_day.runner import ROOT, Stage
+from benchmarks.gpu_day.stages import BUDGET_S, BUDGETS_S, STAGES
+from benchmarks.gpu_day.table import table
+
+MOST_FILES = 8
+
+
+def make_environment(folder: Path, fake: bool) -> dict[str, str]:
+    environment = dict(os.environ) | {
+        "HF_HUB_OFFLINE": "1",
+        "FOLIO_RESULTS": str(folder),
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    # What one job has compiled, those after it read, also those of a later call of this program.
+    environment.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "folio-gpu-day"))
+    if fake:
+        stand_in = importlib.import_module("tests.vmem.backends.stand_in_driver")  # building it needs a C compiler
+        environment |= {
+            "LD_LIBRARY_PATH": f"{stand_in.build()}:{environment.get('LD_LIBRARY_PATH', '')}",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",
+        }
+    return environment
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=benchmarks.gpu_day.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stages", nargs="+", choices=tuple(STAGES), metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("--fake", action="store_true", help="run small versions of everything without a device")
+    parser.add_argument("--only", nargs="+", metavar="JOB", help="run only these jobs")
+    parser.add_argument("--list", action="store_true", help="list the jobs and their time limits")
+    parser.add_argument("--budget-s", type=float, help="seconds for each stage")
+    args = parser.parse_args(argv)
+    stages = {name: STAGES[name](args.fake) for name in args.stages}
+    if args.fake:  # without measurements jobs may run side by side, and on a machine that is busy with other work;
+        # only the bare engine needs the figures of the server
+        stages = {
+            name: [replace(job, alone=name == "server", limit_s=2 * job.limit_s) for job in jobs]
+            for name, jobs in stages.items()
+        }
+    if unknown := set(args.only or ()) - {job.name for jobs in stages.values() for job in jobs}:
+        parser.error(f"no such job: {', '.join(sorted(unknown))}")
+    if args.only:
+        stages = {name: [job for job in jobs if job.name in args.only] for name, jobs in stages.items()}
+    if args.list:
+        for name, jobs in stages.items():
+            for job in jobs:
+                print(f"{name:8}{job.name:28}{job.limit_s:5.0f} s{'  alone' if job.alone else ''}")
+        return 0
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a job that is ended by a signal leaves no file
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which runs every `finally`
+    with tempfile.TemporaryDirectory() as temporary:
+        default = Path(temporary) / "results" if args.fake else ROOT / "benchmarks" / "results" / "cuda"
+        folder = Path(os.environ.get("FOLIO_RESULTS", default)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = make_environment(folder, args.fake)
+        outcomes: list[Outcome] = []
+        found: list[dict[str, object]] = []
+        for name, jobs in stages.items():
+            stage = Stage(name, folder, environment, args.budget_s or BUDGETS_S.get(name, BUDGET_S))
+            known = len(facts.read(stage.facts))
+            outcomes += stage.run(jobs)
+            found += facts.read(stage.facts)[known:]
+            for path in sorted(folder.glob("*.png"))[: max(0, len(list(folder.iterdir())) - MOST_FILES)]:
+                path.unlink()  # plots first, in case few files come back
+    print(table(outcomes, found, fake=args.fake))
+    return int(any(outcome.reason for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The table at the end of a run: failures first, and never more than a reader of the last lines sees."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from benchmarks.gpu_day.job import Outcome
+
+# Where only the end of the output is visible, the whole table must fit.
+MOST_LINES, MOST_CHARACTERS, LINE_CHARACTERS = 80, 11_000, 150
+FAILURE_LINES, TAIL_LINES = 48, 5
+
+
+def table(outcomes: Sequence[Outcome], facts: Sequence[Mapping[str, object]], *, fake: bool = False) -> str:
+    """At most 80 lines: failures with their last lines, then successes, then the main figures."""
+    failed = [outcome for outcome in outcomes if outcome.reason]
+    lines = [f"{len(outcomes) - len(failed)} of {len(outcomes)} jobs succeeded"]
+    if fake:
+        lines[0] += "; without a device, so that no number below is a measurement"
+    # One line for each failure, and as many of their last lines as fit.
+    tail_lines = min(TAIL_LINES, max(0, FAILURE_LINES // max(1, len(failed)) - 1))
+    for outcome in failed[:FAILURE_LINES]:
+        lines.append(f"FAILED  {outcome.job.name}, {outcome.seconds:.1f} s: {outcome.reason}")
+        lines += [f"    | {line}" for line in outcome.tail[len(outcome.tail) - tail_lines :]]
+    if succeeded := [f"{o.job.name} {o.seconds:.1f} s" for o in outcomes if not o.reason]:
+        lines += _wrap("ok: " + ", ".join(succeeded), 10)
+    speaking = {fact["job"] for fact in facts if fact.get("shown")}
+    for fact in facts:
+        if shown := fact.get("shown"):
+            lines += _wrap(f"{fact['job']}, {fact['fact']}: {shown}", 3)
+        elif (figures := fact.get("figures")) and fact["job"] not in speaking:
+            lines += _wrap(f"{fact['job']}: {figures}", 8)
+    return _cut(lines)
+
+
+def _wrap(text: str, most: int) -> list[str]:
+    return textwrap.wrap(text, LINE_CHARACTERS, subsequent_indent="    ", max_lines=most, placeholder=" …")
+
+
+def _cut(lines: Sequence[str]) -> str:
+    """As many lines as may be shown, with long ones shortened."""
+    kept: list[str] = []
+    room = MOST_CHARACTERS
+    for line in lines:
+        line = line if len(line) <= LINE_CHARACTERS else line[: LINE_CHARACTERS - 1] + "…"
+        room -= len(line) + 1
+        if room < 100 or len(kept) == MOST_LINES - 1:
+            kept.append(f"… {len(lines) - len(kept)} more lines are in the results")
+            break
+        kept.append(line)
+    return "\n".join(kept)
+
+
+def figures_of(tail: Sequence[str]) -> str:
+    """The figures in the last line of a benchmark's output, which is JSON."""
+    try:
+        figures = json.loads(tail[-1])["figures"]
+    except (IndexError, ValueError, TypeError, KeyError):
+        return ""
+    return ", ".join(f"{key} {value:.4g}" for key, value in figures.items())

@@ -16,6 +16,7 @@ from typing import Any
 
 from app.engine.delta import Delta, DeltaQueue
 from app.engine.engine import Engine
+from app.engine.faults import device_fault, is_hardware_fault
 from app.engine.step_thread import StepThread, run_call
 from app.errors import EngineError, FolioError, RequestError, UnavailableError
 from vmem import IntegrityError
@@ -78,8 +79,8 @@ class EngineDriver:
     """Runs an engine in a step thread, as one of its members.
 
     A failed step fails the requests in flight and frees their memory. The engine stops, and requests in flight end with
-    `UnavailableError`, when the memory is inconsistent afterwards, a rank is lost, steps fail repeatedly, or the engine
-    is stalled.
+    `UnavailableError`, when the memory is inconsistent afterwards, a rank or the device is lost, steps fail repeatedly,
+    or the engine is stalled.
 
     Attributes:
         engine: ready for requests; closed by the thread when it stops.
@@ -303,6 +304,7 @@ class EngineDriver:
         except BaseException as error:  # whatever failed, every request must end
             logger.exception("a step failed")
             self.engine.load.num_failed_steps += 1
+            self._check_device()
             self._note_failures(1, _MOST_FAILED_STEPS, error)
             # A fixed sentence: the error may quote one request, and all get it.
             self.fail_all(EngineError("a step failed; the server's log says why"))
@@ -322,7 +324,21 @@ class EngineDriver:
             num_failed = sum(
                 isinstance(d.error, EngineError) and not isinstance(d.error, UnavailableError) for d in deltas
             )
+            if num_failed:
+                self._check_device()
             self._note_failures(num_failed, _MOST_FAILED_REQUESTS)
+
+    def _check_device(self) -> None:
+        """Raise `UnavailableError` after a failure that has lost the device: no step will succeed any more."""
+        fault = device_fault(self.engine.model.module.device)
+        if fault is None:
+            return
+        logger.error("the device is lost", exc_info=fault)
+        self._thread.device_lost = True
+        if not is_hardware_fault(fault):
+            # A request that has begun may be the cause. It is not to be sent to the next replica, and lose that, too.
+            self._fail_all(EngineError("a step failed; the server's log says why"))
+        raise UnavailableError("the engine's device has failed; the engine is replaced, send the request again")
 
     def _note_failures(self, count: int, most: int, cause: BaseException | None = None) -> None:
         """Raise `UnavailableError` after too many failures with nothing generated in between."""

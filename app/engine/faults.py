@@ -1,15 +1,18 @@
 """Failures: a call that serves one request and fails ends that request, and not the step.
 
 The client gets a `RequestError` as it is. Of any other failure the client gets a fixed sentence, and the log the cause.
-An inconsistent memory and a lost rank are no request's failure; they stop the engine.
+An inconsistent memory, a lost rank and a lost device are no request's failure; they stop the engine.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+
+import torch
 
 from app.engine.request import Request
 from app.errors import ConfigError, EngineError, FolioError, UnavailableError
@@ -17,6 +20,9 @@ from kernels import KernelError
 from vmem import IntegrityError
 
 logger = logging.getLogger(__name__)
+
+# Errors of CUDA that no program causes: memory, links, or a device that is gone.
+_HARDWARE = re.compile(r"\bECC\b|nvlink|hardware error|unavailable|no CUDA-capable device|unknown error", re.IGNORECASE)
 
 FAILED = "the request failed in the engine; the server's log says why"
 
@@ -65,6 +71,23 @@ def failure_of(request_id: str, error: BaseException) -> FolioError:
         return error
     logger.error("request %s failed", request_id, exc_info=error)
     return EngineError(FAILED)
+
+
+def device_fault(device: torch.device) -> Exception | None:
+    """The error with which every call to a lost CUDA device ends, after an illegal access for example; `None` if it
+    works. Waits for the work that the device has."""
+    if device.type != "cuda":
+        return None
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:  # torch's own error is one
+        return error
+    return None
+
+
+def is_hardware_fault(error: Exception) -> bool:
+    """Whether a device was lost by no request's fault."""
+    return _HARDWARE.search(str(error)) is not None
 
 
 @contextmanager

@@ -63,6 +63,7 @@ class StepThread:
     Attributes:
         progress_at: when the thread last looked for work or ended a step, by `time.monotonic`; during a call that may
             take long, the end of that time.
+        device_lost: no member's step will succeed any more; set by whoever finds out.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class StepThread:
         self._closing = self._ended = False
         self._turns = Turns[Member]()
         self.progress_at = time.monotonic()
+        self.device_lost = False
         self._thread = threading.Thread(target=self._run, name="folio-engine", daemon=True)
         self._thread.start()
 

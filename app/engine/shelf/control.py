@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from app.engine.async_engine import AsyncEngine
+from app.engine.faults import device_fault
 from app.engine.footprint import set_budget_within
 from app.engine.model.device import resolve
 from app.engine.model.kv_plan import estimated_activations
@@ -85,6 +86,11 @@ class Control:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive
+
+    @property
+    def device_lost(self) -> bool:
+        """Whether no model can be served any more."""
+        return self._thread.device_lost
 
     @property
     def hangs(self) -> bool:
@@ -409,6 +415,8 @@ class Control:
         return then
 
     def _fail(self, model: ShelvedModel, error: BaseException) -> None:
+        if device_fault(self._device.device) is not None:
+            self._thread.device_lost = True
         reason = error if isinstance(error, Exception) else EngineError(f"{type(error).__name__}: {error}")
         if model.engine is not None:
             model.engine.stop(f"the model {model.name!r} cannot be served now: {reason}")

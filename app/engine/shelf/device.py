@@ -35,6 +35,7 @@ class ShelfDevice:
 
     Attributes:
         shared: for the engines.
+        device: of the memory.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ShelfDevice:
         weights_dir_bytes: int | None,
     ) -> None:
         on_cuda = bool(models) and resolve(models[0].engine).device == "cuda"
+        self.device = torch.device("cuda" if on_cuda else "cpu")
         pages = DevicePages(device_memory_bytes or _default_bytes(models[0] if on_cuda else None), swap_bytes=0)
         if host_memory_bytes is None:
             host_memory_bytes = int(_HOST_SHARE * Machine.detect().memory_bytes)

@@ -120,11 +120,12 @@ class Shelf:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are served. A model that has failed takes no other with it. Does not block."""
+        """Whether requests are served. A model that has failed takes no other with it, unless the device is lost. Does
+        not block."""
         engines = self._engines
         if self._control is None:
             return len(engines) == len(self._models) and all(engine.healthy for engine in engines)
-        if not self._control.is_alive or self._control.hangs:
+        if not self._control.is_alive or self._control.hangs or self._control.device_lost:
             return False
         return not any(engine.driver.hangs or engine.driver.stalled for engine in engines)
 

@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import pytest
+import torch
 
 from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, Delta, SamplingParams, async_engine
+from app.engine.faults import device_fault
 from app.errors import EngineError, RequestError, UnavailableError
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 from vmem import IntegrityError, MapError
@@ -219,6 +221,53 @@ def test_steps_that_fail_again_and_again_stop_the_engine(
     assert [r.getMessage() for r in caplog.records if "the engine stops" in r.getMessage()] == [
         "the engine stops: 3 failures in a row; the engine is replaced, send the request again"
     ]
+
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "is_retried"),
+    [(ILLEGAL, "step", False), (ECC, "step", True), (ILLEGAL, "append", False), (None, "step", False)],
+)
+def test_a_lost_device_stops_the_engine_at_once(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, fault: str | None, where: str, is_retried: bool
+) -> None:
+    """Regression: every call of CUDA failed, and the replica failed all requests of three steps, or ten one by one.
+    Requests that may be the cause are not sent to another replica; those lost with a broken device are."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(fault or "CUDA error: invalid argument")
+
+    def synchronize(device: torch.device) -> None:
+        assert device.type == "cuda"
+        if fault is not None:
+            fail()
+
+    async def main() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("app.engine.driver.device_fault", lambda _: device_fault(torch.device("cuda")))
+            patch.setattr(torch.cuda, "synchronize", synchronize)
+            patch.setattr(engine._engine if where == "step" else engine._engine.memory, where, fail)
+            failed = await asyncio.gather(*(collect(engine, [1, 2], GREEDY) for _ in range(3)), return_exceptions=True)
+        assert all(isinstance(error, EngineError) for error in failed)
+        begun = failed if where == "step" else failed[:1]  # the other two are not admitted any more
+        assert [isinstance(error, UnavailableError) for error in begun] == [is_retried] * len(begun)
+        if fault is None:
+            assert engine.healthy
+            assert len(await collect(engine, [1, 2], GREEDY)) == 30
+        else:
+            await until(lambda: is_stopped(engine))
+            with pytest.raises(UnavailableError, match="send the request again"):
+                await collect(engine, [1, 2], GREEDY)
+
+    run(main())
+
+
+def test_devices_without_a_context_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("a CPU engine called CUDA"))
+    assert device_fault(torch.device("cpu")) is None
 
 
 def test_requests_that_fail_again_and_again_stop_the_engine(

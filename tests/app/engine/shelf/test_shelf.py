@@ -840,6 +840,33 @@ async def test_an_engine_whose_steps_fail_is_loaded_again(
         await shelf.check_integrity()
 
 
+@pytest.mark.parametrize("call", ["step", "map_weights"])
+async def test_a_lost_device_takes_all_models_with_it(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Regression: its models would have been loaded again for ever, by a replica that says that it is healthy."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    memory_bytes = models.memory_for("llama", "qwen3", room_bytes=KV_BYTES)
+    async with models.opened([models.config("llama"), models.config("qwen3")], memory_bytes) as shelf:
+        engine = await shelf.model("llama").ready()
+        for module in ("app.engine.driver", "app.engine.shelf.control"):
+            monkeypatch.setattr(f"{module}.device_fault", lambda _: RuntimeError("lost"))
+        assert shelf.healthy
+        owner = engine.driver.engine.footprint if call == "map_weights" else engine.driver.engine
+        monkeypatch.setattr(owner, call, fail)
+        task = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], LONG))
+        if call == "map_weights":
+            await put_to_sleep(shelf, "llama")
+        with pytest.raises(EngineError):
+            await task
+        await until_async(lambda: not shelf.healthy)
+        with pytest.raises(UnavailableError, match="send the request again"):
+            shelf.check()
+
+
 @pytest.mark.parametrize("call", ["sleep", "wake", "map_weights", "set_kv_budget"])
 async def test_an_engine_that_cannot_sleep_or_wake_is_loaded_again(
     models: TinyModels, monkeypatch: pytest.MonkeyPatch, call: str

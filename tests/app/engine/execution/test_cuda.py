@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -259,6 +261,46 @@ def test_two_ranks_on_real_devices(
         engine.check_integrity()
     finally:
         engine.close()
+
+
+LOSE_THE_DEVICE = """
+import asyncio, os, sys, time
+import torch
+from app.engine import AsyncEngine, EngineConfig, SamplingParams
+from app.errors import EngineError
+
+engine = AsyncEngine(EngineConfig(
+    model=sys.argv[1], device="cuda", skip_tokenizer_init=True, max_model_len=100, kv_memory_bytes=1 << 28
+))
+
+async def collect():
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    return [d async for deltas in engine.generate([1, 2, 3], params) for d in deltas]
+
+asyncio.run(collect())
+torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")]  # an assertion in the kernel
+try:
+    asyncio.run(collect())
+except EngineError as error:
+    print(type(error).__name__)
+deadline = time.monotonic() + 30
+while engine.healthy and time.monotonic() < deadline:
+    time.sleep(0.01)
+print("healthy" if engine.healthy else "stopped", flush=True)
+os._exit(0)  # as the replica does
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.processes
+def test_a_device_that_is_lost_stops_the_engine(make_checkpoint: MakeCheckpoint) -> None:
+    """In a process of its own, whose context is of no use afterwards."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    command = [sys.executable, "-c", LOSE_THE_DEVICE, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.stdout.split()[-2:] == ["EngineError", "stopped"], done.stderr[-3000:]
 
 
 @pytest.mark.gpu

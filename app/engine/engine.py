@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Unpack
 
 from app.config.engine import EngineConfig
+from app.engine.charges import DeviceCharges
 from app.engine.decoding import Decoder
 from app.engine.delta import Delta, RequestOptions
 from app.engine.execution.executor import Executor
@@ -24,7 +25,6 @@ from app.engine.footprint import Footprint
 from app.engine.generation import Generation
 from app.engine.intake import RequestValidator, check_fork, fit_context
 from app.engine.load_report import LoadMeter, LoadReporter
-from app.engine.lora.memory import AdapterMemory
 from app.engine.lora.source import AdapterSource
 from app.engine.lora.store import AdapterStore
 from app.engine.lora.weights import check_sources
@@ -154,14 +154,16 @@ class Engine:
                 self.start_times.lap("budget_s")
             self.max_model_len = fit_context(config, self.model, self.memory)
             self_test(self.executor, self.memory.groups, config.kv_view)
-            self.executor.bind_memory(self.memory)
+            self.executor.bind_memory(self.memory, pages)
             self.executor.enforce_step_timeout()
             self.start_times.lap("self_test_s")
             self.recovery = PreemptionCostModel(config.max_num_batched_tokens)
             if self.speculation is not None:
                 self.speculation.open(self.max_model_len, lambda: self.recovery.step_times, plan, pages)
             draft = None if self.speculation is None else self.speculation.memory
-            self.footprint = Footprint(self.memory, draft, share, arenas)
+            every = (self.executor.graphs, None if self.speculation is None else self.speculation.graphs)
+            graphs = [captured for captured in every if captured is not None]
+            self.footprint = Footprint(self.memory, draft, share, arenas, graphs)
             self.scheduler = Scheduler(
                 self.memory,
                 max_num_seqs=config.max_num_seqs,
@@ -178,7 +180,7 @@ class Engine:
                 ranks,
                 self.scheduler,
                 loaded,
-                None if pages is None else AdapterMemory(pages),
+                None if pages is None else DeviceCharges(pages),
             )
             undo.callback(self.adapters.close)
             self._meter = meter = LoadMeter()
@@ -479,8 +481,8 @@ class Engine:
 
     def sleep(self) -> None:
         """Give back all memory of the device, between two steps: running requests are preempted, cached prefixes are
-        forgotten, adapters dropped, weights unmapped. Until `wake`, requests wait; those whose `timeout_s` passes
-        end."""
+        forgotten, adapters and graphs dropped, weights unmapped. Until `wake`, requests wait; those whose `timeout_s`
+        passes end."""
         self._steps.settle()
         self.scheduler.preempt_all()
         if self.speculation is not None:
@@ -491,8 +493,8 @@ class Engine:
 
     def wake(self) -> None:
         """Serve requests again, once `footprint` has mapped the weights, and `step` has loaded the adapters of those
-        that had begun. Pinned prefixes are computed again; one that fails stays pinned by name, and is computed at the
-        next wake, or by the next `pin` of it."""
+        that had begun. Graphs are captured again as steps want them. Pinned prefixes are computed again; one that fails
+        stays pinned by name, and is computed at the next wake, or by the next `pin` of it."""
         self.asleep = self._steps.starved = False
         self._pin_restorer.restore(self._queue_pin)
 
@@ -511,6 +513,16 @@ class Engine:
         if self.adapters.memory is not None:
             self.adapters.memory.room_bytes = num_bytes
         self.footprint.set_attainable(max(num_bytes - self.adapters.used_bytes, 0))
+
+    def limit_graphs(self, num_bytes: int) -> None:
+        """Bound the memory of decode graphs, between two steps. Beyond it they are dropped, and captured again as they
+        fit."""
+        every = self.footprint.graphs
+        for graphs in every:
+            graphs.limit_bytes = num_bytes // len(every)
+            if graphs.num_bytes > graphs.limit_bytes:
+                self._steps.settle()
+                graphs.release()
 
     @property
     def first(self) -> SequenceGroup | None:

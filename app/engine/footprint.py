@@ -1,4 +1,4 @@
-"""Footprint: what an engine takes of a device that it shares: weights and KV memory, a draft model's included."""
+"""Footprint: what an engine takes of a shared device: weights, KV memory and graphs, a draft model's included."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 
+from app.engine.execution.decode_graphs import DecodeGraphs
 from app.engine.model.weight_arena import WeightArena
 from vmem import BudgetError, CachedPrefix, KVMemory
 
@@ -17,9 +18,18 @@ class Footprint:
         memory, draft: KV memories of the model and of a draft model, which has the rest of the budget.
         share: of the model in the budget.
         arenas: weights that can be unmapped; none on a device of the engine's own.
+        graphs: of decode steps.
     """
 
-    def __init__(self, memory: KVMemory, draft: KVMemory | None, share: float, arenas: Sequence[WeightArena]) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        draft: KVMemory | None,
+        share: float,
+        arenas: Sequence[WeightArena],
+        graphs: Sequence[DecodeGraphs],
+    ) -> None:
+        self.graphs = graphs
         self._memory, self._draft, self._share, self._arenas = memory, draft, share, arenas
         self._memories = [memory] if draft is None else [memory, draft]
         self._revision = 1  # of the budget; the first one is that of `Engine`'s `admit`
@@ -28,6 +38,11 @@ class Footprint:
     def weight_bytes(self) -> int:
         """While they are mapped."""
         return sum(arena.num_bytes for arena in self._arenas)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Decode graphs with their buffers. From any thread."""
+        return sum(graphs.held_bytes for graphs in self.graphs)
 
     @property
     def held_bytes(self) -> int:
@@ -67,11 +82,13 @@ class Footprint:
         self._memory.pages.set_attainable(int(self._share * num_bytes))
 
     def release(self) -> list[CachedPrefix]:
-        """Give back KV memory and weights, without sequences; returns the prefixes that were pinned. Weights come last:
-        the release of KV memory waits for launched steps."""
+        """Give back KV memory, graphs and weights, without sequences; returns the prefixes that were pinned. KV memory
+        comes first: its release waits for launched steps."""
         pinned = self._memory.release_all()
         if self._draft is not None:
             self._draft.release_all()
+        for graphs in self.graphs:
+            graphs.release()
         for arena in self._arenas:
             arena.unmap()
         return pinned

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from app.engine.charges import DeviceCharges
 from app.engine.execution.batch import BatchPart, StepBatch
 from app.engine.execution.graph import CaptureError, Graph
 from app.errors import ModelError
@@ -27,10 +28,13 @@ from vmem import CacheTensors, KVMemory, View, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
-# Graphs and the memory of their steps; on CUDA they come out of `HEADROOM_BYTES`.
+# Graphs and the memory of their steps, at most.
 GRAPH_BYTES = 1 << 30
 # Graphs captured at the start take at most this share of it: what the load turns out to need must still fit.
 _START_SHARE = 0.5
+# A graph that was released is captured again when so many steps have wanted it: capturing takes as long as launching
+# about so many steps kernel by kernel, so that it costs at most twice the better choice.
+_STEPS_TO_RECAPTURE = 16
 # (buckets up to this one, their distance)
 _STEPS = ((64, 8), (1 << 20, 16))
 
@@ -69,10 +73,13 @@ class DecodeGraphs:
 
     Args:
         forward: logits `[num_logits, vocab_size]` of a batch, on its device.
+        charges: of a device that other models share, to which graphs and their buffers are charged.
 
     Attributes:
         captured: (view, bucket) of each graph.
         num_bytes: memory of all graphs.
+        limit_bytes: bound of it now, at most the plan's.
+        wanted_bytes: what a graph would take that a step has wanted, and for which a shared device had no memory.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class DecodeGraphs:
         memory: KVMemory,
         device: torch.device,
         forward: Callable[[StepBatch], torch.Tensor],
+        charges: DeviceCharges | None = None,
     ) -> None:
         self._plan = plan
         self._memory = memory
@@ -89,10 +97,19 @@ class DecodeGraphs:
         self._inputs: dict[View, DecodeInputs] = {}
         self._logits: torch.Tensor | None = None  # [largest bucket, vocab_size]
         self._batches: list[StepBatch] = []  # of the graphs, which do not keep what they read
+        self._charges = charges
+        self._sizes: dict[tuple[View, int], int] = {}  # of graphs captured before
+        self._to_wait: dict[tuple[View, int], int] = {}  # steps until a released graph is captured again
         self.captured: dict[tuple[View, int], Graph] = {}
-        self.num_bytes = 0
-        self._budget_bytes = plan.budget_bytes
+        self.num_bytes = self.wanted_bytes = 0
+        self.limit_bytes = self._budget_bytes = plan.budget_bytes
         self._is_refused = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the device: graphs, and the buffers that they read and write. From any thread."""
+        buffers, logits = list(self._inputs.values()), self._logits
+        return self.num_bytes + sum(b.num_bytes for b in buffers) + (0 if logits is None else logits.nbytes)
 
     def run(self, batch: StepBatch) -> torch.Tensor | None:
         """Logits `[num_logits, vocab_size]`, valid until the next call; `None` if no graph can compute the batch:
@@ -124,7 +141,7 @@ class DecodeGraphs:
         view: View = "region" if has_regions and policy != "block_table" else "block_table"
         taken, largest = 0, 0
         for bucket in reversed(self._plan.buckets):
-            if taken + largest > _START_SHARE * self._budget_bytes:
+            if taken + largest > _START_SHARE * self._room_bytes:
                 break
             before = self.num_bytes
             if not self._capture(view, bucket):
@@ -138,22 +155,47 @@ class DecodeGraphs:
             self.num_bytes / 2**20,
         )
 
+    def release(self) -> None:
+        """Give the memory of all graphs back to the device. No step may be under way. Graphs that are wanted later are
+        captured again."""
+        self._to_wait |= dict.fromkeys(self.captured, _STEPS_TO_RECAPTURE)
+        self.captured.clear()
+        self._batches.clear()
+        self.num_bytes = self.wanted_bytes = 0
+        self._budget_bytes = self._plan.budget_bytes
+        self._settle()
+
     def _bucket(self, view: View, num_seqs: int) -> int | None:
         """The bucket to replay, captured now if need be; if it does not fit, a captured one of up to twice its size."""
         buckets = self._plan.buckets
         first = bisect.bisect_left(buckets, num_seqs)
         if first == len(buckets):
             return None
-        if (view, buckets[first]) in self.captured or self._capture(view, buckets[first]):
+        key = view, buckets[first]
+        if key in self.captured:
+            return buckets[first]
+        if left := self._to_wait.get(key, 0):
+            self._to_wait[key] = left - 1
+        elif self._capture(*key):
             return buckets[first]
         larger = (bucket for bucket in buckets[first:] if bucket <= 2 * buckets[first])
         return next((bucket for bucket in larger if (view, bucket) in self.captured), None)
 
-    @torch.inference_mode()
     def _capture(self, view: View, bucket: int) -> bool:
         """Capture a graph; False if it does not fit, or if the model cannot be captured."""
-        if self._is_refused or self.num_bytes >= self._budget_bytes:
+        expected = self._sizes.get((view, bucket), 0)
+        fits = self.num_bytes + max(expected, 1) <= self._room_bytes
+        if self._is_refused or not fits or not self._take(expected, wanted=expected):
             return False
+        try:
+            return self._record(view, bucket, expected)
+        finally:
+            self._settle()
+
+    @torch.inference_mode()
+    def _record(self, view: View, bucket: int, charged: int) -> bool:
+        """See `_capture`; `charged`: for this graph already."""
+        held_before = self.held_bytes
         if view not in self._inputs:
             self._inputs[view] = DecodeInputs(self._memory.tensors, view, self._plan.buckets[-1], self._device)
         inputs = self._inputs[view]
@@ -181,11 +223,37 @@ class DecodeGraphs:
                 "decode steps of this model cannot be captured, each of their kernels is launched: %s", error
             )
             return False
-        note_compilation(f"decode graph of {bucket} sequences, {view}")
+        if (view, bucket) not in self._sizes:  # else it has been captured before
+            note_compilation(f"decode graph of {bucket} sequences, {view}")
+        self._sizes[view, bucket] = size = graph.num_bytes + self.held_bytes - held_before
+        if not self._take(max(size - charged, 0), wanted=size):
+            return False
         self._batches.append(batch)
         self.captured[view, bucket] = graph
         self.num_bytes += graph.num_bytes
+        self.wanted_bytes = 0
         return True
+
+    @property
+    def _room_bytes(self) -> int:
+        return min(self._budget_bytes, self.limit_bytes)
+
+    def _take(self, num_bytes: int, *, wanted: int) -> bool:
+        """Charge memory to a shared device; if it has too little, note what is wanted, and return False."""
+        if self._charges is None or self._charges.take(num_bytes):
+            return True
+        self.wanted_bytes = wanted
+        return False
+
+    def _settle(self) -> None:
+        """Give back what is held or charged without a graph."""
+        if not self.captured:
+            self._inputs.clear()
+            self._logits = None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # the pool of graphs that are gone is nobody else's while torch keeps it
+        if self._charges is not None:
+            self._charges.give_back(self._charges.charged_bytes - self.held_bytes)
 
     def _logits_of(self, batch: StepBatch) -> torch.Tensor:
         """The tensor that all graphs write their logits to."""
@@ -200,6 +268,9 @@ class DecodeInputs:
 
     Args:
         num_seqs: the largest bucket.
+
+    Attributes:
+        num_bytes: of the tensors.
     """
 
     @torch.inference_mode()
@@ -216,6 +287,8 @@ class DecodeInputs:
             width = 1 if view == "region" else group.layout.num_blocks(tensors.max_tokens)
             self._groups.append(_GroupInputs(num_seqs, width, tensors.max_tokens, device))
         self._num_loaded = 0
+        own = (self._token_ids, self._positions, self._rows, self._starts)
+        self.num_bytes = sum(part.nbytes for part in own) + sum(g.num_bytes for g in self._groups if g is not None)
 
     def batch(self, bucket: int) -> StepBatch:
         """The batch of the first `bucket` rows, over the same tensors."""
@@ -261,6 +334,7 @@ class _GroupInputs:
         self._lengths = torch.ones(num_seqs, dtype=torch.int32, device=device)
         self._slots = torch.zeros(num_seqs, dtype=torch.int64, device=device)
         self._table = torch.zeros(num_seqs, width, dtype=torch.int32, device=device)
+        self.num_bytes = self._lengths.nbytes + self._slots.nbytes + self._table.nbytes
 
     def part(self, view: View, starts: torch.Tensor, bucket: int) -> BatchPart:
         attention = VarlenBatch(

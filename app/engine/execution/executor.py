@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from app.config.engine import ResolvedConfig
 from app.config.machine import num_threads
+from app.engine.charges import DeviceCharges, promised_bytes
 from app.engine.execution.batch import StepPlan
 from app.engine.execution.builder import BatchBuilder
-from app.engine.execution.decode_graphs import GraphPlan, decode_buckets
+from app.engine.execution.decode_graphs import DecodeGraphs, GraphPlan, decode_buckets
 from app.engine.execution.graph import Graph, cuda_graphs
 from app.engine.execution.model_runner import ModelRunner, ObservedLayers
 from app.engine.execution.planner import StepPlanner
@@ -26,7 +28,7 @@ from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrd
 from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import FolioError, ModelError, UnavailableError
 from kernels import KernelError, select_provider
-from vmem import KVMemory, MirroredBackend, ViewPolicy
+from vmem import DevicePages, KVMemory, MirroredBackend, ViewPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Executor:
         planner: of the steps over the bound memory.
         is_async: whether `launch` returns before the forward is computed.
         queue: where the device's work is submitted.
+        graphs: of decode steps over the bound memory; `None` if all steps are launched kernel by kernel.
     """
 
     def __init__(self, config: ResolvedConfig, launch: Launch, weights: WeightStore | None = None) -> None:
@@ -72,6 +75,7 @@ class Executor:
         self.is_async = config.async_scheduling == "on" or (config.async_scheduling == "auto" and not on_cpu)
         self.queue: WorkQueue = ThreadQueue(num_threads(config)) if on_cpu and self.is_async else InlineQueue()
         self._arena: WeightArena | None = None
+        self.graphs: DecodeGraphs | None = None
         self.ranks = RankGroup(config, launch) if config.tensor_parallel_size > 1 else None
         try:
             self._comm = comm = None if self.ranks is None else self.ranks.connect(torch.device(config.device))
@@ -131,21 +135,22 @@ class Executor:
         with self._on_peers(RankOrder.LARGEST, pack_arrays([sizes])):
             return self._runner.run_largest(num_tokens, num_logits)
 
-    def bind_memory(self, memory: KVMemory) -> None:
-        """Use this memory from now on."""
+    def bind_memory(self, memory: KVMemory, pages: DevicePages | None = None) -> None:
+        """Use this memory from now on. Graphs are charged to `pages`, of a shared device."""
         if self.ranks is not None:
             assert isinstance(memory.backend, MirroredBackend)
             self.ranks.command(RankOrder.OPEN, bytes([memory.backend.number]))
         self._runner.attach_caches(memory.tensors)
         if self._graph_plan is not None:
-            self._runner.use_graphs(self._graph_plan, memory)
+            charges = None if pages is None else DeviceCharges(pages, partial(promised_bytes, memory))
+            self.graphs = self._runner.use_graphs(self._graph_plan, memory, charges)
         self._builder = BatchBuilder(memory.tensors, self.model.module.device, self._max_num_seqs)
         self.planner = StepPlanner(memory, self._builder, self._max_num_seqs)
 
     def capture_graphs(self, view: ViewPolicy) -> None:
         """Capture decode steps of the view that sequences have first, as many as fit. Raises `ModelError` if the
         settings require it and the model cannot be captured."""
-        if (graphs := self._runner.graphs) is not None:
+        if (graphs := self.graphs) is not None:
             self.queue.submit(lambda: graphs.capture_all(view))()
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
@@ -214,6 +219,8 @@ class Executor:
     def close(self) -> None:
         """End the queue and the peers, and unmap the weights."""
         self.queue.close()
+        if self.graphs is not None:
+            self.graphs.release()
         if self.ranks is not None:
             self.ranks.close()
         if self._arena is not None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+# The driver's own part of a graph is counted up to this: beyond it, other threads or processes have taken memory.
+_MOST_OUTSIDE_BYTES = 32 << 20
 
 
 class CaptureError(Exception):
@@ -45,11 +49,11 @@ class CudaGraph:
     those of another engine's mapper, or of a garbage collector that frees an event.
 
     Args:
-        pool: of `torch.cuda.graph_pool_handle`; not to be used again after a capture that failed.
+        pool: not to be used again after a capture that failed.
         stream: a side stream; the default stream cannot be captured.
     """
 
-    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+    def __init__(self, pool: GraphPool, stream: torch.cuda.Stream) -> None:
         self._pool, self._stream = pool, stream
         self._graph = torch.cuda.CUDAGraph()
         self.num_bytes = 0
@@ -63,10 +67,13 @@ class CudaGraph:
             current.wait_stream(stream)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            free_bytes, _ = torch.cuda.mem_get_info()
-            with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            free_bytes, reserved_bytes = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+            pool = self._pool.handle
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 work()
-            self.num_bytes = max(free_bytes - torch.cuda.mem_get_info()[0], 0)
+            in_pool_bytes = torch.cuda.memory_reserved() - reserved_bytes
+            outside_bytes = free_bytes - torch.cuda.mem_get_info()[0] - in_pool_bytes
+            self.num_bytes = in_pool_bytes + min(max(outside_bytes, 0), _MOST_OUTSIDE_BYTES)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -76,7 +83,22 @@ class CudaGraph:
         self._graph.replay()
 
 
+class GraphPool:
+    """Memory of the graphs that refer to it. Torch gives it back (`empty_cache`) once the last of them is gone, and the
+    handle must not be used any more."""
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+
+
 def cuda_graphs(device: torch.device) -> Callable[[], Graph]:
-    """A function that makes graphs of a device, with one pool."""
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-    return lambda: CudaGraph(pool, stream)
+    """A function that makes graphs of a device, which share a pool with those that are left of the graphs before."""
+    stream = torch.cuda.Stream(device)
+    pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()  # at most one
+
+    def new_graph() -> Graph:
+        pool = next(iter(pools), None) or GraphPool()
+        pools.add(pool)
+        return CudaGraph(pool, stream)
+
+    return new_graph

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from app.engine.charges import DeviceCharges
 from app.engine.execution import recurrent
 from app.engine.execution.attention import (
     IMPLEMENTATION,
@@ -78,11 +79,12 @@ class ModelRunner:
         recurrent.bind_mixers(self._module, self._states)
         self.graphs = None
 
-    def use_graphs(self, plan: GraphPlan, memory: KVMemory) -> None:
-        """Capture decode steps over the memory, whose caches are attached. Steps with recurrent states are not
-        captured."""
+    def use_graphs(self, plan: GraphPlan, memory: KVMemory, charges: DeviceCharges | None) -> DecodeGraphs | None:
+        """Capture decode steps over the memory, whose caches are attached, see `DecodeGraphs`. `None`: steps with
+        recurrent states are not captured."""
         if self._states is None:
-            self.graphs = DecodeGraphs(plan, memory, self._module.device, self._compute)
+            self.graphs = DecodeGraphs(plan, memory, self._module.device, self._compute, charges)
+        return self.graphs
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor:

@@ -18,9 +18,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from app.engine.charges import DeviceCharges
 from app.engine.faults import failure_of
 from app.engine.lora.layers import LoRALayers, Updates
-from app.engine.lora.memory import AdapterMemory
 from app.engine.lora.rank import HEADER, Action, RankAdapters
 from app.engine.lora.source import AdapterSource
 from app.engine.request import Request, SequenceGroup
@@ -68,7 +68,7 @@ class AdapterStore:
         ranks: RankGroup | None,
         scheduler: Scheduler,
         loaded: Collection[AdapterSource] = (),
-        memory: AdapterMemory | None = None,
+        memory: DeviceCharges | None = None,
     ) -> None:
         self._configured = tuple(AdapterSource(name, path) for name, path in configured.items())
         # Replaced and never changed, because other threads read them.
@@ -405,7 +405,7 @@ class AdapterStore:
             self._ranks.command(RankOrder.ADAPTER, HEADER.pack(action, number) + payload)
 
 
-def _give_back(memory: AdapterMemory, num_bytes: int, _: Future[Updates]) -> None:
+def _give_back(memory: DeviceCharges, num_bytes: int, _: Future[Updates]) -> None:
     """For adapters whose read is given up."""
     memory.give_back(num_bytes)
 

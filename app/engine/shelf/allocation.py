@@ -17,7 +17,7 @@ class ModelNeed:
     Attributes:
         state: "waking" also while it is loaded; "asleep" also before that.
         weight_bytes: what it holds whenever it is awake, used or not: weights, adapters and pinned prefixes; estimated
-            before it has been loaded. KV bytes below are beyond that.
+            before it has been loaded; while it is awake, graphs, too. KV bytes below are beyond that.
         most_bytes: bound of its KV budget.
         budget_bytes: its KV budget now; 0 while asleep.
         held_bytes: KV memory that exists now, possibly above the budget; while asleep, all memory that has not been

@@ -260,7 +260,8 @@ class Control:
     def _put_to_sleep(self, model: ShelvedModel, other: str | None) -> None:
         assert model.engine is not None
         engine, began = model.engine.driver.engine, time.monotonic()
-        num_bytes, num_running = engine.footprint.held_bytes + model.weight_bytes, engine.scheduler.num_running
+        footprint, num_running = engine.footprint, engine.scheduler.num_running
+        num_bytes = footprint.held_bytes + footprint.graph_bytes + model.weight_bytes
 
         def sleep() -> None:
             engine.sleep()
@@ -306,9 +307,10 @@ class Control:
             if model.engine is not None and not model.engine.driver.closed.done() and model not in self._moves:
                 engine = model.engine.driver.engine
                 engine.check_integrity()
-                if model.state == "asleep" and (engine.footprint.held_bytes or not engine.asleep):
+                held = engine.footprint.held_bytes, engine.footprint.graph_bytes
+                if model.state == "asleep" and (any(held) or not engine.asleep):
                     raise IntegrityError(
-                        f"{model.name!r} is asleep and holds {engine.footprint.held_bytes} bytes of KV memory"
+                        f"{model.name!r} is asleep and holds {held[0]} bytes of KV memory, {held[1]} of graphs"
                     )
 
     def _call(self, function: Callable[[], None]) -> None:

@@ -20,6 +20,8 @@ from app.engine.shelf.shelved_model import ShelvedModel
 _GROWTH_TOKENS = 64
 # Waiting requests whose memory is added up; more could hardly run at once.
 _MOST_COUNTED = 64
+# Most of what a model can have beside its weights that its decode graphs take.
+_GRAPH_SHARE = 0.25
 # A model's share of the device's time is its weight, times this number plus its pressure, up to a bound.
 LEAST_URGENCY, MOST_PRESSURE = 0.5, 3.0
 
@@ -58,7 +60,7 @@ def loaded_need(model: ShelvedModel, engine: AsyncEngine, now: float) -> ModelNe
     return ModelNeed(
         name=model.name,
         state=model.state if model.state == "waking" or model.state == "awake" else "asleep",
-        weight_bytes=model.weight_bytes + kv.pinned_bytes + kv.adapter_bytes,
+        weight_bytes=model.weight_bytes + kv.pinned_bytes + kv.adapter_bytes + kv.graph_bytes,
         most_bytes=kv.most_bytes,
         budget_bytes=kv.budget_bytes,
         held_bytes=kv.held_bytes,
@@ -89,6 +91,7 @@ class KVNeed:
     Attributes:
         pinned_bytes: of pinned prefixes.
         adapter_bytes: of adapters in memory, and of those that requests wait for.
+        graph_bytes: of decode graphs, and of one for which there was no memory.
         submitted_at: arrival of the request without a first token that has waited longest, by `time.perf_counter`;
             `None` if there is none.
         begun_at: the same of the requests that run.
@@ -97,6 +100,7 @@ class KVNeed:
 
     pinned_bytes: int
     adapter_bytes: int
+    graph_bytes: int
     budget_bytes: int
     most_bytes: int
     held_bytes: int
@@ -136,9 +140,11 @@ def kv_need(engine: Engine) -> KVNeed:
     num_waiting = sum(group.max_sequences for group in waiting)
     remaining = max((r.max_tokens - r.num_output_tokens for r in groups.requests()), default=0)
     queued_tokens = sum(request.num_uncomputed for request in _requests(groups.running) if request.num_uncomputed > 1)
+    adapter_bytes = _adapter_bytes(engine, first_bytes + pinned_bytes)
     return KVNeed(
         pinned_bytes=pinned_bytes,
-        adapter_bytes=_adapter_bytes(engine, first_bytes + pinned_bytes),
+        adapter_bytes=adapter_bytes,
+        graph_bytes=_graph_bytes(engine, first_bytes + pinned_bytes + adapter_bytes),
         budget_bytes=max(engine.footprint.budget_bytes - pinned_bytes, 0),
         most_bytes=max(int(pages.most * page_bytes) - pinned_bytes, 0),
         held_bytes=held_bytes,
@@ -173,6 +179,21 @@ def _adapter_bytes(engine: Engine, least_bytes: int) -> int:
     # An adapter of the first group, or of one that has begun, is no luxury: the group is refused if it does not fit.
     waits = held_bytes + wanted_bytes > room_bytes and not (adapters.restoring or engine.scheduler.first is None)
     return held_bytes if waits else held_bytes + wanted_bytes
+
+
+def _graph_bytes(engine: Engine, least_bytes: int) -> int:
+    """Bytes of decode graphs, and of one that a step has wanted and that had no memory. They are bounded by a share of
+    what the model can ever have beside its weights, and give way to what it needs.
+
+    Args:
+        least_bytes: KV memory of the group that runs first, pins and adapters.
+    """
+    graphs, memory = engine.footprint.graphs, engine.adapters.memory
+    if not graphs or memory is None or memory.room_bytes == math.inf:
+        return engine.footprint.graph_bytes
+    most_bytes = int(min(_GRAPH_SHARE * memory.room_bytes, memory.room_bytes - least_bytes))
+    engine.limit_graphs(max(most_bytes, 0))
+    return engine.footprint.graph_bytes + sum(captured.wanted_bytes for captured in graphs)
 
 
 def pressure(need: KVNeed, slo: SLO, step_gap_s: float) -> float:

@@ -117,11 +117,12 @@ class ShelvedModel:
 
     @property
     def kept_bytes(self) -> int:
-        """Of a model that is kept always: its weights, adapters and pinned prefixes, which no other model can have."""
+        """Of a model that is kept always: what of its memory, cached prefixes aside, no other model can have."""
         loaded, estimate = self.engine, self.estimate  # once: loads of other models ask, too, in their threads
         if loaded is not None:
             engine = loaded.driver.engine
-            return self.weight_bytes + engine.adapter_bytes + engine.footprint.pinned_bytes
+            footprint = engine.footprint
+            return self.weight_bytes + engine.adapter_bytes + footprint.pinned_bytes + footprint.graph_bytes
         is_coming = estimate is not None and (self.is_wanted or self.state == "loading")
         return estimate.weight_bytes if is_coming and estimate is not None else 0
 

@@ -24,6 +24,7 @@ import torch
 
 from app.config.engine import ResolvedConfig
 from app.config.machine import num_threads
+from app.engine.execution.decode_graphs import DecodeGraphs
 from app.engine.execution.executor import Executor
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.self_test import self_test
@@ -175,7 +176,7 @@ class DraftProposer:
             self.memory = build_memory(config, model, self._executor.layers, share=self.share, plan=plan, pages=pages)
             self._undo.callback(self.memory.close)
             self_test(self._executor, self.memory.groups, config.kv_view)
-            self._executor.bind_memory(self.memory)
+            self._executor.bind_memory(self.memory, pages)
             self._executor.enforce_step_timeout()
         except (KernelError, VmemError) as error:
             if pages is not None and isinstance(error, OutOfPages):
@@ -191,6 +192,10 @@ class DraftProposer:
     @property
     def models(self) -> tuple[LoadedModel, ...]:
         return (self._executor.model,)
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        return self._executor.graphs
 
     @property
     def step_times(self) -> StepTimes:

@@ -135,7 +135,7 @@ class NgramProposer:
     """
 
     share = 0.0
-    memory = None
+    memory = graphs = None
     models = ()
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 4) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from app.config.engine import ResolvedConfig
+from app.engine.execution.decode_graphs import DecodeGraphs
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.faults import SequenceFailure, is_request_failure
 from app.engine.model.loader import LoadedModel
@@ -36,6 +37,11 @@ class Proposer(Protocol):
     @property
     def memory(self) -> KVMemory | None:
         """The proposer's KV memory, once opened."""
+        ...
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """Of the proposer's steps, once opened."""
         ...
 
     def open(self, max_model_len: int, plan: DevicePlan | None = None, pages: DevicePages | None = None) -> None:
@@ -220,6 +226,11 @@ class Speculation:
     def memory(self) -> KVMemory | None:
         """The proposer's KV memory, once opened."""
         return self._proposer.memory
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """Of the proposer's steps, once opened."""
+        return self._proposer.graphs
 
     def forget_all(self) -> None:
         """Free the proposer's state of all requests, which may come back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from app.engine import LLM, EngineConfig, SamplingParams
+from app.engine.charges import DeviceCharges
 from app.engine.execution.batch import BatchPart, StepBatch
 from app.engine.execution.decode_graphs import (
+    _STEPS_TO_RECAPTURE,
     DecodeGraphs,
     DecodeInputs,
     GraphPlan,
@@ -21,11 +24,11 @@ from app.engine.execution.decode_graphs import (
 from app.engine.execution.graph import CaptureError, CudaGraph, cuda_graphs
 from app.engine.execution.recorded_graph import RecordedGraph
 from app.errors import ConfigError, ModelError
-from kernels import VarlenBatch
+from kernels import VarlenBatch, num_compilations
 from tests.app.engine.execution.test_cuda import Driver, use_device  # noqa: F401 (a fixture)
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 from tests.vmem.small_memory import MAX_TOKENS, FlakyHost, make_memory
-from vmem import KVMemory, View
+from vmem import DevicePages, KVMemory, View
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 7
@@ -149,7 +152,9 @@ class FakeGraph:
 class Runner:
     """Graphs over a small memory; `seen` has the slots and lengths of each forward, `pauses` counts the mapper's."""
 
-    def __init__(self, memory: KVMemory, sizes: Callable[[], FakeGraph], **plan: Any) -> None:
+    def __init__(
+        self, memory: KVMemory, sizes: Callable[[], FakeGraph], charges: DeviceCharges | None = None, **plan: Any
+    ) -> None:
         self.seen: list[tuple[list[int], list[int]]] = []
         self.pauses = 0
         real = memory.mapper.paused
@@ -162,7 +167,7 @@ class Runner:
 
         memory.mapper.paused = paused  # type: ignore[method-assign]
         fields: dict[str, Any] = {"buckets": decode_buckets(32), "new_graph": sizes, "budget_bytes": 1000} | plan
-        self.graphs = DecodeGraphs(GraphPlan(**fields), memory, CPU, self.forward)
+        self.graphs = DecodeGraphs(GraphPlan(**fields), memory, CPU, self.forward, charges)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor | None:
@@ -253,6 +258,77 @@ def test_a_model_that_cannot_be_captured_is_launched_kernel_by_kernel(
     assert "it reads a value" in caplog.text
     with pytest.raises(ModelError, match=r"decode_graphs is 'on'.*it reads a value; use 'auto'"):
         Runner(memory, graph, required=True).graphs.capture_all("region")
+
+
+# ---- memory ----
+
+
+def charged(runner: Runner, pages: DevicePages) -> int:
+    """What is charged, which must be what the graphs hold."""
+    assert pages.charged_bytes == runner.graphs.held_bytes
+    return pages.charged_bytes
+
+
+def test_a_sleeping_model_gives_its_graphs_back(memory: KVMemory) -> None:
+    """Regression: `sleep` kept them, up to 1 GiB for each model of a shelf. Those wanted again are captured again, but
+    not for a few steps, and count as no late compilations."""
+    pages = DevicePages(1 << 20)
+    graphs: list[weakref.ref[FakeGraph]] = []
+
+    def graph() -> FakeGraph:
+        made = FakeGraph(1000)
+        graphs.append(weakref.ref(made))
+        return made
+
+    runner = Runner(memory, graph, DeviceCharges(pages), budget_bytes=1 << 19)
+    for is_first in (True, False, False):
+        for lengths in ((9,) * 7, (9,)):
+            for _ in range(_STEPS_TO_RECAPTURE + 1):
+                runner.run(decodes(lengths))
+        num_compiled = num_compilations()
+        assert {bucket for _, bucket in runner.graphs.captured} == {8, 1}
+        assert charged(runner, pages) > 2000
+        runner.graphs.release()
+        assert charged(runner, pages) == runner.graphs.num_bytes == 0
+        assert not any(made() for made in graphs), "their memory is theirs while anything refers to them"
+        for step in range(1, _STEPS_TO_RECAPTURE + 1):
+            assert runner.run(decodes((9,) * 6)) is None
+            assert not runner.graphs.captured, step
+        logits = runner.run(decodes((9,) * 6))
+        assert logits is not None
+        assert logits[:, 0].tolist() == [1, 2, 3, 4, 5, 6]
+        assert runner.run(decodes((9,) * 3)) is not None  # the bucket of 4 was never captured before: now
+        runner.graphs.release()
+        assert num_compilations() - num_compiled == is_first
+    assert charged(runner, pages) == 0
+
+
+def test_graphs_take_no_memory_that_others_have(memory: KVMemory) -> None:
+    """Of a shared device: neither what is used nor what is promised. Those that do not fit are captured later."""
+    pages, promised = DevicePages(1 << 20), [0]
+    charges = DeviceCharges(pages, lambda: promised[0])
+    runner = Runner(memory, lambda: FakeGraph(100_000), charges, budget_bytes=1 << 19)
+    pages.charge(1 << 19)
+    promised[0] = (1 << 19) - 50_000
+    assert runner.run(decodes((9, 9))) is None
+    assert (pages.charged_bytes, runner.graphs.held_bytes) == (1 << 19, 0)
+    wanted = runner.graphs.wanted_bytes  # with the buffers
+    assert 100_000 < wanted < 150_000
+    num_captures = len(runner.seen)
+    promised[0] = (1 << 19) - wanted + 1
+    assert runner.run(decodes((9, 9))) is None
+    assert len(runner.seen) == num_captures, "its size is known"
+    promised[0] -= 1
+    assert runner.run(decodes((9, 9))) is not None
+    assert (pages.charged_bytes, runner.graphs.wanted_bytes) == ((1 << 19) + wanted, 0)
+    runner.graphs.limit_bytes = 199_999
+    promised[0] = 0
+    assert runner.run(decodes((9,) * 8)) is not None  # its size is not known; from now on the bound is passed
+    assert runner.run(decodes((9,) * 4)) is not None  # by the graph of 8
+    assert set(runner.graphs.captured) == {("block_table", 2), ("block_table", 8)}
+    runner.graphs.release()
+    pages.discharge(1 << 19)
+    pages.close()
 
 
 # ---- engines ----

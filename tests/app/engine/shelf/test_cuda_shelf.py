@@ -16,12 +16,16 @@ from typing import Any
 import pytest
 
 from app.config.engine import EngineConfig, ResolvedConfig
+from app.config.shelf import ModelConfig
 from app.engine import async_engine
+from app.engine.async_engine import AsyncEngine
+from app.engine.execution.recorded_graph import RecordedGraph
 from app.engine.model import checkpoint_files, kv_plan
 from app.engine.model.device import resolve
 from app.engine.sampling.params import SamplingParams
 from app.engine.shelf import device, shelved_model
 from app.errors import ConfigError, EngineError, UnavailableError
+from tests.app.engine.execution.conftest import without_compiler  # noqa: F401 (a fixture)
 from tests.app.engine.shelf.shelf_faults import Mount
 from tests.app.engine.shelf.shelves import TinyModels, control_of, in_step_thread, outputs, put_to_sleep
 from tests.conftest import tokens
@@ -82,6 +86,48 @@ async def test_models_take_turns_in_memory_for_some_of_them(models: TinyModels, 
         awake = sum(status.device_weight_bytes for status in shelf.statuses())
         assert pages.used_bytes >= awake > 0
         assert driver.host_leftovers[0] > 0, "copies are pinned"
+
+
+async def test_graphs_are_charged_and_leave_with_their_model(
+    models: TinyModels,
+    driver: FakeDriver,
+    without_compiler: None,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: they were charged to nothing, and stayed while their model slept. Requests of models that take turns
+    get the tokens that they get without graphs, graphs are replayed in every turn, and capturing one again is no late
+    compilation."""
+    names, alone = NAMES[:2], {}
+    for name in names:
+        engine = AsyncEngine(models.engine(name, kv_memory_bytes=4 << 20, decode_graphs="off"))
+        alone[name] = await found(engine, name)
+        engine.close()
+    replays: list[RecordedGraph] = []
+    replay = RecordedGraph.replay
+    monkeypatch.setattr(RecordedGraph, "replay", lambda graph: (replays.append(graph), replay(graph))[1])
+    configs = [ModelConfig(name=name, engine=models.engine(name, decode_graphs="on")) for name in names]
+    memory_bytes = models.memory_for("llama", room_bytes=4 * KV_BYTES, beside=names)
+    async with models.opened(configs, memory_bytes, weights_dir=tmp_path) as shelf:
+        pages = shelf._device.shared.pages  # type: ignore[union-attr]
+        num_late = []
+        for _ in range(4):
+            together = await asyncio.gather(*(found(shelf.model(name), name) for name in names))
+            assert dict(zip(names, together, strict=True)) == alone
+            await shelf.check_integrity()
+            engines = shelf.engines()
+            num_late.append(min(engine.take_activity().num_late_compilations for engine in engines.values()))
+            for name in names:
+                assert await found(shelf.model(name), name) == alone[name]
+                footprint = engines[name].driver.engine.footprint
+                before = await in_step_thread(shelf, lambda f=footprint: (f.graph_bytes, pages.charged_bytes))
+                await put_to_sleep(shelf, name)
+                after = await in_step_thread(shelf, lambda f=footprint: (f.graph_bytes, pages.charged_bytes))
+                assert after == (0, before[1] - before[0])
+                assert before[0] > 0
+            assert len(replays) > 40
+            replays.clear()
+        assert len(set(num_late[1:])) == 1, num_late
 
 
 async def test_sleeps_and_wakes_while_calls_of_the_driver_fail(models: TinyModels, driver: FakeDriver) -> None:

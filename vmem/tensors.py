@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -10,6 +11,8 @@ import torch
 from vmem.backends.base import AddressRange, Backend
 from vmem.group import LayerGroup
 from vmem.layout import KVLayout
+
+logger = logging.getLogger(__name__)
 
 
 class CacheTensors:
@@ -131,6 +134,7 @@ class LocalContents:
         self._tensors = tensors
         self._copy_blocks = copy_blocks or _copy_by_index
         self._stream: torch.cuda.Stream | None = None
+        self._pins = True
         self._saved: dict[int, tuple[int, list[torch.Tensor]]] = {}  # key → group, of each home [num_rows, words]
 
     def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -159,7 +163,7 @@ class LocalContents:
             copy = torch.empty(count, words, dtype=torch.int64)
             self._copy_blocks(blocks, copy, sources, rows)
             return copy
-        host = torch.empty(count, words, dtype=torch.int64, pin_memory=True)
+        host = self._host_rows(count, words)
         stream = self._side_stream()
         for part in _parts(count, 8 * words):
             staged = torch.empty(len(sources[part]), words, dtype=torch.int64, device=blocks.device)
@@ -169,6 +173,21 @@ class LocalContents:
                 host[part].copy_(staged, non_blocking=True)
             staged.record_stream(stream)
         return host
+
+    def _host_rows(self, count: int, words: int) -> torch.Tensor:
+        """Pinned memory `[count, words]` int64; where the system refuses it, ordinary memory, whose copies take longer."""
+        if self._pins:
+            try:
+                return torch.empty(count, words, dtype=torch.int64, pin_memory=True)
+            except RuntimeError as error:
+                self._pins = False
+                logger.warning(
+                    "%d bytes of host memory cannot be pinned (%s): from now on preempted sequences are swapped more "
+                    "slowly; lower swap_bytes",
+                    8 * count * words,
+                    str(error).partition("\n")[0],
+                )
+        return torch.empty(count, words, dtype=torch.int64)
 
     def _copy_in(self, blocks: torch.Tensor, copy: torch.Tensor, rows: Sequence[int], block_ids: Sequence[int]) -> None:
         targets = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)

@@ -39,7 +39,7 @@ class PinnedMemory:
 
     Args:
         piece_bytes: of all pieces but the last one.
-        note: called with 1 for each piece that is pinned, and with -1 for each that is freed.
+        note: called with the bytes of each piece that is pinned, and with their negative when it is freed.
 
     Raises:
         MapError: there is too little memory, or it cannot be pinned. Nothing is allocated then.
@@ -53,8 +53,8 @@ class PinnedMemory:
         self._addresses: list[int] = []
         try:
             for start in range(0, num_bytes, piece_bytes):
-                self._addresses.append(int(backend.call("cuMemHostAlloc", min(piece_bytes, num_bytes - start), 0)))
-                note(1)
+                self._addresses.append(int(backend.call("cuMemHostAlloc", self._size_of(start), 0)))
+                note(self._size_of(start))
         except MapError:
             retry_undo(self.close)
             raise
@@ -72,7 +72,10 @@ class PinnedMemory:
         while self._addresses:
             self._backend.call("cuMemFreeHost", self._addresses[-1], at=self._addresses[-1])
             self._addresses.pop()
-            self._note(-1)
+            self._note(-self._size_of(len(self._addresses) * self._piece_bytes))
+
+    def _size_of(self, start: int) -> int:
+        return min(self._piece_bytes, self.num_bytes - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +98,16 @@ class Uploads:
         backend: of the weights alone, whose pages have another size than those of a KV memory; closed by `close`.
         page_bytes: of the ranges, a multiple of the backend's granularity.
         piece_bytes: of one copy and of pinned memory, a multiple of `page_bytes`.
+
+    Attributes:
+        pinned_bytes: host memory that is pinned now, for copies and staging.
     """
 
     def __init__(self, backend: CudaBackend, *, page_bytes: int = PAGE_BYTES, piece_bytes: int = PIECE_BYTES) -> None:
         self.backend, self.page_bytes, self.piece_bytes = backend, page_bytes, piece_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._lanes: list[_Lane] = []  # that no range uses
-        self._num_pinned = 0  # pieces of the memory that `pin` has given out
+        self.pinned_bytes = 0
 
     def pin(self, num_bytes: int) -> PinnedMemory:
         """Memory for a range's bytes, to be closed by its owner. Raises `MapError`."""
@@ -112,7 +118,7 @@ class Uploads:
         """A stream for the copies of one range. Raises `MapError`."""
         with self._lock:
             lane = self._lanes.pop() if self._lanes else None
-        lane = lane or _Lane(self.backend, self.piece_bytes)
+        lane = lane or _Lane(self.backend, self.piece_bytes, self._note_pinned)
         try:
             yield lane
         finally:
@@ -129,21 +135,21 @@ class Uploads:
 
     def close(self) -> None:
         """No range and no pinned memory may be left. Raises `IntegrityError` otherwise, and `MapError`; call again."""
-        if self._num_pinned:
-            raise IntegrityError(f"closed with {self._num_pinned} pieces of memory pinned")
         self.close_lanes()
+        if self.pinned_bytes:
+            raise IntegrityError(f"closed with {self.pinned_bytes} bytes of memory pinned")
         self.backend.close()
 
     def _note_pinned(self, change: int) -> None:
         with self._lock:
-            self._num_pinned += change
+            self.pinned_bytes += change
 
 
 class _Lane:
     """A stream, and two staging buffers once a file is read through them."""
 
-    def __init__(self, backend: CudaBackend, piece_bytes: int) -> None:
-        self._backend, self._piece_bytes = backend, piece_bytes
+    def __init__(self, backend: CudaBackend, piece_bytes: int, note: Callable[[int], None]) -> None:
+        self._backend, self._piece_bytes, self._note = backend, piece_bytes, note
         self._stream = backend.create_stream()
         self._buffers: list[tuple[PinnedMemory, int]] = []  # with the event of its last copy; the next one first
 
@@ -175,7 +181,7 @@ class _Lane:
         self._backend.call("cuStreamDestroy", self._stream)
 
     def _add_buffer(self) -> None:
-        buffer = PinnedMemory(self._backend, self._piece_bytes, self._piece_bytes)
+        buffer = PinnedMemory(self._backend, self._piece_bytes, self._piece_bytes, self._note)
         try:
             event = self._backend.create_event()
         except MapError:

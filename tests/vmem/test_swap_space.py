@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from tests.vmem.small_memory import BLOCK_TOKENS, PAGE_BYTES, FlakyHost, make_memory
-from vmem import DevicePages, IntegrityError, KVMemory, OutOfSwap, SequenceMemory, StepDemand
+from vmem import DevicePages, IntegrityError, KVMemory, LocalContents, OutOfSwap, SequenceMemory, StepDemand
 
 CAPACITY = 200 * PAGE_BYTES
 
@@ -45,3 +48,24 @@ def test_no_more_is_given_back_than_was_taken() -> None:
     pages.swap_space.take(10)
     with pytest.raises(IntegrityError, match="11 bytes of swap space given back, 10 are taken"):
         pages.swap_space.give_back(11)
+
+
+def test_swaps_go_on_where_memory_cannot_be_pinned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the step that preempted failed, with all requests. It is told once."""
+    unused: Any = None
+    contents, real, refused = LocalContents(unused), torch.empty, []
+
+    def empty(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            refused.append(size)
+            raise RuntimeError("CUDA error: out of memory\nCompile with …")
+        return real(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    for _ in range(2):
+        assert contents._host_rows(3, 5).shape == (3, 5)
+    assert refused == [(3, 5)]
+    [record] = caplog.records
+    assert "120 bytes of host memory cannot be pinned (CUDA error: out of memory):" in record.getMessage()

@@ -369,8 +369,9 @@ def test_pinned_memory_that_is_left_is_an_error() -> None:
     """Regression: `close` promised it, and left the memory pinned without a word."""
     made = make(FakeDriver(16 * PAGE))
     first, second = made.uploads.pin(NUM_BYTES), made.uploads.pin(1)
-    for num_pieces, memory in ((4, first), (1, second)):
-        with pytest.raises(IntegrityError, match=f"closed with {num_pieces} pieces of memory pinned"):
+    for num_bytes, memory in ((NUM_BYTES + 1, first), (1, second)):
+        assert made.uploads.pinned_bytes == num_bytes
+        with pytest.raises(IntegrityError, match=f"closed with {num_bytes} bytes of memory pinned"):
             made.uploads.close()
         memory.close()
     made.close()

@@ -51,7 +51,7 @@ class CopiedWeights:
         self._name, self._num_bytes = name, num_bytes
         self._uploads, self._stored, self._host = uploads, stored, host
         self._copy: PinnedMemory | None = None
-        self._is_filled = False
+        self._is_filled = self._is_told = False
 
     def open(self) -> tuple[PinnedMemory | FilePart]:
         if self._copy is not None and self._is_filled:
@@ -81,6 +81,13 @@ class CopiedWeights:
     def _pin(self) -> PinnedMemory | None:
         """Memory for a copy; `None` if `host_memory_bytes` or the system has too little."""
         if not self._host.take_host_bytes(self._num_bytes):
+            if not self._is_told:  # by default all processes of the machine have it together
+                logger.info(
+                    "%r wakes from the file of its weights: host_memory_bytes has no %d bytes left",
+                    self._name,
+                    self._num_bytes,
+                )
+            self._is_told = True
             return None
         try:
             return self._uploads.pin(self._num_bytes)

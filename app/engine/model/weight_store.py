@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from app.engine.model.pinned_share import PinnedShare
 from app.engine.model.weight_arena import Collection, WeightArena, WeightRange, WeightSource
 from app.engine.model.weight_copy import CopiedWeights
 from app.engine.model.weight_file import (
@@ -106,6 +107,7 @@ class WeightStore:
         host_memory_bytes: on CUDA, for pinned copies of weights; others are read from their files. On a CPU, for
             weights without a file while they are not mapped. Weights that have neither are made again from the
             checkpoint.
+        pinned: of all processes of the machine, for the copies; `None`: this process's bound is the only one.
         write: writes bytes of a file.
 
     Raises:
@@ -120,12 +122,13 @@ class WeightStore:
         uploads: Uploads | None = None,
         most_bytes: int | None = None,
         host_memory_bytes: int = 0,
+        pinned: PinnedShare | None = None,
         write: Write = write_all,
     ) -> None:
         self._folder = folder
         self._charges, self._uploads = charges, uploads
         self._most_bytes = most_bytes
-        self._host_bytes_left = host_memory_bytes
+        self._host_bytes_left, self._pinned = host_memory_bytes, pinned
         self._write = write
         self._lock = threading.Lock()
         self._checked: set[tuple[int, ...]] = set()  # states of files whose contents this process has checked
@@ -239,13 +242,15 @@ class WeightStore:
     def take_host_bytes(self, num_bytes: int) -> bool:
         """Take a part of the host memory; False if too little is left."""
         with self._lock:
-            if num_bytes > self._host_bytes_left:
+            if num_bytes > self._host_bytes_left or (self._pinned is not None and not self._pinned.take(num_bytes)):
                 return False
             self._host_bytes_left -= num_bytes
             return True
 
     def return_host_bytes(self, num_bytes: int) -> None:
         with self._lock:
+            if self._pinned is not None:
+                self._pinned.give_back(num_bytes)
             self._host_bytes_left += num_bytes
 
     def _open(self, key: WeightKey, table: WeightTable | None = None) -> StoredFile | None:

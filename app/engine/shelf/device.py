@@ -13,6 +13,7 @@ from app.config.machine import Machine
 from app.config.shelf import ModelConfig
 from app.engine.model.device import resolve
 from app.engine.model.memory_profile import HEADROOM_BYTES
+from app.engine.model.pinned_share import PinnedShare, default_folder
 from app.engine.model.weight_store import WeightStore
 from app.engine.shared_device import SharedDevice
 from app.engine.shelf.allocation import ModelNeed
@@ -24,7 +25,8 @@ from vmem.uploads import Uploads
 
 # Share of a machine's memory that all models may take together if the settings do not say.
 _CPU_SHARE = 0.5
-# The same for weights of sleeping models, as far as they are in no file.
+# The same for weights of sleeping models, as far as they are in no file; on CUDA for their pinned copies in all
+# processes of the machine together, since no other program can have pinned memory.
 _HOST_SHARE = 0.25
 # Share of a machine's memory that files read ahead leave free.
 _RESERVE_SHARE = 0.1
@@ -49,20 +51,24 @@ class ShelfDevice:
         on_cuda = bool(models) and resolve(models[0].engine).device == "cuda"
         self.device = torch.device("cuda" if on_cuda else "cpu")
         pages = DevicePages(device_memory_bytes or _default_bytes(models[0] if on_cuda else None), swap_bytes=0)
+        shares_pinned = on_cuda and host_memory_bytes is None
         if host_memory_bytes is None:
             host_memory_bytes = int(_HOST_SHARE * Machine.detect().memory_bytes)
         self._uploads = Uploads(open_cuda(pages)) if on_cuda else None
+        self._pinned: PinnedShare | None = None
         try:
+            if shares_pinned:
+                self._pinned = PinnedShare(host_memory_bytes, default_folder())
             store = WeightStore(
                 weights_dir or _default_folder(),
                 charges=pages,
                 uploads=self._uploads,
                 most_bytes=weights_dir_bytes,
                 host_memory_bytes=host_memory_bytes,
+                pinned=self._pinned,
             )
         except ConfigError:
-            if self._uploads is not None:
-                self._uploads.close()
+            self._close_uploads()
             raise
         self.shared = SharedDevice(pages, store)
         for model in models:
@@ -141,9 +147,14 @@ class ShelfDevice:
         """Raises `IntegrityError` if a model has memory left."""
         self.shared.pages.discharge(self._workspace_bytes)
         self._workspace_bytes = self._wanted_bytes = 0
+        self._close_uploads()
+        self.shared.pages.close()
+
+    def _close_uploads(self) -> None:
         if self._uploads is not None:
             self._uploads.close()
-        self.shared.pages.close()
+        if self._pinned is not None:
+            self._pinned.close()
 
 
 def _default_folder() -> Path:

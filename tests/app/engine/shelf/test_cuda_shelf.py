@@ -22,6 +22,7 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.execution.recorded_graph import RecordedGraph
 from app.engine.model import checkpoint_files, kv_plan
 from app.engine.model.device import resolve
+from app.engine.model.pinned_share import PinnedShare
 from app.engine.sampling.params import SamplingParams
 from app.engine.shelf import device, shelved_model
 from app.errors import ConfigError, EngineError, UnavailableError
@@ -224,6 +225,30 @@ async def test_a_wake_whose_file_does_not_answer_is_given_up(
         await until_async(lambda: not moves.hang, 30.0)
         assert await found(other, other.name) == alone[other.name]
         await shelf.check_integrity()
+
+
+async def test_replicas_of_a_machine_pin_no_more_than_a_share_together(
+    models: TinyModels, driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """What another one has pinned counts; without a copy in pinned memory a model wakes from its file."""
+    monkeypatch.setattr(device, "default_folder", lambda: tmp_path / "pinned")
+    caplog.set_level("INFO", "app.engine.model.weight_copy")
+    most_bytes = int(device._HOST_SHARE * device.Machine.detect().memory_bytes)
+    other = PinnedShare(most_bytes, tmp_path / "pinned")
+    alone = [await models.alone("llama", *case) for case in cases("llama")]
+    for left_bytes, num_copied in ((0, 0), (most_bytes, 1)):
+        taken = most_bytes - left_bytes
+        assert other.take(taken)
+        async with models.opened([models.config("llama")], models.memory_for("llama", room_bytes=KV_BYTES)) as shelf:
+            for _ in range(2):
+                assert await found(shelf.model("llama"), "llama") == alone
+                await put_to_sleep(shelf, "llama")
+            uploads_ = shelf._device._uploads  # type: ignore[union-attr]
+            staged = 2 * 8 * PAGE if not num_copied else 0
+            assert (uploads_.pinned_bytes > staged) == bool(num_copied)  # type: ignore[union-attr]
+        other.give_back(taken)
+    other.close()
+    assert caplog.text.count("wakes from the file of its weights") == 1
 
 
 def test_more_memory_than_the_device_has(models: TinyModels, driver: FakeDriver) -> None:

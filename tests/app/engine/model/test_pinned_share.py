@@ -1,0 +1,68 @@
+"""Host memory that processes pin together: the bound, and what a process leaves that ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from app.engine.model.pinned_share import PinnedShare
+from app.errors import ConfigError
+from vmem import IntegrityError
+
+
+def test_shares_of_one_bound(tmp_path: Path) -> None:
+    """Regression: each replica pinned up to a quarter of the machine's memory, and eight of them all of it."""
+    folder = tmp_path / "pinned"
+    one, other = PinnedShare(100, folder), PinnedShare(100, folder)
+    assert one.take(60)
+    assert not other.take(41)
+    assert other.take(40)
+    assert not one.take(1)
+    one.give_back(30)
+    assert other.take(30)
+    with pytest.raises(IntegrityError, match="31 pinned bytes given back, 30 are taken"):
+        one.give_back(31)
+    one.close()  # with what it has
+    assert other.take(30)
+    other.close()
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+
+
+@pytest.mark.processes
+def test_a_killed_process_has_nothing(tmp_path: Path) -> None:
+    folder, context = tmp_path / "pinned", multiprocessing.get_context("spawn")
+    mine, its = context.Pipe()
+    process = context.Process(target=_take, args=(folder, its))
+    process.start()
+    assert mine.recv()
+    share = PinnedShare(100, folder)
+    assert not share.take(1)
+    process.kill()
+    process.join()
+    assert share.take(100)
+    share.close()
+
+
+def _take(folder: Path, pipe: Connection) -> None:
+    share = PinnedShare(100, folder)
+    pipe.send(share.take(100))
+    pipe.recv()
+
+
+@pytest.mark.parametrize("made", ["link", "file", "open to others", "no parent"])
+def test_the_folder_must_be_private(tmp_path: Path, made: str) -> None:
+    folder = tmp_path / "pinned"
+    if made == "link":
+        folder.symlink_to(tmp_path)
+    elif made == "file":
+        folder.write_text("")
+    elif made == "no parent":
+        folder /= "below"
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"remove it|set host_memory_bytes"):
+        PinnedShare(100, folder)

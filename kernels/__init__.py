@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kernels.cpu.collectives import SharedGroup, shared_group_bytes
     from kernels.cpu.ops import CpuElementwise, CpuLinear
     from kernels.elementwise import Activation, Elementwise, HeadNorm, RotaryWrite, select_elementwise
+    from kernels.product import FewRowProduct, select_product
     from kernels.provider import AttentionProvider, CacheScales, Masking, VarlenBatch
     from kernels.select import PROVIDERS, select_provider
 
@@ -28,6 +29,7 @@ __all__ = [
     "CpuElementwise",
     "CpuLinear",
     "Elementwise",
+    "FewRowProduct",
     "HeadNorm",
     "KernelError",
     "Masking",
@@ -40,6 +42,7 @@ __all__ = [
     "num_compilations",
     "select_block_copy",
     "select_elementwise",
+    "select_product",
     "select_provider",
     "shared_group_bytes",
     "varlen_attention",
@@ -60,6 +63,8 @@ _NEED_TORCH = {
     "HeadNorm": "kernels.elementwise",
     "RotaryWrite": "kernels.elementwise",
     "select_elementwise": "kernels.elementwise",
+    "FewRowProduct": "kernels.product",
+    "select_product": "kernels.product",
     "AttentionProvider": "kernels.provider",
     "CacheScales": "kernels.provider",
     "Masking": "kernels.provider",

@@ -134,17 +134,22 @@ class Elementwise(Protocol):
         ...
 
 
-def select_elementwise(device: torch.device) -> Elementwise:
+def select_elementwise(device: torch.device, *, dependent: bool = False) -> Elementwise:
     """The operations for a device, Triton's or C++.
 
+    Args:
+        dependent: a kernel's programs start while the kernel before drains (`kernels.triton.dependent`).
+
     Raises:
-        KernelError: Triton is not installed, or there is no compiler.
+        KernelError: Triton is not installed, there is no compiler, or the device has no dependent launches.
     """
-    module, name = (
-        ("cpu.ops", "CpuElementwise") if device.type == "cpu" else ("triton.elementwise", "TritonElementwise")
-    )
+    if device.type == "cpu" and not dependent:
+        cpu: Elementwise = importlib.import_module("kernels.cpu.ops").CpuElementwise()
+        return cpu
     try:
-        ops: Elementwise = getattr(importlib.import_module(f"kernels.{module}"), name)()
+        if dependent and (reason := importlib.import_module("kernels.triton.dependent").unsupported(device)):
+            raise KernelError(f"there are no dependent launches: {reason}")
+        ops: Elementwise = importlib.import_module("kernels.triton.elementwise").TritonElementwise(dependent=dependent)
     except ImportError as error:
         raise KernelError(f"fused layers on {device.type} need the package triton: {error}") from error
     return ops

@@ -116,6 +116,10 @@ class EngineConfig:
         decode_graphs: replay steps of single tokens as CUDA graphs, padded to a few numbers of sequences. "auto": on
             CUDA, on one rank, for models that can be captured. "on": others are an error; on a CPU the calls of torch
             are recorded and replayed, which is for tests, because C++ kernels cannot be recorded.
+        few_row_products: on CUDA, another kernel for attention's products of queries, keys, values and outputs with at
+            most 16 rows; off until it has been measured. Needs Triton.
+        dependent_launch: on CUDA of compute capability 9.0, Folio's own kernels start while the kernel before drains
+            (programmatic dependent launch); off until it has been measured. Needs Triton 3.6.
         speculation: source of draft tokens: "ngram": the continuation of the last few tokens earlier in the text;
             "draft": `draft_model`. Outputs are the same.
         draft_model: a smaller model with the same vocabulary.
@@ -180,6 +184,8 @@ class EngineConfig:
     step_timeout_s: float = 60.0
     async_scheduling: AsyncScheduling = "auto"
     decode_graphs: DecodeGraphs = "auto"
+    few_row_products: bool = False
+    dependent_launch: bool = False
     speculation: Speculation = "off"
     draft_model: str | None = None
     max_draft_tokens: int = 8

@@ -16,6 +16,7 @@ from kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrit
 from kernels.errors import KernelError
 from kernels.provider import FP8_DTYPES
 from kernels.triton.cache import store_cached
+from kernels.triton.dependent import launch_options, start_next, wait_for_previous
 from kernels.triton.launch import Kernel, Launch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,8 +37,11 @@ def _norm_kernel(
     offset: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """One program per row."""
+    wait_for_previous(DEPENDENT)
+    start_next(DEPENDENT)
     columns = tl.arange(0, BLOCK)
     there = columns < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + columns
@@ -61,8 +65,11 @@ def _gate_kernel(
     SIZE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """One program per row and block of columns: `[rows, blocks]`."""
+    wait_for_previous(DEPENDENT)
+    start_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < SIZE
@@ -154,8 +161,11 @@ def _rotary_write_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     EMULATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """One program per token and block of heads: blocks of queries, then of keys, then of values."""
+    wait_for_previous(DEPENDENT)
+    start_next(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (NUM_Q_HEADS + BLOCK_Q_HEADS - 1) // BLOCK_Q_HEADS
@@ -239,9 +249,14 @@ def _rotary_write_kernel(
 
 
 class TritonElementwise(Elementwise):
-    """The operations in Triton. A kernel is compiled for each size on first use, which takes seconds."""
+    """The operations in Triton. A kernel is compiled for each size on first use, which takes seconds.
 
-    def __init__(self) -> None:
+    Args:
+        dependent: programmatic dependent launch, see `kernels.triton.dependent`.
+    """
+
+    def __init__(self, *, dependent: bool = False) -> None:
+        self._dependent = dependent
         self._launches: dict[tuple[object, ...], Launch] = {}
         self._rotary_write = Kernel(_rotary_write_kernel)
 
@@ -293,7 +308,7 @@ class TritonElementwise(Elementwise):
             numbers = {"residual_ptr": None, "sum_ptr": None, "eps": float(eps), "offset": float(offset)}
             constants = {"SIZE": size, "BLOCK": block}
             num_warps = min(_MAX_WARPS, max(1, block // _WARP_ELEMENTS))
-            launch = self._launches[key] = _prepare(_norm_kernel, names, tensors, numbers | constants, num_warps)
+            launch = self._launches[key] = self._prepare(_norm_kernel, names, tensors, numbers | constants, num_warps)
         launch((rows, 1, 1), *tensors)
         return total, out
 
@@ -312,7 +327,7 @@ class TritonElementwise(Elementwise):
         if launch is None:
             constants = {"SIZE": size, "ACTIVATION": activation, "BLOCK": _GATE_BLOCK}
             names = ("gate_up_ptr", "out_ptr")
-            launch = self._launches[key] = _prepare(_gate_kernel, names, (gate_up, out), constants, 4)
+            launch = self._launches[key] = self._prepare(_gate_kernel, names, (gate_up, out), constants, 4)
         launch((out.numel() // size, triton.cdiv(size, _GATE_BLOCK), 1), gate_up, out)
         return out
 
@@ -363,6 +378,7 @@ class TritonElementwise(Elementwise):
             "BLOCK_HALF": triton.next_power_of_2(call.rotary_dim // 2),
             "BLOCK_REST": triton.next_power_of_2(max(1, dim - call.rotary_dim)),
             "EMULATED": not isinstance(_rotary_write_kernel, JITFunction),
+            "DEPENDENT": self._dependent,
         }
         q_parts, kv_parts = triton.cdiv(call.num_q_heads, block_q_heads), triton.cdiv(call.num_kv_heads, block_kv_heads)
         grid = num_tokens, q_parts + 2 * kv_parts, 1
@@ -371,16 +387,21 @@ class TritonElementwise(Elementwise):
         changing = ["heads_ptr", "key_cache_ptr", "value_cache_ptr"]
         if query_norm is not None:
             changing += ["query_weight_ptr", "key_weight_ptr"]
-        launch = self._rotary_write.prepare(arguments, changing, num_warps=4)
+        launch = self._rotary_write.prepare(arguments, changing, num_warps=4, **launch_options(self._dependent))
         return lambda heads, key_cache, value_cache, *norm_weights: launch(
             grid, heads, key_cache, value_cache, *norm_weights
         )
 
-
-def _prepare(
-    kernel: Any, names: Sequence[str], tensors: Sequence[torch.Tensor], others: Mapping[str, Any], num_warps: int
-) -> Launch:
-    """A launch that replaces all its tensors."""
-    if tensors[0].dtype not in _DTYPES:
-        raise KernelError(f"there is no kernel for {tensors[0].dtype}")
-    return Kernel(kernel).prepare(dict(others) | dict(zip(names, tensors, strict=True)), names, num_warps=num_warps)
+    def _prepare(
+        self,
+        kernel: Any,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        others: Mapping[str, Any],
+        num_warps: int,
+    ) -> Launch:
+        """A launch that replaces all its tensors."""
+        if tensors[0].dtype not in _DTYPES:
+            raise KernelError(f"there is no kernel for {tensors[0].dtype}")
+        arguments = dict(others) | dict(zip(names, tensors, strict=True)) | {"DEPENDENT": self._dependent}
+        return Kernel(kernel).prepare(arguments, names, num_warps=num_warps, **launch_options(self._dependent))

@@ -20,7 +20,7 @@ from app.engine.execution import attention, recurrent
 from app.engine.model.fused_layer import fuse_layers
 from app.engine.model.fusion import fuse_attention, fuse_modules
 from app.engine.model.fusion_record import FusionRecord
-from app.engine.model.linear import choose_product, pack_linears
+from app.engine.model.linear import choose_product, pack_linears, use_few_row_products
 from app.engine.model.load_turn import LoadTurn
 from app.engine.model.model_parts import fingerprint
 from app.engine.model.pooling import Pooling, is_classifier
@@ -28,8 +28,8 @@ from app.engine.model.tokenizer import one_line
 from app.engine.model.weight_key import weight_files
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import ShardPlan, load_share
-from app.errors import ModelError
-from kernels import KernelError, select_elementwise
+from app.errors import ConfigError, ModelError
+from kernels import KernelError, select_elementwise, select_product
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def make_module(
     if room is not None:
         room(sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())))
     module.to(device)
-    optimise(module, device, record, int8=config.quantization == "int8", movable=movable)
+    optimise(module, config, record, movable=movable)
     return MadeModule(module, plan, generates, recurrent_layers, record)
 
 
@@ -183,17 +183,32 @@ def random_model(
     return model
 
 
-def optimise(module: PreTrainedModel, device: torch.device, record: FusionRecord, *, int8: bool, movable: bool) -> None:
-    """Fuse layers; for a CPU, pack linear layers. The module is on the device, or on torch's meta device."""
+def optimise(module: PreTrainedModel, config: ResolvedConfig, record: FusionRecord, *, movable: bool) -> None:
+    """Fuse layers; for a CPU, pack linear layers. The module is on the settings' device, or on torch's meta device.
+
+    Raises:
+        ConfigError: the settings ask for kernels that this device does not have.
+    """
+    device, int8 = torch.device(config.device), config.quantization == "int8"
     product = choose_product(module.dtype, int8=int8, movable=movable) if device.type == "cpu" else None
+    few_rows, dependent = config.few_row_products, config.dependent_launch
     try:
-        ops = select_elementwise(device)
+        ops = select_elementwise(device, dependent=dependent)
+        few = select_product(device, dependent=dependent) if few_rows else None
         num_fused = sum(fuse(module, ops, record) for fuse in (fuse_modules, fuse_attention, fuse_layers))
     except KernelError as error:
-        num_fused = 0
+        if few_rows or dependent:
+            raise ConfigError(
+                f"few_row_products is {few_rows} and dependent_launch {dependent}, which {device} cannot do: {error}; "
+                "leave both out"
+            ) from error
+        num_fused, few = 0, None
         logger.warning("layers stay unfused: %s", error)
     num_packed = 0 if product is None else pack_linears(module, product)
-    logger.info("fused %d modules, packed %d linear layers", num_fused, num_packed)
+    num_few = 0 if few is None else use_few_row_products(module, few)
+    logger.info(
+        "fused %d modules, packed %d linear layers, %d with products of few rows", num_fused, num_packed, num_few
+    )
 
 
 def _outside_the_interface(model: str, config: PreTrainedConfig) -> ModelError:

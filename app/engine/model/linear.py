@@ -1,4 +1,5 @@
-"""Packed linear layers: weights of a CPU model laid out for a matrix kernel, once, at load."""
+"""Linear layers by other kernels than torch's: weights of a CPU model are packed, once, at load; on CUDA there are
+products of few rows, for decode steps."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from app.compat.torch import onednn_linear, onednn_pack, onednn_supports
+from app.engine.model.fusion import FusedAttention
 from app.errors import ConfigError
-from kernels import CpuLinear, KernelError, has_matrix_tiles
+from kernels import CpuLinear, FewRowProduct, KernelError, has_matrix_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,9 @@ _LEFT_UNPACKED = {"dt_proj", "wg"}
 # oneDNN compiles a primitive for each number of rows, 1 to 3 MiB, quickly. torch and oneDNN would each keep the last
 # 1,024. A step needs few, the same in every layer.
 _PRIMITIVE_CACHES, _CACHED_PRIMITIVES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), 16
+
+# Of `FewRowLinear`: with more rows torch's product does not split its sums, and reads `x` less often.
+_FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +118,31 @@ def pack_linears(model: nn.Module, product: Product) -> int:
             setattr(model, name, PackedLinear(weight, bias, product, getattr(child, "merged", ())))
             num_packed += 1
     return num_packed
+
+
+class FewRowLinear(nn.Linear):
+    """`nn.Linear` whose products of at most `_FEW_ROWS` rows have another kernel. It has the original's parameters."""
+
+    def __init__(self, original: nn.Linear, product: FewRowProduct) -> None:
+        super().__init__(original.in_features, 1, bias=False, device="meta")
+        self.out_features, self.weight, self.bias = original.out_features, original.weight, original.bias
+        self.merged: tuple[tuple[str, int], ...] = getattr(original, "merged", ())
+        self._product = product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() > _FEW_ROWS * x.shape[-1]:
+            return super().forward(x)
+        return self._product(x, self.weight, self.bias)
+
+
+def use_few_row_products(model: nn.Module, product: FewRowProduct) -> int:
+    """Replace the linear layers of fused attention, whose weights are so small that torch's products of few rows split
+    their sums; return the number of replaced ones."""
+    num_replaced = 0
+    for attention in [module for module in model.modules() if isinstance(module, FusedAttention)]:
+        for name in ("qkv_proj", "o_proj"):
+            linear: Any = attention.get_submodule(name)
+            if isinstance(linear, nn.Linear) and product.unsupported(linear.weight) is None:
+                setattr(attention, name, FewRowLinear(linear, product))
+                num_replaced += 1
+    return num_replaced

@@ -32,6 +32,7 @@ from vmem.layout import LayerSpec, LayoutKind, plan_layout
 
 SHARED_BYTES = 227 * 1024  # the most per program on an H100
 REGISTERS = 255  # the most per thread
+NUM_PROCESSORS = 132
 PAGE_BYTES = 2 << 20
 THREADS = 128  # of a program of the write kernel
 NUM_SEQS, NUM_BLOCKS = 3, 8
@@ -58,14 +59,15 @@ GEMMA = Model(21, 16, 8, 256, Masking(1 / 16, window_left=4095, softcap=50.0), 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "choose", "penalise" or
+    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "product", "choose", "penalise" or
     "replace".
 
     Attributes:
         block_tokens: of the block-table view, 0 for as many as `plan_layout` chooses; None is the region view.
-        num_queries: of the longest sequence.
+        num_queries: of the longest sequence, or the rows of a product.
         normed: heads are normed before their rotation, or the residual is added before a norm.
         offset: elements by which the caches' addresses are shifted.
+        dependent: programmatic dependent launch.
     """
 
     call: str
@@ -78,10 +80,12 @@ class Shape:
     num_splits: int = 1
     offset: int = 0
     normed: bool = False
+    dependent: bool = False
 
     def __str__(self) -> str:
         view = "region" if self.block_tokens is None else f"{self.kind} blocks {self.block_tokens or 'planned'}"
-        work = f"{self.num_queries} queries" if self.call == "prefill" else f"{self.num_splits} splits"
+        work = f"{self.num_queries} queries" if self.call in ("prefill", "product") else f"{self.num_splits} splits"
+        work = f"{work}{', dependent' if self.dependent else ''}"
         dtypes = f"{self.dtype} {self.cache_dtype}".replace("torch.", "")
         return f"{self.call} {self.model.num_q_heads}/{self.model.num_kv_heads}/{self.model.dim} {view} {work} {dtypes}"
 
@@ -103,6 +107,14 @@ SHAPES = (
     Shape("norm", QWEN, dtype=F32, normed=True),
     Shape("gate", LLAMA),
     Shape("gate", GEMMA),
+    Shape("product", LLAMA, num_queries=1),
+    Shape("product", LLAMA, num_queries=16),
+    Shape("product", LLAMA, num_queries=64),
+    Shape("product", QWEN, num_queries=16),
+    Shape("product", LLAMA, num_queries=16, dependent=True),
+    Shape("rotary", LLAMA, 16, normed=True, dependent=True),
+    Shape("norm", LLAMA, normed=True, dependent=True),
+    Shape("gate", LLAMA, dependent=True),
     Shape("decode", LLAMA, num_splits=8),
     Shape("decode", LLAMA, 16, num_splits=8),
     Shape("decode", LLAMA, 0, kind="per_layer"),
@@ -137,7 +149,8 @@ SHAPES = (
 @dataclass
 class Compiled:
     """Compilation result: registers and spilled bytes per thread, shared bytes per program, the number of accesses
-    of each width in bytes, and of products fused with sums."""
+    of each width in bytes, of products fused with sums, and of accesses before the wait for the kernel before; `None`
+    without a wait."""
 
     registers: int
     spilled: int
@@ -146,6 +159,7 @@ class Compiled:
     loads: dict[int, int]
     stores: dict[int, int]
     num_fused: int
+    early: int | None
 
 
 @pytest.mark.processes
@@ -195,6 +209,8 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
         wrong.append(f"{compiled.shared} bytes of shared memory, the most is {SHARED_BYTES}")
     if compiled.registers > REGISTERS:
         wrong.append(f"{compiled.registers} registers")
+    if compiled.early != (0 if shape.dependent else None):
+        wrong.append(f"{compiled.early} accesses before it waits for the kernel before")
     if shape.call == "write":  # a program writes one token's heads
         row_bytes = shape.model.num_kv_heads * shape.model.dim * shape.cache_dtype.itemsize
         if min(compiled.stores) < min(16, row_bytes // THREADS):
@@ -206,6 +222,12 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
     elif shape.call in ("norm", "gate"):
         if {*compiled.loads, *compiled.stores} != {16}:
             wrong.append(f"loads by {sorted(compiled.loads)} bytes, and stores by {sorted(compiled.stores)}")
+    elif shape.call == "product":
+        # A program's results, by warps of 32 threads, are 8 or 16 bytes of outputs in each thread.
+        if set(compiled.copies) != {16} or min(compiled.stores) < 8:
+            wrong.append(f"copies by {sorted(compiled.copies)} bytes, and stores by {sorted(compiled.stores)}")
+        if compiled.shared * 2 > SHARED_BYTES and shape.num_queries <= 16:
+            wrong.append(f"{compiled.shared} bytes of shared memory leave no room for a second program")
     elif shape.call == "copy":
         if compiled.loads.get(16, 0) < 4 or set(compiled.stores) != {16}:
             wrong.append("does not copy by 16 bytes")
@@ -278,6 +300,7 @@ def compile_shapes(index: int, count: int) -> None:
             loads=_accesses(ptx, "ld"),
             stores=_accesses(ptx, "st"),
             num_fused=len(re.findall(r"\bfma\.rn\.f32", ptx)),
+            early=_early(ptx),
         )
         print(json.dumps((i, vars(compiled))), flush=True)
 
@@ -285,6 +308,11 @@ def compile_shapes(index: int, count: int) -> None:
 def _copies(ptx: str) -> dict[int, int]:
     sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global\S* *\[[^]]*\], *\[[^]]*\], *(\w+)", ptx)
     return Counter(int(size, 0) for size in sizes)
+
+
+def _early(ptx: str) -> int | None:
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    return len(re.findall(r"\b(?:ld|st|red|atom)\.global|cp\.async\.c[ag]", before)) if wait else None
 
 
 def _accesses(ptx: str, operation: str) -> dict[int, int]:
@@ -303,6 +331,7 @@ def _call(shape: Shape) -> None:
     from kernels.triton.elementwise import TritonElementwise
     from kernels.triton.penalties import penalise
     from kernels.triton.prefill import prepare_prefill
+    from kernels.triton.product import TritonProduct, choose_tile
     from kernels.triton.sampling import choose
 
     if shape.call in ("penalise", "replace"):
@@ -316,14 +345,24 @@ def _call(shape: Shape) -> None:
         choose(logits, integers, integers, numbers.double(), numbers, numbers, integers.int())
         return
     model = shape.model
+    ops = TritonElementwise(dependent=shape.dependent)
+    if shape.call == "product":  # of queries, keys and values
+        num_outputs, num_inputs = (
+            (model.num_q_heads + 2 * model.num_kv_heads) * model.dim,
+            model.num_q_heads * model.dim,
+        )
+        x, weight = (torch.empty(rows, num_inputs, dtype=shape.dtype) for rows in (shape.num_queries, num_outputs))
+        tile = choose_tile(num_outputs, NUM_PROCESSORS)
+        TritonProduct(dependent=shape.dependent, tile=tile)(x, weight, x[0, :1].expand(num_outputs).contiguous())
+        return
     if shape.call in ("norm", "gate"):
         x = torch.empty(NUM_SEQS, 2 * model.num_q_heads * model.dim, dtype=shape.dtype)
         if shape.call == "gate":
-            TritonElementwise().gate(x, "silu" if model is LLAMA else "gelu_tanh")
+            ops.gate(x, "silu" if model is LLAMA else "gelu_tanh")
         elif shape.normed:
-            TritonElementwise().add_rms_norm(x, x, x[0], 1e-5)
+            ops.add_rms_norm(x, x, x[0], 1e-5)
         else:
-            TritonElementwise().rms_norm_add(x, x, x[0], 1e-5)
+            ops.rms_norm_add(x, x, x[0], 1e-5)
         return
     heads, dim = model.num_kv_heads, model.dim
     layout = plan_layout(
@@ -363,7 +402,7 @@ def _call(shape: Shape) -> None:
         norm = HeadNorm(torch.empty(dim, dtype=shape.dtype), 1e-5) if shape.normed else None
         rotary = RotaryWrite(new, tables, tables, dim, key, value, places, norm, norm, scales)
         weights = () if norm is None else (norm.weight, norm.weight)
-        TritonElementwise().prepare_rotary_write(rotary)(new, key, value, *weights)
+        ops.prepare_rotary_write(rotary)(new, key, value, *weights)
         return
     query = torch.empty(num_tokens, model.num_q_heads, dim, dtype=shape.dtype)
     width = 1 if shape.block_tokens is None else NUM_BLOCKS

@@ -9,10 +9,24 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from app.compat.torch import onednn_linear, onednn_supports
+from app.config.engine import EngineConfig
+from app.engine.execution import attention
+from app.engine.execution.attention import GeometryProbe
 from app.engine.model import linear
-from app.engine.model.linear import PackedLinear, Product, choose_product, onednn_product, pack_linears
+from app.engine.model.fusion import fuse_attention, fuse_modules
+from app.engine.model.linear import (
+    PackedLinear,
+    Product,
+    choose_product,
+    onednn_product,
+    pack_linears,
+    use_few_row_products,
+)
+from app.engine.model.loader import load_model
 from app.errors import ConfigError
-from kernels import CpuLinear, KernelError
+from kernels import CpuElementwise, CpuLinear, KernelError
+from kernels.reference import ReferenceProvider
+from tests.app.engine.model.test_fusion import make_model
 from tests.kernels.cpu.test_ops import has_layers
 
 
@@ -67,6 +81,45 @@ def test_every_linear_of_a_model_is_replaced() -> None:
     assert pack_linears(model, onednn_product()) == 2
     torch.testing.assert_close(model[1](model[0](x)), expected)
     assert [type(m).__name__ for m in model[1]] == ["PackedLinear", "ReLU"]  # type: ignore[union-attr]
+
+
+@torch.inference_mode()
+def test_few_rows_of_attention_have_their_own_product() -> None:
+    """With the original's parameters, so that what else a model refers to is unchanged."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("for the interpreter; tests/kernels/triton/test_product.py runs on the device")
+    from kernels.triton.product import TritonProduct
+
+    rows: list[int] = []
+
+    class Counted(TritonProduct):
+        def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            rows.append(x.numel() // x.shape[-1])
+            return super().__call__(x, weight, bias)
+
+    model, ops = make_model("qwen2", torch.bfloat16), CpuElementwise()
+    fuse_modules(model, ops)
+    assert fuse_attention(model, ops) == 3
+    paths, merged = [path for path, _ in model.named_parameters()], model.model.layers[0].self_attn.qkv_proj.merged
+    attention.bind_attention(model, GeometryProbe(ReferenceProvider()))
+    tokens = [torch.randint(400, (1, count)) for count in (1, 16, 17)]
+    expected = [model(ids, use_cache=False).logits for ids in tokens]
+    assert use_few_row_products(model, Counted()) == 6
+    attention.bind_attention(model, GeometryProbe(ReferenceProvider()))
+    for ids, logits in zip(tokens, expected, strict=True):
+        off = (model(ids, use_cache=False).logits - logits).abs().max() / logits.abs().max()
+        assert off < 0.03
+    assert rows == [1] * 6 + [16] * 6
+    assert [path for path, _ in model.named_parameters()] == paths
+    assert model.model.layers[0].self_attn.qkv_proj.merged == merged
+
+
+@pytest.mark.parametrize("setting", ["few_row_products", "dependent_launch"])
+def test_variants_of_cuda_are_refused_on_a_cpu(setting: str) -> None:
+    config = EngineConfig(model="builtin", skip_tokenizer_init=True, **{setting: True})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{setting}.*leave both out"):
+        load_model(config.on_device("cpu"))
 
 
 def test_unsupported_dtypes_stay_unpacked_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -214,11 +214,17 @@ def _measure_footprints(device: Device, limits: Mapping[bool, Callable[[], float
     rows: list[Row] = []
     name, heads = next(iter(SHAPES.items()))
     assert device.page_bytes is not None
-    for layout, factor in (("interleaved", 1), ("interleaved", 16), ("per_layer", 1)):
-        kind: LayoutKind = "interleaved" if layout == "interleaved" else "per_layer"
-        token_bytes = heads.token_bytes * device.num_layers if layout == "interleaved" else heads.token_bytes // 2
+    settings: tuple[tuple[LayoutKind, int], ...] = (
+        ("interleaved", 1),
+        ("sliced", 4),
+        ("whole", 4),
+        ("interleaved", 16),
+        ("per_layer", 1),
+    )
+    for layout, factor in settings:
+        token_bytes = heads.token_bytes // 2 if layout == "per_layer" else heads.token_bytes * device.num_layers
         block_tokens = factor * device.page_bytes // token_bytes
-        with setting(device, heads, kind, block_tokens, device.footprints, all_layers=True) as made:
+        with setting(device, heads, layout, block_tokens, device.footprints, all_layers=True) as made:
             before = len(rows)
             for case in device.footprints:
                 measured = _measure(device, made, name, case, limits, device.repeats, device.providers[:1])

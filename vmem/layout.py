@@ -13,10 +13,13 @@ A block of `block_tokens` tokens has one page in each of the layout's slices. *I
 
     page    | token 0: layer 0: K, V | layer 1: … | layer 7: K, V | token 1 …      slice 0: layers 0 to 7, slice 1: …
 
+*Whole*: sliced blocks with one slice for all layers, so that a block is one page.
+
 In all of them pages mapped side by side make one array of tokens with a constant stride, which is why a page is a whole
 number of tokens. Interleaved blocks are small (Llama-3-8B in granules of 2 MiB: 16 tokens against 1,024), and a block
 costs one mapping instead of two for each layer; per-layer reads are dense. Sliced blocks are between the two: 64 tokens
-in four pages, so that a kernel's tile is a whole block and a layer's kernel touches a quarter of the pages.
+in four pages, so that a kernel's tile is a whole block and a layer's kernel touches a quarter of the pages. Whole ones
+take a quarter of the driver's calls, whose time does not depend on a page's size.
 
 A page is usually a physical allocation of its own. Where 64 tokens are less than a granule, the pages of several
 neighbouring blocks, an *extent*, share an allocation (a *handle*); Qwen2.5-0.5B in granules of 2 MiB:
@@ -39,7 +42,7 @@ from vmem.errors import LayoutError
 if TYPE_CHECKING:
     import torch
 
-LayoutKind = Literal["interleaved", "sliced", "per_layer"]
+LayoutKind = Literal["interleaved", "sliced", "whole", "per_layer"]
 
 # Rows start at multiples of a cache line, so that no vector load of one token splits two lines.
 _ROW_ALIGNMENT_BYTES = 64
@@ -47,6 +50,8 @@ _ROW_ALIGNMENT_BYTES = 64
 _SMALLEST_BLOCK_TOKENS = 16
 # Pages of more granules are not tried: what a larger page saves in padding it loses in unfilled last blocks.
 _MOST_GRANULES_TRIED = 16
+# Layouts whose blocks are whole tiles of the kernels.
+_TILED: tuple[LayoutKind, ...] = ("sliced", "whole")
 # Sliced layouts: layers of a slice, and tokens of a block. The shortest block is a tile of the kernels; longer ones are
 # for pages that cannot be shared.
 _SLICE_LAYERS = range(4, 9)
@@ -231,7 +236,7 @@ def plan_layout(
         page_bytes: the page size of other layer groups; as many tokens as fit become a block.
         expected_tokens: length of a typical sequence, to weigh padding against unfilled last blocks.
         multiple_of: with `page_bytes`, the block is a multiple of so many tokens.
-        shares_handles: let sliced blocks of less than a granule share handles.
+        shares_handles: let sliced and whole blocks of less than a granule share handles.
 
     Raises:
         LayoutError: there are no layers, a dimension is not positive, or the numbers make no page.
@@ -281,10 +286,10 @@ def plan_layout(
             raise LayoutError(f"page_bytes {page_bytes} is not a multiple of the granularity {granularity_bytes}")
         fitting = [rows for rows in placements if _most_tokens(page_bytes, rows.row_bytes, multiple_of)]
         candidates = [in_page(rows, page_bytes) for rows in fitting or placements[:1]]
-    elif block_tokens is not None or kind == "sliced":
+    elif block_tokens is not None or kind in _TILED:
         lengths = _SLICED_BLOCK_TOKENS if block_tokens is None else (block_tokens,)
         candidates = [of_tokens(rows, tokens) for rows, tokens in product(placements, lengths)]
-        if kind == "sliced" and shares_handles:
+        if kind in _TILED and shares_handles:
             tried = product(placements, lengths, range(1, _MOST_SHARED_GRANULES + 1))
             candidates += [made for each in tried if (made := shared(*each)) is not None]
     else:
@@ -356,7 +361,7 @@ def _placements(layers: Sequence[LayerSpec], dtype: torch.dtype, kind: LayoutKin
         values = tuple(Row(2 * i + 1, 0) for i in range(len(layers)))
         longest = max(max(spec.row_bytes(dtype)) for spec in layers)
         return [_Placement(keys, values, 2 * len(layers), _round_up(longest, _ROW_ALIGNMENT_BYTES))]
-    counts = [len(layers)] if kind == "interleaved" else [min(count, len(layers)) for count in _SLICE_LAYERS]
+    counts = [min(count, len(layers)) for count in _SLICE_LAYERS] if kind == "sliced" else [len(layers)]
     # As even as the number of slices allows.
     even = {-(-len(layers) // -(-len(layers) // count)) for count in counts}
     return [_interleave(layers, dtype, count) for count in sorted(even)]

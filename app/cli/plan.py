@@ -80,7 +80,7 @@ def plan(
     ] = None,
     block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a block; by default the best.")] = None,
     kv_layout: Annotated[
-        Literal["auto", "interleaved", "sliced", "per_layer"], typer.Option(help="Of a block's layers.")
+        Literal["auto", "interleaved", "sliced", "whole", "per_layer"], typer.Option(help="Of a block's layers.")
     ] = "auto",
     kv_view: Annotated[
         Literal["auto", "region", "block_table"],

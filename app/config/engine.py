@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from app.errors import ConfigError
 
 # Copies from `vmem` and `app.fleet.policies`, which take seconds to import; a test compares them.
-LayoutKind = Literal["interleaved", "sliced", "per_layer"]
+LayoutKind = Literal["interleaved", "sliced", "whole", "per_layer"]
 ViewPolicy = Literal["auto", "region", "block_table"]
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "consistent_hash"]
 
@@ -101,7 +101,8 @@ class EngineConfig:
         block_tokens: tokens in a KV block; by default the size that wastes least, or a larger one if `kv_memory_bytes`
             would otherwise be more pages than can be mapped.
         kv_layout: "interleaved": all layers of a token side by side; "sliced": 4 to 8 layers side by side, in blocks of
-            64 tokens; "per_layer": keys and values of each layer apart. "auto": interleaved on a CPU, sliced on CUDA.
+            64 tokens; "whole": all layers side by side, in blocks of 64 tokens, with the fewest calls of the driver;
+            "per_layer": keys and values of each layer apart. "auto": interleaved on a CPU, sliced on CUDA.
         kv_view: how attention reads the cache: through regions, through block tables, or ("auto") through regions as
             long as the system allows their number of mappings.
         attention: kernels: "cpu", "sdpa" or "reference" on a CPU; "triton", "torch-flash", "sdpa" or "reference" on

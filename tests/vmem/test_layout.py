@@ -125,6 +125,31 @@ def test_sliced_layouts(
     assert all(key.slice == value.slice for key, value in zip(layout.keys, layout.values, strict=True))
 
 
+@pytest.mark.parametrize("model", ["Llama-3-8B", "Qwen2.5-7B", "Qwen2.5-0.5B", "Llama-3-70B at TP 8"])
+def test_whole_blocks_take_fewer_pages_and_no_more_memory(model: str) -> None:
+    """A page costs the driver the same time whatever its size: a chunk of 1,024 tokens of Llama-3-8B is 16 pages
+    instead of 64."""
+    num_layers, heads, dim = (SHAPES | {"Qwen2.5-7B": (28, 4, 128)})[model]
+    layers = [LayerSpec(heads, dim, dim)] * num_layers
+    sliced, whole = (
+        plan_layout(layers, torch.bfloat16, granularity_bytes=2 * MIB, kind=kind, shares_handles=True)
+        for kind in ("sliced", "whole")
+    )
+    assert (whole.num_slices, whole.block_tokens) == (1, sliced.block_tokens)
+    assert whole.handle_bytes <= sliced.num_slices * sliced.handle_bytes
+    assert whole.expected_waste(1024) == sliced.expected_waste(1024) <= 0.037
+    num_handles = [each.num_blocks(1024) * each.num_slices / each.extent_blocks for each in (sliced, whole)]
+    assert (
+        num_handles
+        == {
+            "Llama-3-8B": [64, 16],
+            "Qwen2.5-7B": [28, 4],
+            "Qwen2.5-0.5B": [6, 2],
+            "Llama-3-70B at TP 8": [20, 4],
+        }[model]
+    )
+
+
 def test_only_a_single_group_shares_handles() -> None:
     layers = [LayerSpec(2, 64, 64)] * 24
     [alone] = plan_groups([layers], torch.bfloat16, granularity_bytes=2 * MIB, kind="sliced", shares_handles=True)
@@ -173,7 +198,13 @@ def test_requested_blocks_are_whole_granules(block_tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "granularity", "num_slices"),
-    [("interleaved", 4096, 1), ("per_layer", 4096, 18), ("sliced", 4096, 3), ("sliced", 1 << 20, 3)],
+    [
+        ("interleaved", 4096, 1),
+        ("per_layer", 4096, 18),
+        ("sliced", 4096, 3),
+        ("sliced", 1 << 20, 3),
+        ("whole", 1 << 20, 1),
+    ],
 )
 def test_views_do_not_overlap(kind: LayoutKind, granularity: int, num_slices: int) -> None:
     layers = [LayerSpec(2, 8, 4), LayerSpec(1, 24, 24), LayerSpec(3, 16, 16)] * 3

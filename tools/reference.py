@@ -1,4 +1,5 @@
-"""Reference pages made from the code, below docs/reference/: `python -m tools.reference` writes them."""
+"""Pages made from the code: docs/reference/, and the tables of docs/operate/gpu-sizing.md. `python -m tools.reference`
+writes them."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from app.cli.main import folio
 from app.openai.http import build_api
 from tools.schema import Schema, allowed, cell
 from tools.settings import settings_page
+from tools.sizes import sizing_page
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -120,6 +122,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "cli.md": command_line_page,
     "http-fields.md": fields_page,
+    "../operate/gpu-sizing.md": sizing_page,
 }
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks import harness, report
 from benchmarks.all import command_of, is_current
-from benchmarks.figures import BENCHMARKS, BY_NAME, Figure
+from benchmarks.figures import BENCHMARKS, Figure, row_of
 
-RESULTS = sorted(report.COMMITTED.glob("*.json"))
+RESULTS = sorted(harness.RESULTS.glob("c*/*.json"))  # of CPUs and of GPUs
 PAGES = report.documents()
 # Quantities that are measured, in the units in which pages state them. Seconds and bytes are mostly settings.
 MEASURED = re.compile(
@@ -67,12 +67,13 @@ def test_pictures_in_the_docs_are_those_of_the_results() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_results_are_explained_and_dated(path: Path) -> None:
-    """Full results only, whose every key has a meaning, and whose commit exists."""
-    result = json.loads(path.read_text())
-    benchmark = BY_NAME[path.stem]
-    assert not result["quick"]
+    """Full results only, except of GPUs, whose every key has a meaning, of the row's dtype, and whose commit exists."""
+    result, benchmark = report.result(path.stem, path.parent), row_of(path.stem)
+    assert result is not None
+    assert benchmark is not None
+    assert not result["quick"] or path.parent != report.COMMITTED
     assert [key for key in result["figures"] if benchmark.figure(key) is None] == []
     assert result["date"] >= "2026-11"
     assert result["machine"]["cores"] > 0

@@ -120,11 +120,12 @@ def _applications() -> Any:
 
 
 @contextmanager
-def cluster(num_cpus: int = 4) -> Iterator[str]:
+def cluster(num_cpus: int = 4, num_gpus: float | None = None) -> Iterator[str]:
     """A Ray cluster of this process, with Serve on a free port of this machine; yields its URL.
 
     Args:
         num_cpus: CPUs that Ray assumes; replicas share the cores that exist.
+        num_gpus: GPUs that Ray assumes; `None`: those that it finds.
     """
     import ray
     from ray import serve
@@ -133,7 +134,7 @@ def cluster(num_cpus: int = 4) -> Iterator[str]:
 
     port = free_port()
     with prepared_environment():
-        ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
         try:
             servicers = ["app.proto.folio_pb2_grpc.add_FolioServicer_to_server"]
             serve.start(

@@ -117,8 +117,7 @@ def fleet(fake: bool) -> list[Job]:
     return [
         _program("replicas", "gpu_fleet", fake, 130, "--measure", "replicas"),
         _program("turns", "gpu_shelf", fake, 90, "--measure", "turns"),
-        _program("features", "gpu_fleet", fake, 80, "--measure", "features"),
-        _program("preemption", "gpu_fleet", fake, 60, "--measure", "preemption"),
+        _program("features", "gpu_fleet", fake, 100, "--measure", "features"),
         _benchmark("elastic", fake, 80),
     ]
 

@@ -1,0 +1,119 @@
+"""The rules of offline archives: what is resolved, what is left out, and where files go."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tools.offline_bundle.packages import BundleError, Package, Target, project_package, resolve
+from tools.offline_bundle.rules import GIVEN, UNUSED, site_path, trimmed_by
+
+ROOT = Path(__file__).parents[2]
+TARGET = Target("3.12", "x86_64")
+
+
+class Index:
+    """Packages by name: a version, and requirements."""
+
+    def __init__(self, **packages: tuple[str, ...]) -> None:
+        self._packages = packages
+        self.asked: list[str] = []
+
+    def get(self, requirements: Sequence[Requirement]) -> list[Package]:
+        self.asked += [need.name for need in requirements]
+        return [self._package(need.name) for need in requirements]
+
+    def _package(self, name: str) -> Package:
+        version, *requires = self._packages[name]
+        return Package(name, version, tuple(requires), lambda: iter(()))
+
+
+@pytest.mark.parametrize(
+    ("requires", "packages", "expected"),
+    [
+        (["a>=1"], {"a": ("1.5", "b", "a[x]", "c; extra == 'x'"), "b": ("2", "A"), "c": ("3",)}, "a b c"),
+        (["a"], {"a": ("1", "b; extra == 'x'", "c; python_version < '3.12'", "d; sys_platform == 'win32'")}, "a"),
+        (["a; extra == 'traces'"], {"a": ("1",)}, "a"),
+        (["a; extra == 'cuda'"], {"a": ("1",)}, ""),
+        (["torch>=9", "a"], {"a": ("1", "numpy", "Py-Spy", "HuggingFace_Hub", "b"), "b": ("1",)}, "a b"),
+        (["a", "a[x]; python_full_version < '3.12.1'"], {"a": ("1", "b; extra == 'x'"), "b": ("2.0rc1",)}, "a b"),
+    ],
+    ids=["a circle through an extra", "markers", "an extra", "another extra", "given packages", "an extra, later"],
+)
+def test_resolve(requires: list[str], packages: dict[str, tuple[str, ...]], expected: str) -> None:
+    project, index = Package("folio", "0", tuple(requires), lambda: iter(())), Index(**packages)
+    found = resolve(project, {"traces"}, index, TARGET.markers(), GIVEN | UNUSED)
+    assert " ".join(package.name for package in found if package is not project) == expected
+    assert len(index.asked) == len(set(index.asked)) == len(found) - 1  # each once
+
+
+def test_versions_that_contradict_each_other_are_refused() -> None:
+    project = Package("folio", "0", ("a", "b"), lambda: iter(()))
+    with pytest.raises(BundleError, match=r"b is 2, and b<2 is needed; change constraints\.txt"):
+        resolve(project, set(), Index(a=("1", "b<2"), b=("2",)), TARGET.markers(), ())
+
+
+def test_wheels_for_old_systems_come_first() -> None:
+    tags = TARGET.platforms()
+    assert tags[0] == "manylinux1_x86_64"
+    assert (
+        tags.index("manylinux2014_x86_64") < tags.index("manylinux_2_17_x86_64") < tags.index("manylinux_2_28_x86_64")
+    )
+    assert Target("3.12", "aarch64").platforms()[0] == "manylinux2014_aarch64"
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("ray/serve/api.py", "ray/serve/api.py"),
+        ("ray-2.dist-info/METADATA", "ray-2.dist-info/METADATA"),
+        ("x-1.data/purelib/x/y.py", "x/y.py"),
+        ("x-1.data/platlib/x.so", "x.so"),
+        ("x-1.data/scripts/ray", None),
+        ("x-1.data/data/share/man/x.1", None),
+        ("../../../bin/ray", None),
+        ("x-1.data/data/THIRD_PARTY_LICENSES", "i.dist-info/licenses/THIRD_PARTY_LICENSES"),
+        ("../../../LICENSE", "i.dist-info/licenses/LICENSE"),
+    ],
+)
+def test_places_of_files(path: str, place: str | None) -> None:
+    assert site_path(path, "i.dist-info") == place
+
+
+@pytest.mark.parametrize(
+    ("path", "is_left_out"),
+    [
+        ("ray/jars/ray_dist.jar", True),
+        ("ray/data/_internal/x.py", True),
+        ("ray/serve/llm/__init__.py", True),
+        ("ray/serve/_private/api.py", False),
+        ("ray/_private/thirdparty/dacite/core.py", False),
+        ("ray/dashboard/client/build/index.html", True),
+        ("ray/dashboard/agent.py", False),
+        ("x/tests/data.py", True),
+        ("x/latests/data.py", False),
+        ("x/tests/LICENSE.txt", False),
+        ("x/__pycache__/y.cpython-311.pyc", True),
+        ("x-1.dist-info/METADATA", False),
+        ("x-1.dist-info/direct_url.json", True),
+        ("x-1.dist-info/licenses/NOTICE", False),
+    ],
+)
+def test_trimming(path: str, is_left_out: bool) -> None:
+    assert (trimmed_by(path) is not None) == is_left_out
+
+
+@pytest.mark.processes
+def test_folio_itself_is_whole() -> None:
+    """`package-data` names all that git has in the folders of the code and is not Python."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "app", "kernels", "vmem"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    files = {file.path: file for file in project_package(ROOT).files()}
+    assert {path for path in tracked if not path.endswith(".md")} <= files.keys()
+    assert b"Requires-Dist: torch>=2" in files["folio_serve-0.1.0.dist-info/METADATA"].read()
+    assert "folio_serve-0.1.0.dist-info/licenses/LICENSE" in files

@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""The command `folio` of an offline archive: `python3 bin/folio serve`. It works from any folder."""
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+SITE = HERE / "site"
+
+
+def main() -> int:
+    bundle = json.loads((HERE / "bundle.json").read_text(encoding="utf-8"))
+    target, here = (
+        (bundle["python"], bundle["machine"]),
+        (f"{sys.version_info[0]}.{sys.version_info[1]}", platform.machine()),
+    )
+    if target != here:
+        print(
+            f"folio: this archive is for Python {target[0]} on {target[1]}, and this is Python {here[0]} on {here[1]} "
+            f"({sys.executable}); run it as `python{target[0]} {__file__}`, or build another one",
+            file=sys.stderr,
+        )
+        return 2
+    # Of this process, and of those that Ray starts. In front of what is installed: these versions were tested together.
+    sys.path.insert(1, str(SITE))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    missing = [text for text in map(problem, bundle["given"]) if text]
+    if missing:
+        print(f"folio: {'; '.join(missing)}; install it for {sys.executable}", file=sys.stderr)
+        return 2
+    from app.cli.main import main as folio
+
+    return folio()
+
+
+def problem(need: str) -> "str | None":
+    """What is wrong with a package that the machine has to have, if anything is."""
+    from packaging.requirements import Requirement
+
+    required = Requirement(need)
+    try:
+        found = version(required.name)
+    except PackageNotFoundError:
+        return f"{need} is not installed"
+    if required.specifier.contains(found, prereleases=True):
+        return None
+    return f"{required.name} is {found}, and {need} is needed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -37,7 +37,7 @@ class StreamingArgs(Settings):
 
     Attributes:
         items_per_s: of all streams of a replica; by default 30 for each core of its machine, which costs little of
-            the core's time, and on a GPU more: what a tenth of a core is enough for in the replica, as measured.
+            the core's time; on a GPU 5,000, and fewer while the replica's event loop is busy.
         min_interval_s, max_interval_s: between two items of one stream.
     """
 

@@ -8,8 +8,8 @@ token of a request is sent at once, later ones at a rate that keeps all streams 
 per second: few streams send every step, many send several tokens at a time.
 
 The budget follows from what items take away. Steps on a CPU need the cores, so the budget is a small share of all
-cores. Steps on a GPU leave them idle; items then compete with the step thread for the interpreter only, and with each
-other for the event loop. The budget is what keeps that loop's thread, as measured, below a share of a core.
+cores. Steps on a GPU leave them idle; items then compete for event loops. The budget is what an ingress has time for,
+and less while the replica's own loop, as measured, is busy for more than a share of the time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ SILENCE_S = 30.0
 # Budget of items for each core. An item takes 0.14 ms of all processes' time through HAProxy, 0.5 ms through Serve's
 # proxy (2 cores, 32 streams, `benchmarks.streaming`): up to 1.5 percent of the machine.
 _ITEMS_PER_CORE_S = 30.0
-# Where the cores are free: the largest share of a core for the replica's event loop, and the time after which it is
-# measured again. The ingress's loop takes three times as much for an item (59 us against 20 us): 0.3 of its core for
-# one replica.
-_LOOP_SHARE, _MEASURED_S = 0.1, 0.5
-# Until it is measured, the loop's time for an item.
-_ITEM_S = 20e-6
+# Budget where the cores are free. The ingress's loop takes 59 us for an item (the replica's 20 us): 0.3 of its time.
+_MOST_ITEMS_S = 5000.0
+# Largest share of the replica's loop, with the tokens of all steps, requests and reports; and the time after which it
+# is measured again.
+_LOOP_SHARE, _MEASURED_S = 0.5, 0.5
 
 T = TypeVar("T")
 
@@ -131,7 +130,7 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
 
 
 def affordable_items_per_s(budget: float, num_items: int, loop_s: float, wall_s: float) -> float:
-    """The budget that keeps an event loop's thread at `_LOOP_SHARE` of a core.
+    """The budget that keeps an event loop's thread below `_LOOP_SHARE`; at most `_MOST_ITEMS_S`.
 
     All of the thread's time is charged to the items, so a loop that is busy otherwise has fewer. A loop below its share
     is no reason to lower the budget: perhaps few items were wanted.
@@ -141,7 +140,9 @@ def affordable_items_per_s(budget: float, num_items: int, loop_s: float, wall_s:
         num_items: in `wall_s` seconds, in which the thread has computed for `loop_s`.
     """
     affordable = _LOOP_SHARE * num_items / max(loop_s, 1e-6)
-    return affordable if loop_s > _LOOP_SHARE * wall_s else max(affordable, budget)
+    if loop_s <= _LOOP_SHARE * wall_s:
+        affordable = max(affordable, budget)
+    return min(affordable, _MOST_ITEMS_S)
 
 
 class StreamPace:
@@ -163,7 +164,7 @@ class StreamPace:
 
     def use_free_cores(self) -> None:
         """Steps are computed by a GPU: measure what the event loop has time for."""
-        self._free_items_per_s = _LOOP_SHARE / _ITEM_S
+        self._free_items_per_s = _MOST_ITEMS_S
 
     @contextmanager
     def stream(self) -> Iterator[Pace]:

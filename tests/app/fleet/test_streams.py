@@ -173,23 +173,21 @@ def test_streams_share_a_budget_of_items() -> None:
 
 @pytest.mark.parametrize(
     ("item_us", "other_share", "budget"),
-    [(20, 0.02, 4000), (10, 0.02, 8000), (60, 0.05, 833), (20, 0.2, 0)],
-    ids=["as on CPUs", "fast cores", "slow cores", "a busy loop"],
+    [(20, 0.2, 5000), (50, 0.4, 2000), (100, 0.1, 4000), (20, 0.7, 0)],
+    ids=["as on CPUs", "many tokens", "slow cores", "a busy loop"],
 )
-def test_items_take_a_tenth_of_the_event_loop(item_us: float, other_share: float, budget: float) -> None:
-    """From any budget before, within ten measurements; where fewer items are wanted, all of them fit."""
-    for wanted, start in ((math.inf, 5000.0), (math.inf, 500.0), (math.inf, 50_000.0), (budget / 2, 5000.0)):
+def test_items_leave_half_of_the_event_loop(item_us: float, other_share: float, budget: float) -> None:
+    """From any budget before, within 20 measurements; where fewer items are wanted, all of them fit."""
+    for wanted, start in ((math.inf, 5000.0), (math.inf, 100.0), (budget / 2, 5000.0)):
         items_per_s = start
-        for _ in range(10):
+        for _ in range(20):
             num_items = max(round(min(items_per_s, wanted) / 2), 1)
             loop_s = other_share / 2 + num_items * item_us * 1e-6
             items_per_s = affordable_items_per_s(items_per_s, num_items, loop_s, 0.5)
         if wanted < math.inf:
             assert items_per_s >= wanted
-        elif budget:
-            assert items_per_s == pytest.approx(budget, rel=0.1)
         else:
-            assert items_per_s < 30, "StreamPace keeps 30 for each core"
+            assert items_per_s == pytest.approx(budget, rel=0.25, abs=30), "StreamPace keeps 30 for each core"
 
 
 def spin(seconds: float) -> None:
@@ -214,7 +212,7 @@ def test_a_gpu_leaves_the_cores_to_streams(monkeypatch: pytest.MonkeyPatch) -> N
             for _ in range(40):
                 now += 0.04
                 intervals[device] = interval_s()
-                spin(0.008 if "busy" in device else 0)
+                spin(0.03 if "busy" in device else 0)
     assert intervals == {"cpu": 64 / 480, "cuda": 0.02, "cuda, a busy loop": 64 / 480}
 
 

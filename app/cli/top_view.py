@@ -69,6 +69,7 @@ def view(state: Mapping[str, Any], width: int, problem: tuple[float, str] | None
     replicas: Sequence[Any] = state.get("replicas") or ()
     title, totals, legend = _title(state, problem, width), _totals(state, width), _legend()
     lines_each = 1 if width >= _WIDE else 2 if width >= _MIDDLE else 3
+    lines_each += any(replica.get("gpu") for replica in replicas)
     rows = model_rows(replicas)
     models: RenderableType = Group()
     room = len(replicas)
@@ -86,11 +87,12 @@ def view(state: Mapping[str, Any], width: int, problem: tuple[float, str] | None
     shown = list(replicas)
     if len(replicas) > room:
         shown = sorted(replicas, key=lambda replica: -_business(replica))[:room]
+    gpus = [replica for replica in shown if replica.get("gpu")]
     parts: list[RenderableType] = [title, totals, Text()]
-    parts.append((_wide if lines_each == 1 else _narrow)(shown, width, state.get("period_s") or 1.0))
+    parts.append((_wide if width >= _WIDE else _narrow)(shown, width, state.get("period_s") or 1.0))
     if len(shown) < len(replicas):
         parts.append(Text(f"… and {len(replicas) - len(shown)} replicas with less to do", style="dim"))
-    parts += [models, Text(), legend]
+    parts += [models, *map(_gpu_line, gpus), Text(), legend]
     if events := list(state.get("events") or ())[:2]:
         parts.append(
             Text(" · ".join(_event(event) for event in events), style="dim", no_wrap=True, overflow="ellipsis")
@@ -228,6 +230,20 @@ def _narrow(replicas: Sequence[Mapping[str, Any]], width: int, period_s: float) 
         if replica["memory"] is not None:
             parts.append(Text("  ").append_text(bar(replica["memory"], width - 4)))
     return Group(*parts)
+
+
+def _gpu_line(replica: Mapping[str, Any]) -> Text:
+    """A replica's GPU memory by part, pinned host memory, and the mapping time since the start."""
+    gpu, memory = replica["gpu"], replica["memory"]
+    text = Text(no_wrap=True, overflow="ellipsis").append(f"GPU of {printable(replica['name'])[:16]}", style="dim")
+    cells = [*gpu["parts"].items(), ("pinned on host", gpu["pinned_bytes"])]
+    for name, num_bytes in cells:
+        if num_bytes:
+            text.append(f"   {name} ", style="dim").append(show_size(num_bytes))
+    if memory is not None:
+        exposed_s, hidden_s = memory["exposed_us"] / 1e6, memory["hidden_us"] / 1e6
+        text.append("   mapping ", style="dim").append(f"{exposed_s:.1f} s exposed, {hidden_s:.1f} s hidden")
+    return text
 
 
 def _legend() -> Text:

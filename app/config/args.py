@@ -55,7 +55,8 @@ class AppArgs(Settings):
             cache are there only while they are used.
         device_memory_bytes: of each replica, for weights, KV caches and steps of all `models` together.
         host_memory_bytes: of each replica, for copies of the weights of `models` that sleep; on CUDA pinned. By default
-            a quarter of the machine's memory. Weights of other models that sleep come from files.
+            a quarter of the machine's memory, which on CUDA all replicas of the machine have together. Weights of other
+            models that sleep come from files.
         weights_dir: the folder for files of weights as the kernels read them, from which `models` wake. By default
             below the user's cache folder.
         weights_dir_bytes: of all files there. Those used longest ago are removed for a new one, unless a process uses

@@ -79,7 +79,7 @@ class EngineConfig:
             headroom, and the KV cache with what they leave. Memory of other processes is never counted in.
         kv_memory_bytes: ceiling of the KV cache, taken as needed. By default a quarter of the memory of the machine or
             container, less where less is available or vm.max_map_count allows fewer pages (the log says so); on a CUDA
-            device by `gpu_memory_utilization`, after a measured step.
+            device by `gpu_memory_utilization`, after a measured step; what is set must fit beside that step.
         kv_memory_floor_bytes: the part of it that is taken at the start and never given back.
         kv_idle_release_s: cache memory unused for this long goes back to the machine. By default 0.5, on CUDA 30.
         kv_dtype: of the KV cache: the model's ("auto"), or 8-bit floats, with scales for each layer's KV heads: the

@@ -151,6 +151,13 @@ class Device(State):
     needed_bytes: int = 0
 
 
+class Gpu(State):
+    """Memory of a replica's GPU by part, see `app.engine.gpu_memory.GpuMemory`."""
+
+    parts: dict[str, int]
+    pinned_bytes: int
+
+
 class ReplicaState(State):
     """One engine replica. Load, memory and steps are of all its models together.
 
@@ -163,6 +170,7 @@ class ReplicaState(State):
         maps: one of each layer group, in at most 256 cells.
         last_step: number of the last step in `steps`.
         models, device: of a replica whose models share a device; empty and `None` for a single model.
+        gpu: `None` on a CPU.
     """
 
     name: str
@@ -175,6 +183,7 @@ class ReplicaState(State):
     last_step: int
     models: tuple[ModelOnDevice, ...] = ()
     device: Device | None = None
+    gpu: Gpu | None = None
 
 
 class Table(State):

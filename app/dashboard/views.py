@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from app.dashboard.state import (
     BlockMap,
     Device,
+    Gpu,
     Load,
     Memory,
     ModelOnDevice,
@@ -21,6 +23,7 @@ from app.dashboard.state import (
     block_map,
     runs_of,
 )
+from app.engine.gpu_memory import GpuMemory
 from app.engine.report import ReplicaReport
 from app.engine.shelf.status import DeviceStatus, ModelStatus
 from app.engine.watch import EngineView, EngineWatch, StepRecord, WatchedSequence
@@ -62,6 +65,7 @@ class ShelfView:
     Attributes:
         load, memory: of all of them together.
         watches: of those that have an engine.
+        gpu: `None` on a CPU.
     """
 
     models: Sequence[ModelStatus]
@@ -69,17 +73,21 @@ class ShelfView:
     load: ReplicaReport
     memory: MemoryReport
     watches: Mapping[str, EngineWatch]
+    gpu: GpuMemory | None = None
 
 
-def view_replica(watch: EngineWatch, call: WatchCall, *, name: str, model: str, ready_at: float) -> ReplicaView:
+def view_replica(
+    watch: EngineWatch, call: WatchCall, *, name: str, model: str, ready_at: float, gpu: GpuMemory | None = None
+) -> ReplicaView:
     """Look at an engine. From any thread; waits for 20 ms at most.
 
     Args:
+        gpu: `None` on a CPU.
         ready_at: when the replica became ready, by `time.monotonic`.
     """
     view = _look(watch, call, name)
     report = None if view.memory is None else view.memory.report
-    return _answer(view, view.load, report, view.steps, call, name=name, model=model, ready_at=ready_at)
+    return _answer(view, view.load, report, view.steps, call, name=name, model=model, ready_at=ready_at, gpu=gpu)
 
 
 def view_shelf(shelf: ShelfView, call: WatchCall, *, name: str, ready_at: float) -> ReplicaView:
@@ -91,7 +99,8 @@ def view_shelf(shelf: ShelfView, call: WatchCall, *, name: str, ready_at: float)
     since = call.since.get(name) or 0
     steps = [step for other, watch in shelf.watches.items() if other != model for step in watch.steps(since)]
     steps = sorted([*steps, *(() if view is None else view.steps)])
-    return _answer(view, shelf.load, shelf.memory, steps, call, name=name, model=model, ready_at=ready_at, shelf=shelf)
+    known: dict[str, Any] = {"name": name, "model": model, "ready_at": ready_at, "gpu": shelf.gpu}
+    return _answer(view, shelf.load, shelf.memory, steps, call, shelf=shelf, **known)
 
 
 def _look(watch: EngineWatch, call: WatchCall, name: str) -> EngineView:
@@ -112,6 +121,7 @@ def _answer(
     name: str,
     model: str,
     ready_at: float,
+    gpu: GpuMemory | None,
     shelf: ShelfView | None = None,
 ) -> ReplicaView:
     """The answer with the blocks of a view."""
@@ -129,6 +139,7 @@ def _answer(
         last_step=last_step,
         models=() if shelf is None else tuple(map(_on_device, shelf.models)),
         device=None if shelf is None else Device.model_validate(shelf.device, from_attributes=True),
+        gpu=None if gpu is None else Gpu.model_validate(gpu, from_attributes=True),
     )
     detail = None
     if view is not None and memory is not None and _is_detailed(call, name):

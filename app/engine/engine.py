@@ -163,7 +163,8 @@ class Engine:
             draft = None if self.speculation is None else self.speculation.memory
             every = (self.executor.graphs, None if self.speculation is None else self.speculation.graphs)
             graphs = [captured for captured in every if captured is not None]
-            self.footprint = Footprint(self.memory, draft, share, arenas, graphs)
+            own_bytes = 0 if plan is None else plan.weight_bytes
+            self.footprint = Footprint(self.memory, draft, share, arenas, graphs, own_bytes)
             self.scheduler = Scheduler(
                 self.memory,
                 max_num_seqs=config.max_num_seqs,

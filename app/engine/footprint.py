@@ -19,6 +19,7 @@ class Footprint:
         share: of the model in the budget.
         arenas: weights that can be unmapped; none on a device of the engine's own.
         graphs: of decode steps.
+        own_weight_bytes: on a device of the engine's own.
     """
 
     def __init__(
@@ -28,8 +29,9 @@ class Footprint:
         share: float,
         arenas: Sequence[WeightArena],
         graphs: Sequence[DecodeGraphs],
+        own_weight_bytes: int = 0,
     ) -> None:
-        self.graphs = graphs
+        self.graphs, self._own_weight_bytes = graphs, own_weight_bytes
         self._memory, self._draft, self._share, self._arenas = memory, draft, share, arenas
         self._memories = [memory] if draft is None else [memory, draft]
         self._revision = 1  # of the budget; the first one is that of `Engine`'s `admit`
@@ -38,6 +40,11 @@ class Footprint:
     def weight_bytes(self) -> int:
         """While they are mapped."""
         return sum(arena.num_bytes for arena in self._arenas)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Weights that are on the device now. From any thread."""
+        return self._own_weight_bytes + sum(arena.num_bytes for arena in self._arenas if arena.is_mapped)
 
     @property
     def graph_bytes(self) -> int:

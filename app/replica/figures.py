@@ -12,17 +12,20 @@ from app.fleet.shelf_load import summed_load, summed_memory, unloaded_report
 from vmem import MemoryReport
 
 if TYPE_CHECKING:
+    from app.engine.gpu_memory import GpuMemory
     from app.engine.shelf.shelf import Shelf
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Loads by model, load and memory of all models together, and memory of each model that has an engine."""
+    """Loads by model, load and memory of all models together, memory of each model that has an engine, and a GPU's by
+    part."""
 
     loads: dict[str, ReplicaReport]
     load: ReplicaReport
     memory: MemoryReport
     memories: dict[str, MemoryReport]
+    gpu: GpuMemory | None = None
 
 
 def figures_of(shelf: Shelf, *, is_shared: bool, most_keys: int = 0) -> Figures:
@@ -48,4 +51,5 @@ def figures_of(shelf: Shelf, *, is_shared: bool, most_keys: int = 0) -> Figures:
             if not is_shared:
                 raise
         loads[status.name] = unloaded_report(status, time.monotonic())
-    return Figures(loads, summed_load(list(loads.values())), summed_memory(list(memories.values())), memories)
+    load, memory = summed_load(list(loads.values())), summed_memory(list(memories.values()))
+    return Figures(loads, load, memory, memories, shelf.gpu_memory())

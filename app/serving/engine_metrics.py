@@ -60,7 +60,7 @@ class TotalCounter:
 
 class EngineMeter:
     """The activity of a replica's engines, recorded with their load reports and not in their steps. Each metric has the
-    tag `model`, but for late compilations, which are the process's."""
+    tag `model`, but for late compilations and the GPU's memory, which are the process's."""
 
     def __init__(self) -> None:
         self._running = SteadyGauge(metrics.Gauge("folio_running_sequences", "Sequences that have blocks.", ("model",)))
@@ -122,6 +122,12 @@ class EngineMeter:
                 "Kernels compiled or loaded, and decode graphs captured, after the warm-up.",
             )
         )
+        self._gpu_bytes = SteadyGauge(
+            metrics.Gauge("folio_gpu_bytes", "Memory of the GPU by part.", ("part",))  # type: ignore[arg-type]
+        )
+        self._pinned_bytes = SteadyGauge(
+            metrics.Gauge("folio_pinned_bytes", "Host memory that the process has pinned for its GPU.")
+        )
         self._step_s = metrics.Histogram(
             "folio_step_seconds", "Time of an engine step.", boundaries=_STEP_S, tag_keys=("model",)
         )
@@ -177,6 +183,10 @@ class EngineMeter:
             engines: those that the figures are of.
             is_loading: a model is being loaded, whose compilations are no late ones.
         """
+        if figures.gpu is not None:
+            for part, num_bytes in figures.gpu.parts.items():
+                self._gpu_bytes.set(num_bytes, {"part": part})
+            self._pinned_bytes.set(figures.gpu.pinned_bytes, {})
         num_late: list[int] = []
         for name, load in figures.loads.items():
             engine, memory = engines.get(name), figures.memories.get(name)

@@ -255,11 +255,11 @@ class EngineReplica:
         device = self._shelf.device_status()
         if device is None:
             [(model, engine)] = self._shelf.engines().items()
-            view = partial(view_replica, engine.watch, call, name=self._name, model=model, ready_at=self._ready_at)
-            return await _run_in_thread(view)
+            known: dict[str, Any] = {"name": self._name, "model": model, "ready_at": self._ready_at}
+            return await _run_in_thread(lambda: view_replica(engine.watch, call, gpu=self._shelf.gpu_memory(), **known))
         figures = await _run_in_thread(self._figures)
         watches = {name: engine.watch for name, engine in self._shelf.engines().items() if engine.healthy}
-        shelf = ShelfView(self._shelf.statuses(), device, figures.load, figures.memory, watches)
+        shelf = ShelfView(self._shelf.statuses(), device, figures.load, figures.memory, watches, figures.gpu)
         return await _run_in_thread(partial(view_shelf, shelf, call, name=self._name, ready_at=self._ready_at))
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:

@@ -47,6 +47,10 @@ class DeviceMemory(Protocol):
         """Bytes that torch's allocator has taken from the device."""
         ...
 
+    def pinned(self) -> int:
+        """Bytes of host memory that torch has pinned."""
+        ...
+
     def restart_peak(self) -> None:
         """Forget the peak up to now."""
         ...
@@ -71,6 +75,10 @@ class TorchMemory:
 
     def reserved(self) -> int:
         return torch.cuda.memory_reserved()
+
+    def pinned(self) -> int:
+        stats = torch.cuda.host_memory_stats()  # torch 2.13 has renamed the figure
+        return int(stats.get("reserved_bytes.current", stats.get("allocated_bytes.current", 0)))
 
     def restart_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()

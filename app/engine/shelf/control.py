@@ -389,6 +389,8 @@ class Control:
             engine.driver.engine.adapters.set_loaded(model.loaded_adapters)
             model.set_loaded(engine, time.monotonic() - began)
             engine.driver.closed.add_done_callback(lambda _: self.note_change())
+            loaded = [m.engine.driver.engine for m in self._models() if m.engine is not None]
+            self._device.give_back_cached(sum(each.footprint.graph_bytes for each in loaded))
             logger.info("loaded %r: %.1f MiB in %.2f s", model.name, model.weight_bytes / 2**20, model.load_s)
 
         return then

@@ -12,7 +12,7 @@ import torch
 from app.config.machine import Machine
 from app.config.shelf import ModelConfig
 from app.engine.model.device import resolve
-from app.engine.model.memory_profile import HEADROOM_BYTES
+from app.engine.model.memory_profile import HEADROOM_BYTES, TorchMemory
 from app.engine.model.pinned_share import PinnedShare, default_folder
 from app.engine.model.weight_store import WeightStore
 from app.engine.shared_device import SharedDevice
@@ -38,6 +38,7 @@ class ShelfDevice:
     Attributes:
         shared: for the engines.
         device: of the memory.
+        uploads: of weights on CUDA; `None` on a CPU.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ShelfDevice:
         shares_pinned = on_cuda and host_memory_bytes is None
         if host_memory_bytes is None:
             host_memory_bytes = int(_HOST_SHARE * Machine.detect().memory_bytes)
-        self._uploads = Uploads(open_cuda(pages)) if on_cuda else None
+        self.uploads = Uploads(open_cuda(pages)) if on_cuda else None
         self._pinned: PinnedShare | None = None
         try:
             if shares_pinned:
@@ -62,7 +63,7 @@ class ShelfDevice:
             store = WeightStore(
                 weights_dir or _default_folder(),
                 charges=pages,
-                uploads=self._uploads,
+                uploads=self.uploads,
                 most_bytes=weights_dir_bytes,
                 host_memory_bytes=host_memory_bytes,
                 pinned=self._pinned,
@@ -90,7 +91,7 @@ class ShelfDevice:
     @property
     def read_ahead_bytes_per_s(self) -> float:
         """The highest rate of reading weights ahead while steps run."""
-        return STEPS_ON_CPU_BYTES_PER_S * Machine.detect().num_cores if self._uploads is None else math.inf
+        return STEPS_ON_CPU_BYTES_PER_S * Machine.detect().num_cores if self.uploads is None else math.inf
 
     @property
     def status(self) -> DeviceStatus:
@@ -135,12 +136,19 @@ class ShelfDevice:
             return
         self._workspace_bytes = self._wanted_bytes
 
+    def give_back_cached(self, graph_bytes: int) -> None:
+        """Give back what torch keeps if it has more than a step's workspace and the graphs of all models. Waits for the
+        device."""
+        memory = TorchMemory()
+        if self.uploads is not None and memory.reserved() > graph_bytes + self._workspace_bytes:
+            memory.give_back()
+
     def has_page_cache(self, num_bytes: int) -> bool:
         """Whether the machine has so many bytes to spare for files, beside the weights that are mapped now. From any
         thread."""
         machine = Machine.detect()
         # Mapped files are in the page cache, which the system counts as available. On CUDA they are the device's.
-        mapped_bytes = self.shared.pages.charged_bytes if self._uploads is None else 0
+        mapped_bytes = self.shared.pages.charged_bytes if self.uploads is None else 0
         return num_bytes + int(_RESERVE_SHARE * machine.memory_bytes) <= machine.available_bytes - mapped_bytes
 
     def close(self) -> None:
@@ -151,8 +159,8 @@ class ShelfDevice:
         self.shared.pages.close()
 
     def _close_uploads(self) -> None:
-        if self._uploads is not None:
-            self._uploads.close()
+        if self.uploads is not None:
+            self.uploads.close()
         if self._pinned is not None:
             self._pinned.close()
 

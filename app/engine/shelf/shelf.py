@@ -12,7 +12,9 @@ from pathlib import Path
 from app.config.shelf import ModelConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Admit
+from app.engine.gpu_memory import GpuMemory, gpu_memory
 from app.engine.lora.source import AdapterSource
+from app.engine.model.memory_profile import TorchMemory
 from app.engine.shelf.control import Control
 from app.engine.shelf.device import ShelfDevice
 from app.engine.shelf.shelved_model import ShelvedModel
@@ -117,6 +119,20 @@ class Shelf:
     def device_status(self) -> DeviceStatus | None:
         """The shared memory; `None` for a single model that has its device alone. From any thread."""
         return None if self._device is None else self._device.status
+
+    def gpu_memory(self) -> GpuMemory | None:
+        """Memory of the CUDA device by part; `None` on a CPU. From any thread."""
+        engines = [engine.driver.engine for engine in self._engines]
+        if self._device is not None:
+            uploads, pages = self._device.uploads, self._device.shared.pages
+            is_on_cuda = uploads is not None
+        else:
+            uploads = pages = None
+            is_on_cuda = any(engine.config.device == "cuda" for engine in engines)
+        if not is_on_cuda:
+            return None
+        footprints = [engine.footprint for engine in engines]
+        return gpu_memory(TorchMemory(), footprints, pages, 0 if uploads is None else uploads.pinned_bytes)
 
     @property
     def healthy(self) -> bool:

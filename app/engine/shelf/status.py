@@ -55,13 +55,13 @@ class DeviceStatus:
         capacity_bytes: bound of all others together.
         used_bytes: pages of KV caches, and of weights where they are pages (CUDA).
         idle_bytes: pages between two owners: given back by one model, and kept for the next one.
-        charged_bytes: mapped files of weights (CPU), and adapters.
+        charged_bytes: mapped files of weights (CPU), decode graphs, and adapters.
         workspace_bytes: kept for the tensors of a step.
         usable_bytes: what weights, adapters and KV caches can take, beside workspace and anchor pages.
         needed_bytes: memory with which no request of any model would wait, all that is not usable included; 0 without
             requests.
-        needed_weights: the part of `needed_bytes` that does not grow with the requests, by model: weights, adapters
-            and pinned prefixes of the models with requests.
+        needed_weights: the part of `needed_bytes` that does not grow with the requests, by model: weights, adapters,
+            graphs and pinned prefixes of the models with requests.
     """
 
     capacity_bytes: int

@@ -46,6 +46,15 @@ def replica(name: str, num_running: int = 3, **memory: int) -> dict[str, Any]:
     return state
 
 
+def on_gpu(name: str) -> dict[str, Any]:
+    parts = {"weights": 16_000 * MIB, "kv": 700 * MIB, "idle": 0, "free": 60_000 * MIB}
+    state = replica(name, exposed_us=1_250_000, hidden_us=30_000_000) | {
+        "gpu": {"parts": parts, "pinned_bytes": 512 * MIB}
+    }
+    ReplicaState.model_validate(state)
+    return state
+
+
 def state_of(*replicas: dict[str, Any]) -> dict[str, Any]:
     times = {"num": 9, "p50": 0.0123, "p90": 0.034, "p99": 1.2}
     traffic = {"prompt_tokens": 1000, "cached_tokens": 430, "requests_per_s": 2.5, "ttft_s": times, "tpot_s": times}
@@ -83,9 +92,23 @@ def test_the_view_fits_any_width(width: int) -> None:
         assert next(line.split()[:7] for line in lines if "r1" in line) == ["r1", "1", "h", "3/64", "2", "5", "90"]
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_gpu_is_shown_by_part(width: int) -> None:
+    lines = shown(state_of(on_gpu("r1"), on_gpu("r2"), replica("r3")), width)
+    gpus = [line for line in lines if line.startswith("GPU of")]
+    assert [line.split()[2] for line in gpus] == ["r1", "r2"]
+    assert max(map(len, lines)) <= width
+    if width == 200:
+        expected = "weights 15.62 GiB   kv 700 MiB   free 58.59 GiB   pinned on host 512 MiB"
+        assert gpus[0].split("   ", 1)[1] == f"{expected}   mapping 1.2 s exposed, 30.0 s hidden"
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_low_terminal_shows_the_busiest(width: int) -> None:
-    replicas = [replica(f"r{number}", num_running=number) for number in range(20)]
+@pytest.mark.parametrize("make", [replica, on_gpu])
+def test_a_low_terminal_shows_the_busiest(width: int, make: Callable[[str], dict[str, Any]]) -> None:
+    replicas = [make(f"r{number}") for number in range(20)]
+    for number, each in enumerate(replicas):
+        each["load"]["num_running"] = number
     lines = shown(state_of(*replicas), width, height=24)
     assert len(lines) <= 24
     assert any("r19" in line for line in lines)

@@ -10,9 +10,11 @@ from ray.serve import metrics
 
 from app.config.engine import EngineConfig
 from app.engine.engine import Engine
+from app.engine.gpu_memory import GpuMemory
 from app.engine.report import StartTimes
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
+from app.replica.figures import Figures
 from app.serving.engine_metrics import EngineMeter, SteadyGauge, TotalCounter
 from kernels import note_compilation
 from tests.app.serving.conftest import Recorded
@@ -58,6 +60,15 @@ def test_kernels_that_compile_after_the_start_are_counted(recorded: Recorded, en
     note_compilation("a kernel that a request waits for")
     assert note() == [1]
     assert note() == []
+
+
+def test_a_gpus_memory_is_recorded_by_part(recorded: Recorded, engine: Engine) -> None:
+    load, memory = engine.load.report(), engine.report()
+    figures = Figures({}, load, memory, {}, GpuMemory({"weights": 7, "free": 0}, 5))
+    EngineMeter().note_models({}, figures, is_loading=False)
+    EngineMeter().note_models({}, replace(figures, gpu=None), is_loading=False)
+    parts = [("folio_gpu_bytes", 7, {"part": "weights"}), ("folio_gpu_bytes", 0, {"part": "free"})]
+    assert recorded == [*parts, ("folio_pinned_bytes", 5, {})]
 
 
 def test_compilations_of_later_loads_are_no_late_ones(recorded: Recorded) -> None:

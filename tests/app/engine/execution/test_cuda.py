@@ -26,6 +26,7 @@ from tests.app.engine.execution.strict_pointers import StrictProvider, strict_co
 from tests.app.engine.tensor_parallel import test_decoding
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.processes import until
 from tests.vmem.backends.fake_driver import FakeDriver
 from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
 from tests.vmem.small_memory import pages_read
@@ -91,6 +92,32 @@ def _install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kv_plan, "select_block_copy", lambda device: strict_copy(copy, driver))
     monkeypatch.setattr(KVMemory, "ensure", ensure_and_note)
     monkeypatch.setattr(ModelRunner, "run", launch_and_run)
+
+
+@pytest.mark.parametrize("lowers", [False, True])
+def test_memory_that_nobody_uses_goes_back_to_the_driver(
+    lowers: bool, make_checkpoint: MakeCheckpoint, use_device: Callable[[], Driver]
+) -> None:
+    """Counted in the driver's handles: of an idle engine the anchor page is left; of one whose budget is lowered what
+    that allows at most, although prefixes are cached."""
+    model_type, settings = ARCHITECTURES["llama"]
+    folder, driver = make_checkpoint(model_type, **settings), use_device()
+    keep_s = 1000.0 if lowers else 0.0
+    shared = {"skip_tokenizer_init": True, "kv_memory_bytes": 4 << 20, "max_model_len": 400}
+    with LLM(folder, kv_idle_release_s=keep_s, prefix_cache_release_s=keep_s, **shared) as llm:
+        memory, most, left = llm.engine.memory, 0, 1
+        llm.engine.submit("a", prompts()[-1], GREEDY)
+        while llm.engine.has_work:
+            llm.engine.step()
+            most = max(most, driver.leftovers[0])
+        if lowers:
+            assert memory.set_budget(memory.least_budget_bytes, 1) == "deferred"
+            left += memory.least_budget_bytes // memory.pages.page_bytes
+        assert most > left
+        driver.finish_work()
+        until(lambda: driver.leftovers[0] <= left, 30.0)
+        memory.check_integrity()
+        assert memory.held_bytes == (driver.leftovers[0] - 1) * memory.pages.page_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -168,13 +195,6 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
             tokens[int(delta.request_id)].extend(delta.token_ids)
         llm.engine.check_integrity()
     return tokens
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

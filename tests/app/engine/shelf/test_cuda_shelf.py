@@ -25,6 +25,7 @@ from app.engine.model.device import resolve
 from app.engine.model.pinned_share import PinnedShare
 from app.engine.sampling.params import SamplingParams
 from app.engine.shelf import device, shelved_model
+from app.engine.shelf import shelf as shelf_module
 from app.errors import ConfigError, EngineError, UnavailableError
 from tests.app.engine.execution.conftest import without_compiler  # noqa: F401 (a fixture)
 from tests.app.engine.shelf.shelf_faults import Mount
@@ -227,6 +228,77 @@ async def test_a_wake_whose_file_does_not_answer_is_given_up(
         await shelf.check_integrity()
 
 
+class FakeTorch:
+    """`DeviceMemory`: what the driver's pages leave, and what torch has of it."""
+
+    total, cached, num_emptied = 2 * DEVICE_BYTES, 1 << 16, 0
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+
+    def free_and_total(self) -> tuple[int, int]:
+        in_pages = sum(size for _, size in self._driver._handles.values())
+        return self.total - in_pages - self.reserved() - 1000, self.total
+
+    def reserved(self) -> int:
+        return self.cached
+
+    def pinned(self) -> int:
+        return 50
+
+    def give_back(self) -> None:
+        self.num_emptied, self.cached = self.num_emptied + 1, 1 << 16
+
+
+async def test_the_devices_memory_is_told_by_part_and_leaves_with_the_models(
+    models: TinyModels, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While models sleep no page is left but anchors, once idle pages have gone back; and what torch has kept of a load
+    beyond a step's workspace is given back."""
+    torch_ = FakeTorch(driver)
+    monkeypatch.setattr(device, "TorchMemory", lambda: torch_)
+    monkeypatch.setattr(shelf_module, "TorchMemory", lambda: torch_)
+    names = ("llama", "gemma2")
+    memory_bytes = models.memory_for(*names, room_bytes=2 * KV_BYTES)
+    async with models.opened([models.config(name) for name in names], memory_bytes) as shelf:
+        torch_.cached = 1 << 40
+        for name in names:
+            await found(shelf.model(name), name)
+        assert torch_.num_emptied == 1, "the second load leaves no more than a workspace"
+        footprints = [engine.driver.engine.footprint for engine in shelf.engines().values()]
+        anchors = sum(footprint.anchor_bytes for footprint in footprints)
+        shared = shelf._device
+        assert shared is not None
+        assert shared.uploads is not None
+
+        def check(num_awake: int) -> None:
+            """In one turn of the thread for all, which wakes models ahead otherwise."""
+            for name in names[num_awake:]:
+                if shelf.model(name).state == "awake":
+                    control_of(shelf)._put_to_sleep(shelf.model(name), "another")
+            shared.shared.pages.trim()
+            weights = sum(status.device_weight_bytes for status in shelf.statuses())
+            kv = sum(footprint.held_bytes for footprint in footprints)
+            gpu = shelf.gpu_memory()
+            assert gpu is not None
+            assert gpu.parts == {
+                "weights": weights,
+                "kv": kv + anchors,
+                "graphs": 0,
+                "activations": torch_.cached,
+                "idle": 0,
+                "other": 1000,
+                "free": torch_.free_and_total()[0],
+            }
+            assert sum(gpu.parts.values()) == torch_.total
+            assert (weights > 0, kv > 0) == (num_awake > 0, num_awake > 0)
+            assert gpu.pinned_bytes == shared.uploads.pinned_bytes + 50
+            if not num_awake:
+                assert driver.leftovers[0] == len(names), "anchor pages"
+
+        await in_step_thread(shelf, lambda: [check(num_awake) for num_awake in (2, 1, 0)])
+
+
 async def test_replicas_of_a_machine_pin_no_more_than_a_share_together(
     models: TinyModels, driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -243,7 +315,7 @@ async def test_replicas_of_a_machine_pin_no_more_than_a_share_together(
             for _ in range(2):
                 assert await found(shelf.model("llama"), "llama") == alone
                 await put_to_sleep(shelf, "llama")
-            uploads_ = shelf._device._uploads  # type: ignore[union-attr]
+            uploads_ = shelf._device.uploads  # type: ignore[union-attr]
             staged = 2 * 8 * PAGE if not num_copied else 0
             assert (uploads_.pinned_bytes > staged) == bool(num_copied)  # type: ignore[union-attr]
         other.give_back(taken)

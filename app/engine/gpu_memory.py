@@ -1,0 +1,51 @@
+"""Memory of a CUDA device by part, for metrics, dashboard and `folio top`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from app.engine.footprint import Footprint
+from app.engine.model.memory_profile import DeviceMemory
+from vmem import DevicePages
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of the device, and host memory for it, at about one moment.
+
+    Attributes:
+        parts: bytes by part, which add up to the device's. "weights"; "kv": pages of KV caches, anchor pages included;
+            "graphs": decode graphs with their buffers; "activations": what torch has beside these, in use or kept for
+            the next step; "idle": pages that one model has given back and the next one takes; "other": CUDA contexts,
+            kernels and other processes; "free".
+        pinned_bytes: host memory that this process has pinned: copies of weights, swapped sequences, transfers.
+    """
+
+    parts: Mapping[str, int]
+    pinned_bytes: int
+
+
+def gpu_memory(
+    memory: DeviceMemory, footprints: Sequence[Footprint], pages: DevicePages | None, pinned_copies_bytes: int
+) -> GpuMemory:
+    """Measure the parts. From any thread.
+
+    Args:
+        footprints: of the engines on the device.
+        pages: that they share; `None` for a single engine.
+        pinned_copies_bytes: pinned memory that is not torch's.
+    """
+    free_bytes, total_bytes = memory.free_and_total()
+    weight_bytes = sum(footprint.loaded_bytes for footprint in footprints)
+    graph_bytes = sum(footprint.graph_bytes for footprint in footprints)
+    parts = {
+        "weights": weight_bytes,
+        "kv": sum(footprint.seen_bytes + footprint.anchor_bytes for footprint in footprints),
+        "graphs": graph_bytes,
+        # Weights are torch's without `pages`. A part of the graphs is the driver's.
+        "activations": max(memory.reserved() - graph_bytes - (weight_bytes if pages is None else 0), 0),
+        "idle": 0 if pages is None else pages.idle_bytes,
+    }
+    parts["other"] = max(total_bytes - free_bytes - sum(parts.values()), 0)
+    return GpuMemory(parts | {"free": free_bytes}, pinned_copies_bytes + memory.pinned())

@@ -229,7 +229,7 @@ def replay(
         backend,
         [LayerGroup(tuple(range(len(model.layers))), layout)],
         budget_bytes=budget,
-        num_regions=NUM_SEQS,
+        num_regions=NUM_SEQS + 1,
         max_tokens=MAX_TOKENS,
         options=options,
         clock=clock,

@@ -18,6 +18,7 @@ Speculation = Literal["off", "ngram", "draft"]
 Quantization = Literal["none", "int8"]
 AsyncScheduling = Literal["auto", "on", "off"]
 DecodeGraphs = Literal["auto", "on", "off"]
+MixedGraphs = Literal["off", "on"]
 KVDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
 DeviceName = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
@@ -121,6 +122,9 @@ class EngineConfig:
             most 16 rows; off until it has been measured. Needs Triton.
         dependent_launch: on CUDA of compute capability 9.0, Folio's own kernels start while the kernel before drains
             (programmatic dependent launch); off until it has been measured. Needs Triton 3.6.
+        mixed_graphs: replay steps with prompts of up to 512 tokens as CUDA graphs, too, in pieces between which
+            attention is launched; where `decode_graphs` captures anything. "on": models that cannot be captured are an
+            error if they are for `decode_graphs`, too. Not timed on a device yet.
         speculation: source of draft tokens: "ngram": the continuation of the last few tokens earlier in the text;
             "draft": `draft_model`. Outputs are the same.
         draft_model: a smaller model with the same vocabulary.
@@ -187,6 +191,7 @@ class EngineConfig:
     decode_graphs: DecodeGraphs = "auto"
     few_row_products: bool = False
     dependent_launch: bool = False
+    mixed_graphs: MixedGraphs = "off"
     speculation: Speculation = "off"
     draft_model: str | None = None
     max_draft_tokens: int = 8

@@ -99,6 +99,7 @@ class Executor:
             recorder = Recorder()
             new_graph, provider = recorder.graph, RecordableProvider(provider, recorder)
         self._graph_plan: GraphPlan | None = None
+        self._mixed_graphs = config.mixed_graphs == "on"
         if new_graph is not None:
             self._graph_plan = GraphPlan(
                 decode_buckets(min(config.max_num_seqs, config.max_num_batched_tokens)),
@@ -143,15 +144,22 @@ class Executor:
         self._runner.attach_caches(memory.tensors)
         if self._graph_plan is not None:
             charges = None if pages is None else DeviceCharges(pages, partial(promised_bytes, memory))
-            self.graphs = self._runner.use_graphs(self._graph_plan, memory, charges)
+            self.graphs = self._runner.use_graphs(self._graph_plan, memory, charges, mixed=self._mixed_graphs)
         self._builder = BatchBuilder(memory.tensors, self.model.module.device, self._max_num_seqs)
         self.planner = StepPlanner(memory, self._builder, self._max_num_seqs)
 
     def capture_graphs(self, view: ViewPolicy) -> None:
         """Capture decode steps of the view that sequences have first, as many as fit. Raises `ModelError` if the
         settings require it and the model cannot be captured."""
-        if (graphs := self.graphs) is not None:
-            self.queue.submit(lambda: graphs.capture_all(view))()
+        graphs, mixed = self.graphs, self._runner.mixed_graphs
+
+        def capture() -> None:
+            if graphs is not None:
+                graphs.capture_all(view)
+            if mixed is not None:
+                mixed.capture_all()
+
+        self.queue.submit(capture)()
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step, on the CPU."""

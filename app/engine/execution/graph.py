@@ -37,6 +37,11 @@ class Graph(Protocol):
         """
         ...
 
+    def launch_between(self, call: Callable[[], object]) -> None:
+        """Within `capture`: end a piece of the graph here, and begin the next one. Replays call `call` in between,
+        captures do not. What it reads and writes must stay where it is."""
+        ...
+
     def replay(self) -> None:
         """Launch all of it."""
         ...
@@ -55,7 +60,8 @@ class CudaGraph:
 
     def __init__(self, pool: GraphPool, stream: torch.cuda.Stream) -> None:
         self._pool, self._stream = pool, stream
-        self._graph = torch.cuda.CUDAGraph()
+        self._pieces: list[torch.cuda.CUDAGraph] = []
+        self._calls: list[Callable[[], object]] = []  # after all pieces but the last
         self.num_bytes = 0
 
     def capture(self, work: Callable[[], object]) -> None:
@@ -68,9 +74,12 @@ class CudaGraph:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             free_bytes, reserved_bytes = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
-            pool = self._pool.handle
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                work()
+            with torch.cuda.stream(stream):
+                self._begin_piece()
+                try:
+                    work()
+                finally:
+                    self._pieces[-1].capture_end()
             in_pool_bytes = torch.cuda.memory_reserved() - reserved_bytes
             outside_bytes = free_bytes - torch.cuda.mem_get_info()[0] - in_pool_bytes
             self.num_bytes = in_pool_bytes + min(max(outside_bytes, 0), _MOST_OUTSIDE_BYTES)
@@ -79,8 +88,22 @@ class CudaGraph:
         except RuntimeError as error:
             raise CaptureError(f"{type(error).__name__}: {error}") from error
 
+    def launch_between(self, call: Callable[[], object]) -> None:
+        if self._pieces:  # else the work only runs
+            self._pieces[-1].capture_end()
+            self._calls.append(call)
+            self._begin_piece()
+
+    def _begin_piece(self) -> None:
+        piece = torch.cuda.CUDAGraph()
+        piece.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+        self._pieces.append(piece)
+
     def replay(self) -> None:
-        self._graph.replay()
+        for piece, call in zip(self._pieces, self._calls, strict=False):
+            piece.replay()
+            call()
+        self._pieces[-1].replay()
 
 
 class GraphPool:

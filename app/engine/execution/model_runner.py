@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from app.engine.execution.attention import (
 )
 from app.engine.execution.batch import StepBatch
 from app.engine.execution.decode_graphs import DecodeGraphs, GraphPlan
+from app.engine.execution.mixed_graphs import MixedGraphs
 from app.engine.execution.recurrent import CachedStates, RecurrentLayer, StateProbe
 from app.engine.model.kv_scales import RoundingProbe, ScaleProbe, measured_tokens
 from app.engine.model.loader import LoadedModel
@@ -58,6 +60,7 @@ class ModelRunner:
     Attributes:
         layers: see `ObservedLayers`.
         graphs: of decode steps; `None` if all steps are launched kernel by kernel.
+        mixed_graphs: of steps with prompts; `None` if they are launched kernel by kernel.
     """
 
     def __init__(self, model: LoadedModel, provider: AttentionProvider) -> None:
@@ -69,6 +72,7 @@ class ModelRunner:
         self._states: CachedStates | None = None
         self.layers = observe_layers(model, provider)
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
         self._scales = cache_scales(model, provider, self.layers) if model.cache_dtype != model.dtype else {}
 
     def attach_caches(self, tensors: CacheTensors) -> None:
@@ -77,20 +81,36 @@ class ModelRunner:
         self._states = CachedStates(tensors.state_view(), self.layers.states) if self.layers.states else None
         bind_attention(self._module, self._attention)
         recurrent.bind_mixers(self._module, self._states)
-        self.graphs = None
+        self.graphs = self.mixed_graphs = None
 
-    def use_graphs(self, plan: GraphPlan, memory: KVMemory, charges: DeviceCharges | None) -> DecodeGraphs | None:
-        """Capture decode steps over the memory, whose caches are attached, see `DecodeGraphs`. `None`: steps with
-        recurrent states are not captured."""
-        if self._states is None:
-            self.graphs = DecodeGraphs(plan, memory, self._module.device, self._compute, charges)
-        return self.graphs
+    def use_graphs(
+        self, plan: GraphPlan, memory: KVMemory, charges: DeviceCharges | None, *, mixed: bool = False
+    ) -> DecodeGraphs | None:
+        """Capture decode steps over the memory, whose caches are attached, see `DecodeGraphs`, and with `mixed` steps
+        with prompts, too. `None`: steps with recurrent states are not captured."""
+        if self._states is not None:
+            return None
+        self.graphs = graphs = DecodeGraphs(plan, memory, self._module.device, self._compute, charges)
+        if mixed:
+            assert self._attention is not None
+            self.mixed_graphs = MixedGraphs(
+                plan,
+                memory,
+                self._module.device,
+                self._attention,
+                lambda: graphs.num_bytes,
+                self._forward_alone,
+                partial(bind_attention, self._module),
+            )
+        return graphs
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of the batch's logit rows, complete on rank 0 only. They are on the device,
         which may still compute them, and valid until the next call. The batch's blocks must be mapped."""
         logits = None if self.graphs is None else self.graphs.run(batch)
+        if logits is None and self.mixed_graphs is not None:
+            logits = self.mixed_graphs.run(batch)
         return self._compute(batch) if logits is None else logits
 
     def _compute(self, batch: StepBatch) -> torch.Tensor:
@@ -104,6 +124,12 @@ class ModelRunner:
         logits = forward(self._module, batch.token_ids, batch.positions, batch.logit_rows)
         self._attention.forget_calls()
         return logits
+
+    def _forward_alone(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """A forward without adapters and states by the bound handler."""
+        if self._model.adapters is not None:
+            self._model.adapters.set_batch(None)
+        return forward(self._module, token_ids, positions, rows)
 
     def run_largest(self, num_tokens: int, num_logits: int) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step of random tokens that attend to each other, without a cache."""

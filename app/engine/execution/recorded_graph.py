@@ -60,14 +60,15 @@ class RecordedGraph:
         self._recorder = recorder
         self._calls: list[_Call] = []
         self._outside: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}  # and the address
+        self._recording: _Recording | None = None
         self.num_bytes = 0
 
     def capture(self, work: Callable[[], object]) -> None:
         work()
-        recording = _Recording()
+        self._recording = recording = _Recording()
         with self._recorder.recording(recording), _HostReads(recording), _Dispatched(recording):
             work()
-        self._calls = recording.calls
+        self._recording, self._calls = None, recording.calls
         self._outside = {number: (tensor, _address(tensor())) for number, tensor in recording.outside.items()}
         self.num_bytes = recording.num_bytes
         if any(tensor() is None for tensor, _ in self._outside.values()):
@@ -76,6 +77,13 @@ class RecordedGraph:
             raise CaptureError(
                 f"{len(kept)} tensors made within the work are kept, and a replay overwrites them: {kept}"
             )
+
+    def launch_between(self, call: Callable[[], object]) -> None:
+        def without_result() -> None:
+            call()
+
+        if self._recording is not None:
+            self._recording.calls.append(_Call(without_result, (), {}, ()))
 
     def replay(self) -> None:
         values: dict[int, torch.Tensor] = {}

@@ -125,7 +125,8 @@ def build_memory(
             groups,
             budget_bytes=num_pages * page_bytes,
             floor_bytes=config.kv_memory_floor_bytes,
-            num_regions=min(config.max_num_seqs, step_tokens),  # each running sequence decodes in every step
+            # Each running sequence decodes in every step, and one region is mapped for the prompt that begins next.
+            num_regions=min(config.max_num_seqs, step_tokens) + 1,
             max_tokens=min(config.max_model_len or model.max_positions, capacity),
             step_tokens=step_tokens,
             may_be_empty=pages is not None,

@@ -549,3 +549,21 @@ def test_work_that_cannot_be_captured_leaves_the_device_usable() -> None:
     graph.replay()
     assert out.tolist() == [6.0] * 4
     assert graph.num_bytes >= 0
+
+
+# ---- mixed graphs ----
+
+
+@pytest.mark.parametrize(("name", "view"), [("llama", "region"), ("gemma2", "region"), ("qwen3", "block_table")])
+def test_steps_with_prompts_are_replayed_in_pieces(
+    name: str, view: str, make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
+) -> None:
+    """Chunks of prompts beside decodes, some of them padded; attention sees the real tokens only."""
+    folder = make_checkpoint(ARCHITECTURES[name][0], **ARCHITECTURES[name][1])
+    settings = {"kv_view": view, "max_num_batched_tokens": 70}
+    expected = generate(folder, decode_graphs="off", **settings)
+    assert generate(folder, decode_graphs="on", **settings) == expected
+    num_decodes = len(replays)
+    replays.clear()
+    assert generate(folder, decode_graphs="on", mixed_graphs="on", **settings) == expected
+    assert len(replays) >= num_decodes + 4

@@ -4,8 +4,9 @@
 from a file in the page cache. Gigabytes a second of each wake, beside those of copies alone into pages that are mapped,
 which is the limit; milliseconds of each sleep; after each wake a sample of the bytes is compared.
 
---measure turns: two small models on a shelf that has memory for one of them. Their tokens must be those that each gives
-alone.
+--measure turns: three small models on a shelf that has memory for two of them. --measure beside: then also with a large
+model that is kept always. Tokens must be those that each small model gives alone, and those of the large one the same
+in each turn. Gigabytes a second of each wake, and how many decode steps after it replay graphs captured before.
 
 --fake is small, over the stand-in for the driver with host memory, and measures nothing.
 """
@@ -15,10 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import itertools
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +35,8 @@ from transformers import AutoConfig
 from app.config.engine import EngineConfig
 from app.config.shelf import ModelConfig
 from app.engine import LLM, SamplingParams
+from app.engine.execution.batch import StepBatch
+from app.engine.execution.decode_graphs import DecodeGraphs, decode_view
 from app.engine.model import kv_plan
 from app.engine.model.checkpoint_module import random_model
 from app.engine.model.device import resolve
@@ -40,6 +46,7 @@ from app.engine.shelf import device as shelf_device
 from app.engine.shelf.shelf import Shelf
 from app.engine.shelf.shelved_model import ShelvedModel
 from benchmarks import facts, harness, sweep
+from kernels import num_compilations
 from vmem import AddressRange, CudaBackend, DevicePages
 from vmem.backends.cuda import CPU
 from vmem.uploads import CudaRange, FilePart, PinnedMemory, Uploads
@@ -49,8 +56,8 @@ WEIGHT_BYTES, FAKE_BYTES = 16_060_522_496, 41 * 65536 + 4096
 NUM_WAKES, FAKE_WAKES = 6, 2
 STAMP_BYTES = 4096  # the first eight of which are their number
 SAMPLE = 2048
-ROUNDS, PROMPTS = 3, 3
-GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+ROUNDS, PROMPTS = 3, 2
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 LIMITS: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_seqs": 8,
@@ -167,23 +174,38 @@ def measure_wakes(fake: bool) -> dict[str, float]:
     return wakes.figures
 
 
-def measure_turns(fake: bool, folder: Path) -> dict[str, float]:
-    device = "cpu" if fake else "cuda"
-    engines = {name: EngineConfig(model=_checkpoint(folder, name, fake), device=device, **LIMITS) for name in "ab"}
-    prompts = {
-        (name, i): torch.randint(1, 1000, (50 + 40 * i,), generator=torch.Generator().manual_seed(i)).tolist()
-        for name in engines
-        for i in range(ROUNDS * PROMPTS)
-    }
-    alone: dict[tuple[str, int], list[int]] = {}
+def measure_turns(fake: bool, folder: Path, *, beside: bool) -> dict[str, float]:
+    """Args: beside: a second time with a large model beside the small ones."""
+    device, limits = "cpu" if fake else "cuda", LIMITS | {"warm_up": not fake}
+    engines = {name: EngineConfig(model=_checkpoint(folder, name, fake), device=device, **limits) for name in "abc"}
+    expected: dict[tuple[str, int], list[int]] = {}
     for name, engine in engines.items():
-        with LLM(engine.model, device=device, kv_memory_bytes=KV_BYTES, **LIMITS) as llm:
+        with LLM(engine.model, device=device, kv_memory_bytes=KV_BYTES, **limits) as llm:
             harness.note_engine(llm)
-            for i in range(ROUNDS * PROMPTS):  # one at a time, so that every step has the same shape on the shelf
-                alone[name, i] = list(llm.generate([prompts[name, i]], GREEDY)[0].token_ids)
-    size = ModelSize(resolve(engines["a"]))
-    # Never enough for the weights of both.
-    memory_bytes = estimated_activations(resolve(engines["a"]), size.model) + int(1.6 * size.weight_bytes)
+            for i in range(PROMPTS):  # one at a time, so that every step has the same shape on the shelf
+                expected[name, i] = list(llm.generate([_prompt(i)], GREEDY)[0].token_ids)
+    models = [ModelConfig(name=name, engine=engine) for name, engine in engines.items()]
+    figures = _measure_shelf(models, None, folder, expected, fake)
+    if beside:
+        large = EngineConfig(model=_large(folder, fake), device=device, load_format="dummy", **limits)
+        found = _measure_shelf(models, ModelConfig(name="large", engine=large, keep="always"), folder, expected, fake)
+        figures |= {f"{name}_beside": value for name, value in found.items()}
+    return figures
+
+
+def _measure_shelf(
+    models: list[ModelConfig],
+    large: ModelConfig | None,
+    folder: Path,
+    expected: dict[tuple[str, int], list[int]],
+    fake: bool,
+) -> dict[str, float]:
+    size, every = ModelSize(resolve(models[0].engine)), models if large is None else [large, *models]
+    of_large = None if large is None else ModelSize(resolve(large.engine))
+    large_bytes = 0 if of_large is None else of_large.weight_bytes
+    workspace = estimated_activations(resolve(every[0].engine), (of_large or size).model)
+    # Never enough for the weights of all small ones.
+    memory_bytes = workspace + large_bytes + int(2.6 * size.weight_bytes)
     with ExitStack() as undo:
         if fake:
             undo.enter_context(patch.object(kv_plan, "select_backend", _fake_backend))
@@ -191,41 +213,96 @@ def measure_turns(fake: bool, folder: Path) -> dict[str, float]:
             undo.enter_context(patch.object(shelf_device, "resolve", lambda _: SimpleNamespace(device="cuda")))
             small = partial(Uploads, page_bytes=2 << 20, piece_bytes=4 << 20)
             undo.enter_context(patch.object(shelf_device, "Uploads", small))
-        models = [ModelConfig(name=name, engine=engine) for name, engine in engines.items()]
-        shelf = Shelf(models, device_memory_bytes=memory_bytes, weights_dir=folder / "weights")
+        replays = undo.enter_context(_counted_replays())
+        shelf = Shelf(every, device_memory_bytes=memory_bytes, weights_dir=folder / "weights")
         try:
-            wakes = asyncio.run(_turns(shelf, prompts, alone))
+            wakes = asyncio.run(_turns(shelf, expected, replays))
         finally:
             shelf.close()
-    figures = {"first_token_s": statistics.median(wakes), "wakes": len(wakes)}
+    figures = {
+        "wakes": len(wakes),
+        "wake_gb_per_s": statistics.median(wake.gb_per_s for wake in wakes),
+        "wake_least_gb_per_s": min(wake.gb_per_s for wake in wakes),
+        "first_token_s": statistics.median(wake.first_token_s for wake in wakes),
+        "replayed_share": sum(wake.replayed for wake in wakes) / max(1, sum(wake.steps for wake in wakes)),
+        "captured_after_wakes": sum(wake.captured for wake in wakes),
+    }
     facts.record(
-        "turns",
-        f"two models of {size.weight_bytes / 1e9:.2f} GB, {len(alone)} requests, tokens equal; "
-        f"{figures['first_token_s']:.3f} s to the first token of a sleeping one (of {len(wakes)})",
+        "turns" if large is None else "turns beside a large model",
+        f"{len(models)} models of {size.weight_bytes / 1e9:.2f} GB on memory for two, {large_bytes / 1e9:.1f} GB "
+        f"beside, tokens equal; {len(wakes)} wakes at {figures['wake_gb_per_s']:.1f} GB/s (least "
+        f"{figures['wake_least_gb_per_s']:.1f}), {figures['first_token_s']:.3f} s to the first token; "
+        f"{figures['replayed_share']:.0%} of decode steps after a wake replayed, {figures['captured_after_wakes']} "
+        "graphs captured anew",
         **figures,
     )
     return figures
 
 
-async def _turns(
-    shelf: Shelf, prompts: dict[tuple[str, int], list[int]], alone: dict[tuple[str, int], list[int]]
-) -> list[float]:
-    """Ask each model in turn. Returns the seconds to the first token where the model was asleep."""
+def _prompt(i: int) -> list[int]:
+    return torch.randint(1, 1000, (50 + 40 * i,), generator=torch.Generator().manual_seed(i)).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """A request to a sleeping model.
+
+    Attributes:
+        first_token_s: from the request.
+        steps, replayed: decode steps, and of these the replays of graphs.
+        captured: kernels compiled and graphs captured meanwhile.
+    """
+
+    gb_per_s: float
+    first_token_s: float
+    steps: int
+    replayed: int
+    captured: int
+
+
+async def _turns(shelf: Shelf, expected: dict[tuple[str, int], list[int]], replays: list[bool]) -> list[Wake]:
+    """Ask each model in turn. Returns the wakes.
+
+    Args:
+        expected: by model and prompt; where there is none yet, the first answer becomes the expected one.
+        replays: grows by each decode step: whether it was a replay.
+    """
     wakes = []
     for turn in range(ROUNDS):
-        for name in shelf.names:
+        for name, i in itertools.product(shelf.names, range(PROMPTS)):
             model = shelf.model(name)
-            for i in range(turn * PROMPTS, (turn + 1) * PROMPTS):
-                slept = model.state == "asleep"
-                tokens, first_s = await _tokens(model, prompts[name, i])
-                if slept:
-                    wakes.append(first_s)
-                if tokens != alone[name, i]:
-                    raise RuntimeError(f"request {i} of {name} gave {tokens} on the shelf, {alone[name, i]} alone")
+            slept, before, compiled = model.state == "asleep", len(replays), num_compilations()
+            tokens, first_s = await _tokens(model, _prompt(i))
+            if expected.setdefault((name, i), tokens) != tokens:
+                raise RuntimeError(f"turn {turn}: {name} gave {tokens} for request {i}, expected {expected[name, i]}")
+            status, steps = model.status, replays[before:]
+            if slept:
+                rate = status.weight_bytes / status.last_wake_s / 1e9
+                wakes.append(Wake(rate, first_s, len(steps), sum(steps), num_compilations() - compiled))
+                facts.record(f"wake of {name}", **asdict(wakes[-1]), wake_s=status.last_wake_s)
+            elif turn == 0 and not i:
+                facts.record(f"load of {name}", f"{status.last_wake_s:.1f} s, {status.weight_bytes / 1e9:.2f} GB")
     await shelf.check_integrity()
     if len(wakes) < ROUNDS:
         raise RuntimeError(f"the models were asleep {len(wakes)} times only: {shelf.statuses()}")
     return wakes
+
+
+@contextmanager
+def _counted_replays() -> Iterator[list[bool]]:
+    """A list that grows by each step that a model with decode graphs computes: whether it was a replay. Prefills are
+    not in it."""
+    replays: list[bool] = []
+    run = DecodeGraphs.run
+
+    def counted(graphs: DecodeGraphs, batch: StepBatch) -> torch.Tensor | None:
+        logits = run(graphs, batch)
+        if logits is not None or decode_view(batch) is not None:
+            replays.append(logits is not None)
+        return logits
+
+    with patch.object(DecodeGraphs, "run", counted):
+        yield replays
 
 
 async def _tokens(model: ShelvedModel, prompt: list[int]) -> tuple[list[int], float]:
@@ -250,13 +327,25 @@ def _checkpoint(folder: Path, name: str, fake: bool) -> str:
     return str(folder / name)
 
 
+def _large(folder: Path, fake: bool) -> str:
+    """A folder without weights."""
+    settings = sweep.SHAPES["llama-3-8b"] | (
+        SMALL | {"num_hidden_layers": 6, "intermediate_size": 4864} if fake else {}
+    )
+    config = AutoConfig.for_model(
+        settings.pop("model_type"), **settings, dtype=torch.float32 if fake else torch.bfloat16
+    )
+    config.save_pretrained(folder / "large")
+    return str(folder / "large")
+
+
 def _fake_backend(*_: object, pages: DevicePages | None = None, **__: object) -> CudaBackend:
     return CudaBackend(driver=importlib.import_module("cuda.bindings.driver"), tensor_device=CPU, pages=pages)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", choices=("wakes", "turns"), required=True)
+    parser.add_argument("--measure", choices=("wakes", "turns", "beside"), required=True)
     parser.add_argument("--fake", action="store_true")
     args = parser.parse_args()
     args.device, args.quick = "cpu" if args.fake else "cuda", False
@@ -264,7 +353,7 @@ def main() -> None:
         figures = measure_wakes(args.fake)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            figures = measure_turns(args.fake, Path(folder))
+            figures = measure_turns(args.fake, Path(folder), beside=args.measure == "beside")
     harness.finish(f"gpu_shelf_{args.measure}", args, figures, {})
 
 

@@ -116,7 +116,7 @@ def fleet(fake: bool) -> list[Job]:
     """What only several replicas or models show first; `memory` has the elastic pool and preemption in full."""
     return [
         _program("replicas", "gpu_fleet", fake, 130, "--measure", "replicas"),
-        _program("turns", "gpu_shelf", fake, 90, "--measure", "turns"),
+        _program("turns", "gpu_shelf", fake, 110, "--measure", "beside"),
         _program("features", "gpu_fleet", fake, 100, "--measure", "features"),
         _benchmark("elastic", fake, 80),
     ]

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import tarfile
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,6 +46,19 @@ def make_environment(folder: Path, fake: bool) -> dict[str, str]:
     return environment
 
 
+def pack(folder: Path, name: str) -> None:
+    """Put all files but facts and archives into an archive, in case few files come back from the machine. Plots, which
+    can be drawn again, are deleted."""
+    for path in folder.glob("*.png"):
+        path.unlink()
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix not in (".jsonl", ".gz") and path.is_file()]
+    with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as archive:
+        for path in paths:
+            archive.add(path, path.name)
+    for path in paths:
+        path.unlink()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=benchmarks.gpu_day.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -53,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fake", action="store_true", help="run small versions of everything without a device")
     parser.add_argument("--only", nargs="+", metavar="JOB", help="run only these jobs")
     parser.add_argument("--list", action="store_true", help="list the jobs and their time limits")
+    parser.add_argument("--pack", action="store_true", help=f"leave at most {MOST_FILES} files: pack logs and results")
     parser.add_argument("--budget-s", type=float, help="seconds for each stage")
     args = parser.parse_args(argv)
     stages = {name: STAGES[name](args.fake) for name in args.stages}
@@ -80,13 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment = make_environment(folder, args.fake)
         outcomes: list[Outcome] = []
         found: list[dict[str, object]] = []
-        for name, jobs in stages.items():
-            stage = Stage(name, folder, environment, args.budget_s or BUDGETS_S.get(name, BUDGET_S))
-            known = len(facts.read(stage.facts))
-            outcomes += stage.run(jobs)
-            found += facts.read(stage.facts)[known:]
-            for path in sorted(folder.glob("*.png"))[: max(0, len(list(folder.iterdir())) - MOST_FILES)]:
-                path.unlink()  # plots first, in case few files come back
+        try:
+            for name, jobs in stages.items():
+                stage = Stage(name, folder, environment, args.budget_s or BUDGETS_S.get(name, BUDGET_S))
+                known = len(facts.read(stage.facts))
+                outcomes += stage.run(jobs)
+                found += facts.read(stage.facts)[known:]
+        finally:
+            if args.pack:
+                pack(folder, "-".join(stages))
     print(table(outcomes, found, fake=args.fake))
     return int(any(outcome.reason for outcome in outcomes))
 

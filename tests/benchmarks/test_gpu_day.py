@@ -2,39 +2,83 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import socket
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu_day import ROOT, STAGES, Job, Outcome, Stage, main, read_facts, table
+from benchmarks import facts
+from benchmarks.gpu_clients import Clients, Level, summarise
+from benchmarks.gpu_day.__main__ import MOST_FILES, main
+from benchmarks.gpu_day.job import Job, Outcome
+from benchmarks.gpu_day.ray_logs import LAST_LINES
+from benchmarks.gpu_day.runner import ENDING_S, ROOT, Stage
+from benchmarks.gpu_day.stages import BUDGETS_S, STAGES
+from benchmarks.gpu_day.table import table
+from benchmarks.gpu_parts import Parts
+from benchmarks.gpu_server import FAKE_LEVELS
 from tests.conftest import keep_shard
 from tests.nightly import of_today
 from tests.processes import until
 from tests.vmem.backends.stand_in_driver import skip_without_stand_in
 
-# Starts a child that only SIGKILL ends, records its process id, and then hangs.
+# Starts a process that only SIGKILL ends, in a way that a signal for the job's process group does not reach it, and
+# records its process id. Then the job hangs, and ignores what asks it to end.
 HANGS = """
-import subprocess, sys, time
+import os, signal, subprocess, sys, time
 from benchmarks.facts import record
-ignore = "from signal import *; import time; signal(SIGABRT, SIG_IGN); print('ready', flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE)
-child.stdout.readline()
-record("child", pid=child.pid)
-time.sleep(600)
+ignore = "from signal import *; import time; signal(SIGABRT, SIG_IGN); signal(SIGTERM, SIG_IGN)"
+ignore += "; print('ready', flush=True); time.sleep(600)"
+way = sys.argv[1]
+if way == "daemon" and os.fork():
+    os.wait()
+else:
+    child = subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE, start_new_session=way != "child")
+    child.stdout.readline()
+    record("child", pid=child.pid)
+    if way == "stopped":
+        child.send_signal(signal.SIGSTOP)
+    if way == "daemon":
+        os._exit(0)  # so that its parent is gone
+if way == "deaf":
+    signal.signal(signal.SIGABRT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if way != "ends":
+    time.sleep(600)
 """
+WAYS = ("child", "session", "daemon", "stopped", "deaf", "ends")
 
 
-def job(name: str, program: str, limit_s: float = 60.0, *, alone: bool = False) -> Job:
-    return Job(name, ("-c", program), limit_s, alone)
+# What a stage must have recorded, whatever else.
+FACTS = {
+    "server": {
+        *("ray", "start", "phases of the engine's start", "memory by part", "exposed mapping", "prefix hit", "schema"),
+        *("late compilations", "replica killed", "stop", "ready", "nvidia-smi"),
+        *(f"{of}, {level.name}" for level in FAKE_LEVELS for of in ("HTTP", "bare", "HTTP / bare")),
+    },
+    "fleet": {
+        *("budgets", "idle release", "freed by the second replica", "load, while one of two stops", "nvidia-smi"),
+        *("turns", "turns beside a large model", "wake of a", "tokens as on the CPU", "LoRA, as on the CPU"),
+        *("draft model, as without", "embeddings", "fp8 KV cache, as on the CPU", "preempted by swap"),
+        *("swap, as undisturbed", "preempted by recompute", "recompute, as undisturbed"),
+    },
+}
+
+
+def job(name: str, program: str, *arguments: str, limit_s: float = 60.0, alone: bool = False) -> Job:
+    return Job(name, ("-c", program, *arguments), limit_s, alone)
 
 
 def make_stage(folder: Path, budget_s: float = 120.0) -> Stage:
-    return Stage("facts", folder, os.environ | {"PYTHONPATH": str(ROOT)}, budget_s)
+    return Stage("facts", folder, os.environ | {"PYTHONPATH": str(ROOT)}, budget_s + ENDING_S)
 
 
 @pytest.mark.processes
@@ -43,46 +87,129 @@ def test_every_job_of_a_stage_succeeds_without_a_device(name: str, tmp_path: Pat
     """Each job's own code was never run before there was a GPU, and then it was what failed. A stage a day: starting
     its processes takes minutes."""
     skip_without_stand_in()
-    argv = [sys.executable, "-m", "benchmarks.gpu_day", name, "--fake"]
+    argv = [sys.executable, "-m", "benchmarks.gpu_day", name, "--fake", "--pack"]
     environment = os.environ | {"FOLIO_RESULTS": str(tmp_path)}
     run = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stdout + run.stderr
     assert len(run.stdout.splitlines()) <= 80
     assert len(run.stdout + run.stderr) < 12_000
-    facts = read_facts(tmp_path / f"{name}.jsonl")
-    assert {fact["job"] for fact in facts if fact.get("ok")} == {job.name for job in STAGES[name](True)}
-    assert any(fact.get("fact") for fact in facts)
-    assert (tmp_path / f"{name}.log").stat().st_size
-    assert len(list(tmp_path.iterdir())) <= 8
+    found = facts.read(tmp_path / f"{name}.jsonl")
+    assert {fact["job"] for fact in found if fact.get("ok")} == {job.name for job in STAGES[name](True)}
+    assert {fact["fact"] for fact in found if "fact" in fact} >= FACTS.get(name, set())
+    assert len(list(tmp_path.iterdir())) <= MOST_FILES
 
 
 @pytest.mark.processes
 def test_a_failure_costs_only_itself(tmp_path: Path) -> None:
-    """One test that hung took all that came after it along, and its child ran on."""
+    """One test that hung took all that came after it along, and its child ran on. Ray's daemons, in sessions of their
+    own, outlived their job, and kept the device's memory from the next one."""
     stage = make_stage(tmp_path)
     outcomes = stage.run(
         [
             job("fails", "import sys\nfor i in range(7): print('line', i)\nsys.exit(3)"),
-            job("hangs", HANGS, limit_s=10.0, alone=True),
+            *(job(way, HANGS, way, limit_s=15.0) for way in WAYS),
             job("works", "from benchmarks.facts import record\nrecord('answer', 'it is 42', value=42)"),
         ]
     )
-    assert [outcome.reason for outcome in outcomes] == ["exit status 3", "killed at its limit of 10 s", ""]
-    facts = read_facts(stage.facts)
-    [child] = [
-        fact["pid"] for fact in facts if fact.get("fact") == "child"
-    ]  # it was recorded although its job was killed
-    until(lambda: not is_running(int(str(child))), 10)
-    assert [(fact["job"], fact["ok"]) for fact in facts if "ok" in fact] == [
-        ("fails", False),
-        ("hangs", False),
-        ("works", True),
-    ]
-    lines = table(outcomes, facts).splitlines()
-    assert lines[:7] == ["1 of 3 jobs succeeded", *lines[1:2], *(f"    | line {i}" for i in range(2, 7))]
+    killed = "killed at its limit of 15 s"
+    assert {outcome.job.name: outcome.reason for outcome in outcomes} == {
+        "fails": "exit status 3",
+        **dict.fromkeys(WAYS, killed),
+        "ends": "",
+        "works": "",
+    }
+    found = facts.read(stage.facts)
+    children = {fact["job"]: fact["pid"] for fact in found if fact.get("fact") == "child"}
+    assert set(children) == set(WAYS)  # recorded although their jobs were killed
+    assert [way for way, pid in children.items() if is_running(pid)] == []
+    assert {fact["job"]: fact["ok"] for fact in found if "ok" in fact} == {
+        outcome.job.name: not outcome.reason for outcome in outcomes
+    }
+    lines = table(outcomes, found).splitlines()
+    assert lines[0] == f"2 of {len(outcomes)} jobs succeeded"
     assert lines[1].startswith("FAILED  fails")
+    assert lines[2:7] == [f"    | line {i}" for i in range(2, 7)]
     assert "[fails] line 0" in (tmp_path / "facts.log").read_text()
     assert any("it is 42" in line for line in lines)
+
+
+@pytest.mark.processes
+def test_nothing_outlives_a_killed_stage(tmp_path: Path) -> None:
+    """A stage that its caller's time limit ends by SIGKILL can end nothing itself."""
+    program = (
+        "import os; from pathlib import Path; from benchmarks.gpu_day.job import Job\n"
+        "from benchmarks.gpu_day.runner import Stage\n"
+        f"job = Job('session', ('-c', {HANGS!r}, 'session'), 90)\n"
+        f"Stage('facts', Path({str(tmp_path)!r}), os.environ, 120.0).run([job])"
+    )
+    stage = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    path = tmp_path / "facts.jsonl"
+    until(lambda: any(fact.get("fact") == "child" for fact in facts.read(path)), 30)
+    [child] = [fact["pid"] for fact in facts.read(path) if fact.get("fact") == "child"]
+    stage.kill()
+    stage.wait()
+    until(lambda: not is_running(child), 15)
+
+
+@pytest.mark.processes
+def test_the_logs_of_ray_come_back_whatever_happens(tmp_path: Path) -> None:
+    """A server that did not come up left its reason on a machine that was gone."""
+    program = (
+        "import os, time; from pathlib import Path\n"
+        "logs = Path(os.environ['RAY_TMPDIR'], 'ray', 'session_2026', 'logs'); (logs / 'serve').mkdir(parents=True)\n"
+        "(logs / 'serve' / 'replica_folio_EngineReplica_x.log').write_text('\\n'.join(map(str, range(100))))\n"
+        "(logs / 'raylet.err').write_text('no memory'); (logs / 'empty.log').touch(); time.sleep(600)"
+    )
+    stage = make_stage(tmp_path)
+    [outcome] = stage.run([job("hangs", program, limit_s=5.0)])
+    assert outcome.reason
+    last = {fact["file"]: fact["lines"] for fact in facts.read(stage.facts) if fact.get("fact") == "last lines"}
+    assert last["raylet.err"] == ["no memory"]
+    assert last["serve/replica_folio_EngineReplica_x.log"] == [str(i) for i in range(100 - LAST_LINES, 100)]
+    with tarfile.open(tmp_path / "facts-ray.tar.gz") as packed:
+        assert sorted(Path(name).name for name in packed.getnames()) == [
+            "raylet.err",
+            "replica_folio_EngineReplica_x.log",
+        ]
+
+
+@pytest.mark.processes
+def test_a_server_that_never_answers_costs_a_levels_time_only(tmp_path: Path) -> None:
+    """It took the load generator's two minutes of silence for each request."""
+    level = Level(2, 6, 4, 1, limit_s=2.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        clients = Clients(f"http://127.0.0.1:{silent.getsockname()[1]}", "m", 2)
+        began = time.monotonic()
+        records, seconds, _ = clients.run(level, level.asks(10, 20))
+        assert time.monotonic() - began < 30
+        clients.close()
+    assert (len(records), seconds >= 2.0, [r for r in records if r.completed]) == (6, True, [])
+    with pytest.raises(RuntimeError, match="no end within 2 s"):
+        summarise("level", records, seconds)
+
+
+def test_a_part_that_fails_costs_only_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    parts, ran = Parts(limit_s=60.0), []
+    assert not parts.run("broken", lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    assert parts.run("whole", lambda: ran.append(1))
+    assert not parts.run("too long", lambda: ran.append(2), at_least_s=100.0)
+    with pytest.raises(SystemExit) as ended:
+        parts.finish()
+    assert (ran, ended.value.code) == ([1], 1)
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert first.startswith("broken: ZeroDivisionError")
+    assert second.startswith("too long: TimeoutError: not begun")
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("fake", [False, True])
+def test_each_job_has_a_module_and_a_name_of_its_own(name: str, fake: bool) -> None:
+    jobs = STAGES[name](fake)
+    assert len({job.name for job in jobs}) == len(jobs)
+    for each in jobs:
+        assert importlib.util.find_spec(each.argv[1]) is not None, each
+    # A job that takes all of its time leaves the others of the stage some.
+    assert max(job.limit_s for job in jobs) < BUDGETS_S.get(name, 480.0) - ENDING_S
 
 
 def is_running(pid: int) -> bool:
@@ -98,7 +225,7 @@ def test_a_job_that_no_longer_fits_is_skipped(tmp_path: Path) -> None:
     stage = make_stage(tmp_path, budget_s=5.0)
     first, second = stage.run([job("long", "", limit_s=60.0), job("short", "", limit_s=5.0)])
     assert (first.reason, second.reason) == ("skipped: no time left", "")
-    assert [fact["ok"] for fact in read_facts(stage.facts)] == [False, True]
+    assert [fact["ok"] for fact in facts.read(stage.facts)] == [False, True]
 
 
 @pytest.mark.parametrize("num_failed", [1, 9, 40, 100])
@@ -107,8 +234,7 @@ def test_the_table_fits_whatever_happens(num_failed: int) -> None:
     long = "x" * 400
     outcomes = [Outcome(job(f"job {i}", ""), 1.0, "exit status 1", (long,) * 5) for i in range(num_failed)]
     outcomes += [Outcome(job(f"good {i}", ""), 1.0, "", ()) for i in range(200)]
-    facts = [{"job": "good", "fact": "f", "shown": long} for _ in range(300)]
-    text = table(outcomes, facts)
+    text = table(outcomes, [{"job": "good", "fact": "f", "shown": long} for _ in range(300)])
     assert len(text) < 12_000
     assert len(text.splitlines()) <= 80
     named = sum(line.startswith("FAILED") for line in text.splitlines())

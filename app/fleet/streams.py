@@ -149,8 +149,8 @@ class StreamPace:
     """The pace of one replica's streams. For one event loop.
 
     Args:
-        items_per_s: budget of all streams together; by default `_ITEMS_PER_CORE_S` for each core of the machine, and,
-            with free cores, at least what the event loop has time for.
+        items_per_s: budget of all streams together; by default `_ITEMS_PER_CORE_S` for each core of the machine, or,
+            with free cores, what event loops have time for, if that is more.
         min_interval_s, max_interval_s: bounds of the interval between two items of a stream. Readers notice pauses of
             more than a quarter of a second.
     """
@@ -163,7 +163,7 @@ class StreamPace:
         self._num_items, self._begun_at, self._begun_loop_s = 0, 0.0, 0.0  # of the measurement
 
     def use_free_cores(self) -> None:
-        """Steps are computed by a GPU: measure what the event loop has time for."""
+        """Steps are computed by a GPU: event loops bound the items, and not cores."""
         self._free_items_per_s = _MOST_ITEMS_S
 
     @contextmanager

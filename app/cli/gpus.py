@@ -32,14 +32,11 @@ _HOW_RAY_COUNTS = "Ray counts GPUs by libnvidia-ml; without it, start nodes with
 
 
 def unseen_gpus() -> int | None:
-    """Number of GPUs that torch sees and Ray does not, for lack of a working libnvidia-ml; else `None`.
+    """Number of GPUs that torch sees and Ray does not, for lack of a working libnvidia-ml; `None` if there are none.
 
     torch is asked in a process of its own: here it would take seconds of every start, and memory of the GPU.
     """
-    if _library("libcuda.so.1") is None:
-        return None
-    nvml = _library("libnvidia-ml.so.1")
-    if nvml is not None and nvml.nvmlInit_v2() == 0:
+    if _library("libcuda.so.1") is None or _nvml_sees_gpus():
         return None
     try:
         asked = subprocess.run(
@@ -47,11 +44,18 @@ def unseen_gpus() -> int | None:
         )
         number = int(asked.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        logger.warning("Ray finds no libnvidia-ml, by which it counts GPUs, and torch cannot say: %s", error)
+        logger.warning("Ray sees no GPU by libnvidia-ml, and torch cannot say: %s", error)
         return None
     if number:
-        logger.info("Ray finds no libnvidia-ml, by which it counts GPUs: it is given the %d that torch sees", number)
+        logger.info("Ray sees no GPU by libnvidia-ml, and is given the number that torch sees: %d", number)
     return number or None
+
+
+def _nvml_sees_gpus() -> bool:
+    nvml, count = _library("libnvidia-ml.so.1"), ctypes.c_uint()
+    if nvml is None or nvml.nvmlInit_v2() != 0:
+        return False
+    return nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def _library(name: str) -> Any:
@@ -129,9 +133,8 @@ def _most_replicas(explicit: Mapping[str, Any]) -> int:
 
 
 def _refuse(name: str, need: float, gpus: Sequence[float], *, is_local: bool) -> None:
-    reason = (
-        f"a replica of {name} needs {need:g} GPUs on one node, and the nodes have {', '.join(f'{n:g}' for n in gpus)}"
-    )
+    have = ", ".join(f"{number:g}" for number in gpus)
+    reason = f"GPUs that a replica of {name} needs on one node: {need:g}; that the nodes have: {have}"
     remedy = "lower tensor_parallel_size or num_gpus, or set device to cpu"
     if is_local:
         raise ConfigError(f"{reason}; {remedy}")

@@ -35,8 +35,8 @@ SHARED = {"ray_actor_options": {"num_gpus": 0.4}, "num_replicas": 5}
         ([2.0], {}, SHARED, r"\(2, for each replica 0.4\) hold 4: "),
         ([1.0], {}, {"ray_actor_options": {"num_cpus": 1}, "num_replicas": 9}, ""),
         ([2.0], {}, {"placement_group_bundles": [{"GPU": 1}, {"GPU": 1}], "num_replicas": 2}, " hold 1: "),
-        ([0.0], {"device": "cuda"}, None, "needs 1 GPUs on one node, and the nodes have 0; "),
-        ([1.0, 1.0], {"tensor_parallel_size": 2}, None, "needs 2 GPUs on one node, and the nodes have 1, 1; "),
+        ([0.0], {"device": "cuda"}, None, "needs on one node: 1; that the nodes have: 0; "),
+        ([1.0, 1.0], {"tensor_parallel_size": 2}, None, "needs on one node: 2; that the nodes have: 1, 1; "),
     ],
 )
 def test_replicas_follow_the_gpus(
@@ -79,31 +79,41 @@ def test_replicas_follow_the_gpus(
 
 
 @pytest.mark.parametrize(
-    ("libraries", "nvml_init", "answer", "expected", "said"),
+    ("has_driver", "nvml", "answer", "expected", "said"),
     [
-        (set(), 0, "4", None, ""),  # no driver: torch is not asked
-        ({"libcuda.so.1", "libnvidia-ml.so.1"}, 0, "4", None, ""),
-        ({"libcuda.so.1"}, 0, "2\n", 2, "given the 2 that torch sees"),
-        ({"libcuda.so.1", "libnvidia-ml.so.1"}, 999, "1\n", 1, "given the 1 that torch sees"),
-        ({"libcuda.so.1"}, 0, "0\n", None, ""),
-        ({"libcuda.so.1"}, 0, "", None, "torch cannot say"),
+        (False, None, "4", None, ""),  # torch is not asked
+        (True, (0, 4), "4", None, ""),
+        (True, None, "2\n", 2, "torch sees: 2"),
+        (True, (999, 0), "1\n", 1, "torch sees: 1"),
+        (True, (0, 0), "1\n", 1, "torch sees: 1"),
+        (True, None, "0\n", None, ""),
+        (True, None, "", None, "torch cannot say"),
     ],
 )
 def test_gpus_that_ray_does_not_find(
-    libraries: set[str],
-    nvml_init: int,
+    has_driver: bool,
+    nvml: tuple[int, int] | None,
     answer: str,
     expected: int | None,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Regression: without libnvidia-ml, Ray had no GPU, and the server ran on the CPU of a GPU machine."""
+    """Regression: without libnvidia-ml, Ray had no GPU, and the server ran on the CPU of a GPU machine. `nvml`: status
+    of its start, and number of GPUs."""
 
     def load(name: str) -> Any:
-        if name not in libraries:
-            raise OSError(name)
-        return SimpleNamespace(nvmlInit_v2=lambda: nvml_init)
+        if name == "libcuda.so.1" and has_driver:
+            return object()
+        if name == "libnvidia-ml.so.1" and nvml is not None:
+            status, number = nvml
+
+            def count(found: Any) -> int:
+                found._obj.value = number
+                return 0
+
+            return SimpleNamespace(nvmlInit_v2=lambda: status, nvmlDeviceGetCount_v2=count)
+        raise OSError(name)
 
     monkeypatch.setattr(gpus.ctypes, "CDLL", load)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=answer))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +21,9 @@ from app.config.engine import EngineConfig
 from app.engine.tensor_parallel import rendezvous
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.gpu_sharing import SWITCH, Sharing, rank_device, read_sharing
+from app.engine.tensor_parallel.processes import ChildProcesses, RankSpec
 from app.engine.tensor_parallel.rendezvous import join, open_store
+from app.engine.tensor_parallel.sockets import SocketAddress
 from app.errors import ConfigError
 from kernels import KernelError
 
@@ -129,11 +135,20 @@ def test_ranks_share_gpus_where_the_environment_says_so(
 
 
 def test_ranks_go_round_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: `spawn_ranks` gave rank 1 cuda:1 on a machine with one GPU."""
+    """Regression: `spawn_ranks` refused two ranks on a machine with one GPU, and would have given rank 1 cuda:1."""
+    settings = EngineConfig(model="builtin", device="cuda", tensor_parallel_size=2).on_device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    children, pipe = ChildProcesses(0), io.BytesIO()
+    children._children = [SimpleNamespace(stdin=pipe)]  # type: ignore[list-item]
+    spec = RankSpec(settings, 1, SocketAddress(HOST, 1, b""), (HOST, 2), HOST, None, may_kill_leader=False)
+    with pytest.raises(ConfigError, match="sees 1 CUDA devices here: each rank needs one, unless FOLIO_RANKS_SHARE"):
+        children.run([spec])
+    children.run([replace(spec, sharing="gloo")])
+    sent: RankSpec = pickle.loads(pipe.getvalue())
+    assert rank_device(sent.config, sent.rank, sent.sharing) == torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    config = EngineConfig(model="builtin", device="cuda").on_device("cuda")
-    assert [str(rank_device(config, rank, "gloo")) for rank in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
-    assert str(rank_device(config, 3, None)) == "cuda:3"
+    assert [rank_device(settings, rank, "nccl").index for rank in range(4)] == [0, 1, 0, 1]
+    assert rank_device(settings, 3, None) == torch.device("cuda", 3)
     assert rank_device(EngineConfig(model="builtin").on_device("cpu"), 3, None) == CPU
 
 

@@ -167,6 +167,7 @@ def measure_layers(shape: Shape, num_rows: int, sets: list[Weights], variants: d
 def measure_products(shape: Shape, num_rows: int, sets: list[Weights], products: dict[str, FewRowProduct]) -> None:
     """Products of queries, keys and values, and of attention's output, over enough sets of weights."""
     device = sets[0].norms[0].device
+    all_products: dict[str, Callable[..., torch.Tensor]] = {"torch": functional.linear, **products}
     for name in ("qkv", "o"):
         weights = [(layer.linear[name], layer.bias if name == "qkv" else None) for layer in sets]
         x = torch.randn(num_rows, shape.sizes[name][1], device=device).to(DTYPE)
@@ -182,10 +183,7 @@ def measure_products(shape: Shape, num_rows: int, sets: list[Weights], products:
 
         compare(
             f"{shape.name}: {name} of {len(sets)} layers, {num_rows} rows",
-            {
-                title: functools.partial(work, product, weights, x)
-                for title, product in {"torch": functional.linear, **products}.items()
-            },
+            {title: functools.partial(work, product, weights, x) for title, product in all_products.items()},
             device,
             num_bytes=sum(weight.nbytes for weight, _ in weights),
             repeats=3,

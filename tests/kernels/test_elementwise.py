@@ -25,6 +25,15 @@ NAMES = [
             *([pytest.mark.gpu] if CUDA else []),
         ],
     ),
+    pytest.param(
+        "dependent",
+        marks=[
+            pytest.mark.skipif(
+                not CUDA or torch.cuda.get_device_capability() < (9, 0), reason="no device of compute capability 9.0"
+            ),
+            pytest.mark.gpu,
+        ],
+    ),
 ]
 # Relative to the largest value: one rounding to the dtype, and float32 arithmetic before it. Triton's interpreter cuts
 # bfloat16 off instead of rounding.
@@ -39,7 +48,8 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.fixture(scope="module", params=NAMES)
 def ops(request: pytest.FixtureRequest) -> Elementwise:
-    return select_elementwise(torch.device("cpu" if request.param == "cpu" else "cuda"))
+    device = torch.device("cpu" if request.param == "cpu" else "cuda")
+    return select_elementwise(device, dependent=request.param == "dependent")
 
 
 @pytest.fixture

@@ -41,7 +41,9 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, LazySum):
-            normed = x.add(lambda *parts: self._ops.add_rms_norm(*parts, self.weight, self.eps, self.offset))
+            normed = x.added_by(
+                lambda update, residual: self._ops.add_rms_norm(update, residual, self.weight, self.eps, self.offset)
+            )
             if normed is not None:
                 return normed
             x = x.total

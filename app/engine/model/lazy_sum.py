@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class LazySum(torch.Tensor):
         lazy._parts, lazy._total = (update, residual), None
         return lazy
 
-    def add(
+    def added_by(
         self, add: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor | None:
         """The second result of `add(update, residual)`, whose first is the sum; `None` if that is known already."""
@@ -50,12 +50,13 @@ class LazySum(torch.Tensor):
         return self._total
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*evaluated(args), **evaluated(kwargs or {}))
 
-    __torch_dispatch__ = __torch_function__  # for calls that begin in C++
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """The same for calls that begin in C++."""
+        return func(*evaluated(args), **evaluated(kwargs or {}))
 
 
 def evaluated(value: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from kernels import KernelError, select_product
+from kernels import KernelError, select_elementwise, select_product
 
 pytest.importorskip("triton")
 
@@ -52,6 +54,39 @@ def test_products(
             if out.numel():
                 off = ((out.view(-1, outputs) - expected).abs().max() / expected.abs().max()).item()
                 assert off <= TOLERANCE[dtype], f"maximum difference {off:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(unsupported(DEVICE) is not None, reason="no dependent launches here")
+def test_dependent_kernels_in_a_graph() -> None:
+    """Hundreds of kernels, each of which reads what the one before wrote, give the bits of ordinary launches."""
+    torch.manual_seed(0)
+    size, layers = 1024, 32
+    x = torch.randn(4, size, device=DEVICE).to(torch.bfloat16)
+    weights = (torch.randn(layers, 2 * size, size, device=DEVICE) * size**-0.5).to(torch.bfloat16)
+    norm = torch.rand(size, device=DEVICE).to(torch.bfloat16)
+
+    def chain(dependent: bool) -> Callable[[], torch.Tensor]:
+        ops, product = select_elementwise(DEVICE, dependent=dependent), TritonProduct(dependent=dependent)
+
+        def work() -> torch.Tensor:
+            update, total = x, x
+            for weight in weights:
+                total, normed = ops.add_rms_norm(update, total, norm, 1e-5)
+                update = ops.gate(product(normed, weight, None), "silu")
+            return total + update
+
+        return work
+
+    expected, work = chain(dependent=False)(), chain(dependent=True)
+    work()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
 
 
 def test_strided_rows() -> None:

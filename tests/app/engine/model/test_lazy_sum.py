@@ -26,6 +26,7 @@ OTHER = torch.arange(24.0).view(1, 3, 8)
 READS: dict[str, Callable[[Any], Any]] = {
     "operator": lambda x: OTHER * x,
     "method": lambda x: x.float().sum(-1),
+    "sum": lambda x: x.add(OTHER, alpha=2),
     "index": lambda x: x[:, -1:],
     "list": lambda x: torch.cat([OTHER, x], dim=1),
     "keyword": lambda x: nn.functional.linear(input=x, weight=OTHER[0]),

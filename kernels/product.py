@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Protocol
 
 import torch
@@ -40,7 +41,7 @@ def select_product(device: torch.device, *, dependent: bool = False) -> FewRowPr
     if device.type == "cpu":
         raise KernelError("products of few rows are for CUDA devices; on a CPU weights are packed")
     try:
-        from kernels.triton.product import TritonProduct
+        product: FewRowProduct = importlib.import_module("kernels.triton.product").TritonProduct(dependent=dependent)
     except ImportError as error:
         raise KernelError(f"products of few rows need the package triton: {error}") from error
-    return TritonProduct(dependent=dependent)
+    return product

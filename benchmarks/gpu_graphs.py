@@ -123,7 +123,13 @@ def main() -> None:
             undo.enter_context(patch.object(checkpoint_module, "optimise", lambda *_, **__: None))
         llm = undo.enter_context(
             sweep.make_llm(
-                config, args.device, sizes, decode_graphs="on", kv_idle_release_s=0.5, async_scheduling="off"
+                config,
+                args.device,
+                sizes,
+                decode_graphs="on",
+                kv_idle_release_s=0.5,
+                async_scheduling="off",
+                num_threads=1 if args.fake else None,
             )
         )
         graphs = Graphs(

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.attention_memory import DTYPE, Case, Device, Heads, Setting, batch_of, setting
-from benchmarks.device_time import device_timer, product_limit, read_limit
+from benchmarks.device_time import LEAST_S, device_timer, product_limit, read_limit
 from benchmarks.facts import note_dtypes, record
 from benchmarks.picture import LIMIT, OURS, RIVALS, legend_below, picture
 from kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
@@ -114,10 +114,10 @@ def main() -> None:
     if args.quick:
         device = replace(device, repeats=min(3, device.repeats))
     torch.manual_seed(0)
-    where = torch.device(device.name)
+    where, least_s = torch.device(device.name), min(LEAST_S, device.least_s)
     limits = {  # of decodes, and of prefills
-        True: read_limit(where, device.limit_bytes, device.least_s),
-        False: product_limit(where, DTYPE, device.limit_size, device.least_s),
+        True: read_limit(where, device.limit_bytes, least_s),
+        False: product_limit(where, DTYPE, device.limit_size, least_s),
     }
     rows: list[Row] = []
     for name, heads in SHAPES.items():

@@ -18,7 +18,7 @@ from benchmarks.facts import record
 LEAST_S = 0.02  # of one measurement: long against an event's resolution of half a microsecond
 READ_BYTES = 1 << 30  # many times what a cache holds: 50 MiB on an H100, 60 on an H200
 PRODUCT_SIZES = {"cpu": 2048, "cuda": 8192}
-LIMIT_REPEATS = 5
+LIMIT_REPEATS = 3
 
 
 def device_timer(work: Callable[[], object], device: torch.device, least_s: float = LEAST_S) -> Callable[[], float]:

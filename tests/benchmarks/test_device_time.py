@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +16,10 @@ import torch
 from benchmarks import facts
 from benchmarks.attention import DEVICES, SHAPES
 from benchmarks.attention_memory import Case, setting
-from benchmarks.device_time import compare, product_limit, read_limit
+from benchmarks.device_time import compare, device_timer, product_limit, read_limit
 
 CPU = torch.device("cpu")
+torch_graph = torch.cuda.graph
 
 
 def test_the_read_kernel_reads_every_number_once() -> None:
@@ -24,6 +29,56 @@ def test_the_read_kernel_reads_every_number_once() -> None:
     numbers = torch.randint(-8, 9, (4 * max(tile for tile, _ in READS),)).float()
     for tile, num_warps in READS:
         assert torch.equal(read_sums(numbers, tile, num_warps), numbers.view(-1, tile).sum(1)), tile
+
+
+def test_on_cuda_replays_are_timed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host time of passes was counted on CUDA. Here a replay takes 2 ms of the device, and nothing else takes any."""
+    state = {"now_ms": 0.0, "launched": 0, "captures": 0, "replays": 0}
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at_ms = state["now_ms"]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at_ms - self.at_ms
+
+    class Graph:
+        def replay(self) -> None:
+            state["now_ms"] += 2.0
+            state["replays"] += 1
+
+    @contextmanager
+    def capture(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        state["captures"] += 1
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "Stream": lambda device: stream,
+        "current_stream": lambda device: stream,
+        "stream": lambda side: nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "Event": Event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert "capture_error_mode" in inspect.signature(torch_graph).parameters
+
+    def work() -> None:
+        state["launched"] += 1
+
+    timer = device_timer(work, torch.device("cuda"), least_s=0.02)
+    assert (state["launched"], state["captures"]) == (4, 1)  # three times to warm up
+    before = state["replays"]
+    assert timer() == pytest.approx(0.002)
+    assert state["replays"] - before == 10
 
 
 def test_limits_are_positive_on_a_cpu() -> None:

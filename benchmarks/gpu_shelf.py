@@ -56,7 +56,8 @@ WEIGHT_BYTES, FAKE_BYTES = 16_060_522_496, 41 * 65536 + 4096
 NUM_WAKES, FAKE_WAKES = 6, 2
 STAMP_BYTES = 4096  # the first eight of which are their number
 SAMPLE = 2048
-ROUNDS, PROMPTS = 3, 2
+# Rounds, and prompts in each.
+TURNS, FAKE_TURNS = (3, 2), (2, 1)
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 LIMITS: dict[str, Any] = {
     "max_model_len": 1024,
@@ -177,12 +178,13 @@ def measure_wakes(fake: bool) -> dict[str, float]:
 def measure_turns(fake: bool, folder: Path, *, beside: bool) -> dict[str, float]:
     """Args: beside: a second time with a large model beside the small ones."""
     device, limits = "cpu" if fake else "cuda", LIMITS | {"warm_up": not fake}
+    num_prompts = (FAKE_TURNS if fake else TURNS)[1]
     engines = {name: EngineConfig(model=_checkpoint(folder, name, fake), device=device, **limits) for name in "abc"}
     expected: dict[tuple[str, int], list[int]] = {}
     for name, engine in engines.items():
         with LLM(engine.model, device=device, kv_memory_bytes=KV_BYTES, **limits) as llm:
             harness.note_engine(llm)
-            for i in range(PROMPTS):  # one at a time, so that every step has the same shape on the shelf
+            for i in range(num_prompts):  # one at a time, so that every step has the same shape on the shelf
                 expected[name, i] = list(llm.generate([_prompt(i)], GREEDY)[0].token_ids)
     models = [ModelConfig(name=name, engine=engine) for name, engine in engines.items()]
     figures = _measure_shelf(models, None, folder, expected, fake)
@@ -216,7 +218,7 @@ def _measure_shelf(
         replays = undo.enter_context(_counted_replays())
         shelf = Shelf(every, device_memory_bytes=memory_bytes, weights_dir=folder / "weights")
         try:
-            wakes = asyncio.run(_turns(shelf, expected, replays))
+            wakes = asyncio.run(_turns(shelf, expected, replays, *(FAKE_TURNS if fake else TURNS)))
         finally:
             shelf.close()
     figures = {
@@ -260,7 +262,13 @@ class Wake:
     captured: int
 
 
-async def _turns(shelf: Shelf, expected: dict[tuple[str, int], list[int]], replays: list[bool]) -> list[Wake]:
+async def _turns(
+    shelf: Shelf,
+    expected: dict[tuple[str, int], list[int]],
+    replays: list[bool],
+    num_rounds: int,
+    num_prompts: int,
+) -> list[Wake]:
     """Ask each model in turn. Returns the wakes.
 
     Args:
@@ -268,8 +276,8 @@ async def _turns(shelf: Shelf, expected: dict[tuple[str, int], list[int]], repla
         replays: grows by each decode step: whether it was a replay.
     """
     wakes = []
-    for turn in range(ROUNDS):
-        for name, i in itertools.product(shelf.names, range(PROMPTS)):
+    for turn in range(num_rounds):
+        for name, i in itertools.product(shelf.names, range(num_prompts)):
             model = shelf.model(name)
             slept, before, compiled = model.state == "asleep", len(replays), num_compilations()
             tokens, first_s = await _tokens(model, _prompt(i))
@@ -283,7 +291,7 @@ async def _turns(shelf: Shelf, expected: dict[tuple[str, int], list[int]], repla
             elif turn == 0 and not i:
                 facts.record(f"load of {name}", f"{status.last_wake_s:.1f} s, {status.weight_bytes / 1e9:.2f} GB")
     await shelf.check_integrity()
-    if len(wakes) < ROUNDS:
+    if len(wakes) < num_rounds:
         raise RuntimeError(f"the models were asleep {len(wakes)} times only: {shelf.statuses()}")
     return wakes
 

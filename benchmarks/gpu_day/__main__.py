@@ -18,7 +18,7 @@ import benchmarks.gpu_day
 from benchmarks import facts
 from benchmarks.gpu_day.job import Outcome
 from benchmarks.gpu_day.runner import ROOT, Stage
-from benchmarks.gpu_day.stages import BUDGET_S, BUDGETS_S, STAGES
+from benchmarks.gpu_day.stages import BUDGET_S, BUDGETS_S, FAKE_BUDGET_S, FAKE_LIMITS, STAGES
 from benchmarks.gpu_day.table import table
 
 MOST_FILES = 8
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fake:  # without measurements jobs may run side by side, and on a machine that is busy with other work;
         # only the bare engine needs the figures of the server
         stages = {
-            name: [replace(job, alone=name == "server", limit_s=2 * job.limit_s) for job in jobs]
+            name: [replace(job, alone=name == "server", limit_s=FAKE_LIMITS * job.limit_s) for job in jobs]
             for name, jobs in stages.items()
         }
     if unknown := set(args.only or ()) - {job.name for jobs in stages.values() for job in jobs}:
@@ -97,7 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         found: list[dict[str, object]] = []
         try:
             for name, jobs in stages.items():
-                stage = Stage(name, folder, environment, args.budget_s or BUDGETS_S.get(name, BUDGET_S))
+                stage = Stage(
+                    name,
+                    folder,
+                    environment,
+                    args.budget_s or (FAKE_BUDGET_S if args.fake else BUDGETS_S.get(name, BUDGET_S)),
+                )
                 known = len(facts.read(stage.facts))
                 outcomes += stage.run(jobs)
                 found += facts.read(stage.facts)[known:]

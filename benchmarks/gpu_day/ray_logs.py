@@ -6,7 +6,8 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-LAST_LINES, LINE_CHARACTERS, MOST_LOGS = 40, 400, 8
+LAST_LINES, LINE_CHARACTERS = 40, 400
+_MOST_OF_A_KIND = 2  # a replica that hung, and the one in its place
 # The most of a log that is packed, from its end; text shrinks to a tenth, and an archive of 16 MiB may be too large.
 _PACKED_BYTES = 2 << 20
 # In the order in which they explain a server that does not come up.
@@ -23,14 +24,13 @@ _RELEVANT = (
 
 
 def last_lines(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """The end of each relevant log below the folder of a job's Ray session, the newest of each kind."""
+    """The end of each relevant log below the folder of a job's Ray session, the newest of each kind first."""
     for logs in _log_folders(folder):
-        for pattern in _RELEVANT[:MOST_LOGS]:
+        for pattern in _RELEVANT:
             found = [path for path in logs.glob(pattern) if path.stat().st_size]
-            if found:
-                newest = max(found, key=lambda path: path.stat().st_mtime)
-                lines = newest.read_text(errors="replace").splitlines()[-LAST_LINES:]
-                yield str(newest.relative_to(logs)), [line[:LINE_CHARACTERS] for line in lines]
+            for path in sorted(found, key=lambda path: -path.stat().st_mtime)[:_MOST_OF_A_KIND]:
+                lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+                yield str(path.relative_to(logs)), [line[:LINE_CHARACTERS] for line in lines]
 
 
 def pack(folder: Path, archive: Path) -> None:

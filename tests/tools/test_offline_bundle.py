@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from tools.offline_bundle.__main__ import pack
 from tools.offline_bundle.packages import BundleError, Package, Target, project_package, resolve
 from tools.offline_bundle.rules import GIVEN, UNUSED, site_path, trimmed_by
 
@@ -105,6 +107,25 @@ def test_places_of_files(path: str, place: str | None) -> None:
 )
 def test_trimming(path: str, is_left_out: bool) -> None:
     assert (trimmed_by(path) is not None) == is_left_out
+
+
+def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
+    made = []
+    for name in ("one", "two"):
+        folder = tmp_path / name / "folio-x86_64"
+        (folder / "bin").mkdir(parents=True)
+        for part in ("bin/folio", "README.txt") if made else ("README.txt", "bin/folio"):
+            (folder / part).write_text(part)
+        (folder / "bin" / "folio").chmod(0o755)
+        pack(folder, archive := tmp_path / name / "folio-x86_64.tar.xz")
+        made.append(archive.read_bytes())
+    assert made[0] == made[1]
+    with tarfile.open(archive) as tar:
+        assert [(entry.name, entry.mode, entry.uid, entry.uname) for entry in tar] == [
+            ("folio-x86_64/README.txt", 0o644, 0, ""),
+            ("folio-x86_64/bin/folio", 0o755, 0, ""),
+        ]
+    assert not list(tmp_path.rglob("*.part"))
 
 
 @pytest.mark.processes

@@ -17,6 +17,7 @@ GIVEN = {
 }
 # Packages that ray[serve] names and that nothing imports here; what they alone need is left out with them.
 UNUSED = {
+    "cryptography": "for requests to Google's clouds, which no module here makes",
     "py-spy": "Ray's dashboard runs it to show the stacks of workers",
     "virtualenv": "for a runtime_env that installs packages, which needs a network",
 }

@@ -134,7 +134,7 @@ def main() -> None:
         )
         graphs = Graphs(
             llm,
-            sweep.Sweep(llm, config, sizes, *sweep.limits(llm.engine.model.module.device, quick=args.fake)),
+            sweep.Sweep(llm, config, sizes, *sweep.ceilings(llm.engine.model.module.device)),
             FAKE_STEPS if args.fake else STEPS,
         )
         graphs.capture()

@@ -268,7 +268,7 @@ def run(args: argparse.Namespace) -> None:
     settings = dict(SHAPES[shape])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, initializer_range=WEIGHT_STD, dtype=DTYPE)
     device = torch.device(args.device)
-    bandwidth, flops = limits(device, quick=args.quick)
+    bandwidth, flops = ceilings(device)
     rival = None
     if not args.parts:  # first, so that the KV cache's ceiling leaves room for it
         model = random_model(config, device, dtype=DTYPE, attn_implementation="sdpa").eval()
@@ -344,9 +344,9 @@ def parameter_shapes(config: PreTrainedConfig) -> list[torch.Size]:
     return [parameter.shape for parameter in model.parameters()]
 
 
-def limits(device: torch.device, *, quick: bool = False) -> tuple[float, float]:
-    """Limits of the device: bytes a second that it reads, and floating-point operations a second of a product."""
-    num_bytes, size = (1 << 27, 1024) if quick and device.type == "cpu" else (READ_BYTES, 0)
+def ceilings(device: torch.device) -> tuple[float, float]:
+    """Rates of the device: bytes a second that it reads, and floating-point operations a second of a product."""
+    num_bytes, size = (READ_BYTES, 0) if device.type == "cuda" else (1 << 27, 1024)
     rates = read_limit(device, num_bytes)(), product_limit(device, DTYPE, size)()
     let_go(device)
     return rates

@@ -281,6 +281,7 @@ class EngineDriver:
             logger.exception("cannot begin %s", request_id)
             failed = EngineError("the request cannot begin; the server's log says why")
             self._deliver([Delta(request_id, (), "", error=failed)])
+            self._check_device()
         finally:  # after `begin`: until here the load counts the request twice, but always at least once
             del self._arriving[request_id]
 

@@ -229,7 +229,13 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
 
 @pytest.mark.parametrize(
     ("fault", "where", "is_retried"),
-    [(ILLEGAL, "step", False), (ECC, "step", True), (ILLEGAL, "append", False), (None, "step", False)],
+    [
+        (ILLEGAL, "step", False),
+        (ECC, "step", True),
+        (ILLEGAL, "append", False),
+        (ILLEGAL, "add_request", False),
+        (None, "step", False),
+    ],
 )
 def test_a_lost_device_stops_the_engine_at_once(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, fault: str | None, where: str, is_retried: bool
@@ -249,7 +255,7 @@ def test_a_lost_device_stops_the_engine_at_once(
         with monkeypatch.context() as patch:
             patch.setattr("app.engine.driver.device_fault", lambda _: device_fault(torch.device("cuda")))
             patch.setattr(torch.cuda, "synchronize", synchronize)
-            patch.setattr(engine._engine if where == "step" else engine._engine.memory, where, fail)
+            patch.setattr(engine._engine.memory if where == "append" else engine._engine, where, fail)
             failed = await asyncio.gather(*(collect(engine, [1, 2], GREEDY) for _ in range(3)), return_exceptions=True)
         assert all(isinstance(error, EngineError) for error in failed)
         begun = failed if where == "step" else failed[:1]  # the other two are not admitted any more

@@ -76,7 +76,7 @@ def failure_of(request_id: str, error: BaseException) -> FolioError:
 def device_fault(device: torch.device) -> Exception | None:
     """The error with which every call to a lost CUDA device ends, after an illegal access for example; `None` if it
     works. Waits for the work that the device has."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # asking would make a context
         return None
     try:
         torch.cuda.synchronize(device)

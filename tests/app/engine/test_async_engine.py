@@ -254,6 +254,7 @@ def test_a_lost_device_stops_the_engine_at_once(
     async def main() -> None:
         with monkeypatch.context() as patch:
             patch.setattr("app.engine.driver.device_fault", lambda _: device_fault(torch.device("cuda")))
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
             patch.setattr(torch.cuda, "synchronize", synchronize)
             patch.setattr(engine._engine.memory if where == "append" else engine._engine, where, fail)
             failed = await asyncio.gather(*(collect(engine, [1, 2], GREEDY) for _ in range(3)), return_exceptions=True)
@@ -272,7 +273,9 @@ def test_a_lost_device_stops_the_engine_at_once(
 
 
 def test_devices_without_a_context_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("a CPU engine called CUDA"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("CUDA was called"))
+    assert device_fault(torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # by another engine
     assert device_fault(torch.device("cpu")) is None
 
 

@@ -108,6 +108,9 @@ class Shelf:
     def device_status(self) -> None:
         return None
 
+    def gpu_memory(self) -> None:
+        return None
+
     def engines(self) -> dict[str, Any]:
         return self._engines
 

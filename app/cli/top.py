@@ -38,8 +38,8 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Look once, print a table, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each state as a JSON line.")] = False,
 ) -> None:
-    """Watch the replicas: memory by kind, queue, batch, tokens/s, TTFT and TPOT, hit rate; GPU memory; and the models of a shelf. q
-    ends it.
+    """Watch the replicas: memory by kind, queue, batch, tokens/s, TTFT and TPOT, hit rate; GPUs by part; and the models
+    of a shelf. q ends it.
 
     With API keys, for operators. Latencies are those of requests that ended while somebody watched.
     """

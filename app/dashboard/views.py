@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.dashboard.state import (
     BlockMap,
@@ -23,11 +23,13 @@ from app.dashboard.state import (
     block_map,
     runs_of,
 )
-from app.engine.gpu_memory import GpuMemory
 from app.engine.report import ReplicaReport
 from app.engine.shelf.status import DeviceStatus, ModelStatus
 from app.engine.watch import EngineView, EngineWatch, StepRecord, WatchedSequence
 from vmem import MemoryReport, MemorySnapshot
+
+if TYPE_CHECKING:
+    from app.engine.gpu_memory import GpuMemory
 
 # Entries of `Steps`, and runs of a `Table`, at most.
 MOST_STEPS, MOST_RUNS = 40, 128

@@ -122,9 +122,7 @@ class EngineMeter:
                 "Kernels compiled or loaded, and decode graphs captured, after the warm-up.",
             )
         )
-        self._gpu_bytes = SteadyGauge(
-            metrics.Gauge("folio_gpu_bytes", "Memory of the GPU by part.", ("part",))  # type: ignore[arg-type]
-        )
+        self._gpu_bytes = SteadyGauge(metrics.Gauge("folio_gpu_bytes", "Memory of the GPU by part.", ("part",)))
         self._pinned_bytes = SteadyGauge(
             metrics.Gauge("folio_pinned_bytes", "Host memory that the process has pinned for its GPU.")
         )

@@ -235,10 +235,11 @@ class BudgetLedger:
         most_bytes = usage.device_bytes - len(members) * usage.beside_bytes
         if self.capacity_bytes <= most_bytes:
             return None
+        replicas = f"{len(members)} replicas take" if len(members) > 1 else "a replica takes"
         return (
-            f"shared_kv_memory_bytes is {self.capacity_bytes}; {len(members)} replicas on a device of "
-            f"{usage.device_bytes} bytes take {usage.beside_bytes} each for weights, activations, graphs and headroom, "
-            f"which leaves {max(most_bytes, 0)}: lower it, or run fewer replicas on the device"
+            f"shared_kv_memory_bytes is {self.capacity_bytes}; {replicas} {usage.beside_bytes} bytes each for weights, "
+            f"activations, graphs and headroom, which leaves {max(most_bytes, 0)} of the device's "
+            f"{usage.device_bytes}: lower it, or run fewer replicas on the device"
         )
 
     def _must_share(self, now: float) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ class DecodeGraphs:
         self.num_bytes = self.wanted_bytes = 0
         self.limit_bytes = self._budget_bytes = plan.budget_bytes
         self._is_refused = False
+        self._capture_s = 0.0  # since the last release
 
     @property
     def held_bytes(self) -> int:
@@ -158,6 +160,14 @@ class DecodeGraphs:
     def release(self) -> None:
         """Give the memory of all graphs back to the device. No step may be under way. Graphs that are wanted later are
         captured again."""
+        if self.captured:
+            logger.info(
+                "gave back %d decode graphs, %.1f MiB; capturing them took %.2f s",
+                len(self.captured),
+                self.held_bytes / 2**20,
+                self._capture_s,
+            )
+        self._capture_s = 0.0
         self._to_wait |= dict.fromkeys(self.captured, _STEPS_TO_RECAPTURE)
         self.captured.clear()
         self._batches.clear()
@@ -187,10 +197,12 @@ class DecodeGraphs:
         fits = self.num_bytes + max(expected, 1) <= self._room_bytes
         if self._is_refused or not fits or not self._take(expected, wanted=expected):
             return False
+        began = time.perf_counter()
         try:
             return self._record(view, bucket, expected)
         finally:
             self._settle()
+            self._capture_s += time.perf_counter() - began
 
     @torch.inference_mode()
     def _record(self, view: View, bucket: int, charged: int) -> bool:

@@ -567,3 +567,36 @@ def test_steps_with_prompts_are_replayed_in_pieces(
     replays.clear()
     assert generate(folder, decode_graphs="on", mixed_graphs="on", **settings) == expected
     assert len(replays) >= num_decodes + 4
+
+
+@pytest.mark.gpu
+def test_the_memory_of_graphs_that_are_gone_goes_back_to_a_real_device() -> None:
+    """All of it, each time, and a graph's size is what it takes."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda")
+    new_graph, step_bytes = cuda_graphs(device), 256 << 20
+    x, out = torch.ones(step_bytes // 4 // 64, device=device), torch.zeros(step_bytes // 4 // 64, device=device)
+
+    def free_bytes() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    left: list[int] = []
+    for _ in range(3):
+        before = free_bytes()
+        graphs = [new_graph(), new_graph()]
+        for graph in graphs:
+            graph.capture(lambda: out.copy_((x * 2).repeat(64).view(64, -1).sum(0)))
+        assert step_bytes <= graphs[0].num_bytes <= 2 * step_bytes
+        assert graphs[1].num_bytes <= 64 << 20, "it takes the first one's memory"
+        assert before - free_bytes() >= step_bytes
+        out.zero_()
+        graphs[0].replay()
+        assert out.tolist()[:2] == [128.0, 128.0]
+        graphs.clear()
+        del graph
+        left.append(free_bytes())
+    assert max(left) - min(left) <= 32 << 20
+    assert before - left[-1] <= 32 << 20

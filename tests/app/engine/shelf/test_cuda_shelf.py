@@ -24,7 +24,7 @@ from app.engine.model import checkpoint_files, kv_plan
 from app.engine.model.device import resolve
 from app.engine.model.pinned_share import PinnedShare
 from app.engine.sampling.params import SamplingParams
-from app.engine.shelf import device, shelved_model
+from app.engine.shelf import device, measure, shelved_model
 from app.engine.shelf import shelf as shelf_module
 from app.errors import ConfigError, EngineError, UnavailableError
 from tests.app.engine.execution.conftest import without_compiler  # noqa: F401 (a fixture)
@@ -130,6 +130,40 @@ async def test_graphs_are_charged_and_leave_with_their_model(
             assert len(replays) > 40
             replays.clear()
         assert len(set(num_late[1:])) == 1, num_late
+
+
+async def test_graphs_give_way_to_requests(
+    models: TinyModels,
+    driver: FakeDriver,
+    without_compiler: None,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """They are dropped for a request that needs their memory, which is never refused for them."""
+    config = ModelConfig(name="llama", engine=models.engine("llama", decode_graphs="on"))
+    memory_bytes = models.memory_for("llama", room_bytes=8 * KV_BYTES)
+    async with models.opened([config], memory_bytes, weights_dir=tmp_path) as shelf:
+        model = shelf.model("llama")
+        expected = await found(model, "llama")
+        engine = shelf.engines()["llama"].driver.engine
+
+        def graphs_beside(room_bytes: int, least_bytes: int) -> int:
+            engine.set_room(room_bytes)
+            return measure._graph_bytes(engine, least_bytes)
+
+        held = await in_step_thread(shelf, lambda: engine.footprint.graph_bytes)
+        assert held > 0
+        for room_bytes, least_bytes, is_kept in (
+            (8 * held, 0, True),
+            (8 * held, 8 * held - 1, False),
+            (held, 0, False),
+        ):
+            assert await found(model, "llama") == expected
+            after = await in_step_thread(shelf, partial(graphs_beside, room_bytes, least_bytes))
+            assert (after > 0) == is_kept
+            if not is_kept:
+                assert await in_step_thread(shelf, lambda: engine.footprint.graph_bytes) == 0
+        assert await found(model, "llama") == expected
+        await shelf.check_integrity()
 
 
 async def test_sleeps_and_wakes_while_calls_of_the_driver_fail(models: TinyModels, driver: FakeDriver) -> None:

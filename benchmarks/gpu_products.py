@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ROWS, FAKE_ROWS = (1, 16, 64, 256), (1, 3)
 FEW_ROWS = 64  # most rows for which products are compared
-TILE_ROWS = (1, 16)  # with other tiles, too
+TILE_ROWS = (1, 16)  # with other tiles, too; the last is the most of `few_row_products`
 CACHE_BYTES = 180e6  # three times the largest level-2 cache
 MOST_LAYERS = 8
 BLOCK_TOKENS = 16
@@ -107,7 +107,7 @@ class Variant:
     adds: bool = False
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self.product is None or len(x) > TILE_ROWS[-1]:
+        if self.product is None:
             return functional.linear(x, weight, bias)
         return self.product(x, weight, bias)
 
@@ -217,9 +217,7 @@ def main() -> None:
             "dependent": Variant(dependent),
             "both": Variant(dependent, select_product(device, dependent=True)),
         }
-    tiles: dict[str, FewRowProduct] = {
-        f"tile {tile.outputs}×{tile.inputs}×{tile.num_stages}": TritonProduct(tile=tile) for tile in _TILES
-    }
+    tiles: dict[str, FewRowProduct] = {f"Triton, {tile.outputs} outputs": TritonProduct(tile=tile) for tile in _TILES}
     torch.manual_seed(0)
     for shape in (TINY,) if args.fake else SHAPES:
         all_rows = FAKE_ROWS if args.fake else ROWS
@@ -227,11 +225,12 @@ def main() -> None:
         num_sets = 2 if args.fake else math.ceil(CACHE_BYTES / (outputs * inputs * DTYPE.itemsize))
         sets = [make_weights(shape, all_rows[-1], device) for _ in range(num_sets)]
         for num_rows in all_rows:
-            measure_layers(shape, num_rows, sets[:MOST_LAYERS], variants)
+            few = num_rows <= TILE_ROWS[-1]  # else the products are torch's
+            chosen = {name: variant for name, variant in variants.items() if few or variant.product is None}
+            measure_layers(shape, num_rows, sets[:MOST_LAYERS], chosen)
         for num_rows in all_rows:
             if num_rows <= FEW_ROWS:
-                with_tiles = num_rows in TILE_ROWS and not args.fake
-                measure_products(shape, num_rows, sets, {"Triton": product} | (tiles if with_tiles else {}))
+                measure_products(shape, num_rows, sets, {"Triton": product} | (tiles if num_rows in TILE_ROWS else {}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ with and without what the mapper prepares. The same on every machine:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -41,7 +41,8 @@ class SimulatedDevice(AccountedBackend):
 
     def __init__(self) -> None:
         super().__init__(GRANULARITY_BYTES, "simulated")
-        self.seconds, self.calls = Counter[str](), Counter[str]()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls = Counter[str]()
         self.caller = "exposed"
         self._next_address, self._next_handle, self._last_fence, self._passed = 1 << 40, 0, 0, 0
 

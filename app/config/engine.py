@@ -122,7 +122,7 @@ class EngineConfig:
             most 16 rows; off until it has been measured. Needs Triton.
         dependent_launch: on CUDA of compute capability 9.0, Folio's own kernels start while the kernel before drains
             (programmatic dependent launch); off until it has been measured. Needs Triton 3.6.
-        mixed_graphs: replay steps with prompts of up to 512 tokens as CUDA graphs, too, in pieces between which
+        mixed_graphs: replay steps with prompts, up to 640 tokens in all, as CUDA graphs, too, in pieces between which
             attention is launched; where `decode_graphs` captures anything. "on": models that cannot be captured are an
             error if they are for `decode_graphs`, too. Not timed on a device yet.
         speculation: source of draft tokens: "ngram": the continuation of the last few tokens earlier in the text;

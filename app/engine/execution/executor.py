@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -99,7 +99,7 @@ class Executor:
             recorder = Recorder()
             new_graph, provider = recorder.graph, RecordableProvider(provider, recorder)
         self._graph_plan: GraphPlan | None = None
-        self._mixed_graphs = config.mixed_graphs == "on"
+        self._mixed_plan: GraphPlan | None = None
         if new_graph is not None:
             self._graph_plan = GraphPlan(
                 decode_buckets(min(config.max_num_seqs, config.max_num_batched_tokens)),
@@ -108,6 +108,9 @@ class Executor:
                 pauses=not isinstance(self.queue, ThreadQueue),
                 required=setting == "on",
             )
+            if config.mixed_graphs == "on":  # in a pool of their own, which a failed capture makes useless
+                own = cuda_graphs(device) if device.type == "cuda" else new_graph
+                self._mixed_plan = replace(self._graph_plan, new_graph=own)
         try:
             with self._on_peers(RankOrder.OBSERVE):
                 return ModelRunner(self.model, provider)
@@ -144,7 +147,7 @@ class Executor:
         self._runner.attach_caches(memory.tensors)
         if self._graph_plan is not None:
             charges = None if pages is None else DeviceCharges(pages, partial(promised_bytes, memory))
-            self.graphs = self._runner.use_graphs(self._graph_plan, memory, charges, mixed=self._mixed_graphs)
+            self.graphs = self._runner.use_graphs(self._graph_plan, memory, charges, self._mixed_plan)
         self._builder = BatchBuilder(memory.tensors, self.model.module.device, self._max_num_seqs)
         self.planner = StepPlanner(memory, self._builder, self._max_num_seqs)
 

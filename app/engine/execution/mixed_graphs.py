@@ -27,7 +27,7 @@ from vmem import KVMemory
 logger = logging.getLogger(__name__)
 
 # Beyond them the device takes longer than the host.
-TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512)
+TOKEN_BUCKETS = (16, 32, 64, 128, 256, 384, 512, 640)
 
 
 class MixedGraphs:
@@ -177,20 +177,20 @@ class _Between(AttentionHandler):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
-        inputs = [self._kept(role, tensor) for role, tensor in (("query", query), ("key", key), ("value", value))]
+        q, k, v = self._kept("query", query), self._kept("key", key), self._kept("value", value)
 
         def attend(count: int) -> torch.Tensor:
-            return self._attention.attend(layer, *(tensor[:count] for tensor in inputs), masking)
+            return self._attention.attend(layer, q[:count], k[:count], v[:count], masking)
 
         return self._launch(attend, (*query.shape[:2], value.shape[2]), query)
 
     def attend_rotary(
         self, layer: RotaryLayer, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        kept, angles = self._kept("heads", heads), [self._kept_angles(tensor) for tensor in (cos, sin)]
+        kept, kept_cos, kept_sin = self._kept("heads", heads), self._kept_angles(cos), self._kept_angles(sin)
 
         def attend(count: int) -> torch.Tensor:
-            return self._attention.attend_rotary(layer, kept[:count], *(tensor[:count] for tensor in angles))
+            return self._attention.attend_rotary(layer, kept[:count], kept_cos[:count], kept_sin[:count])
 
         return self._launch(attend, (len(heads), layer.num_q_heads, heads.shape[2]), heads)
 

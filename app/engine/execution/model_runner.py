@@ -84,17 +84,17 @@ class ModelRunner:
         self.graphs = self.mixed_graphs = None
 
     def use_graphs(
-        self, plan: GraphPlan, memory: KVMemory, charges: DeviceCharges | None, *, mixed: bool = False
+        self, plan: GraphPlan, memory: KVMemory, charges: DeviceCharges | None, mixed: GraphPlan | None = None
     ) -> DecodeGraphs | None:
-        """Capture decode steps over the memory, whose caches are attached, see `DecodeGraphs`, and with `mixed` steps
+        """Capture decode steps over the memory, whose caches are attached, see `DecodeGraphs`, and by `mixed` those
         with prompts, too. `None`: steps with recurrent states are not captured."""
         if self._states is not None:
             return None
         self.graphs = graphs = DecodeGraphs(plan, memory, self._module.device, self._compute, charges)
-        if mixed:
+        if mixed is not None:
             assert self._attention is not None
             self.mixed_graphs = MixedGraphs(
-                plan,
+                mixed,
                 memory,
                 self._module.device,
                 self._attention,

@@ -130,6 +130,7 @@ def test_memory_that_nobody_uses_goes_back_to_the_driver(
         ("auto", "sliced", 3, "off"),
         ("auto", "sliced", 10, "on"),
         ("region", "sliced", 10, "on"),
+        ("auto", "whole", 10, "on"),
     ],
 )
 def test_the_fake_device_gives_the_same_tokens(
@@ -153,7 +154,9 @@ def test_the_fake_device_gives_the_same_tokens(
     shared["async_scheduling"] = async_scheduling
     with LLM(folder, kv_memory_bytes=8 << 20, kv_view=view, kv_layout=layout, **shared) as llm:
         first = llm.engine.memory.groups[0].layout
-        assert (first.extent_blocks > 1) == (layout == "sliced" and view == "auto" and name == "llama")
+        tiled = layout in ("sliced", "whole")
+        assert (first.extent_blocks > 1) == (tiled and view == "auto" and name == "llama")
+        assert layout != "whole" or first.num_slices == 1
         assert layout != "sliced" or first.num_slices == (2 if (name, num_layers) == ("llama", 10) else 1)
         assert generate(llm, prompts()) == expected
 

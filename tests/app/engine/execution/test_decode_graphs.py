@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from app.engine import LLM, EngineConfig, SamplingParams
 from app.engine.charges import DeviceCharges
+from app.engine.execution.attention import RotaryLayer
 from app.engine.execution.batch import BatchPart, StepBatch
 from app.engine.execution.decode_graphs import (
     _STEPS_TO_RECAPTURE,
@@ -22,9 +23,10 @@ from app.engine.execution.decode_graphs import (
     decode_view,
 )
 from app.engine.execution.graph import CaptureError, CudaGraph, cuda_graphs
+from app.engine.execution.mixed_graphs import _Between
 from app.engine.execution.recorded_graph import RecordedGraph
 from app.errors import ConfigError, ModelError
-from kernels import VarlenBatch, num_compilations
+from kernels import Elementwise, Masking, VarlenBatch, num_compilations
 from tests.app.engine.execution.test_cuda import Driver, use_device  # noqa: F401 (a fixture)
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 from tests.vmem.small_memory import MAX_TOKENS, FlakyHost, make_memory
@@ -600,3 +602,40 @@ def test_the_memory_of_graphs_that_are_gone_goes_back_to_a_real_device() -> None
         left.append(free_bytes())
     assert max(left) - min(left) <= 32 << 20
     assert before - left[-1] <= 32 << 20
+
+
+def test_rotary_layers_are_launched_for_the_tokens_of_the_step() -> None:
+    """Between pieces, over copies of what the piece before has made; the angles of all layers are copied once."""
+    given: list[list[torch.Tensor]] = []
+
+    class Attention:
+        def attend_rotary(self, layer: RotaryLayer, *tensors: torch.Tensor) -> torch.Tensor:
+            given.append([*tensors])
+            return tensors[0][:, : layer.num_q_heads] + layer.layer
+
+    class Pieces:
+        def __init__(self) -> None:
+            self.launch_between = (calls := []).append
+            self.calls: list[Callable[[], object]] = calls
+
+    between, graph, ops = _Between(Attention()), Pieces(), cast(Elementwise, None)  # type: ignore[arg-type]
+    between.graph = graph  # type: ignore[assignment]
+    cos, sin = torch.randn(2, 1, 16, 8)
+    layers = [RotaryLayer(i, ops, 4, 1, 8, Masking(scale=1.0)) for i in range(2)]
+    heads = [torch.randn(16, 6, 8) for _ in layers]
+    outs = [
+        between.attend_rotary(layer, *each) for layer, each in zip(layers, ((h, cos, sin) for h in heads), strict=True)
+    ]
+    between.end()
+    between.num_tokens = 5
+    graph.calls[1]()
+    assert torch.equal(given[0][0], heads[1][:5])
+    assert [torch.equal(kept, angles[0, :5]) for kept, angles in zip(given[0][1:], (cos, sin), strict=True)] == [
+        True,
+        True,
+    ]
+    assert torch.equal(outs[1][:5], heads[1][:5, :4] + 1)
+    assert not outs[1][5:].any()
+    graph.calls[0]()
+    assert [a.data_ptr() for a in given[0]] == [b.data_ptr() for b in given[1]]
+    assert outs[0].data_ptr() == outs[1].data_ptr()

@@ -498,9 +498,9 @@ def test_ranks_have_no_graphs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(("name", "mixed"), [("llama", "off"), ("llama", "on"), ("gemma2", "off"), ("gemma2", "on")])
 def test_a_real_device_gives_the_same_tokens_with_graphs(
-    name: str, view: Any, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+    name: str, mixed: Any, view: Any, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All buckets are captured; between replays pages come and go."""
     if not torch.cuda.is_available():
@@ -513,8 +513,8 @@ def test_a_real_device_gives_the_same_tokens_with_graphs(
     replayed: list[CudaGraph] = []
     replay = CudaGraph.replay
     monkeypatch.setattr(CudaGraph, "replay", lambda graph: (replayed.append(graph), replay(graph))[1])
-    assert generate(folder, decode_graphs="on", capture=True, **shared, **released) == expected
-    assert len(replayed) >= 15
+    assert generate(folder, decode_graphs="on", mixed_graphs=mixed, capture=True, **shared, **released) == expected
+    assert len(replayed) >= (15 if mixed == "off" else 18)
 
 
 @pytest.mark.gpu

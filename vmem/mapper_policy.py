@@ -177,11 +177,11 @@ class MappingPolicy:
             if missing > 0 and (work := self._attach(group, missing, at_home=True)):
                 return work
             self.free_blocks_wanted[i] = 0
-            while group.wanted:
-                region = next(iter(group.wanted))
+            for region in list(group.wanted):
                 if not region.busy and (work := self._map_places(group, region)):
                     return work
-                del group.wanted[region]
+                if self._may_change(region):  # else what an earlier sequence has left may go later
+                    del group.wanted[region]
         return None
 
     def _map_places(self, group: GroupMemory, region: Region) -> MappingWork | None:
@@ -189,15 +189,16 @@ class MappingPolicy:
         allocate; beyond its blocks, what an earlier holder has left there becomes a hole first."""
         blocks = region.blocks
         assert blocks is not None
-        place = max(region.checked, region.first)
-        while place < region.wanted and not self._can_prepare(group, region, place):
+        place, good = max(region.checked, region.first), set[int]()
+        while place < region.wanted and not self._can_prepare(group, region, place, good):
+            good.add(region.at(place))
             place += 1
         is_hole, end = region.at(place) == HOLE, place
         while (
             end < region.wanted
             and end - place < self._unit_blocks(group)
             and (region.at(end) == HOLE) == is_hole
-            and self._can_prepare(group, region, end)
+            and self._can_prepare(group, region, end, good)
         ):
             end += 1
         if end == place:
@@ -210,16 +211,14 @@ class MappingPolicy:
             return MapRegion(group, region, place, blocks[place : min(end, len(blocks))], ahead=False)
         return self._map_free(group, region, place, end - place, steals=True)
 
-    def _can_prepare(self, group: GroupMemory, region: Region, place: int) -> bool:
-        """Whether the place is a hole, or maps what its holder cannot allocate. A stale place among the holder's
-        blocks is left to the step that needs it."""
-        mapped = region.at(place)
-        return mapped == HOLE or (place >= region.used and not self._is_good_for(group, mapped))
-
-    def _is_good_for(self, group: GroupMemory, block_id: int) -> bool:
-        pool = group.pool
+    def _can_prepare(self, group: GroupMemory, region: Region, place: int, good: set[int]) -> bool:
+        """Whether the place is a hole, or maps what its holder cannot allocate, such as a block that a `good` place
+        before it maps, too. A stale place among the holder's blocks is left to the step that needs it."""
+        mapped, pool = region.at(place), group.pool
+        if mapped == HOLE or place < region.used or mapped in good:
+            return mapped == HOLE or place >= region.used
         evicts = not (pool.num_free or pool.num_free_mapped or group.blocks_in(self._pages.num_claimable))
-        return group.can_allocate_in_place(block_id, evicts=evicts)
+        return not group.can_allocate_in_place(mapped, evicts=evicts)
 
     def _unmap_expired(self) -> MappingWork | None:
         """Blocks that have left the window of their sequence."""
@@ -257,7 +256,6 @@ class MappingPolicy:
             if depth and not any(self._is_ready(group, region, depth) for region in group.parked):
                 if work := self._prepare_region(group, depth, evicts=True):
                     return work
-                self.coming[group.index] = 0
         return None
 
     def _map_ahead(self) -> MappingWork | None:

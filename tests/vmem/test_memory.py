@@ -563,6 +563,9 @@ def test_what_an_earlier_sequence_has_left_is_replaced_beside_the_step(
     sequence = begin(memory, 64)
     device.fake.launch(pages_read(memory, [StepDemand(sequence, 0, 64)]))
     memory.launched()
+    region = sequence.groups[0].region
+    assert region is not None
+    region.fence = memory.mapper.fence  # as if the earlier sequence's last step were still running
     memory.plan([StepDemand(sequence, 64, 256)])
     do_background(memory)
     assert not device.fake.violations

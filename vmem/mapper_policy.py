@@ -253,9 +253,10 @@ class MappingPolicy:
         place of the region parked longest, both of which the prompt would cost when it begins."""
         for group, coming in zip(self._groups, self.coming, strict=True):
             depth = min(coming, group.region_blocks)
-            if depth and not any(self._is_ready(group, region, depth) for region in group.parked):
-                if work := self._prepare_region(group, depth, evicts=True):
-                    return work
+            if not depth or any(self._is_ready(group, region, depth) for region in group.parked):
+                continue
+            if work := self._prepare_region(group, depth, evicts=True):
+                return work
         return None
 
     def _map_ahead(self) -> MappingWork | None:
@@ -273,11 +274,8 @@ class MappingPolicy:
         return None
 
     def _prepare_region(self, group: GroupMemory, depth: int, *, evicts: bool) -> MappingWork | None:
-        """Map `depth` free blocks in a parked region that can be extended, or in a new one.
-
-        Args:
-            evicts: take the blocks of evicted content, and the slot of another region, if there are no others.
-        """
+        """Map `depth` free blocks in a parked region that can be extended, or in a new one. With `evicts` they may be
+        blocks of evicted content, and the slot another region's, if there are no others."""
         region = max(
             (r for r in group.parked if self._can_extend(group, r, depth)), key=lambda r: r.num_mapped, default=None
         )
@@ -289,10 +287,8 @@ class MappingPolicy:
         if region is None:
             if not group.has_free_slot:
                 return self._empty_oldest(group) if evicts else None
-            if not group.pool.num_free and (work := self._attach(group, depth, at_home=False)):
+            if not group.pool.num_free and ((work := self._attach(group, depth, at_home=False)) or not evicts):
                 return work
-            if not group.pool.num_free and not evicts:
-                return None
             region = group.new_region()
             region.touched = self.now
             group.parked[region] = None

@@ -235,14 +235,15 @@ class Scheduler:
         `following` ones; 0 if it will not begin, or with a cached prefix."""
         head = self.waiting.peek()
         left = self.max_num_batched_tokens - sum(demand.end - demand.start for demand in following)
-        if head is None or left <= 0 or self.preempted or head.members[0].expected_cached_tokens:
+        if head is None or left <= 0 or self.preempted or self._admission.is_refused(head):
             return 0
         first = head.members[0]
         num_tokens = len(first.token_ids)
-        if self._admission.is_refused(head) or self._memory.pages_for(num_tokens) > self._memory.num_free_pages:
+        if first.expected_cached_tokens or self._memory.pages_for(num_tokens) > self._memory.num_free_pages:
             return 0
         if self._matched[0] is not first:
-            self._matched = first, self._prefixes.match(first.chain, tokens_to_match(first)).num_tokens > 0
+            match = self._prefixes.match(first.chain, tokens_to_match(first))
+            self._matched = first, match.num_tokens > 0 or match.is_being_computed
         return 0 if self._matched[1] else min(left, num_tokens)
 
     def commit_step(self) -> Committed:

@@ -12,7 +12,7 @@ import torch
 
 from app.engine import LLM, EngineConfig, SamplingParams
 from app.engine.charges import DeviceCharges
-from app.engine.execution.attention import RotaryLayer
+from app.engine.execution.attention import CachedAttention, RotaryLayer
 from app.engine.execution.batch import BatchPart, StepBatch
 from app.engine.execution.decode_graphs import (
     _STEPS_TO_RECAPTURE,
@@ -23,7 +23,7 @@ from app.engine.execution.decode_graphs import (
     decode_view,
 )
 from app.engine.execution.graph import CaptureError, CudaGraph, cuda_graphs
-from app.engine.execution.mixed_graphs import _Between
+from app.engine.execution.mixed_graphs import MixedGraphs, _Between
 from app.engine.execution.recorded_graph import RecordedGraph
 from app.errors import ConfigError, ModelError
 from kernels import Elementwise, Masking, VarlenBatch, num_compilations
@@ -639,3 +639,25 @@ def test_rotary_layers_are_launched_for_the_tokens_of_the_step() -> None:
     graph.calls[0]()
     assert [a.data_ptr() for a in given[0]] == [b.data_ptr() for b in given[1]]
     assert outs[0].data_ptr() == outs[1].data_ptr()
+
+
+def test_steps_that_cannot_be_replayed_in_pieces_are_launched(memory: KVMemory) -> None:
+    attention, bound, errors = cast(CachedAttention, object()), list[Any](), [CaptureError("it reads a value")]
+
+    def graphs(used_bytes: int = 0, **plan: Any) -> MixedGraphs:
+        fields = {"buckets": (1, 8), "new_graph": lambda: FakeGraph(10, errors[0]), "budget_bytes": 1000} | plan
+        forward = cast(Any, None)  # the graph does not run its work
+        return MixedGraphs(GraphPlan(**fields), memory, CPU, attention, lambda: used_bytes, forward, bound.append)
+
+    refusing = graphs()
+    assert refusing.run(decodes((9,) * 3)) is None
+    assert bound[-1] is attention
+    assert refusing.run(decodes((9,) * 3)) is None
+    assert len(bound) == 2  # it was not tried again
+    with pytest.raises(ModelError, match=r"mixed_graphs is 'on'.*it reads a value; use 'off'"):
+        graphs(required=True).run(decodes((9,) * 3))
+    bound.clear()
+    for batch in (decodes((9,) * 9), decodes((9,) * 641), decodes((9,), adapters=object()), decodes((9,), states=())):
+        assert graphs(required=True).run(batch) is None
+    assert graphs(1000, required=True).run(decodes((9,) * 3)) is None  # decode graphs have the budget
+    assert not bound

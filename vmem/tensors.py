@@ -175,7 +175,7 @@ class LocalContents:
         return host
 
     def _host_rows(self, count: int, words: int) -> torch.Tensor:
-        """Pinned memory `[count, words]` int64; where the system refuses it, ordinary memory, whose copies take longer."""
+        """Pinned memory `[count, words]` int64; where the system refuses it, ordinary memory, copied more slowly."""
         if self._pins:
             try:
                 return torch.empty(count, words, dtype=torch.int64, pin_memory=True)

@@ -120,7 +120,7 @@ def _applications() -> Any:
 
 
 @contextmanager
-def cluster(num_cpus: int = 4, num_gpus: float | None = None) -> Iterator[str]:
+def cluster(num_cpus: int = 4, num_gpus: int | None = None) -> Iterator[str]:
     """A Ray cluster of this process, with Serve on a free port of this machine; yields its URL.
 
     Args:

@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def keep(command: list[str]) -> int:
         _reap(ended)
     if job not in ended:
         _signal_group(job, signal.SIGABRT)  # Python's fault handler prints where each thread is
-        _wait(lambda: _reap(ended) or job in ended)
+        _wait(lambda: job in _reap(ended))
     _wait(lambda: not _kill(ended))
     if left := descendants(os.getpid()):
         print(f"keeper: processes {left} do not end", flush=True)  # in a call of the driver, say
@@ -66,10 +67,12 @@ def _kill(ended: dict[int, int]) -> list[int]:
     return descendants(os.getpid())
 
 
-def _reap(ended: dict[int, int]) -> None:
+def _reap(ended: dict[int, int]) -> dict[int, int]:
+    """Add the wait statuses of children that have ended, by process id; returns all."""
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             ended[found[0]] = found[1]
+    return ended
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
@@ -77,9 +80,9 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def _wait(is_over: object) -> None:
+def _wait(is_over: Callable[[], bool]) -> None:
     deadline = time.monotonic() + GRACE_S
-    while not is_over() and time.monotonic() < deadline:  # type: ignore[operator]
+    while not is_over() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 

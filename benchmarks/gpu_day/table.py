@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from benchmarks.gpu_day.job import Outcome
@@ -14,7 +15,7 @@ FAILURE_LINES, TAIL_LINES = 48, 5
 
 
 def table(outcomes: Sequence[Outcome], facts: Sequence[Mapping[str, object]], *, fake: bool = False) -> str:
-    """At most 80 lines: failures with their last lines, then successes, then the main figures."""
+    """At most 80 lines: failures with their last lines, then successes, failures within jobs, and the main figures."""
     failed = [outcome for outcome in outcomes if outcome.reason]
     lines = [f"{len(outcomes) - len(failed)} of {len(outcomes)} jobs succeeded"]
     if fake:
@@ -26,8 +27,10 @@ def table(outcomes: Sequence[Outcome], facts: Sequence[Mapping[str, object]], *,
         lines += [f"    | {line}" for line in outcome.tail[len(outcome.tail) - tail_lines :]]
     if succeeded := [f"{o.job.name} {o.seconds:.1f} s" for o in outcomes if not o.reason]:
         lines += _wrap("ok: " + ", ".join(succeeded), 10)
+    if counts := Counter(str(fact["outcome"]) for fact in facts if "outcome" in fact):
+        lines.append("tests: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
     speaking = {fact["job"] for fact in facts if fact.get("shown")}
-    for fact in facts:
+    for fact in sorted(facts, key=lambda fact: not (fact.get("failed") or fact.get("outcome") == "failed")):
         if shown := fact.get("shown"):
             lines += _wrap(f"{fact['job']}, {fact['fact']}: {shown}", 3)
         elif (figures := fact.get("figures")) and fact["job"] not in speaking:

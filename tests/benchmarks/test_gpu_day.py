@@ -242,6 +242,20 @@ def test_the_table_fits_whatever_happens(num_failed: int) -> None:
     assert text.count("    | ") == (5 if num_failed == 1 else 36 if num_failed == 9 else 0)
 
 
+def test_what_failed_within_a_job_comes_before_figures() -> None:
+    """Of a shard of tests, and of a job's parts: the lines before were those of benchmarks, and the rest was cut off."""
+    figures = [{"job": "attention", "fact": f"figure {i}", "shown": "x"} for i in range(200)]
+    tests = [{"job": "tests 1/1", "fact": f"test_{i}", "outcome": "passed"} for i in range(3)]
+    failed = {"job": "tests 1/1", "fact": "test_x", "outcome": "failed", "shown": "failed: no memory"}
+    part = {"job": "server", "fact": "schema", "failed": True, "shown": "FAILED: no answer"}
+    lines = table([Outcome(job("tests 1/1", ""), 1.0, "", ())], [*figures, *tests, failed, part]).splitlines()
+    assert lines[2:5] == [
+        "tests: 1 failed, 3 passed",
+        "tests 1/1, test_x: failed: no memory",
+        "server, schema: FAILED: no answer",
+    ]
+
+
 def test_unknown_jobs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["facts", "--only", "machine", "nonsense"])

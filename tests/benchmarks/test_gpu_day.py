@@ -243,7 +243,7 @@ def test_the_table_fits_whatever_happens(num_failed: int) -> None:
 
 
 def test_what_failed_within_a_job_comes_before_figures() -> None:
-    """Of a shard of tests, and of a job's parts: the lines before were those of benchmarks, and the rest was cut off."""
+    """Of a shard of tests, and of a job's parts: the figures before them filled the table."""
     figures = [{"job": "attention", "fact": f"figure {i}", "shown": "x"} for i in range(200)]
     tests = [{"job": "tests 1/1", "fact": f"test_{i}", "outcome": "passed"} for i in range(3)]
     failed = {"job": "tests 1/1", "fact": "test_x", "outcome": "failed", "shown": "failed: no memory"}

@@ -230,7 +230,7 @@ class Features:
         from benchmarks import gpu_models
 
         self._folder, self._device = folder, device
-        small = {"dtype": torch.float32, "weights": True}
+        small: dict[str, Any] = {"dtype": torch.float32, "weights": True}
         gpu_models.write_model(folder / "model", "tiny", **small)
         gpu_models.write_model(folder / "draft", "tiny", num_hidden_layers=1, **small)
         self._write_adapter(torch)
@@ -290,7 +290,7 @@ class Features:
         self._compare("LoRA, as on the CPU", expected, self._tokens(self._device, {"adapter": "style"}, **settings))
 
     def draft_model(self) -> None:
-        settings = {"speculation": "draft", "draft_model": str(self._folder / "draft")}
+        settings: dict[str, Any] = {"speculation": "draft", "draft_model": str(self._folder / "draft")}
         self._compare("draft model, as without", self._plain, self._tokens(self._device, **settings))
 
     def embeddings(self) -> None:

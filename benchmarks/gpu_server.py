@@ -29,6 +29,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -352,7 +353,7 @@ def measure_served(parts: Parts, folder: Path, fake: bool) -> None:
         measured = Measured(server, clients, gpu_models.FIRST_WORD, vocab_size, fake)
         parts.run("first requests", measured.warm_up)
         for level in levels:
-            parts.run(f"HTTP, {level.name}", lambda level=level: measured.level(level))
+            parts.run(f"HTTP, {level.name}", partial(measured.level, level))
         for name in ("mapping", "prefix", "schema", "metrics"):
             parts.run(name, getattr(measured, name))
         record_gpu("after the load")
@@ -389,7 +390,7 @@ def measure_bare(parts: Parts, folder: Path, fake: bool) -> None:
                 record(f"HTTP / bare, {level.name}", f"{share:.3f} of the tokens a second{aim}", share=share)
 
         for level in FAKE_LEVELS if fake else LEVELS:
-            parts.run(f"bare, {level.name}", lambda level=level: run(level))
+            parts.run(f"bare, {level.name}", partial(run, level))
 
 
 def record_ray() -> None:

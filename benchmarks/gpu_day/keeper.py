@@ -20,7 +20,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-GRACE_S = 3.0  # from the signal for Python's stacks to SIGKILL, and from SIGKILL to the end
+# From the signal for Python's stacks to SIGKILL; and from there to the end: a process with much of a device's memory,
+# or with many mappings, takes seconds, and the next job needs that memory.
+GRACE_S, END_S = 3.0, 10.0
 _POLL_S = 0.05
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -51,8 +53,8 @@ def keep(command: list[str]) -> int:
         _reap(ended)
     if job not in ended:
         _signal_group(job, signal.SIGABRT)  # Python's fault handler prints where each thread is
-        _wait(lambda: job in _reap(ended))
-    _wait(lambda: not _kill(ended))
+        _wait(lambda: job in _reap(ended), GRACE_S)
+    _wait(lambda: not _kill(ended), END_S)
     if left := descendants(os.getpid()):
         print(f"keeper: processes {left} do not end", flush=True)  # in a call of the driver, say
     return ended.get(job, signal.SIGKILL)
@@ -80,8 +82,8 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def _wait(is_over: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + GRACE_S
+def _wait(is_over: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
     while not is_over() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 

@@ -22,7 +22,7 @@ from benchmarks.gpu_day.table import TAIL_LINES, figures_of
 
 ROOT = Path(__file__).parents[2]
 # From a job's limit until its last process is gone, and its Ray logs are packed.
-ENDING_S = 2 * keeper.GRACE_S + 2
+ENDING_S = keeper.GRACE_S + keeper.END_S + 2
 
 
 class Stage:
@@ -115,7 +115,7 @@ class Stage:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            process.wait(3 * keeper.GRACE_S)
+            process.wait(ENDING_S)
         except subprocess.TimeoutExpired:
             process.kill()
 

@@ -61,7 +61,10 @@ class Clients:
         self._url, self._model = url, model
         self._most = max(1, most_at_once // _STREAMS)
         self._pool = ProcessPoolExecutor(self._most, multiprocessing.get_context("spawn"))
-        list(self._pool.map(time.sleep, [0.01] * self._most))
+
+    def start(self) -> None:
+        """Start all processes now, so that those of a level begin together."""
+        list(self._pool.map(time.sleep, [0.2] * self._most))
 
     def run(self, level: Level, asks: Sequence[Ask]) -> tuple[list[Record], float, float]:
         """Records, seconds from the first request to the last answer, and the busiest client's share of a processor."""

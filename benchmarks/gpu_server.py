@@ -210,6 +210,7 @@ class Measured:
 
     def warm_up(self) -> None:
         """Requests of the client's own first connections; the server has warmed up by itself."""
+        self._clients.start()
         level = Level(2, 4, 32, 8, 60)
         self._clients.run(level, level.asks(*self._tokens))
         self._load_began, self._exposed_us = time.monotonic(), self._memory()["exposed_us"]

@@ -27,7 +27,16 @@ from packaging.requirements import Requirement
 
 from benchmarks.harness import commit
 from tools.offline_bundle import start
-from tools.offline_bundle.packages import BundleError, Installed, Package, Target, Wheels, project_package, resolve
+from tools.offline_bundle.packages import (
+    BundleError,
+    Installed,
+    Package,
+    Source,
+    Target,
+    Wheels,
+    project_package,
+    resolve,
+)
 from tools.offline_bundle.rules import GIVEN, TRIMMED, UNUSED, Row, trimmed_by
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +113,7 @@ def _build(target: Target, options: argparse.Namespace, work: Path) -> tuple[Pat
     project = project_package(ROOT)
     folder = work / f"folio-{project.version}-{target.tag}"
     (wheels := work / "wheels").mkdir()
-    source = Installed() if options.from_environment else Wheels(wheels, target, ROOT / "constraints.txt")
+    source: Source = Installed() if options.from_environment else Wheels(wheels, target, ROOT / "constraints.txt")
     packages = resolve(project, set(options.extra), source, target.markers(), GIVEN | UNUSED)
     trimmed: Counter[Row] = Counter()
     paths = [unpack(package, folder / "site", trimmed) for package in packages]
@@ -179,7 +188,7 @@ def describe(bundle: Mapping[str, Any]) -> str:
     rows += [[_mib(entry), entry["files"][0], entry["reason"]] for entry in bundle["files_left_out"]]
     rows += [["", "", ""], ["", "Packages left out", "Reason"], ["", "---", "---"]]
     rows += [["", name, reason] for name, reason in bundle["packages_left_out"].items()]
-    table = "".join(f"{left:>5}  {middle:<32} {right}".rstrip() + "\n" for left, middle, right in rows)
+    table = "".join(f"{left:>5}  {middle:<35} {right}".rstrip() + "\n" for left, middle, right in rows)
     return _README.format(**bundle, needs="\n    ".join(bundle["given"]), table=table)
 
 
@@ -190,7 +199,7 @@ def _mib(entry: Mapping[str, Any]) -> str:
 def pack(folder: Path, archive: Path) -> None:
     """Write a folder into an archive, compressed if its name ends in .xz, in an order, with owners and times that are
     always the same."""
-    # Machine code is smaller by a twentieth with absolute addresses of calls. Not under its name before it is whole.
+    # FILTER_X86 makes the addresses of calls absolute, so that they repeat. Not under its name before it is whole.
     filters = [{"id": lzma.FILTER_X86}] if "x86_64" in archive.name else []
     filters += [{"id": lzma.FILTER_LZMA2, "preset": 9}]
     part = archive.with_name(f"{archive.name}.part")

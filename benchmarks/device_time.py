@@ -102,6 +102,7 @@ def compare(
     device: torch.device,
     *,
     num_bytes: float = 0.0,
+    num_calls: int = 1,
     tolerance: float = 2e-2,
     repeats: int = 5,
     least_s: float = LEAST_S,
@@ -111,6 +112,7 @@ def compare(
     Args:
         variants: functions that return the result; each may write to the same tensor.
         num_bytes: what one call has to read and write, for the share of it a second.
+        num_calls: calls that a variant makes each time, over other memory, say.
         tolerance: largest difference from the first variant's result, relative to its largest value.
 
     Returns:
@@ -126,7 +128,7 @@ def compare(
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):
         for name, timer in timers.items():
-            times[name].append(timer())
+            times[name].append(timer() / num_calls)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     today = next(iter(medians.values()))
     shown = (

@@ -15,17 +15,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from benchmarks.device_time import device_timer, product_limit, read_limit
-from benchmarks.facts import note_dtypes
 from benchmarks.facts import record as record_fact
 from benchmarks.gpu_device import Device, Driver, DriverError, NoDevice, show_spread, spread
-from kernels import Masking, VarlenBatch
 
 MIB = 1 << 20
 CALLS = ("create", "map", "set access", "unmap", "release")
@@ -410,35 +407,6 @@ class Probes:
             self.device.synchronize()
         shown = ", ".join(f"{name} {answer}" for name, answer in answers.items())
         self.record("waiting for kernels", f"beside a kernel of 50 ms: {shown}", **answers)
-
-    def splits(self) -> None:
-        """Decode attention with Llama-3-8B's heads by the number of splits of each sequence, in device time, over many
-        times the memory that a cache holds."""
-        fake, where = self.device.fake, torch.device(self.device.where)
-        provider = importlib.import_module("kernels.triton.provider").TritonProvider()
-        cases = (
-            ((2, 64),) if fake else ((1, 1024), (1, 4096), (4, 4096), (16, 1024), (32, 4096), (64, 1024), (256, 1024))
-        )
-        for batch, length in cases:
-            num_sets = 1 if fake else max(1, 512 * MIB // (batch * length * 4096))
-            caches = torch.randn(num_sets, 2, batch, length, 8, 128, dtype=torch.bfloat16, device=where)
-            note_dtypes(caches.dtype)
-            query = torch.randn(batch, 32, 128, dtype=torch.bfloat16, device=where)
-            lengths, starts = torch.full((batch,), length), torch.arange(batch + 1)
-            batched = VarlenBatch(starts.int(), lengths.int(), starts[:-1, None].int(), 1, length).to(where)
-            us: dict[int, float] = {}
-            for count in (0, 2) if fake else (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48):
-                attend = partial(provider.attend, query, batch=batched, masking=Masking(128**-0.5), num_splits=count)
-
-                def work(attend: Callable[..., object] = attend, caches: torch.Tensor = caches) -> None:
-                    for key, value in caches:
-                        attend(key, value)
-
-                timer = device_timer(work, where)
-                us[count] = min(timer() for _ in range(1 if fake else 3)) / num_sets * 1e6
-            best = min(us, key=lambda count: us[count])
-            shown = ", ".join(f"{count}: {value:.1f}" for count, value in us.items())
-            self.record(f"splits of {batch} x {length}", f"best {best}; us by splits, 0 being ours: {shown}", us=us)
 
     def ceiling_one(self) -> None:
         """The most mappings of one handle."""

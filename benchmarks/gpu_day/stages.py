@@ -46,7 +46,6 @@ def facts(fake: bool) -> list[Job]:
         ),
         _probe("costs", fake, 75),
         _probe("stall", fake, 60),
-        _probe("splits", fake, 60),
         _benchmark("attention", fake, 180, "--footprints"),
         _throughput("parts", fake, 120, "qwen2.5-0.5b", "--parts"),
         _probe("ceiling_one", fake, 60),  # last: a process with so many mappings may take long to end
@@ -98,7 +97,7 @@ def shelf(fake: bool) -> list[Job]:
 def kernels(fake: bool) -> list[Job]:
     """Variants beside today's kernels, then all tests marked `gpu`: what is left of the time is theirs."""
     return [
-        _program("decode kernels", "gpu_decode", fake, 60),
+        _program("decode kernels", "gpu_decode", fake, 90),
         _program("products", "gpu_products", fake, 60),
         _program("steps", "gpu_steps", fake, 90),
         _benchmark("attention", fake, 100, "--footprints"),

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -22,14 +25,47 @@ from kernels.triton.tiles import (
 )
 
 MAX_SPLITS = 128
-# The least tiles of a split, unless the caller sets the number of splits: combining costs more than shorter ones save.
-_MIN_SPLIT_TILES = 4
-# Of keys, and of values, per tile: with two tiles in flight, three programs fit the 227 KiB of a processor.
-_TILE_BYTES = 16384
+_MOST_STAGES = 5
+_COMBINED_ELEMENTS = 2048  # partial results that a program reads at a time: more would take further registers
 _WARP_ELEMENTS = 2048  # the most sums per warp: 64 registers per thread
-_COMBINED_ELEMENTS = 8192  # partial results that a program adds at a time: 64 per thread
-_PROGRAMS_A_PROCESSOR = 3  # that run at once: more would begin when the first ones end
+_MOST_WAVE_SPLITS = 8
 _INTERPRETED_PROCESSORS = 4  # without a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """Constants of the decode kernel that a device decides. None changes what is computed, beyond rounding.
+
+    `python -m benchmarks.gpu_decode` compares `TUNINGS`: on a device by time, with `--compile` by registers and shared
+    memory. With the defaults the stages take 38 KiB, so that five programs share the 227 KiB of a processor.
+
+    Attributes:
+        tile_tokens: the most tokens of a tile.
+        tile_bytes: the most bytes of its keys, and of its values, in the query's dtype.
+        by_cache: count `tile_bytes` in the cache's dtype, so that tiles of 8-bit floats have twice the tokens.
+        ahead_bytes: of keys, and of values, requested ahead of the tile that is multiplied, by as many stages.
+        programs_a_processor: that run at once. More would begin when the first ones end.
+        min_split_tiles: the least tiles of a split, unless the caller sets the number of splits.
+        filled_waves: where there are more pairs of sequence and head than programs that run at once, the share of the
+            places in all waves that splits must fill; 0 for no splits.
+    """
+
+    tile_tokens: int = 64
+    tile_bytes: int = 16384
+    by_cache: bool = False
+    ahead_bytes: int = 16384
+    programs_a_processor: int = 5
+    min_split_tiles: int = 4
+    filled_waves: float = 0.0
+
+
+DEFAULT_TUNING = DecodeTuning()
+TUNINGS = {
+    "five programs": DEFAULT_TUNING,
+    "three programs": DecodeTuning(128, by_cache=True, ahead_bytes=32768, programs_a_processor=3),
+    "short splits": DecodeTuning(min_split_tiles=1, filled_waves=0.85),
+    "narrow tiles": DecodeTuning(32, min_split_tiles=8),
+}
 
 
 @triton.jit
@@ -41,36 +77,41 @@ def _combine_splits(
     GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The running softmax over all splits, in a fixed order: results do not depend on which split ends last."""
-    rows = tl.arange(0, BLOCK_ROWS)
+    """The softmax over all splits, in a fixed order: results do not depend on which split ends last.
+
+    The peaks are read first, so that the loop only multiplies and adds, each thread for itself, and its reads do not
+    wait for one another.
+    """
+    group = tl.arange(0, BLOCK_GROUP)
     dims = tl.arange(0, BLOCK_VALUE_DIM)
-    accumulated = tl.full([BLOCK_ROWS, BLOCK_VALUE_DIM], 0.0, tl.float32)
-    total = tl.full([BLOCK_ROWS], 0.0, tl.float32)
-    peak = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    # Bypass the first-level cache: other processors have written these.
+    every = tl.arange(0, MOST_SPLITS)
+    places = partial_sums_ptr + ((first_slot + every[:, None]) * GROUP + group[None, :]) * 2
+    held = (every < num_splits)[:, None] & (group < GROUP)[None, :]
+    peak = tl.max(tl.load(places, mask=held, other=float("-inf"), cache_modifier=".cg"), 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    accumulated = tl.full([BLOCK_SPLITS, BLOCK_GROUP, BLOCK_VALUE_DIM], 0.0, tl.float32)
+    total = tl.full([BLOCK_SPLITS, BLOCK_GROUP, 1], 0.0, tl.float32)
     for begin in range(0, num_splits, BLOCK_SPLITS):
         splits = begin + tl.arange(0, BLOCK_SPLITS)
-        slots = (first_slot + splits[:, None]) * GROUP + rows[None, :]
-        there = (splits < num_splits)[:, None] & (rows < GROUP)[None, :]
-        # Bypass the first-level cache: other processors have written these.
+        slots = ((first_slot + splits[:, None]) * GROUP + group[None, :])[:, :, None]
+        there = ((splits < num_splits)[:, None] & (group < GROUP)[None, :])[:, :, None]
         peaks = tl.load(partial_sums_ptr + slots * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(partial_sums_ptr + slots * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
         parts = tl.load(
-            partial_ptr + slots[:, :, None] * VALUE_DIM + dims[None, None, :],
-            mask=there[:, :, None] & (dims < VALUE_DIM)[None, None, :],
+            partial_ptr + slots * VALUE_DIM + dims[None, None, :],
+            mask=there & (dims < VALUE_DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp2(peak - base)
-        weights = tl.exp2(peaks - base[None, :])
-        total = total * decay + tl.sum(totals * weights, 0)
-        accumulated = accumulated * decay[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        peak = new_peak
-    return accumulated, total, peak
+        weights = tl.exp2(peaks - base[None, :, None])
+        total += totals * weights
+        accumulated += parts * weights
+    return tl.sum(accumulated, 0), tl.sum(tl.sum(total, 2), 0), peak
 
 
 @triton.jit(
@@ -123,31 +164,33 @@ def _decode_kernel(
     BLOCK_KEY_DIM: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,  # GROUP, to a power of two
     BLOCK_TILE: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     UPCAST_DOT: tl.constexpr,
 ) -> None:
     """One program per sequence, KV head and split: `[num_seqs, num_kv_heads, num_splits]`."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    # One branch for both reasons to end: loads before it are in flight together. (The compiler moves others behind it.)
     token = tl.load(cu_seqlens_q_ptr + sequence)
-    if tl.load(cu_seqlens_q_ptr + sequence + 1) - token != 1:
-        return
-
-    # The query has the position of the last cached token, and sees first … last - 1.
+    num_queries = tl.load(cu_seqlens_q_ptr + sequence + 1) - token
     num_cached = tl.load(cache_seqlens_ptr + sequence)
     first = 0
     if leftpad_ptr is not None:
         first = tl.load(leftpad_ptr + sequence)
+
+    # The query has the position of the last cached token, and sees first … last - 1.
     if HAS_LEFT:
         first = tl.maximum(first, num_cached - 1 - window_left)
     last = tl.where(first < num_cached, num_cached, 0)
     origin = first // BLOCK_TILE * BLOCK_TILE
     num_tiles = tl.cdiv(tl.maximum(last - origin, 0), BLOCK_TILE)
     split_tiles = tl.maximum(tl.cdiv(num_tiles, tl.num_programs(2)), min_split_tiles)
-    num_splits = tl.maximum(tl.cdiv(num_tiles, split_tiles), 1)  # the other programs have no tokens
-    if split >= num_splits:
+    num_splits = tl.maximum(tl.cdiv(num_tiles, split_tiles), 1)
+    if (num_queries != 1) | (split >= num_splits):  # not of this kernel, or without tokens
         return
     start = origin + split * split_tiles * BLOCK_TILE
     stop = tl.minimum(start + split_tiles * BLOCK_TILE, last)
@@ -221,10 +264,9 @@ def _decode_kernel(
             tl.store(partial_sums_ptr + slots * 2 + 1, total, mask=valid)
             # One thread counts for the program, after all threads have stored; its release publishes their stores.
             tl.debug_barrier()
-            complete = tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == num_splits - 1
-            if complete:
+            if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 tl.store(counters_ptr + pair, 0)
-                accumulated, total, peak = _combine_splits(
+                combined, combined_total, combined_peak = _combine_splits(
                     partial_ptr,
                     partial_sums_ptr,
                     pair.to(tl.int64) * tl.num_programs(2),
@@ -232,8 +274,26 @@ def _decode_kernel(
                     GROUP,
                     VALUE_DIM,
                     BLOCK_VALUE_DIM,
-                    BLOCK_ROWS,
+                    BLOCK_GROUP,
                     BLOCK_SPLITS,
+                    MOST_SPLITS,
+                )
+                group = tl.arange(0, BLOCK_GROUP)
+                store_rows(
+                    combined,
+                    combined_total,
+                    combined_peak,
+                    token,
+                    kv_head * GROUP + group,
+                    group < GROUP,
+                    kv_head,
+                    out_ptr,
+                    lse_ptr,
+                    sinks_ptr,
+                    value_scales_ptr,
+                    NUM_Q_HEADS,
+                    VALUE_DIM,
+                    BLOCK_VALUE_DIM,
                 )
     if complete:
         store_rows(
@@ -266,7 +326,8 @@ class SplitDecode:
     smaller than the largest. Calls share them: use one stream at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: DecodeTuning = DEFAULT_TUNING) -> None:
+        self._tuning = tuning
         self._partial: dict[torch.device, list[torch.Tensor]] = {}
         self._partial_sums: dict[torch.device, list[torch.Tensor]] = {}
         self._counters: dict[torch.device, list[torch.Tensor]] = {}
@@ -275,19 +336,22 @@ class SplitDecode:
 
     def prepare(self, call: AttentionCall) -> AttendInto:
         """A function that fills those sequences' rows of the results and of `call.lse`."""
-        query, key_cache, value_cache = call.query, call.key_cache, call.value_cache
+        tuning, query, key_cache, value_cache = self._tuning, call.query, call.key_cache, call.value_cache
         batch, masking, num_splits = call.batch, call.masking, call.num_splits
         num_seqs, num_kv_heads = batch.cache_seqlens.numel(), key_cache.shape[2]
         group, value_dim, device = query.shape[1] // num_kv_heads, value_cache.shape[3], query.device
         widest = max(padded(query.shape[2]), padded(value_dim))
-        block_rows = padded(group)
-        block_tile = min(128, max(16, _TILE_BYTES // (widest * key_cache.element_size())))
+        block_rows, block_group = padded(group), triton.next_power_of_2(group)
+        element_bytes = key_cache.element_size()
+        tile_row_bytes = widest * (element_bytes if tuning.by_cache else query.element_size())
+        block_tile = max(16, min(tuning.tile_tokens, tuning.tile_bytes // tile_row_bytes))
         num_warps = 4 if block_rows * widest <= _WARP_ELEMENTS * 4 else 8
         if query.dtype == torch.float32:  # no tensor cores: a thread holds whole rows of both factors
             block_tile, num_warps = 16, 8
+        num_stages = 1 + max(1, min(_MOST_STAGES - 1, tuning.ahead_bytes // (block_tile * widest * element_bytes)))
         min_split_tiles = 1
         if num_splits <= 0:
-            min_split_tiles = _MIN_SPLIT_TILES
+            min_split_tiles = tuning.min_split_tiles
             num_cached = batch.max_seqlen_k
             if masking.window_left >= 0:
                 num_cached = min(num_cached, masking.window_left + 1)
@@ -306,9 +370,11 @@ class SplitDecode:
             "min_split_tiles": min_split_tiles,
             "SPLIT": num_splits > 1,
             "BLOCK_ROWS": block_rows,
-            "BLOCK_SPLITS": max(1, min(8, _COMBINED_ELEMENTS // (block_rows * padded(value_dim)))),
+            "BLOCK_GROUP": block_group,
+            "BLOCK_SPLITS": max(1, min(8, _COMBINED_ELEMENTS // (block_group * padded(value_dim)))),
+            "MOST_SPLITS": MAX_SPLITS,
         }
-        launch = self._kernel.prepare(arguments, CHANGING, num_warps=num_warps, num_stages=3)
+        launch = self._kernel.prepare(arguments, CHANGING, num_warps=num_warps, num_stages=num_stages)
         grid = num_seqs, num_kv_heads, num_splits
         return lambda query, key_cache, value_cache, out: launch(grid, along_last(query), key_cache, value_cache, out)
 
@@ -322,9 +388,12 @@ class SplitDecode:
                 if device.type == "cuda"
                 else _INTERPRETED_PROCESSORS
             )
-        num_programs = _PROGRAMS_A_PROCESSOR * self._num_processors[device]
-        even = num_programs // (triton.next_power_of_2(num_seqs) * num_kv_heads)
-        return max(1, min(even, triton.cdiv(num_cached, _MIN_SPLIT_TILES * block_tile)))
+        tuning, num_pairs = self._tuning, triton.next_power_of_2(num_seqs) * num_kv_heads
+        at_once = tuning.programs_a_processor * self._num_processors[device]
+        waves = {n: n * num_pairs / at_once for n in range(1, _MOST_WAVE_SPLITS + 1)}
+        filling = (n for n, count in waves.items() if count / math.ceil(count) >= tuning.filled_waves)
+        num_splits = at_once // num_pairs or next(filling, 1)
+        return max(1, min(num_splits, triton.cdiv(num_cached, tuning.min_split_tiles * block_tile)))
 
 
 def _grown(

@@ -70,7 +70,7 @@ def attend_tiles(
         key_rows = block * key_block_stride + within * key_token_stride
         key = _load_tile(key_ptr, key_rows, key_dims, readable, MASKED, KEY_DIM, BLOCK_KEY_DIM)
         # ieee: not TF32. Shorter floats are not affected.
-        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * factor
+        scores = tl.dot(query, tl.trans(_widened(key, query.dtype)), input_precision="ieee") * factor
         if HAS_SOFTCAP:
             scores = cap * (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0))  # tanh; 2 / ln 2
         if HAS_ALIBI:
@@ -96,7 +96,11 @@ def attend_tiles(
         value = _load_tile(value_ptr, value_rows, value_dims, readable, MASKED, VALUE_DIM, BLOCK_VALUE_DIM)
         accumulated = accumulated * decay[:, None]
         accumulated = tl.dot(
-            weights.to(query.dtype), value.to(query.dtype), accumulated, input_precision="ieee", out_dtype=tl.float32
+            weights.to(query.dtype),
+            _widened(value, query.dtype),
+            accumulated,
+            input_precision="ieee",
+            out_dtype=tl.float32,
         )
         if ADDRESSING != "region":
             # One tile ahead: otherwise keys and values could not be prefetched.
@@ -148,6 +152,15 @@ def _load_tile(
     else:
         tile = tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def _widened(tile: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """The tile in the query's dtype. From 8 bits to bfloat16 Triton converts one number an instruction, and by way of
+    float32 two; both are exact."""
+    if dtype == tl.bfloat16 and tile.dtype.primitive_bitwidth == 8:
+        tile = tile.to(tl.float32)
+    return tile.to(dtype)
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from vmem.layout import LayerSpec, LayoutKind, plan_layout
 SHARED_BYTES = 227 * 1024  # the most per program on an H100
 REGISTERS = 255  # the most per thread
 NUM_PROCESSORS = 132
+PROCESSOR_REGISTERS, PROCESSOR_BYTES, PROGRAM_BYTES = 65536, 228 * 1024, 1024  # the last: taken beside a program's own
 PAGE_BYTES = 2 << 20
 THREADS = 128  # of a program of the write kernel
 NUM_SEQS, NUM_BLOCKS = 3, 8
@@ -68,6 +69,8 @@ class Shape:
         normed: heads are normed before their rotation, or the residual is added before a norm.
         offset: elements by which the caches' addresses are shifted.
         dependent: programmatic dependent launch.
+        tuning: of the decode kernel.
+        programs: the least that a processor must hold at once.
     """
 
     call: str
@@ -81,17 +84,33 @@ class Shape:
     offset: int = 0
     normed: bool = False
     dependent: bool = False
+    tuning: str = "five programs"
+    programs: int = 1
 
     def __str__(self) -> str:
         view = "region" if self.block_tokens is None else f"{self.kind} blocks {self.block_tokens or 'planned'}"
         work = f"{self.num_queries} queries" if self.call in ("prefill", "product") else f"{self.num_splits} splits"
+        work += f", {self.tuning}" if self.call == "decode" else ""
         work = f"{work}{', dependent' if self.dependent else ''}"
         dtypes = f"{self.dtype} {self.cache_dtype}".replace("torch.", "")
         return f"{self.call} {self.model.num_q_heads}/{self.model.num_kv_heads}/{self.model.dim} {view} {work} {dtypes}"
 
 
-FP8, F32 = torch.float8_e4m3fn, torch.float32
+BF16, FP8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 MISALIGNED = Shape("decode", QWEN, offset=1)
+# In the layout that servers have, the first of each pair in blocks and the second in a region.
+DECODES = tuple(
+    Shape("decode", model, block, cache_dtype=dtype, kind="sliced", num_splits=8, tuning=tuning, programs=programs)
+    for model, dtype, tuning, programs in (
+        (LLAMA, BF16, "five programs", 5),
+        (LLAMA, BF16, "narrow tiles", 6),
+        (LLAMA, FP8, "five programs", 3),
+        (LLAMA, FP8, "narrow tiles", 4),
+        (QWEN, BF16, "five programs", 5),
+        (QWEN, BF16, "narrow tiles", 6),
+    )
+    for block in (0, None)
+)
 SHAPES = (
     Shape("write", LLAMA),
     Shape("write", LLAMA, cache_dtype=FP8),
@@ -115,16 +134,14 @@ SHAPES = (
     Shape("rotary", LLAMA, 16, normed=True, dependent=True),
     Shape("norm", LLAMA, normed=True, dependent=True),
     Shape("gate", LLAMA, dependent=True),
-    Shape("decode", LLAMA, num_splits=8),
     Shape("decode", LLAMA, 16, num_splits=8),
     Shape("decode", LLAMA, 0, kind="per_layer"),
     Shape("decode", QWEN),
-    Shape("decode", QWEN, 0, num_splits=8),
     Shape("decode", GEMMA, num_splits=8),
     Shape("decode", GEMMA, 16),
-    Shape("decode", LLAMA, cache_dtype=FP8, num_splits=8),
     Shape("decode", LLAMA, 16, cache_dtype=FP8),
     Shape("decode", LLAMA, 16, dtype=F32, cache_dtype=F32, num_splits=8),
+    *DECODES,
     Shape("prefill", LLAMA),
     Shape("prefill", LLAMA, 16),
     Shape("prefill", LLAMA, 64),
@@ -148,18 +165,25 @@ SHAPES = (
 
 @dataclass
 class Compiled:
-    """Compilation result: registers and spilled bytes per thread, shared bytes per program, the number of accesses
-    of each width in bytes, of products fused with sums, and of accesses before the wait for the kernel before; `None`
-    without a wait."""
+    """Compilation result: registers and spilled bytes per thread, shared bytes and warps per program, the number of
+    accesses of each width in bytes, of products fused with sums, and of accesses before the wait for the kernel
+    before; `None` without a wait."""
 
     registers: int
     spilled: int
     shared: int
+    warps: int
     copies: dict[int, int]  # from global to shared memory, past the registers
     loads: dict[int, int]
     stores: dict[int, int]
     num_fused: int
     early: int | None
+
+
+def programs_at_once(registers: int, shared: int, warps: int) -> int:
+    """Programs that a processor holds at once; a thread's registers are given by eight."""
+    by_registers = PROCESSOR_REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
+    return min(by_registers, PROCESSOR_BYTES // (shared + PROGRAM_BYTES), 64 // warps)
 
 
 @pytest.mark.processes
@@ -211,6 +235,9 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
         wrong.append(f"{compiled.registers} registers")
     if compiled.early != (0 if shape.dependent else None):
         wrong.append(f"{compiled.early} accesses before it waits for the kernel before")
+    programs = programs_at_once(compiled.registers, compiled.shared, compiled.warps)
+    if programs < shape.programs:
+        wrong.append(f"a processor holds {programs} programs, not {shape.programs}")
     if shape.call == "write":  # a program writes one token's heads
         row_bytes = shape.model.num_kv_heads * shape.model.dim * shape.cache_dtype.itemsize
         if min(compiled.stores) < min(16, row_bytes // THREADS):
@@ -296,6 +323,7 @@ def compile_shapes(index: int, count: int) -> None:
             registers=int(re.findall(r"Used (\d+) registers", log.getvalue())[0]),
             spilled=sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
             shared=metadata["shared"],
+            warps=metadata["num_warps"],
             copies=_copies(ptx),
             loads=_accesses(ptx, "ld"),
             stores=_accesses(ptx, "st"),
@@ -327,7 +355,7 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
 
 def _call(shape: Shape) -> None:
     from kernels.triton.cache import copy_blocks, prepare_write
-    from kernels.triton.decode import SplitDecode
+    from kernels.triton.decode import TUNINGS, SplitDecode
     from kernels.triton.elementwise import TritonElementwise
     from kernels.triton.penalties import penalise
     from kernels.triton.prefill import prepare_prefill
@@ -415,7 +443,8 @@ def _call(shape: Shape) -> None:
     )
     call = AttentionCall(query, key, value, batch, model.masking, scales, num_splits=shape.num_splits)
     out = torch.empty_like(query)
-    attend = SplitDecode().prepare(call) if shape.call == "decode" else prepare_prefill(call, skip_single=True)
+    decode = SplitDecode(TUNINGS[shape.tuning])
+    attend = decode.prepare(call) if shape.call == "decode" else prepare_prefill(call, skip_single=True)
     attend(query, key, value, out)
 
 

@@ -120,29 +120,6 @@ def test_masking(provider: TritonProvider, features: dict[str, Any]) -> None:
         check(provider, case, num_splits=2)
 
 
-@pytest.mark.parametrize("region", [False, True])
-def test_padding_rows_and_loose_bounds_change_no_bit(provider: TritonProvider, region: bool) -> None:
-    """A captured decode has the grid of its bucket and of the longest context."""
-    lengths = [(1, 300), (1, 1), (1, 77), (1, 290), (1, 5), (1, 200), (1, 64), (1, 130), (1, 9)]
-    for bucket, features in ((1, {}), (4, {}), (8, {"window_left": 150}), (16, {"softcap": 2.0})):
-        for count in {bucket // 2 + 1, max(bucket - 1, 1), bucket}:
-            rows = (lengths * 2)[:count]
-            case = make_case(rows, (2, 1), block_tokens=600 if region else 16, region=region, **features)
-            expected = provider.attend(*case.arguments)
-            padding, batch = bucket - count, case.batch
-            table = torch.nn.functional.pad(batch.block_table, (0, 0 if region else 40, 0, padding))
-            padded = VarlenBatch(
-                torch.arange(bucket + 1, dtype=torch.int32, device=DEVICE),
-                torch.nn.functional.pad(batch.cache_seqlens, (0, padding), value=1),
-                table.contiguous(),
-                1,
-                100_000,
-            )
-            query = torch.nn.functional.pad(case.query, (0, 0, 0, 0, 0, padding))
-            out = provider.attend(query, case.key_cache, case.value_cache, padded, case.masking)
-            assert torch.equal(out[:count], expected), (bucket, count)
-
-
 def test_buffers_that_a_graph_may_have_captured_stay(provider: TritonProvider) -> None:
     """Regression: a larger batch replaced the splits' buffers, and a captured launch wrote to freed memory."""
     from kernels.triton.decode import SplitDecode  # needs Triton, which `provider` asks for

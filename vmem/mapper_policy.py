@@ -250,12 +250,16 @@ class MappingPolicy:
 
     def _map_coming(self) -> MappingWork | None:
         """A region for the prompt that the next step is to begin. Unlike the ones below it is worth eviction and the
-        place of the region parked longest, both of which the prompt would cost when it begins."""
-        for group, coming in zip(self._groups, self.coming, strict=True):
-            depth = min(coming, group.region_blocks)
-            if not depth or any(self._is_ready(group, region, depth) for region in group.parked):
+        place of the region parked longest, both of which the prompt would cost when it begins. Each announcement counts
+        once: a prompt that does not begin keeps no memory from being given back."""
+        for i, group in enumerate(self._groups):
+            depth = min(self.coming[i], group.region_blocks)
+            if not depth:
                 continue
-            if work := self._prepare_region(group, depth, evicts=True):
+            if ready := next((region for region in group.parked if self._is_ready(group, region, depth)), None):
+                ready.touched = self.now
+                self.coming[i] = 0
+            elif work := self._prepare_region(group, depth, evicts=True):
                 return work
         return None
 
@@ -292,7 +296,10 @@ class MappingPolicy:
             region = group.new_region()
             region.touched = self.now
             group.parked[region] = None
-        return self._map_free(group, region, place, depth - place, steals=False, evicts=evicts)
+        work = self._map_free(group, region, place, depth - place, steals=False, evicts=evicts)
+        if work is None:  # no block of this group is free or cached
+            group.discard_if_empty(region)
+        return work
 
     def _empty_oldest(self, group: GroupMemory) -> MappingWork | None:
         """Unmap the region parked longest, from its end; then its slot is free."""

@@ -601,6 +601,53 @@ def test_the_prompt_that_waits_finds_its_blocks(
     finish(memory, sequence)
 
 
+@pytest.mark.parametrize("idle_release_s", [0.0, 0.05])
+def test_a_prompt_that_never_begins_keeps_no_memory(idle_release_s: float) -> None:
+    """Regression: a request that was cancelled after the last step was expected for ever. Its region was unmapped as
+    idle and mapped again at once, without end."""
+    memory, _ = make_memory(idle_release_s=idle_release_s)
+    memory.plan([], 64)
+    until(lambda: memory.report().num_hidden > 0)
+    until(lambda: memory.report().physical_bytes == 0)
+    num_hidden = memory.report().num_hidden
+    memory.wait_for_progress(0.1)  # which nothing interrupts
+    assert (memory.report().num_hidden, memory.report().physical_bytes) == (num_hidden, 0)
+    finish(memory)
+
+
+def test_the_region_of_a_prompt_that_goes_on_waiting_stays(no_thread: None) -> None:
+    """A batch may be full for longer than `idle_release_s`."""
+    memory, _ = make_memory(idle_release_s=100.0)
+    memory.plan([], 64)
+    do_background(memory)
+    now = time.monotonic()
+    for later in (now + 60, now + 120):
+        memory.plan([], 64)
+        with memory.lock:
+            assert memory.policy.next_work(later) is None
+    with memory.lock:
+        work = memory.policy.next_work(now + 300)
+        assert work is not None
+        memory.mapper.run_now(work)
+    finish(memory)
+
+
+def test_no_region_stays_where_no_block_can_be_had(no_thread: None) -> None:
+    """Regression: for each prompt that was announced while another layer group had all free blocks, a region without
+    mappings was parked, until there was none left to map ahead."""
+    memory, _ = make_memory(num_pages=24, windowed=True, reclaim_threshold=0.0)
+    sequence = begin(memory, 160)
+    memory.append(sequence, 160, start=159)
+    memory.ensure([StepDemand(sequence, 159, 160)])
+    other = begin(memory, 64, "block_table")
+    for _ in range(3):
+        memory.plan([], 16)
+        do_background(memory)
+        assert [len(group.parked) for group in memory.group_memories] == [0, 1]
+        assert all(region.num_mapped for group in memory.group_memories for region in group.parked)
+    finish(memory, sequence, other)
+
+
 def test_blocks_for_the_next_step_are_attached_ahead(no_thread: None) -> None:
     """Where the home view reads them: as many as are missing."""
     memory, _ = make_memory()

@@ -259,8 +259,9 @@ class DecodeGraphs:
 
     def _settle(self) -> None:
         """Give back what is held or charged without a graph."""
+        views = {view for view, _ in self.captured}
+        self._inputs = {view: inputs for view, inputs in self._inputs.items() if view in views}
         if not self.captured:
-            self._inputs.clear()
             self._logits = None
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # the pool of graphs that are gone is nobody else's while torch keeps it

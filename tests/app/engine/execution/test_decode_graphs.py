@@ -333,6 +333,33 @@ def test_graphs_take_no_memory_that_others_have(memory: KVMemory) -> None:
     pages.close()
 
 
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("no memory"), ValueError("a bug")])
+def test_the_first_graph_of_another_view_may_not_fit(memory: KVMemory, error: Exception | None) -> None:
+    """Regression: its buffers stayed and were not charged, so that the step failed with more bytes held than charged.
+    The graphs of the first view stay."""
+    pages, failing = DevicePages(1 << 20), list[Exception]()
+    charges = DeviceCharges(pages)
+    runner = Runner(memory, lambda: FakeGraph(1000, *failing), charges, budget_bytes=1 << 19)
+    assert runner.run(decodes((9, 9))) is not None
+    held_bytes = charged(runner, pages)
+    if error is None:
+        pages.charge(others := pages.available_bytes - 10)
+    else:
+        failing.append(error)
+        others = 0
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError, match="a bug"):
+            runner.run(decodes((9, 9), "region"))
+    else:
+        assert runner.run(decodes((9, 9), "region")) is None
+    pages.discharge(others)
+    assert charged(runner, pages) == held_bytes
+    assert charges.charged_bytes == held_bytes
+    assert runner.run(decodes((9, 9))) is not None
+    runner.graphs.release()
+    pages.close()
+
+
 # ---- engines ----
 
 

@@ -32,7 +32,7 @@ class PinnedShare:
         folder: the same for all of them; made if it is missing.
 
     Raises:
-        ConfigError: the folder cannot be made, belongs to another user, or is open to others.
+        ConfigError: the folder cannot be made or is full, belongs to another user, or is open to others.
     """
 
     def __init__(self, most_bytes: int, folder: Path) -> None:
@@ -45,12 +45,21 @@ class PinnedShare:
         except OSError as error:
             raise ConfigError(f"{folder} cannot be made ({error.strerror}): set host_memory_bytes") from error
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise ConfigError(f"{folder} is not a private folder of this user (mode 700): remove it")
-        self._bytes = 0
-        with self._locked():
-            self._path = folder / f"{os.getpid()}-{os.urandom(4).hex()}"
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            raise ConfigError(
+                f"{folder} is not a private folder of this user (mode 700): remove it, or set host_memory_bytes"
+            )
+        try:
+            with self._locked():
+                self._path = folder / f"{os.getpid()}-{os.urandom(4).hex()}"
+                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX)
+                    self._note(0)  # has its page from now on: later notes cannot find the file system full
+                except OSError:
+                    self.close()
+                    raise
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written ({error.strerror}): set host_memory_bytes") from error
 
     def take(self, num_bytes: int) -> bool:
         """Whether so much may be pinned beside what all processes have; then it is this one's."""
@@ -82,8 +91,8 @@ class PinnedShare:
                 os.close(fd)
 
     def _note(self, num_bytes: int) -> None:
-        self._bytes = num_bytes
         os.pwrite(self._fd, b"%20d" % num_bytes, 0)
+        self._bytes = num_bytes
 
     def _total(self) -> int:
         """Of all processes that live."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -50,6 +52,27 @@ def _take(folder: Path, pipe: Connection) -> None:
     share = PinnedShare(100, folder)
     pipe.send(share.take(100))
     pipe.recv()
+
+
+def test_a_file_system_may_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: `/dev/shm` filled up before a process noted its first bytes, and its models could not wake. Now the
+    note has its place from the start."""
+    folder = tmp_path / "pinned"
+    share = PinnedShare(100, folder)
+    [path] = folder.glob("*-*")
+    assert path.stat().st_size == 20
+    assert share.take(60)
+    assert path.stat().st_size == 20
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\): set host_memory_bytes"):
+        PinnedShare(100, folder)
+    assert [*folder.glob("*-*")] == [path]
+    monkeypatch.undo()
+    share.close()
 
 
 @pytest.mark.parametrize("made", ["link", "file", "open to others", "no parent"])

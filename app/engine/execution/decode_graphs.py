@@ -193,6 +193,7 @@ class DecodeGraphs:
 
     def _capture(self, view: View, bucket: int) -> bool:
         """Capture a graph; False if it does not fit, or if the model cannot be captured."""
+        self.wanted_bytes = 0
         expected = self._sizes.get((view, bucket), 0)
         fits = self.num_bytes + max(expected, 1) <= self._room_bytes
         if self._is_refused or not fits or not self._take(expected, wanted=expected):
@@ -243,7 +244,6 @@ class DecodeGraphs:
         self._batches.append(batch)
         self.captured[view, bucket] = graph
         self.num_bytes += graph.num_bytes
-        self.wanted_bytes = 0
         return True
 
     @property

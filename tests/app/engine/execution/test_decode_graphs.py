@@ -333,6 +333,19 @@ def test_graphs_take_no_memory_that_others_have(memory: KVMemory) -> None:
     pages.close()
 
 
+def test_a_graph_beyond_the_bound_is_not_wanted(memory: KVMemory) -> None:
+    """Regression: a shelf kept memory for a graph that there was no memory for, and that no longer fitted its bound."""
+    pages = DevicePages(1 << 20)
+    runner = Runner(memory, lambda: FakeGraph(100_000), DeviceCharges(pages), budget_bytes=1 << 19)
+    pages.charge(others := pages.available_bytes - 10)
+    assert runner.run(decodes((9, 9))) is None
+    assert runner.graphs.wanted_bytes > 100_000
+    runner.graphs.limit_bytes = 100_000
+    assert runner.run(decodes((9, 9))) is None
+    assert runner.graphs.wanted_bytes == 0
+    pages.discharge(others)
+
+
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("no memory"), ValueError("a bug")])
 def test_the_first_graph_of_another_view_may_not_fit(memory: KVMemory, error: Exception | None) -> None:
     """Regression: its buffers stayed and were not charged, so that the step failed with more bytes held than charged.

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from app.config.engine import PreemptionPolicy
 from app.engine.admission import Admission, tokens_to_match
-from app.engine.faults import SequenceFailure, is_request_failure
+from app.engine.faults import SequenceFailure, attribute_failures, is_request_failure
 from app.engine.preemption import PreemptionCostModel
 from app.engine.request import Request, SequenceGroup
 from app.engine.running import RunningGroups, TokensAwaited, rank
@@ -242,7 +242,8 @@ class Scheduler:
         if first.expected_cached_tokens or self._memory.pages_for(num_tokens) > self._memory.num_free_pages:
             return 0
         if self._matched[0] is not first:
-            match = self._prefixes.match(first.chain, tokens_to_match(first))
+            with attribute_failures(first):
+                match = self._prefixes.match(first.chain, tokens_to_match(first))
             self._matched = first, match.num_tokens > 0 or match.is_being_computed
         return 0 if self._matched[1] else min(left, num_tokens)
 

@@ -271,6 +271,30 @@ def test_a_prompt_without_room_is_looked_up_once(make: Any, looked_up: list[int]
     assert looked_up == [num_tokens] * 3, "when it came, when there was room, and when it was given its blocks"
 
 
+def test_a_prompt_that_cannot_be_looked_up_ends_its_request_only(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: in a full batch the look for the coming prompt comes before admission's, and its failure ended all
+    requests."""
+    engine = make(max_num_seqs=1).engine
+    engine.submit("runs", [1, 2, 3], greedy(4))
+    engine.step()
+    match = PrefixCache.match
+
+    def failing(prefixes: PrefixCache, chain: Any, token_ids: Any) -> Any:
+        if token_ids[0] == 7:
+            raise RuntimeError("injected")
+        return match(prefixes, chain, token_ids)
+
+    monkeypatch.setattr(PrefixCache, "match", failing)
+    engine.submit("waits", [7, 8, 9], greedy(4))
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert {delta.request_id: delta.error is None for delta in deltas if delta.ends_request} == {
+        "runs": True,
+        "waits": False,
+    }
+
+
 def test_long_prompts_delay_a_short_one_by_one_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a short prompt waited until all long ones that had come before it were computed, those that had not
     begun and those that had."""

@@ -80,7 +80,8 @@ class CudaGraph:
                     work()
                 finally:
                     self._pieces[-1].capture_end()
-            in_pool_bytes = torch.cuda.memory_reserved() - reserved_bytes
+            # Another thread that loads a model may give memory back meanwhile, or take some.
+            in_pool_bytes = max(torch.cuda.memory_reserved() - reserved_bytes, 0)
             outside_bytes = free_bytes - torch.cuda.mem_get_info()[0] - in_pool_bytes
             self.num_bytes = in_pool_bytes + min(max(outside_bytes, 0), _MOST_OUTSIDE_BYTES)
         except torch.OutOfMemoryError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -591,6 +592,35 @@ def test_work_that_cannot_be_captured_leaves_the_device_usable() -> None:
     graph.replay()
     assert out.tolist() == [6.0] * 4
     assert graph.num_bytes >= 0
+
+
+class _NoPiece:
+    """In place of `torch.cuda.CUDAGraph`."""
+
+    def capture_begin(self, **_: Any) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+
+def test_a_graph_never_has_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a model that was loaded in another thread gave more back during a capture than the graph took. The
+    graph's negative size then gave back what others had been charged."""
+    reserved, free = iter([1000, 300]), iter([5000, 5700])
+    fakes: dict[str, Any] = {
+        "current_stream": lambda: SimpleNamespace(wait_stream=lambda _: None),
+        "stream": lambda _: nullcontext(),
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda: (next(free), 9000),
+        "memory_reserved": lambda: next(reserved),
+        "CUDAGraph": _NoPiece,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    stream: Any = SimpleNamespace(wait_stream=lambda _: None)
+    graph = CudaGraph(cast(Any, SimpleNamespace(handle=None)), stream)
+    graph.capture(lambda: None)
+    assert graph.num_bytes == 0
 
 
 # ---- mixed graphs ----

@@ -256,7 +256,7 @@ class MappingPolicy:
             depth = min(self.coming[i], group.region_blocks)
             if not depth:
                 continue
-            if ready := next((region for region in group.parked if self._is_ready(group, region, depth)), None):
+            if ready := next((r for r in reversed(group.parked) if self._is_ready(group, r, depth)), None):
                 ready.touched = self.now
                 self.coming[i] = 0
             elif work := self._prepare_region(group, depth, evicts=True):

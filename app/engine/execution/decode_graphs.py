@@ -80,6 +80,7 @@ class DecodeGraphs:
         captured: (view, bucket) of each graph.
         num_bytes: memory of all graphs.
         limit_bytes: bound of it now, at most the plan's.
+        mixed_bytes: returns the memory of mixed graphs, which have a part of the bound.
         wanted_bytes: what a graph would take that a step has wanted, and for which a shared device had no memory.
     """
 
@@ -104,6 +105,7 @@ class DecodeGraphs:
         self.captured: dict[tuple[View, int], Graph] = {}
         self.num_bytes = self.wanted_bytes = 0
         self.limit_bytes = self._budget_bytes = plan.budget_bytes
+        self.mixed_bytes: Callable[[], int] = lambda: 0
         self._is_refused = False
         self._capture_s = 0.0  # since the last release
 
@@ -248,7 +250,7 @@ class DecodeGraphs:
 
     @property
     def _room_bytes(self) -> int:
-        return min(self._budget_bytes, self.limit_bytes)
+        return min(self._budget_bytes, self.limit_bytes - self.mixed_bytes())
 
     def _take(self, num_bytes: int, *, wanted: int) -> bool:
         """Charge memory to a shared device; if it has too little, note what is wanted, and return False."""

@@ -93,7 +93,7 @@ class ModelRunner:
         self.graphs = graphs = DecodeGraphs(plan, memory, self._module.device, self._compute, charges)
         if mixed is not None:
             assert self._attention is not None
-            self.mixed_graphs = MixedGraphs(
+            self.mixed_graphs = mixed_graphs = MixedGraphs(
                 mixed,
                 memory,
                 self._module.device,
@@ -102,6 +102,7 @@ class ModelRunner:
                 self._forward_alone,
                 partial(bind_attention, self._module),
             )
+            graphs.mixed_bytes = lambda: mixed_graphs.num_bytes
         return graphs
 
     @torch.inference_mode()

@@ -711,6 +711,21 @@ def test_rotary_layers_are_launched_for_the_tokens_of_the_step() -> None:
     assert outs[0].data_ptr() == outs[1].data_ptr()
 
 
+def test_decode_and_mixed_graphs_share_a_budget(make_checkpoint: MakeCheckpoint, without_compiler: None) -> None:
+    """Regression: decode graphs captured later had the whole budget, beside what mixed ones had of it."""
+    folder = make_checkpoint(ARCHITECTURES["llama"][0], **ARCHITECTURES["llama"][1])
+    with LLM(folder, decode_graphs="on", mixed_graphs="on", skip_tokenizer_init=True, kv_memory_bytes=16 << 20) as llm:
+        runner = llm.engine.executor._runner
+        assert runner.graphs is not None
+        assert runner.mixed_graphs is not None
+        runner.mixed_graphs.num_bytes = runner.graphs.limit_bytes
+        llm.generate([[1, 2, 3]], GREEDY)
+        assert not runner.graphs.captured
+        runner.mixed_graphs.num_bytes = 0
+        llm.generate([[1, 2, 3]], GREEDY)
+        assert len(runner.graphs.captured) == 1
+
+
 def test_steps_that_cannot_be_replayed_in_pieces_are_launched(memory: KVMemory) -> None:
     attention, bound, errors = cast(CachedAttention, object()), list[Any](), [CaptureError("it reads a value")]
 

@@ -9,6 +9,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,7 +26,8 @@ def device_timer(work: Callable[[], object], device: torch.device, least_s: floa
     """A function that measures the seconds of one call of `work` on the device.
 
     On CUDA, `work` is run three times to compile and allocate, captured once, and replayed as often as `least_s` needs;
-    it must not synchronise or read values on the host. On a CPU, calls are timed by the clock.
+    it must not synchronise or read values on the host. On a CPU, calls are timed by the clock. The function keeps
+    `work`, which must keep the tensors that it reads.
     """
     if device.type != "cuda":
         return lambda: _repeat(work, least_s)
@@ -38,19 +40,29 @@ def device_timer(work: Callable[[], object], device: torch.device, least_s: floa
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may map memory meanwhile
         work()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    replays = _Replays(work, graph, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+    replays.seconds(3)
+    count = max(1, round(least_s / replays.seconds(3)))
+    return lambda: replays.seconds(count)
 
-    def replays(count: int) -> float:
-        begin.record()
+
+@dataclass(frozen=True, slots=True)
+class _Replays:
+    """Replays of a graph, timed. It keeps `work`, because the graph does not keep the tensors that `work` reads."""
+
+    work: Callable[[], object]
+    graph: torch.cuda.CUDAGraph
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    def seconds(self, count: int) -> float:
+        """Of one replay, on average."""
+        self.begin.record()
         for _ in range(count):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / count  # milliseconds
-
-    replays(3)
-    count = max(1, round(least_s / replays(3)))
-    return lambda: replays(count)
+            self.graph.replay()
+        self.end.record()
+        self.end.synchronize()
+        return self.begin.elapsed_time(self.end) / 1e3 / count  # milliseconds
 
 
 def _repeat(work: Callable[[], object], least_s: float) -> float:

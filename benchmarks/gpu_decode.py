@@ -185,7 +185,7 @@ def resources(kernel: Any) -> dict[str, int]:
     }
 
 
-def warm_cache(num_processes: int, limit_s: float = 60.0) -> None:
+def warm_cache(num_processes: int, limit_s: float = 30.0) -> None:
     """Compile in several processes at once, as if without a device, so that the first launches read Triton's cache."""
     argv = (sys.executable, "-m", "benchmarks.gpu_decode", "--compile")
     processes = [subprocess.Popen((*argv, f"{i}/{num_processes}")) for i in range(num_processes)]

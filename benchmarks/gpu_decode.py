@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.device_time import compare
 from benchmarks.facts import record
+from benchmarks.gpu_parts import Parts
 from kernels import CacheScales, Masking, VarlenBatch
 from kernels.provider import FP8_DTYPES, AttentionCall
 from vmem.layout import KVLayout, LayerSpec, plan_layout
@@ -200,7 +201,7 @@ def warm_cache(num_processes: int, limit_s: float = 30.0) -> None:
             process.kill()
 
 
-def measure(device: torch.device, fake: bool) -> None:
+def measure(parts: Parts, device: torch.device, fake: bool) -> None:
     from kernels.triton.decode import TUNINGS, SplitDecode
 
     read_bytes, end = (0, math.inf) if fake else (READ_BYTES, time.monotonic() + BUDGET_S)
@@ -226,7 +227,8 @@ def measure(device: torch.device, fake: bool) -> None:
         for name, tuning in TUNINGS.items():
             decode = SplitDecode(tuning)
             variants[name] = partial(work, [decode.prepare(call) for call in attended], attended, out)
-        compare(
+        measured = partial(
+            compare,
             str(case),
             variants,
             device,
@@ -235,6 +237,7 @@ def measure(device: torch.device, fake: bool) -> None:
             repeats=1 if fake else 5,
             least_s=0.0 if fake else 0.005,
         )
+        parts.run(f"{case}, tunings", measured)
     if skipped:
         record("decode cases without time", f"{len(skipped)}: {', '.join(skipped)}", skipped=skipped)
 
@@ -257,7 +260,9 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     else:
         warm_cache(min(len(CASES), len(os.sched_getaffinity(0))))
-    measure(torch.device("cpu" if args.fake else "cuda"), args.fake)
+    parts = Parts(math.inf)  # a tuning that fails costs its case only
+    measure(parts, torch.device("cpu" if args.fake else "cuda"), args.fake)
+    parts.finish()
 
 
 if __name__ == "__main__":

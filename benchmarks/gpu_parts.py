@@ -30,7 +30,7 @@ class Parts:
     def left_s(self) -> float:
         return max(0.0, self._ends_at - time.monotonic())
 
-    def run(self, name: str, part: Callable[[], None], *, at_least_s: float = 5.0) -> bool:
+    def run(self, name: str, part: Callable[[], object], *, at_least_s: float = 5.0) -> bool:
         """Run a part, unless too little time is left. Returns whether it succeeded.
 
         Args:

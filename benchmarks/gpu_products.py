@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from benchmarks.device_time import compare
 from benchmarks.facts import record
+from benchmarks.gpu_parts import Parts
 from kernels import Elementwise, RotaryWrite, select_elementwise, select_product
 
 if TYPE_CHECKING:
@@ -218,6 +219,7 @@ def main() -> None:
             "both": Variant(dependent, select_product(device, dependent=True)),
         }
     tiles: dict[str, FewRowProduct] = {f"Triton, {tile.outputs} outputs": TritonProduct(tile=tile) for tile in _TILES}
+    parts = Parts(math.inf)  # a variant that fails costs its shape and number of rows only
     torch.manual_seed(0)
     for shape in (TINY,) if args.fake else SHAPES:
         all_rows = FAKE_ROWS if args.fake else ROWS
@@ -227,10 +229,14 @@ def main() -> None:
         for num_rows in all_rows:
             few = num_rows <= TILE_ROWS[-1]  # else the products are torch's
             chosen = {name: variant for name, variant in variants.items() if few or variant.product is None}
-            measure_layers(shape, num_rows, sets[:MOST_LAYERS], chosen)
+            name = f"{shape.name}, layers, {num_rows} rows"
+            parts.run(name, functools.partial(measure_layers, shape, num_rows, sets[:MOST_LAYERS], chosen))
         for num_rows in all_rows:
             if num_rows <= FEW_ROWS:
-                measure_products(shape, num_rows, sets, {"Triton": product} | (tiles if num_rows in TILE_ROWS else {}))
+                products = {"Triton": product} | (tiles if num_rows in TILE_ROWS else {})
+                name = f"{shape.name}, products, {num_rows} rows"
+                parts.run(name, functools.partial(measure_products, shape, num_rows, sets, products))
+    parts.finish()
 
 
 if __name__ == "__main__":

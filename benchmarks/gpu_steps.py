@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import time
 from contextlib import ExitStack, nullcontext
@@ -28,6 +29,7 @@ from app.engine import LLM, SamplingParams
 from app.engine.execution import mixed_graphs
 from app.engine.model import checkpoint_module
 from benchmarks import facts, harness, sweep
+from benchmarks.gpu_parts import Parts
 from vmem import KVMemory, LayerGroup, LayerSpec, LayoutKind, MappingOptions, StepDemand, plan_layout, select_backend
 
 NUM_LAYERS = 8
@@ -56,8 +58,12 @@ def main() -> None:
     args = parser.parse_args()
     args.device, args.quick = "cpu" if args.fake else "cuda", False
     sizes = FAKE if args.fake else Sizes()
-    figures = admission(args, sizes) | mixed_steps(args, sizes)
+    figures: dict[str, float] = {}
+    parts = Parts(math.inf)  # one that fails leaves the figures of the others
+    parts.run("admission", lambda: figures.update(admission(args, sizes)))
+    parts.run("mixed steps", lambda: figures.update(mixed_steps(parts, args, sizes)))
     harness.finish("gpu_steps", args, figures, {})
+    parts.finish()
 
 
 # ---- admission ----
@@ -126,7 +132,7 @@ def admit(memory: KVMemory, length: int, chunk: int, step_s: float) -> float:
 # ---- mixed steps ----
 
 
-def mixed_steps(args: argparse.Namespace, sizes: Sizes) -> dict[str, float]:
+def mixed_steps(parts: Parts, args: argparse.Namespace, sizes: Sizes) -> dict[str, float]:
     shape = dict(sweep.SHAPES["tiny" if args.fake else sweep.DEFAULT_SHAPE])
     if not args.fake:
         shape["num_hidden_layers"] = NUM_LAYERS
@@ -156,7 +162,7 @@ def mixed_steps(args: argparse.Namespace, sizes: Sizes) -> dict[str, float]:
             num_bytes=graphs.num_bytes,
         )
         steps = MixedSteps(llm, sweep.Sweep(llm, config, measured, *sweep.ceilings(llm.engine.model.module.device)))
-        steps.logits(sizes.decodes[0], sizes.prompts[1])
+        parts.run("logits", lambda: steps.logits(sizes.decodes[0], sizes.prompts[1]))
         for num_decodes, num_tokens in itertools.product(sizes.decodes, sizes.prompts):
             steps.measure(num_decodes, num_tokens, sizes.repeats, f"{config.num_hidden_layers} layers")
         llm.engine.check_integrity()

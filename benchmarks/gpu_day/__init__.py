@@ -5,7 +5,7 @@
 - *graphs*: decode graphs: tokens with and without them, capture, replays after remapping, step times
 - *memory*: block sizes and views at saturation, elastic against static, a trace, preemption, delays of idle release
 - *shelf*: weights that sleep and wake, from pinned memory and from a file; models that take turns
-- *kernels*: variants of kernels, products and steps beside today's, attention's footprints, all tests marked `gpu`
+- *kernels*: variants of kernels, products and steps beside today's, all tests marked `gpu`, attention's footprints
 - *server*: `folio serve` with Llama-3-8B's shape behind HAProxy, a replica killed; the engine without a server
 - *fleet*: replicas that share a GPU and its KV memory, models that take turns, preemption, elastic against static,
   each way of using a model once

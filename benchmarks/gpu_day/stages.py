@@ -95,13 +95,14 @@ def shelf(fake: bool) -> list[Job]:
 
 
 def kernels(fake: bool) -> list[Job]:
-    """Variants beside today's kernels, then all tests marked `gpu`: what is left of the time is theirs."""
+    """Variants beside today's kernels, all tests marked `gpu`, and in what is left of the time attention's footprints,
+    which take long and whose kernels were compared before."""
     return [
         _program("decode kernels", "gpu_decode", fake, 90),
         _program("products", "gpu_products", fake, 60),
         _program("steps", "gpu_steps", fake, 90),
-        _benchmark("attention", fake, 100, "--footprints"),
         *_gpu_tests(fake, 100),
+        _benchmark("attention", fake, 100, "--footprints"),
     ]
 
 

@@ -17,7 +17,7 @@ import itertools
 import math
 import statistics
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -184,7 +184,10 @@ class MixedSteps:
         with self._measure.decoding(num_decodes, temperature=0.0):
             for _ in range(1 + repeats):  # the first compiles
                 for in_pieces in times:
-                    with nullcontext() if in_pieces else patch.object(self._runner, "mixed_graphs", None):
+                    with ExitStack() as undo:
+                        undo.enter_context(patch.object(self._runner, "graphs", None))  # of steps without a prompt
+                        if not in_pieces:
+                            undo.enter_context(patch.object(self._runner, "mixed_graphs", None))
                         self._submit(num_tokens)
                         start = time.perf_counter()
                         deltas = self._llm.engine.step()
@@ -194,9 +197,11 @@ class MixedSteps:
         pieces, launched = (statistics.median(times[in_pieces][1:]) * 1e3 for in_pieces in (True, False))
         name = f"{num_decodes}_decodes_{num_tokens}_tokens"
         self.figures |= {f"pieces_ms_{name}": pieces, f"launched_ms_{name}": launched}
+        too_long = num_decodes + num_tokens > mixed_graphs.TOKEN_BUCKETS[-1]
         facts.record(
             f"step of {num_decodes} decodes and {num_tokens} prompt tokens",
-            f"{pieces:.2f} ms in pieces, {launched:.2f} launched: {launched / pieces:.2f} times ({shape})",
+            f"{pieces:.2f} ms {'launched (too long for a graph)' if too_long else 'in pieces'}, {launched:.2f} "
+            f"launched: {launched / pieces:.2f} times ({shape})",
             pieces_ms=pieces,
             launched_ms=launched,
         )

@@ -354,9 +354,10 @@ def measure_served(parts: Parts, folder: Path, fake: bool) -> None:
         measured = Measured(server, clients, gpu_models.FIRST_WORD, vocab_size, fake)
         parts.run("first requests", measured.warm_up)
         for level in levels:
-            parts.run(f"HTTP, {level.name}", partial(measured.level, level))
-        for name in ("mapping", "prefix", "schema", "metrics"):
+            parts.run(f"HTTP, {level.name}", partial(measured.level, level), at_least_s=level.limit_s)
+        for name in ("mapping", "prefix", "schema"):
             parts.run(name, getattr(measured, name))
+        parts.run("metrics", measured.metrics, at_least_s=_METRICS_S)
         record_gpu("after the load")
         parts.run("replica killed", measured.replace, at_least_s=40)
     clients.close()
@@ -391,7 +392,7 @@ def measure_bare(parts: Parts, folder: Path, fake: bool) -> None:
                 record(f"HTTP / bare, {level.name}", f"{share:.3f} of the tokens a second{aim}", share=share)
 
         for level in FAKE_LEVELS if fake else LEVELS:
-            parts.run(f"bare, {level.name}", partial(run, level))
+            parts.run(f"bare, {level.name}", partial(run, level), at_least_s=level.limit_s)
 
 
 def record_ray() -> None:

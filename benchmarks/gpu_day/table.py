@@ -30,12 +30,37 @@ def table(outcomes: Sequence[Outcome], facts: Sequence[Mapping[str, object]], *,
     if counts := Counter(str(fact["outcome"]) for fact in facts if "outcome" in fact):
         lines.append("tests: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
     speaking = {fact["job"] for fact in facts if fact.get("shown")}
-    for fact in sorted(facts, key=lambda fact: not (fact.get("failed") or fact.get("outcome") == "failed")):
-        if shown := fact.get("shown"):
-            lines += _wrap(f"{fact['job']}, {fact['fact']}: {shown}", 3)
-        elif (figures := fact.get("figures")) and fact["job"] not in speaking:
-            lines += _wrap(f"{fact['job']}: {figures}", 8)
+    of_jobs: dict[str, list[str]] = {}
+    for fact in facts:
+        job, shown, figures = str(fact.get("job")), fact.get("shown"), fact.get("figures")
+        if shown and (fact.get("failed") or fact.get("outcome") == "failed"):
+            lines += _wrap(f"{job}, {fact['fact']}: {shown}", 3)
+        elif shown:
+            of_jobs.setdefault(job, []).extend(_wrap(f"{job}, {fact['fact']}: {shown}", 3))
+        elif figures and job not in speaking:
+            of_jobs.setdefault(job, []).extend(_wrap(f"{job}: {figures}", 8))
+    lines += _shared(of_jobs, MOST_LINES - 1 - len(lines), MOST_CHARACTERS - 100 - sum(len(line) + 1 for line in lines))
     return _cut(lines)
+
+
+def _shared(of_jobs: Mapping[str, Sequence[str]], most: int, characters: int) -> list[str]:
+    """The jobs' lines in their order. If there are too many, those of the longest are cut: one job with a line for each
+    of its cases would leave none to the jobs after it."""
+    most = max(most, 0)
+    while True:
+        share, left = {}, most
+        for i, job in enumerate(sorted(of_jobs, key=lambda job: len(of_jobs[job]))):
+            share[job] = min(len(of_jobs[job]), left // (len(of_jobs) - i))
+            left -= share[job]
+        chosen: list[str] = []
+        for job, lines in of_jobs.items():
+            cut = share[job] < len(lines)
+            chosen += lines[: max(0, share[job] - cut)]
+            if cut and share[job]:
+                chosen.append(f"{job}: … {len(lines) - share[job] + 1} more lines are in the results")
+        if not most or sum(len(line) + 1 for line in chosen) <= characters:
+            return chosen
+        most -= 1
 
 
 def _wrap(text: str, most: int) -> list[str]:

@@ -256,6 +256,16 @@ def test_what_failed_within_a_job_comes_before_figures() -> None:
     ]
 
 
+def test_a_job_with_many_figures_leaves_lines_to_the_others() -> None:
+    """Forty cases of one job, two lines each, filled the table of a stage."""
+    many = [{"job": "decode kernels", "fact": f"case {i}", "shown": "x " * 100} for i in range(40)]
+    few = [{"job": "steps", "fact": f"step {i}", "shown": "y"} for i in range(8)]
+    lines = table([], [*many, *few]).splitlines()
+    assert len(lines) <= 80
+    assert lines[-8:] == [f"steps, step {i}: y" for i in range(8)]
+    assert any(line.startswith("decode kernels: … ") for line in lines)
+
+
 def test_unknown_jobs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["facts", "--only", "machine", "nonsense"])

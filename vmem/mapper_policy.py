@@ -270,8 +270,7 @@ class MappingPolicy:
         for group, demand in zip(self._groups, self.demand, strict=True):
             recent = self.now - demand.last_at < self.options.idle_release_s
             depth = min(demand.depth, group.region_blocks) if recent else 0
-            ready = sum(self._is_ready(group, region, depth) for region in group.parked)
-            if not depth or ready >= demand.num_regions:
+            if not depth or sum(self._is_ready(group, region, depth) for region in group.parked) >= demand.num_regions:
                 continue
             if work := self._prepare_region(group, depth, evicts=False):
                 return work

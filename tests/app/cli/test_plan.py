@@ -72,7 +72,7 @@ def test_targets() -> None:
             ["--gpu-memory-utilization", "1.5", "--device", "l4"],
             "gpu_memory_utilization is 1.5; it must be above 0 and at most 1",
         ),
-        (["--kv-layout", "columns"], "'columns' is not one of 'auto', 'interleaved', 'sliced', 'per_layer'"),
+        (["--kv-layout", "columns"], "'columns' is not one of 'auto', 'interleaved', 'sliced', 'whole', 'per_layer'"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,6 +135,7 @@ def multiply_of(dtype: torch.dtype) -> object:
 def test_matrix_tiles_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_layers(torch.bfloat16):
         pytest.skip("no processor with matrix tiles is like this one")
+    monkeypatch.setattr(linear, "has_matrix_tiles", lambda: False)
     assert isinstance(multiply_of(torch.bfloat16), CpuLinear)
     monkeypatch.setattr(linear, "has_matrix_tiles", lambda: True)
     assert multiply_of(torch.bfloat16) is onednn_linear

@@ -111,7 +111,7 @@ async def _serve(ready: Connection, name: str, settings: dict[str, Any]) -> None
     from transformers.utils.logging import disable_progress_bar
 
     from app.engine import AsyncEngine
-    from app.engine.model.weight_arena import collect
+    from app.engine.model.size import ModelSize
 
     disable_progress_bar()
     engine = AsyncEngine(EngineConfig(**settings, skip_tokenizer_init=True))
@@ -119,7 +119,7 @@ async def _serve(ready: Connection, name: str, settings: dict[str, Any]) -> None
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name}]})
 
-    weight_bytes = collect(engine.driver.engine.model.module).table.num_bytes
+    weight_bytes = ModelSize(engine.driver.engine.config).weight_bytes
 
     async def memory(_: web.Request) -> web.Response:
         return web.json_response({"weight_bytes": weight_bytes, "kv_bytes": engine.report().physical_bytes})

@@ -194,7 +194,8 @@ def test_a_lean_server_streams_refuses_and_is_killed() -> None:
         finally:
             server.kill()
         assert asyncio.run(server.memory_bytes()) == (0, 0)
-    assert weight_bytes >= sum(path.stat().st_size for path in BUILTIN_FOLDER.glob("*.safetensors"))
+    files = sum(path.stat().st_size for path in BUILTIN_FOLDER.glob("*.safetensors"))
+    assert 0.99 * files <= weight_bytes <= files  # which have headers
     assert kv_bytes > 0
     assert whole.completed
     assert len(whole.events) >= 2

@@ -90,6 +90,7 @@ def test_the_host_is_this_machine_unless_it_is_set(
     monkeypatch.setattr(lifetime, "reserve_address", lambda *address: claimed.append(address))
     monkeypatch.setattr(lifetime, "serve_until_signal", run)
     monkeypatch.setattr(lifetime, "Signals", lambda: None)
+    monkeypatch.setattr(lifetime, "unseen_gpus", lambda: None)  # which asks torch where libcuda is found
     monkeypatch.setattr(lifetime, "prepared_environment", lambda **_: contextlib.nullcontext())
     dashboards: list[bool | None] = []
     monkeypatch.setattr(ray, "init", lambda *, include_dashboard, **_: dashboards.append(include_dashboard))

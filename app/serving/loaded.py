@@ -62,8 +62,8 @@ class TableCopy:
     def fetch(self) -> LoadedTable:
         """The table, for a process that starts, from a thread that may wait; empty if there is no answer."""
         try:
-            actor = find_actor(LoadedRegistry, self._name)
-            _, newer = ray.get(actor.newer.remote(self.table.revision), timeout=FIRST_ANSWER_S)
+            self._actor = find_actor(LoadedRegistry, self._name)
+            _, newer = ray.get(self._actor.newer.remote(self.table.revision), timeout=FIRST_ANSWER_S)
         except (RayError, ValueError, GetTimeoutError) as error:
             logger.warning("no answer about models and adapters added at run time, which come later: %s", error)
         else:
@@ -103,8 +103,9 @@ class TableCopy:
                 self._actor = await asyncio.to_thread(find_actor, LoadedRegistry, self._name)
             reference = getattr(self._actor, method).remote(*args)
             return await asyncio.wait_for(asyncio.wrap_future(reference.future()), ANSWER_TIMEOUT_S)
-        except (RayError, ValueError, TimeoutError) as error:  # its process has died, or was found dead
-            self._actor = None
+        except (RayError, ValueError, TimeoutError) as error:
+            if not isinstance(error, TimeoutError):  # its process has died, or was found dead
+                self._actor = None  # not that of one which still starts: Ray ends an actor whose owner has no handle
             raise UnavailableError(
                 "the registry of models and adapters does not answer; send the request again"
             ) from error

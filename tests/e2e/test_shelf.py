@@ -43,6 +43,17 @@ class Server:
         body = {"model": model, "messages": messages, "max_tokens": 12, "temperature": 0}
         return self.call("POST", "/v1/chat/completions", body, key)
 
+    def chat_when_ready(self, model: str) -> httpx.Response:
+        """The first answer that is not an error."""
+        answers: list[httpx.Response] = []
+
+        def succeeds() -> bool:
+            answers.append(self.chat(model))
+            return answers[-1].is_success
+
+        until(succeeds, state=lambda: (model, answers[-1].status_code, answers[-1].text, len(answers), self.states()))
+        return answers[-1]
+
     def add(self, body: dict[str, Any]) -> bool:
         """Whether a model was added. A registry that has just started settles first."""
         answer = self.call("POST", "/v1/models", body)
@@ -145,8 +156,8 @@ def test_the_replica_is_killed_while_it_loads_a_model(moment: str, server: Serve
     assert (answer.status_code, answer.json().get("choices")) in ((200, expected[name]), (503, None))
     until(lambda: killed not in processes() and processes())
     for model in expected:
-        found = until(lambda model=model: (answer := server.chat(model)).is_success and answer)  # type: ignore[misc]
-        assert found.json()["choices"] == expected[model]
+        answer = server.chat_when_ready(model)
+        assert answer.json()["choices"] == expected[model]
     assert list(weights.glob("*.tmp")) == []
     assert (file.stat().st_ino == before) == (moment == "it reads the file")
     assert server.call("DELETE", f"/v1/models/{name}").json()["deleted"]

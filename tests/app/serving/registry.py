@@ -11,11 +11,16 @@ from app.fleet.loaded import LoadedRegistry
 
 
 class Actor:
-    """The registry's actor; `dies`: methods whose calls find it dead, before (or after) they have had their effect."""
+    """The registry's actor.
+
+    Attributes:
+        dies: methods whose calls find it dead, before (or after) they have had their effect.
+        starts: it does not answer yet.
+    """
 
     def __init__(self, settling_s: float = 0.0) -> None:
         self.registry = LoadedRegistry(settling_s)
-        self.is_dead = False
+        self.is_dead = self.starts = False
         self.dies: dict[str, bool] = {}
 
     def __getattr__(self, method: str) -> Any:
@@ -29,6 +34,8 @@ class _Method:
     def remote(self, *args: Any) -> _Method:
         self._future: Future[Any] = Future()
         actor, has_effect = self._actor, self._actor.dies.get(self._method)
+        if actor.starts:
+            return self
         if not actor.is_dead and has_effect is not False:
             self._future.set_result(getattr(actor.registry, self._method)(*args))
         if has_effect is not None:
@@ -47,10 +54,12 @@ class Cluster:
 
     def __init__(self, name: str) -> None:
         self.actor = Actor()
+        self.num_finds = 0
         self._name = name
 
     def find(self, kind: type, name: str) -> Actor:
         assert (kind, name) == (LoadedRegistry, self._name)
+        self.num_finds += 1
         if self.actor.is_dead:
             self.actor = Actor()
         return self.actor

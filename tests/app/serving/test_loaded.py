@@ -246,6 +246,21 @@ async def test_a_new_registry_gets_the_table_from_the_copies(cluster: Cluster, r
     assert served(replicas) == [{"legal": "1", "poet": "3"}] * 2
 
 
+async def test_a_registry_that_starts_slowly_is_not_let_go(
+    cluster: Cluster, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends an actor once its owner has no handle of it: a new one would take as long, and so on for ever."""
+    monkeypatch.setattr(loaded_module, "ANSWER_TIMEOUT_S", 0.01)
+    cluster.actor.starts = True
+    loaded, copy = ingress(replicas)
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="registry"):
+            await copy.sync()
+    cluster.actor.starts = False
+    await loaded.load("legal", "v1", in_place=False, model="model")
+    assert cluster.num_finds == 1
+
+
 @pytest.mark.parametrize("has_effect", [False, True])
 @pytest.mark.parametrize("method", ["newer", "begin", "commit", "end"])
 async def test_a_registry_that_dies_during_a_change(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -60,11 +62,23 @@ class LazySum(torch.Tensor):
 
 
 def evaluated(value: Any) -> Any:
-    """The value with the sum in place of every `LazySum`, in lists, tuples and dictionaries, too."""
+    """The value with the sum in place of every `LazySum`, also in lists, tuples, dictionaries and subclasses of them,
+    at any depth. Containers without one are returned as they are, others are copied."""
     if isinstance(value, LazySum):
         return value.total
-    if type(value) in (list, tuple):
-        return type(value)(map(evaluated, value))
-    if type(value) is dict:
-        return {name: evaluated(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [evaluated(item) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
+        if isinstance(value, tuple):
+            make = getattr(type(value), "_make", type(value))  # named tuples take each item as an argument
+            return make(items)
+        value = copy.copy(value)
+        value[:] = items
+        return value
+    if isinstance(value, dict):
+        changed = {name: new for name, item in value.items() if (new := evaluated(item)) is not item}
+        if changed:
+            value = copy.copy(value)
+            value.update(changed)
     return value

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -16,11 +17,20 @@ from app.engine.execution.recorded_graph import Recorder
 from app.engine.model import fused_layer
 from app.engine.model.fused_layer import FusedLayer, fuse_layers
 from app.engine.model.fusion import FusedRMSNorm, fuse_attention, fuse_modules
-from app.engine.model.lazy_sum import LazySum
+from app.engine.model.lazy_sum import LazySum, evaluated
 from kernels import CpuElementwise, Elementwise
 from kernels.reference import ReferenceProvider
 from tests.app.engine.model.test_fusion import make_model
 from tests.app.engine.model.test_launches import CountedElementwise, Launches
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Items(list[Any]): ...
+
 
 OTHER = torch.arange(24.0).view(1, 3, 8)
 READS: dict[str, Callable[[Any], Any]] = {
@@ -29,6 +39,8 @@ READS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: x.add(OTHER, alpha=2),
     "index": lambda x: x[:, -1:],
     "list": lambda x: torch.cat([OTHER, x], dim=1),
+    "named tuple": lambda x: torch.stack(Pair(x, OTHER)),
+    "list of a class": lambda x: torch.cat(Items([x, OTHER])),
     "keyword": lambda x: nn.functional.linear(input=x, weight=OTHER[0]),
     "in place": lambda x: x.mul_(2),
     "out": lambda x: torch.add(OTHER, 1, out=x),
@@ -55,6 +67,18 @@ def test_every_reader_sees_the_sum(name: str) -> None:
         actual, expected = READS[name](lazy), READS[name](plain)
         assert type(actual) is type(expected)
         assert torch.equal(actual, expected) if isinstance(expected, torch.Tensor) else actual == expected
+
+
+def test_containers_keep_their_types() -> None:
+    """Regression: within a named tuple, or a list of a class of its own, a sum was passed on as it was, without end."""
+    ones, lazy = torch.ones(2), LazySum(torch.ones(2), torch.ones(2))
+    given = OrderedDict(pair=Pair([lazy], {"other": ones}), items=Items([ones, (lazy,)]), size=ones.size())
+    found = evaluated(given)
+    assert found == OrderedDict(pair=Pair([lazy.total], {"other": ones}), items=Items([ones, (lazy.total,)]), size=(2,))
+    assert [type(found), *map(type, found.values())] == [OrderedDict, Pair, Items, torch.Size]
+    assert given["pair"].first[0] is lazy  # what the caller has stays as it is
+    assert type(found["pair"].first[0]) is torch.Tensor
+    assert found["pair"].second is given["pair"].second
 
 
 def test_one_addition() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import signal
 import subprocess
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from tools.offline_bundle.__main__ import pack
+from tools.offline_bundle import __main__ as program
+from tools.offline_bundle.__main__ import main, pack
 from tools.offline_bundle.packages import BundleError, Package, Target, project_package, resolve
 from tools.offline_bundle.rules import GIVEN, UNUSED, site_path, trimmed_by
 
@@ -125,7 +130,66 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
             ("folio-x86_64/README.txt", 0o644, 0, ""),
             ("folio-x86_64/bin/folio", 0o755, 0, ""),
         ]
-    assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--python", "3.12.3"], r"--python is '3\.12\.3'; name a version >=3\.11 by two numbers, such as 3\.12"),
+        (["--python", "3.9"], r"--python is '3\.9'; name a version >=3\.11"),
+        (["--python", "three"], r"--python is 'three'"),
+        (["--extra", "nonsense"], r"--extra: invalid choice: 'nonsense' \(choose from .*traces"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: an archive for Python 3.12.3 was made, which no Python could start; an unknown extra was nothing."""
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "out"), *arguments])
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("sigterm")
+@pytest.mark.parametrize("way", ["killed", "full", "no folder"])
+def test_an_interrupted_build_leaves_nothing(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: parts of archives, and folders of hundreds of MiB, were left; a folder that cannot be written was a
+    traceback."""
+    out = tmp_path / "out"
+
+    def build(target: Target, options: object, work: Path) -> tuple[Path, str]:
+        (folder := work / "folio-x").mkdir()
+        (folder / "one").write_text("1")
+        (folder / "two").write_text("2")
+        return folder, ""
+
+    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        if info.name.endswith("two"):
+            if way == "killed":
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return info
+
+    monkeypatch.setattr(program, "_build", build)
+    monkeypatch.setattr(program, "_plain", plain)
+    if way == "no folder":
+        out.write_text("")
+    if way == "killed":
+        with pytest.raises(SystemExit, match="143"):
+            main([str(out), "--strip", "true"])
+    else:
+        assert main([str(out), "--strip", "true"]) == 2
+        expected = "File exists" if way == "no folder" else "No space left on device"
+        assert re.fullmatch(f"offline_bundle: .*{expected}.*\n", capsys.readouterr().err)
+    assert way == "no folder" or [*out.iterdir()] == []
 
 
 @pytest.mark.processes

@@ -13,7 +13,9 @@ import hashlib
 import json
 import lzma
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from benchmarks.harness import commit
 from tools.offline_bundle import start
@@ -35,6 +38,7 @@ from tools.offline_bundle.packages import (
     Target,
     Wheels,
     project_package,
+    project_settings,
     resolve,
 )
 from tools.offline_bundle.rules import GIVEN, TRIMMED, UNUSED, Row, trimmed_by
@@ -70,16 +74,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise BundleError(f"--from-environment makes an archive for {_this().tag}, not for {target.tag}")
         if shutil.which(options.strip) is None:
             raise BundleError(f"no {options.strip} found; install binutils, or name another one with --strip")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which removes what is not whole
         options.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=options.out) as work:
             folder, text = _build(target, options, Path(work))
-            archive = options.out / f"{folder.name}.tar{'' if options.uncompressed else '.xz'}"
-            pack(folder, archive)
-    except BundleError as error:
+            # Not under its name before it is whole.
+            packed = Path(work) / f"{folder.name}.tar{'' if options.uncompressed else '.xz'}"
+            pack(folder, packed)
+            archive = packed.replace(options.out / packed.name)
+        checksum = archive.with_name(f"{archive.name}.sha256")
+        checksum.write_text(f"{_sha256(archive)}  {archive.name}\n", encoding="utf-8")
+    except (BundleError, OSError) as error:
         print(f"offline_bundle: {error}", file=sys.stderr)
         return 2
-    checksum = archive.with_name(f"{archive.name}.sha256")
-    checksum.write_text(f"{_sha256(archive)}  {archive.name}\n", encoding="utf-8")
     print(text)
     print(f"{archive}: {archive.stat().st_size / MIB:.1f} MiB, with {checksum.name}. There:")
     print(f"  sha256sum -c {checksum.name} && tar -xf {archive.name} && python3 {folder.name}/bin/folio serve")
@@ -91,11 +98,18 @@ def _this() -> Target:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    project = project_settings(ROOT)["project"]
     parser = argparse.ArgumentParser(prog="python -m tools.offline_bundle", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path, help="folder for the archive and its checksum")
     parser.add_argument("--python", default=_this().python, help="version of CPython there; by default this one's")
     parser.add_argument("--machine", default=_this().machine, choices=("x86_64", "aarch64"), help="processor there")
-    parser.add_argument("--extra", action="append", default=[], help="an extra of Folio, as traces; may be repeated")
+    parser.add_argument(
+        "--extra",
+        action="append",
+        default=[],
+        choices=tuple(project["optional-dependencies"]),
+        help="an extra of Folio; may be repeated",
+    )
     parser.add_argument(
         "--from-environment",
         action="store_true",
@@ -105,7 +119,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--uncompressed", action="store_true", help="make a .tar, five times larger; by default .tar.xz"
     )
     parser.add_argument("--strip", default="strip", help="program that removes symbols, for the processor there")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    needed = project["requires-python"]
+    # Of two numbers: the archive's command compares it with that of its Python.
+    if not re.fullmatch(r"\d+\.\d+", options.python) or not SpecifierSet(needed).contains(options.python):
+        parser.error(f"--python is {options.python!r}; name a version {needed} by two numbers, such as 3.12")
+    return options
 
 
 def _build(target: Target, options: argparse.Namespace, work: Path) -> tuple[Path, str]:
@@ -199,17 +218,15 @@ def _mib(entry: Mapping[str, Any]) -> str:
 def pack(folder: Path, archive: Path) -> None:
     """Write a folder into an archive, compressed if its name ends in .xz, in an order, with owners and times that are
     always the same."""
-    # FILTER_X86 makes the addresses of calls absolute, so that they repeat. Not under its name before it is whole.
+    # FILTER_X86 makes the addresses of calls absolute, so that they repeat.
     filters = [{"id": lzma.FILTER_X86}] if "x86_64" in archive.name else []
     filters += [{"id": lzma.FILTER_LZMA2, "preset": 9}]
-    part = archive.with_name(f"{archive.name}.part")
     with (
-        lzma.open(part, "wb", filters=filters) if archive.suffix == ".xz" else part.open("wb") as file,
+        lzma.open(archive, "wb", filters=filters) if archive.suffix == ".xz" else archive.open("wb") as file,
         tarfile.open(fileobj=file, mode="w") as tar,
     ):
         for path in _files(folder):
             tar.add(path, str(path.relative_to(folder.parent)), filter=_plain)
-    part.replace(archive)
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:

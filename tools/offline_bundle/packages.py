@@ -19,7 +19,7 @@ from email import message_from_string
 from functools import partial
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
@@ -217,9 +217,14 @@ def _minors(tag: str) -> list[int]:
     return legacy + [int(minor) for minor in re.findall(r"manylinux_2_(\d+)_", tag)]
 
 
+def project_settings(root: Path) -> dict[str, Any]:
+    """The `pyproject.toml` of a checkout."""
+    return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+
+
 def project_package(root: Path) -> Package:
     """Folio itself, of a checkout: the files that `pyproject.toml` puts into its wheel."""
-    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    settings = project_settings(root)
     project, setuptools = settings["project"], settings["tool"]["setuptools"]
     extras = project["optional-dependencies"]
     requires = [*project["dependencies"]]

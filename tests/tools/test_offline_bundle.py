@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tools.offline_bundle import __main__ as program
+from tools.offline_bundle import start
 from tools.offline_bundle.__main__ import main, pack
 from tools.offline_bundle.packages import BundleError, Package, Target, project_package, resolve
 from tools.offline_bundle.rules import GIVEN, UNUSED, site_path, trimmed_by
@@ -190,6 +194,29 @@ def test_an_interrupted_build_leaves_nothing(
         expected = "File exists" if way == "no folder" else "No space left on device"
         assert re.fullmatch(f"offline_bundle: .*{expected}.*\n", capsys.readouterr().err)
     assert way == "no folder" or [*out.iterdir()] == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrong", ["python", "folder"])
+def test_where_the_command_cannot_run(wrong: str, tmp_path: Path) -> None:
+    """Regression: Python 3.6, which systems still call python3, ended in a traceback about importlib.metadata instead
+    of the message; below a folder with a colon in its name the server's processes found no module."""
+    source, folder = Path(start.__file__).read_text(), tmp_path / ("x:y" if wrong == "folder" else "x")
+    ast.parse(source, feature_version=(3, 6))
+    (folder / "bin").mkdir(parents=True)
+    (command := folder / "bin" / "folio").write_text(source)
+    python, machine = (
+        "3.99" if wrong == "python" else f"{sys.version_info[0]}.{sys.version_info[1]}",
+        os.uname().machine,
+    )
+    (folder / "bundle.json").write_text(json.dumps({"python": python, "machine": machine, "given": []}))
+    program = (
+        "import runpy, sys; sys.modules['importlib.metadata'] = None; runpy.run_path(sys.argv[1], None, '__main__')"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", program, command], capture_output=True, text=True)
+    assert done.returncode == 2
+    expected = "this archive is for Python 3.99" if wrong == "python" else "which separates paths in PYTHONPATH; move"
+    assert re.match(f"folio: .*{expected}.*\n$", done.stderr)
 
 
 @pytest.mark.processes

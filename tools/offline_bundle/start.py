@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
@@ -25,6 +24,11 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    if os.pathsep in str(SITE):
+        print(
+            f"folio: {SITE} has a {os.pathsep!r}, which separates paths in PYTHONPATH; move the folder", file=sys.stderr
+        )
+        return 2
     # Of this process, and of those that Ray starts. In front of what is installed: these versions were tested together.
     sys.path.insert(1, str(SITE))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -39,6 +43,8 @@ def main() -> int:
 
 def problem(need: str) -> "str | None":
     """What is wrong with a package that the machine has to have, if anything is."""
+    from importlib.metadata import PackageNotFoundError, version  # not above: Python 3.7 is told which one it takes
+
     from packaging.requirements import Requirement
 
     required = Requirement(need)

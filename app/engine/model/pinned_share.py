@@ -7,6 +7,7 @@ has ended, whose memory is free. Containers that do not share `/dev/shm` count f
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import stat
 import tempfile
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from app.errors import ConfigError
 from vmem import IntegrityError
+
+logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
@@ -48,23 +51,43 @@ class PinnedShare:
             raise ConfigError(
                 f"{folder} is not a private folder of this user (mode 700): remove it, or set host_memory_bytes"
             )
+        self._is_lost = False
         try:
-            with self._locked():
-                self._path = folder / f"{os.getpid()}-{os.urandom(4).hex()}"
-                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                try:
-                    fcntl.flock(self._fd, fcntl.LOCK_EX)
-                    self._note(0)  # has its page from now on: later notes cannot find the file system full
-                except OSError:
-                    self.close()
-                    raise
+            self._lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                with self._locked():
+                    self._path = folder / f"{os.getpid()}-{os.urandom(4).hex()}"
+                    self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                    try:
+                        fcntl.flock(self._fd, fcntl.LOCK_EX)
+                        self._note(0)  # has its page from now on: later notes cannot find the file system full
+                    except OSError:
+                        self._path.unlink(missing_ok=True)
+                        os.close(self._fd)
+                        raise
+            except OSError:
+                os.close(self._lock_fd)
+                raise
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written ({error.strerror}): set host_memory_bytes") from error
 
     def take(self, num_bytes: int) -> bool:
-        """Whether so much may be pinned beside what all processes have; then it is this one's."""
+        """Whether so much may be pinned beside what all processes have; then it is this one's. False, too, if what they
+        have cannot be read."""
         with self._locked():
-            if self._total() + num_bytes > self._most_bytes:
+            try:
+                total = self._total()
+            except OSError as error:
+                if not self._is_lost:
+                    logger.warning(
+                        "%s: %s: no more weights are copied to pinned memory; start the server again, or set "
+                        "host_memory_bytes",
+                        *(self._folder, error.strerror),
+                    )
+                self._is_lost = True
+                return False
+            self._is_lost = False
+            if total + num_bytes > self._most_bytes:
                 return False
             self._note(self._bytes + num_bytes)
             return True
@@ -78,25 +101,27 @@ class PinnedShare:
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
         os.close(self._fd)
+        os.close(self._lock_fd)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """One thread of one process at a time."""
         with self._guard:
-            fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
                 yield
             finally:
-                os.close(fd)
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
 
     def _note(self, num_bytes: int) -> None:
         os.pwrite(self._fd, b"%20d" % num_bytes, 0)
         self._bytes = num_bytes
 
     def _total(self) -> int:
-        """Of all processes that live."""
+        """Of all processes that live. Raises `OSError` if their files cannot be read."""
         total = 0
+        # Systems remove a user's files there at the end of a session (systemd's RemoveIPC).
+        self._path.lstat()
         for path in self._folder.glob("*-*"):
             with suppress(FileNotFoundError):
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

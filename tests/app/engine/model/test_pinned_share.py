@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -72,6 +73,40 @@ def test_a_file_system_may_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         PinnedShare(100, folder)
     assert [*folder.glob("*-*")] == [path]
     monkeypatch.undo()
+    share.close()
+
+
+@pytest.mark.parametrize("lost", ["folder", "file descriptors"])
+def test_what_others_have_can_no_longer_be_read(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: where the system had removed a user's files from /dev/shm, as systemd does when a session ends, a
+    model's next wake was a FileNotFoundError, and so was closing one."""
+    folder = tmp_path / "pinned"
+    share = PinnedShare(100, folder)
+    assert share.take(60)
+    with monkeypatch.context() as without:
+        if lost == "folder":
+            shutil.rmtree(folder)
+            reason = "No such file or directory"
+        else:
+            reason = os.strerror(errno.EMFILE)
+
+            def no_more(*_: object) -> int:
+                raise OSError(errno.EMFILE, reason)
+
+            without.setattr(os, "open", no_more)
+        assert not share.take(1)
+        assert not share.take(1)
+        share.give_back(60)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder}: {reason}: no more weights are copied to pinned memory; start the server again, or set "
+        "host_memory_bytes"
+    ]
+    assert share.take(100) == (lost != "folder")
+    other = PinnedShare(100, folder)
+    assert other.take(100) == (lost == "folder")
+    other.close()
     share.close()
 
 

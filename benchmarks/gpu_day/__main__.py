@@ -10,7 +10,7 @@ import signal
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,20 +46,25 @@ def make_environment(folder: Path, fake: bool) -> dict[str, str]:
     return environment
 
 
-def pack(folder: Path, name: str) -> None:
-    """Put all files but facts and archives into an archive, in case few files come back from the machine. Plots, which
-    can be drawn again, are deleted."""
-    for path in folder.glob("*.png"):
-        path.unlink()
-    paths = [path for path in sorted(folder.iterdir()) if path.suffix not in (".jsonl", ".gz") and path.is_file()]
+def seen(folder: Path) -> dict[Path, int]:
+    """When each file was written."""
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def pack(folder: Path, name: str, before: Mapping[Path, int]) -> None:
+    """Put the files written since `before` into an archive, but for facts and archives, in case few files come back
+    from the machine. Plots, which can be drawn again, are deleted."""
+    paths = [path for path, when in seen(folder).items() if before.get(path) != when]
+    packed = [path for path in paths if path.suffix not in (".jsonl", ".gz", ".png")]
     with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as archive:
-        for path in paths:
+        for path in packed:
             archive.add(path, path.name)
     for path in paths:
-        path.unlink()
+        if path in packed or path.suffix == ".png":
+            path.unlink()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=benchmarks.gpu_day.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,6 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="list the jobs and their time limits")
     parser.add_argument("--pack", action="store_true", help=f"leave at most {MOST_FILES} files: pack logs and results")
     parser.add_argument("--budget-s", type=float, help="seconds for each stage")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
     args = parser.parse_args(argv)
     stages = {name: STAGES[name](args.fake) for name in args.stages}
     if args.fake:  # without measurements jobs may run side by side, and on a machine that is busy with other work;
@@ -90,8 +100,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which runs every `finally`
     with tempfile.TemporaryDirectory() as temporary:
         default = Path(temporary) / "results" if args.fake else ROOT / "benchmarks" / "results" / "cuda"
-        folder = Path(os.environ.get("FOLIO_RESULTS", default)).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(os.environ.get("FOLIO_RESULTS") or default).absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            parser.error(
+                f"results cannot be written to {folder}: {error.strerror}; set FOLIO_RESULTS to another folder"
+            )
+        before = seen(folder)
         environment = make_environment(folder, args.fake)
         outcomes: list[Outcome] = []
         found: list[dict[str, object]] = []
@@ -104,12 +121,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                     args.budget_s or (FAKE_BUDGET_S if args.fake else BUDGETS_S.get(name, BUDGET_S)),
                 )
                 known = len(facts.read(stage.facts))
-                outcomes += stage.run(jobs)
-                found += facts.read(stage.facts)[known:]
-        finally:
+                try:
+                    stage.run(jobs)
+                finally:
+                    outcomes += stage.outcomes
+                    found += facts.read(stage.facts)[known:]
+        finally:  # after an interruption, too
+            print(table(outcomes, found, fake=args.fake), flush=True)
             if args.pack:
-                pack(folder, "-".join(stages))
-    print(table(outcomes, found, fake=args.fake))
+                pack(folder, "-".join(stages), before)
     return int(any(outcome.reason for outcome in outcomes))
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from benchmarks.facts import FILE_VARIABLE, JOB_VARIABLE, append
@@ -32,6 +32,9 @@ class Stage:
         folder: of `NAME.jsonl`, `NAME.log` and `NAME-ray.tar.gz`.
         environment: of the jobs.
         budget_s: for all jobs together, their ends included.
+
+    Attributes:
+        outcomes: so far, those of jobs that an interruption has ended included.
     """
 
     def __init__(self, name: str, folder: Path, environment: Mapping[str, str], budget_s: float) -> None:
@@ -40,31 +43,39 @@ class Stage:
         self._environment = dict(environment) | {FILE_VARIABLE: str(self.facts)}
         self._lock = threading.Lock()  # of the log
         self._running: set[subprocess.Popen[str]] = set()
-        self._end = time.monotonic() + budget_s
+        self._end = time.monotonic() + budget_s  # 0 after an interruption
+        self.outcomes: list[Outcome] = []
 
     def run(self, jobs: Iterable[Job]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
         sessions = Path(tempfile.mkdtemp(prefix="gd", dir="/tmp"))  # short, for the paths of Ray's sockets
         try:
             for alone, some in itertools.groupby(jobs, key=lambda job: job.alone):
-                with ThreadPoolExecutor(1 if alone else num_processors()) as pool:
-                    try:
-                        outcomes += pool.map(lambda job: self._run_one(job, sessions), some)
-                    except BaseException:  # interrupted: start nothing more, leave nothing running
-                        self._end = 0.0
-                        for process in list(self._running):
-                            self._end_job(process)
-                        raise
+                futures: list[Future[Outcome]] = []
+                try:
+                    with ThreadPoolExecutor(1 if alone else num_processors()) as pool:
+                        futures += [pool.submit(self._run_one, job, sessions) for job in some]
+                        try:
+                            wait(futures)
+                        except BaseException:  # interrupted: start nothing more, leave nothing running
+                            self._end = 0.0
+                            running = list(self._running)
+                            for process in running:
+                                self._tell(process)  # all, before one is waited for
+                            for process in running:
+                                self._end_job(process)
+                            raise
+                finally:
+                    self.outcomes += [future.result() for future in futures if future.done()]
         finally:
             ray_logs.pack(sessions, self._ray_logs)
             shutil.rmtree(sessions, ignore_errors=True)
             self._log.close()
-        return outcomes
+        return self.outcomes
 
     def _run_one(self, job: Job, sessions: Path) -> Outcome:
         left = self._end - time.monotonic() - ENDING_S
         if left < job.limit_s / 2:  # limits are generous: most jobs take less than half of theirs
-            outcome = Outcome(job, 0.0, "skipped: no time left", ())
+            outcome = Outcome(job, 0.0, f"skipped: {'no time left' if self._end else 'interrupted'}", ())
         else:
             ray_folder = Path(tempfile.mkdtemp(dir=sessions))
             outcome = self._run_process(job, min(job.limit_s, left), ray_folder)
@@ -99,11 +110,13 @@ class Stage:
         self._running.add(process)
         reader.start()
         try:
-            status = process.wait(limit_s)
+            status = process.wait(limit_s if self._end else 0.0)
             reason = "" if status == 0 else f"exit status {status}"
             seen: Sequence[str] = ()
         except subprocess.TimeoutExpired:
             reason, seen = f"killed at its limit of {limit_s:.0f} s", tuple(tail)
+        if reason and not self._end:
+            reason = "interrupted"
         self._end_job(process)
         reader.join(keeper.GRACE_S)  # a process that does not end keeps the pipe open
         self._running.discard(process)
@@ -112,12 +125,15 @@ class Stage:
 
     def _end_job(self, process: subprocess.Popen[str]) -> None:
         """Let the keeper end the job's processes. Its pipe ends with this process, too, however that ends."""
-        assert process.stdin is not None
-        process.stdin.close()
+        self._tell(process)
         try:
             process.wait(ENDING_S)
         except subprocess.TimeoutExpired:
             process.kill()
+
+    def _tell(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
 
     def _read(self, job: Job, process: subprocess.Popen[str], tail: deque[str]) -> None:
         assert process.stdout is not None

@@ -85,6 +85,6 @@ def figures_of(tail: Sequence[str]) -> str:
     """The figures in the last line of a benchmark's output, which is JSON."""
     try:
         figures = json.loads(tail[-1])["figures"]
-    except (IndexError, ValueError, TypeError, KeyError):
+        return ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+    except (IndexError, ValueError, TypeError, KeyError, AttributeError):  # another line, which ends no stage
         return ""
-    return ", ".join(f"{key} {value:.4g}" for key, value in figures.items())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -17,12 +20,13 @@ import pytest
 
 from benchmarks import facts
 from benchmarks.gpu_clients import Clients, Level, summarise
+from benchmarks.gpu_day import __main__ as program
 from benchmarks.gpu_day.__main__ import MOST_FILES, main
 from benchmarks.gpu_day.job import Job, Outcome
 from benchmarks.gpu_day.ray_logs import LAST_LINES
 from benchmarks.gpu_day.runner import ENDING_S, ROOT, Stage
 from benchmarks.gpu_day.stages import BUDGETS_S, STAGES
-from benchmarks.gpu_day.table import table
+from benchmarks.gpu_day.table import figures_of, table
 from benchmarks.gpu_parts import Parts
 from benchmarks.gpu_server import FAKE_LEVELS
 from tests.conftest import keep_shard
@@ -149,6 +153,73 @@ def test_nothing_outlives_a_killed_stage(tmp_path: Path) -> None:
     stage.kill()
     stage.wait()
     until(lambda: not is_running(child), 15)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_an_interruption_leaves_what_is_known(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    """Regression: no table was printed, and --pack took files along that were there before."""
+    program = (
+        "import signal, sys\nfrom benchmarks.gpu_day import __main__ as program\n"
+        "from benchmarks.gpu_day.job import Job\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"hangs = Job('hangs', ('-c', {HANGS!r}, 'session'), 90, alone=False)\n"
+        "first, never = (Job(name, ('-c', 'print(1)'), 60) for name in ('first', 'never'))\n"
+        "program.STAGES = {'facts': lambda fake: [first, hangs], 'whole': lambda fake: [never]}\n"
+        "sys.exit(program.main(['facts', 'whole', '--pack']))"
+    )
+    for name in ("notes.txt", "old.png"):
+        (tmp_path / name).write_text("mine")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FOLIO_RESULTS": str(tmp_path)}
+    run = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    path = tmp_path / "facts.jsonl"
+    until(lambda: any(fact.get("fact") == "child" for fact in facts.read(path)), 30)
+    run.send_signal(number)
+    shown, _ = run.communicate(timeout=60)
+    assert run.returncode == status
+    first, failed, *_ = shown.splitlines()
+    assert first == "1 of 2 jobs succeeded"
+    assert re.fullmatch(r"FAILED  hangs, .* s: interrupted", failed)
+    found = facts.read(path)
+    assert [(fact["job"], fact["ok"]) for fact in found if "ok" in fact] == [("first", True), ("hangs", False)]
+    [child] = [fact["pid"] for fact in found if fact.get("fact") == "child"]
+    until(lambda: not is_running(child), 15)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("notes.txt", "old.png", "facts.jsonl", "facts-whole.tar.gz")
+    }
+    with tarfile.open(tmp_path / "facts-whole.tar.gz") as packed:
+        assert packed.getnames() == ["facts.log"]
+
+
+@pytest.mark.parametrize("results", ["a file", ""])
+def test_the_folder_of_results(
+    results: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: a folder that cannot be written was a traceback, and an empty name the working directory, whose files
+    --pack took away."""
+    (file := tmp_path / "a file").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FOLIO_RESULTS", str(file) if results else "")
+    monkeypatch.setattr(program, "STAGES", {"facts": lambda fake: []})
+    monkeypatch.setattr(program, "make_environment", lambda folder, fake: {})
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    if results:
+        with pytest.raises(SystemExit, match="2"):
+            main(["facts", "--fake", "--pack"])
+        assert f"results cannot be written to {file}: File exists; set FOLIO_RESULTS" in capsys.readouterr().err
+    else:
+        assert main(["facts", "--fake", "--pack"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a file"]
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{}", "[1]", '{"figures": 1}', '{"figures": {"a": null}}', '{"figures": {"a": "x"}}']
+)
+def test_a_last_line_that_has_no_figures(line: str) -> None:
+    """Regression: one that looked alike ended the whole stage."""
+    assert figures_of(["before", line]) == ""
+    assert figures_of(['{"figures": {"a": 1.23456}}']) == "a 1.235"
 
 
 @pytest.mark.processes

@@ -226,6 +226,9 @@ class EngineConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 yield f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                yield f"{name} is {getattr(self, name)!r}; it must be true or false"
         for names, is_within, bound in _BOUNDS:
             for name in names:
                 if not is_within(getattr(self, name)):
@@ -267,6 +270,15 @@ class EngineConfig:
             f"decode_graphs is 'on' and tensor_parallel_size {self.tensor_parallel_size}; steps of several ranks are "
             "not captured: use decode_graphs 'auto'",
         )
+        yield (
+            self.mixed_graphs == "on" and self.decode_graphs == "off",
+            "mixed_graphs is 'on' and decode_graphs 'off', without which nothing is captured: use decode_graphs 'auto'",
+        )
+        yield (
+            self.mixed_graphs == "on" and self.tensor_parallel_size > 1,
+            f"mixed_graphs is 'on' and tensor_parallel_size {self.tensor_parallel_size}; steps of several ranks are "
+            "not captured: use mixed_graphs 'off'",
+        )
         template = self.score_template
         yield (
             template is not None and not ("{query}" in template and "{document}" in template),
@@ -307,3 +319,4 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     **{name: get_args(kind) for name, kind in get_type_hints(EngineConfig).items() if get_origin(kind) is Literal},
 }
+_SWITCHES = tuple(name for name, kind in get_type_hints(EngineConfig).items() if kind is bool)

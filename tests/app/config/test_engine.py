@@ -47,6 +47,15 @@ def test_a_resolved_config_stays_one() -> None:
         ({"kv_dtype": "fp8_e4m3", "attention": "cpu"}, ["and attention 'cpu', which reads no 8-bit floats"]),
         ({"kv_dtype": "fp8_e5m2", "attention": "torch-flash"}, ["and attention 'torch-flash', which reads no"]),
         ({"kv_idle_release_s": -1.0}, ["kv_idle_release_s is -1.0; it must not be negative"]),
+        ({"kv_layout": "hole"}, ["kv_layout is 'hole'; choose one of auto, interleaved, sliced, whole, per_layer"]),
+        ({"few_row_products": "off"}, ["few_row_products is 'off'; it must be true or false"]),
+        ({"dependent_launch": 1}, ["dependent_launch is 1; it must be true or false"]),
+        ({"mixed_graphs": True}, ["mixed_graphs is True; choose one of off, on"]),
+        (
+            {"mixed_graphs": "on", "decode_graphs": "off"},
+            ["without which nothing is captured: use decode_graphs 'auto'"],
+        ),
+        ({"mixed_graphs": "on", "tensor_parallel_size": 2}, ["not captured: use mixed_graphs 'off'"]),
         ({"max_num_seqs": 0}, ["max_num_seqs is 0; it must be at least 1"]),
         (
             {"max_num_seqs": 0, "gpu_memory_utilization": 2, "kv_dtype": "fp8_e4m3", "attention": "cpu"},

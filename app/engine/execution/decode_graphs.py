@@ -211,12 +211,13 @@ class DecodeGraphs:
     def _record(self, view: View, bucket: int, charged: int) -> bool:
         """See `_capture`; `charged`: for this graph already."""
         held_before = self.held_bytes
-        if view not in self._inputs:
-            self._inputs[view] = DecodeInputs(self._memory.tensors, view, self._plan.buckets[-1], self._device)
-        inputs = self._inputs[view]
-        inputs.clear()  # capturing runs the step, which must not write to sequences
-        batch, graph = inputs.batch(bucket), self._plan.new_graph()
+        graph = self._plan.new_graph()
         try:
+            if view not in self._inputs:
+                self._inputs[view] = DecodeInputs(self._memory.tensors, view, self._plan.buckets[-1], self._device)
+            inputs = self._inputs[view]
+            inputs.clear()  # capturing runs the step, which must not write to sequences
+            batch = inputs.batch(bucket)
             with self._memory.mapper.paused() if self._plan.pauses else nullcontext():
                 logits = self._logits_of(batch)
 

@@ -13,6 +13,7 @@ import torch
 
 from app.engine import LLM, EngineConfig, SamplingParams
 from app.engine.charges import DeviceCharges
+from app.engine.execution import decode_graphs
 from app.engine.execution.attention import CachedAttention, RotaryLayer
 from app.engine.execution.batch import BatchPart, StepBatch
 from app.engine.execution.decode_graphs import (
@@ -372,6 +373,26 @@ def test_the_first_graph_of_another_view_may_not_fit(memory: KVMemory, error: Ex
     assert runner.run(decodes((9, 9))) is not None
     runner.graphs.release()
     pages.close()
+
+
+def test_there_may_be_no_memory_for_the_buffers_of_a_view(memory: KVMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: block tables of all sequences, tens of MiB for long contexts, were allocated before the graph, and a
+    device without so much failed the step instead of launching its kernels."""
+
+    def no_memory(*_: object) -> DecodeInputs:
+        raise torch.OutOfMemoryError("no memory")
+
+    pages = DevicePages(1 << 20)
+    runner = Runner(memory, lambda: FakeGraph(1000), DeviceCharges(pages), budget_bytes=1 << 19)
+    assert runner.run(decodes((9, 9), "region")) is not None
+    held_bytes = charged(runner, pages)
+    with monkeypatch.context() as patched:
+        patched.setattr(decode_graphs, "DecodeInputs", no_memory)
+        assert runner.run(decodes((9, 9))) is None
+    assert charged(runner, pages) == held_bytes
+    assert runner.run(decodes((9, 9), "region")) is not None
+    runner.graphs.release()
+    assert charged(runner, pages) == 0
 
 
 # ---- engines ----

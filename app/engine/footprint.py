@@ -48,8 +48,8 @@ class Footprint:
 
     @property
     def graph_bytes(self) -> int:
-        """Decode graphs with their buffers. From any thread."""
-        return sum(graphs.held_bytes for graphs in self.graphs)
+        """Decode graphs with their buffers, and mixed graphs. From any thread."""
+        return sum(graphs.held_bytes + graphs.mixed_bytes() for graphs in self.graphs)
 
     @property
     def held_bytes(self) -> int:

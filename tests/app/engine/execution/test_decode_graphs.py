@@ -733,7 +733,8 @@ def test_rotary_layers_are_launched_for_the_tokens_of_the_step() -> None:
 
 
 def test_decode_and_mixed_graphs_share_a_budget(make_checkpoint: MakeCheckpoint, without_compiler: None) -> None:
-    """Regression: decode graphs captured later had the whole budget, beside what mixed ones had of it."""
+    """Regression: decode graphs captured later had the whole budget, beside what mixed ones had of it; and the metrics
+    counted mixed ones as activations."""
     folder = make_checkpoint(ARCHITECTURES["llama"][0], **ARCHITECTURES["llama"][1])
     with LLM(folder, decode_graphs="on", mixed_graphs="on", skip_tokenizer_init=True, kv_memory_bytes=16 << 20) as llm:
         runner = llm.engine.executor._runner
@@ -742,6 +743,7 @@ def test_decode_and_mixed_graphs_share_a_budget(make_checkpoint: MakeCheckpoint,
         runner.mixed_graphs.num_bytes = runner.graphs.limit_bytes
         llm.generate([[1, 2, 3]], GREEDY)
         assert not runner.graphs.captured
+        assert llm.engine.footprint.graph_bytes == runner.graphs.limit_bytes
         runner.mixed_graphs.num_bytes = 0
         llm.generate([[1, 2, 3]], GREEDY)
         assert len(runner.graphs.captured) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -78,8 +79,11 @@ class CudaGraph:
                 self._begin_piece()
                 try:
                     work()
-                finally:
-                    self._pieces[-1].capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # about a capture that is no longer valid: the first error says why
+                        self._pieces[-1].capture_end()
+                    raise
+                self._pieces[-1].capture_end()
             # Another thread that loads a model may give memory back meanwhile, or take some.
             in_pool_bytes = max(torch.cuda.memory_reserved() - reserved_bytes, 0)
             outside_bytes = free_bytes - torch.cuda.mem_get_info()[0] - in_pool_bytes

@@ -618,14 +618,17 @@ def test_work_that_cannot_be_captured_leaves_the_device_usable() -> None:
 class _NoPiece:
     """In place of `torch.cuda.CUDAGraph`."""
 
-    def capture_begin(self, **_: Any) -> None: ...
+    def capture_begin(self, **_: Any) -> None:
+        self.is_valid = True
 
-    def capture_end(self) -> None: ...
+    def capture_end(self) -> None:
+        if not self.is_valid:
+            raise RuntimeError("the capture was invalidated")
 
 
-def test_a_graph_never_has_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: a model that was loaded in another thread gave more back during a capture than the graph took. The
-    graph's negative size then gave back what others had been charged."""
+@pytest.fixture
+def no_graph(monkeypatch: pytest.MonkeyPatch) -> CudaGraph:
+    """A graph without a device: reserved and free memory before and after its capture are given."""
     reserved, free = iter([1000, 300]), iter([5000, 5700])
     fakes: dict[str, Any] = {
         "current_stream": lambda: SimpleNamespace(wait_stream=lambda _: None),
@@ -639,9 +642,37 @@ def test_a_graph_never_has_less_than_nothing(monkeypatch: pytest.MonkeyPatch) ->
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     stream: Any = SimpleNamespace(wait_stream=lambda _: None)
-    graph = CudaGraph(cast(Any, SimpleNamespace(handle=None)), stream)
-    graph.capture(lambda: None)
-    assert graph.num_bytes == 0
+    return CudaGraph(cast(Any, SimpleNamespace(handle=None)), stream)
+
+
+def test_a_graph_never_has_less_than_nothing(no_graph: CudaGraph) -> None:
+    """Regression: a model that was loaded in another thread gave more back during a capture than the graph took. The
+    graph's negative size then gave back what others had been charged."""
+    no_graph.capture(lambda: None)
+    assert no_graph.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
+        (RuntimeError("it reads a value"), CaptureError),
+        (ValueError("a bug"), ValueError),
+    ],
+)
+def test_the_error_of_the_work_is_the_error_of_a_capture(
+    error: Exception, raised: type[Exception], no_graph: CudaGraph
+) -> None:
+    """Regression: that of ending an invalid capture took its place: a device without memory looked like a model that
+    cannot be captured, an error where graphs are required."""
+
+    def work() -> None:
+        if no_graph._pieces:  # while it is captured, not while it is run
+            cast(_NoPiece, no_graph._pieces[-1]).is_valid = False
+            raise error
+
+    with pytest.raises(raised, match=str(error)):
+        no_graph.capture(work)
 
 
 # ---- mixed graphs ----

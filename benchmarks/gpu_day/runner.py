@@ -141,7 +141,7 @@ class Stage:
             with self._lock:
                 if not self._log.closed:
                     self._log.write(f"[{job.name}] {line.rstrip()}\n")
-            if line.strip():
+            if line.strip() and self._end:  # not the stacks of an interrupted job
                 tail.append(line.rstrip())
 
 

@@ -177,12 +177,14 @@ def test_an_interruption_leaves_what_is_known(number: signal.Signals, status: in
     run.send_signal(number)
     shown, _ = run.communicate(timeout=60)
     assert run.returncode == status
-    first, failed, *_ = shown.splitlines()
+    first, failed, last, *others = shown.splitlines()
     assert first == "1 of 2 jobs succeeded"
     assert re.fullmatch(r"FAILED  hangs, .* s: interrupted", failed)
     found = facts.read(path)
     assert [(fact["job"], fact["ok"]) for fact in found if "ok" in fact] == [("first", True), ("hangs", False)]
     [child] = [fact["pid"] for fact in found if fact.get("fact") == "child"]
+    assert last == f'    | child: {{"pid": {child}}}'
+    assert not [line for line in others if line.startswith("    | ")]
     until(lambda: not is_running(child), 15)
     assert {path.name for path in tmp_path.iterdir()} == {
         *("notes.txt", "old.png", "facts.jsonl", "facts-whole.tar.gz")

@@ -41,7 +41,7 @@ class Graphs:
         self.figures: dict[str, float] = {}
 
     def capture(self) -> None:
-        engine, graphs = self._llm.engine, self._runner.graphs
+        engine, graphs = self._llm.engine, self._llm.engine.executor.graphs
         if graphs is None:
             raise RuntimeError("this engine has no graphs")
         start = time.perf_counter()

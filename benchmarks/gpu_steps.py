@@ -151,15 +151,16 @@ def mixed_steps(parts: Parts, args: argparse.Namespace, sizes: Sizes) -> dict[st
         )
         start = time.perf_counter()
         llm.engine.executor.capture_graphs(llm.engine.config.kv_view)
-        graphs = llm.engine.executor._runner.mixed_graphs
-        if graphs is None or not graphs.captured:
+        graphs = llm.engine.executor.graphs
+        buckets = [] if graphs is None else sorted(bucket for kind, bucket in graphs.captured if kind == "mixed")
+        if graphs is None or not buckets:
             raise RuntimeError("this engine has no mixed graphs")
         facts.record(
             "capture",
-            f"{len(graphs.captured)} mixed graphs beside the decode graphs in {time.perf_counter() - start:.1f} s, "
-            f"{graphs.num_bytes / 2**20:.0f} MiB",
-            buckets=sorted(graphs.captured),
-            num_bytes=graphs.num_bytes,
+            f"{len(buckets)} mixed graphs beside the decode graphs in {time.perf_counter() - start:.1f} s, "
+            f"{graphs.held_bytes / 2**20:.0f} MiB together",
+            buckets=buckets,
+            num_bytes=graphs.held_bytes,
         )
         steps = MixedSteps(llm, sweep.Sweep(llm, config, measured, *sweep.ceilings(llm.engine.model.module.device)))
         parts.run("logits", lambda: steps.logits(sizes.decodes[0], sizes.prompts[1]))

@@ -142,11 +142,6 @@ def shelf_problems(models: tuple[ModelConfig, ...]) -> Iterator[str]:
                 f"{key}.engine.tensor_parallel_size is {engine.tensor_parallel_size}; models that share a device have "
                 "one rank: serve this model by engine in an application of its own"
             )
-        if engine.mixed_graphs != "off":
-            yield (
-                f"{key}.engine.mixed_graphs is {engine.mixed_graphs!r}; models that share a device give graphs back "
-                "when they sleep, which is not written for these: leave it out"
-            )
         if engine.kv_memory_floor_bytes:
             yield (
                 f"{key}.engine.kv_memory_floor_bytes is {engine.kv_memory_floor_bytes}; a model that sleeps holds no "

@@ -1,4 +1,4 @@
-"""Device charges: what adapters or decode graphs of one model take of a device that other models share."""
+"""Device charges: what adapters or graphs of one model take of a device that other models share."""
 
 from __future__ import annotations
 

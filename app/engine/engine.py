@@ -516,12 +516,12 @@ class Engine:
         self.footprint.set_attainable(max(num_bytes - self.adapters.used_bytes, 0))
 
     def limit_graphs(self, num_bytes: int) -> None:
-        """Bound the memory of decode graphs, between two steps. Beyond it they are dropped, and captured again as they
+        """Bound the memory of graphs, between two steps. Beyond it they are dropped, and captured again as they
         fit."""
         every = self.footprint.graphs
         for graphs in every:
             graphs.limit_bytes = num_bytes // len(every)
-            if graphs.num_bytes > graphs.limit_bytes:
+            if graphs.held_bytes > graphs.limit_bytes:
                 self._steps.settle()
                 graphs.release()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 
-from app.engine.execution.decode_graphs import DecodeGraphs
+from app.engine.execution.captured_graphs import CapturedGraphs
 from app.engine.model.weight_arena import WeightArena
 from vmem import BudgetError, CachedPrefix, KVMemory
 
@@ -18,7 +18,7 @@ class Footprint:
         memory, draft: KV memories of the model and of a draft model, which has the rest of the budget.
         share: of the model in the budget.
         arenas: weights that can be unmapped; none on a device of the engine's own.
-        graphs: of decode steps.
+        graphs: of the model, and of a draft model.
         own_weight_bytes: on a device of the engine's own.
     """
 
@@ -28,7 +28,7 @@ class Footprint:
         draft: KVMemory | None,
         share: float,
         arenas: Sequence[WeightArena],
-        graphs: Sequence[DecodeGraphs],
+        graphs: Sequence[CapturedGraphs],
         own_weight_bytes: int = 0,
     ) -> None:
         self.graphs, self._own_weight_bytes = graphs, own_weight_bytes
@@ -48,8 +48,8 @@ class Footprint:
 
     @property
     def graph_bytes(self) -> int:
-        """Decode graphs with their buffers, and mixed graphs. From any thread."""
-        return sum(graphs.held_bytes + graphs.mixed_bytes() for graphs in self.graphs)
+        """Graphs with their buffers. From any thread."""
+        return sum(graphs.held_bytes for graphs in self.graphs)
 
     @property
     def held_bytes(self) -> int:

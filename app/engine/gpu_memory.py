@@ -16,7 +16,7 @@ class GpuMemory:
 
     Attributes:
         parts: bytes by part, which add up to the device's. "weights"; "kv": pages of KV caches, anchor pages included;
-            "graphs": decode graphs with their buffers; "activations": what torch has beside these, in use or kept for
+            "graphs": CUDA graphs with their buffers; "activations": what torch has beside these, in use or kept for
             the next step; "idle": pages that one model has given back and the next one takes; "other": CUDA contexts,
             kernels and other processes; "free".
         pinned_bytes: host memory that this process has pinned: copies of weights, swapped sequences, transfers.

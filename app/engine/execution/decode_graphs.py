@@ -13,29 +13,21 @@ from __future__ import annotations
 
 import bisect
 import logging
-import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from typing import cast
 
 import torch
 
-from app.engine.charges import DeviceCharges
 from app.engine.execution.batch import BatchPart, StepBatch
-from app.engine.execution.graph import CaptureError, Graph
-from app.errors import ModelError
-from kernels import VarlenBatch, note_compilation
-from vmem import CacheTensors, KVMemory, View, ViewPolicy
+from app.engine.execution.captured_graphs import CapturedGraphs, GraphKey, GraphKind, GraphPlan
+from app.engine.execution.graph import Graph
+from kernels import VarlenBatch
+from vmem import CacheTensors, View, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
-# Graphs and the memory of their steps, at most.
-GRAPH_BYTES = 1 << 30
-# Graphs captured at the start take at most this share of it: what the load turns out to need must still fit.
+# Graphs captured at the start take at most this share of the bound: what the load turns out to need must still fit.
 _START_SHARE = 0.5
-# A graph that was released is captured again when so many steps have wanted it: capturing takes as long as launching
-# about so many steps kernel by kernel, so that it costs at most twice the better choice.
-_STEPS_TO_RECAPTURE = 16
 # (buckets up to this one, their distance)
 _STEPS = ((64, 8), (1 << 20, 16))
 
@@ -49,71 +41,29 @@ def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
     return (*(bucket for bucket in buckets if bucket < max_num_seqs), max_num_seqs)
 
 
-@dataclass(frozen=True, slots=True)
-class GraphPlan:
-    """How decode steps are captured.
-
-    Attributes:
-        buckets: ascending numbers of sequences.
-        new_graph: makes an empty graph.
-        pauses: whether the mapper pauses during a capture. Capturing in one thread while another calls the driver's
-            memory management is not documented to be safe, whatever the mode of the capture.
-        required: raise an error, rather than launch kernel by kernel, if the model cannot be captured.
-        budget_bytes: of all graphs.
-    """
-
-    buckets: Sequence[int]
-    new_graph: Callable[[], Graph]
-    pauses: bool = True
-    required: bool = False
-    budget_bytes: int = GRAPH_BYTES
-
-
-class DecodeGraphs:
-    """The graphs of one model over one KV memory.
+class DecodeGraphs(GraphKind):
+    """The graphs of decode steps.
 
     Args:
+        graphs: all graphs of the model.
         forward: logits `[num_logits, vocab_size]` of a batch, on its device.
-        charges: of a device that other models share, to which graphs and their buffers are charged.
-
-    Attributes:
-        captured: (view, bucket) of each graph.
-        num_bytes: memory of all graphs.
-        limit_bytes: bound of it now, at most the plan's.
-        mixed_bytes: returns the memory of mixed graphs, which have a part of the bound.
-        wanted_bytes: what a graph would take that a step has wanted, and for which a shared device had no memory.
     """
+
+    setting = "decode_graphs", "auto"
+    steps = "decode steps"
 
     def __init__(
         self,
         plan: GraphPlan,
-        memory: KVMemory,
+        graphs: CapturedGraphs,
+        tensors: CacheTensors,
         device: torch.device,
         forward: Callable[[StepBatch], torch.Tensor],
-        charges: DeviceCharges | None = None,
     ) -> None:
-        self._plan = plan
-        self._memory = memory
-        self._device = device
-        self._forward = forward
-        self._inputs: dict[View, DecodeInputs] = {}
-        self._logits: torch.Tensor | None = None  # [largest bucket, vocab_size]
-        self._batches: list[StepBatch] = []  # of the graphs, which do not keep what they read
-        self._charges = charges
-        self._sizes: dict[tuple[View, int], int] = {}  # of graphs captured before
-        self._to_wait: dict[tuple[View, int], int] = {}  # steps until a released graph is captured again
-        self.captured: dict[tuple[View, int], Graph] = {}
-        self.num_bytes = self.wanted_bytes = 0
-        self.limit_bytes = self._budget_bytes = plan.budget_bytes
-        self.mixed_bytes: Callable[[], int] = lambda: 0
-        self._is_refused = False
-        self._capture_s = 0.0  # since the last release
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory of the device: graphs, and the buffers that they read and write. From any thread."""
-        buffers, logits = list(self._inputs.values()), self._logits
-        return self.num_bytes + sum(b.num_bytes for b in buffers) + (0 if logits is None else logits.nbytes)
+        self.new_graph, self._buckets = plan.new_graph, plan.buckets
+        self._graphs, self._tensors, self._device, self._forward = graphs, tensors, device, forward
+        self._inputs: dict[str, DecodeInputs] = {}  # by view
+        graphs.add_kind(self)
 
     def run(self, batch: StepBatch) -> torch.Tensor | None:
         """Logits `[num_logits, vocab_size]`, valid until the next call; `None` if no graph can compute the batch:
@@ -130,9 +80,7 @@ class DecodeGraphs:
         if bucket is None:
             return None
         self._inputs[view].load(batch)
-        self.captured[view, bucket].replay()
-        assert self._logits is not None
-        return self._logits[:num_seqs]
+        return self._graphs.replay((view, bucket), num_seqs)
 
     def capture_all(self, policy: ViewPolicy) -> None:
         """Capture the buckets of the view that sequences have first, the largest first: smaller ones take their memory
@@ -141,142 +89,55 @@ class DecodeGraphs:
         Raises:
             ModelError: the model cannot be captured, and the plan requires it.
         """
-        has_regions = any(self._memory.tensors.region_tokens)
+        has_regions = any(self._tensors.region_tokens)
         view: View = "region" if has_regions and policy != "block_table" else "block_table"
-        taken, largest = 0, 0
-        for bucket in reversed(self._plan.buckets):
-            if taken + largest > _START_SHARE * self._room_bytes:
+        taken, largest, graphs = 0, 0, self._graphs
+        for bucket in reversed(self._buckets):
+            if taken + largest > _START_SHARE * graphs.room_bytes:
                 break
-            before = self.num_bytes
-            if not self._capture(view, bucket):
+            before = graphs.num_bytes
+            if not graphs.capture(self, (view, bucket)):
                 break
-            largest = self.num_bytes - before  # the next one takes no more
+            largest = graphs.num_bytes - before  # the next one takes no more
             taken += largest
         logger.info(
-            "captured %d of %d decode graphs, %.1f MiB",
-            len(self.captured),
-            len(self._plan.buckets),
-            self.num_bytes / 2**20,
+            "captured %d of %d decode graphs, %.1f MiB with their buffers",
+            sum(captured == view for captured, _ in graphs.captured),
+            len(self._buckets),
+            graphs.held_bytes / 2**20,
         )
-
-    def release(self) -> None:
-        """Give the memory of all graphs back to the device. No step may be under way. Graphs that are wanted later are
-        captured again."""
-        if self.captured:
-            logger.info(
-                "gave back %d decode graphs, %.1f MiB; capturing them took %.2f s",
-                len(self.captured),
-                self.held_bytes / 2**20,
-                self._capture_s,
-            )
-        self._capture_s = 0.0
-        self._to_wait |= dict.fromkeys(self.captured, _STEPS_TO_RECAPTURE)
-        self.captured.clear()
-        self._batches.clear()
-        self.num_bytes = self.wanted_bytes = 0
-        self._budget_bytes = self._plan.budget_bytes
-        self._settle()
 
     def _bucket(self, view: View, num_seqs: int) -> int | None:
         """The bucket to replay, captured now if need be; if it does not fit, a captured one of up to twice its size."""
-        buckets = self._plan.buckets
+        buckets, graphs = self._buckets, self._graphs
         first = bisect.bisect_left(buckets, num_seqs)
         if first == len(buckets):
             return None
-        key = view, buckets[first]
-        if key in self.captured:
-            return buckets[first]
-        if left := self._to_wait.get(key, 0):
-            self._to_wait[key] = left - 1
-        elif self._capture(*key):
+        if graphs.wants(self, (view, buckets[first])):
             return buckets[first]
         larger = (bucket for bucket in buckets[first:] if bucket <= 2 * buckets[first])
-        return next((bucket for bucket in larger if (view, bucket) in self.captured), None)
-
-    def _capture(self, view: View, bucket: int) -> bool:
-        """Capture a graph; False if it does not fit, or if the model cannot be captured."""
-        self.wanted_bytes = 0
-        expected = self._sizes.get((view, bucket), 0)
-        fits = self.num_bytes + max(expected, 1) <= self._room_bytes
-        if self._is_refused or not fits or not self._take(expected, wanted=expected):
-            return False
-        began = time.perf_counter()
-        try:
-            return self._record(view, bucket, expected)
-        finally:
-            self._settle()
-            self._capture_s += time.perf_counter() - began
-
-    @torch.inference_mode()
-    def _record(self, view: View, bucket: int, charged: int) -> bool:
-        """See `_capture`; `charged`: for this graph already."""
-        held_before = self.held_bytes
-        graph = self._plan.new_graph()
-        try:
-            if view not in self._inputs:
-                self._inputs[view] = DecodeInputs(self._memory.tensors, view, self._plan.buckets[-1], self._device)
-            inputs = self._inputs[view]
-            inputs.clear()  # capturing runs the step, which must not write to sequences
-            batch = inputs.batch(bucket)
-            with self._memory.mapper.paused() if self._plan.pauses else nullcontext():
-                logits = self._logits_of(batch)
-
-                def work() -> None:
-                    logits[:bucket].copy_(self._forward(batch))
-
-                graph.capture(work)
-        except torch.OutOfMemoryError as error:
-            self._budget_bytes = self.num_bytes
-            logger.warning("no memory for a decode graph of %d sequences, nor for others: %s", bucket, error)
-            return False
-        except CaptureError as error:
-            self._is_refused = True
-            if self._plan.required:
-                raise ModelError(
-                    f"decode_graphs is 'on', but decode steps of this model cannot be captured: {error}; use 'auto'"
-                ) from error
-            logger.warning(
-                "decode steps of this model cannot be captured, each of their kernels is launched: %s", error
-            )
-            return False
-        if (view, bucket) not in self._sizes:  # else it has been captured before
-            note_compilation(f"decode graph of {bucket} sequences, {view}")
-        self._sizes[view, bucket] = size = graph.num_bytes + self.held_bytes - held_before
-        if not self._take(max(size - charged, 0), wanted=size):
-            return False
-        self._batches.append(batch)
-        self.captured[view, bucket] = graph
-        self.num_bytes += graph.num_bytes
-        return True
+        return next((bucket for bucket in larger if (view, bucket) in graphs.captured), None)
 
     @property
-    def _room_bytes(self) -> int:
-        return min(self._budget_bytes, self.limit_bytes - self.mixed_bytes())
+    def buffer_bytes(self) -> int:
+        return sum(inputs.num_bytes for inputs in list(self._inputs.values()))
 
-    def _take(self, num_bytes: int, *, wanted: int) -> bool:
-        """Charge memory to a shared device; if it has too little, note what is wanted, and return False."""
-        if self._charges is None or self._charges.take(num_bytes):
-            return True
-        self.wanted_bytes = wanted
-        return False
+    def describe(self, key: GraphKey) -> str:
+        return f"decode graph of {key[1]} sequences, {key[0]}"
 
-    def _settle(self) -> None:
-        """Give back what is held or charged without a graph."""
-        views = {view for view, _ in self.captured}
+    def capture(self, key: GraphKey, graph: Graph) -> object:
+        view, bucket = key
+        if view not in self._inputs:
+            self._inputs[view] = DecodeInputs(self._tensors, cast(View, view), self._buckets[-1], self._device)
+        inputs = self._inputs[view]
+        inputs.clear()  # capturing runs the step, which must not write to sequences
+        batch = inputs.batch(bucket)
+        graph.capture(lambda: self._graphs.write_logits(self._forward(batch)))
+        return batch
+
+    def drop_buffers(self, captured: Collection[GraphKey]) -> None:
+        views = {view for view, _ in captured}
         self._inputs = {view: inputs for view, inputs in self._inputs.items() if view in views}
-        if not self.captured:
-            self._logits = None
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # the pool of graphs that are gone is nobody else's while torch keeps it
-        if self._charges is not None:
-            self._charges.give_back(self._charges.charged_bytes - self.held_bytes)
-
-    def _logits_of(self, batch: StepBatch) -> torch.Tensor:
-        """The tensor that all graphs write their logits to."""
-        if self._logits is None:
-            example = self._forward(batch)
-            self._logits = example.new_zeros(self._plan.buckets[-1], example.shape[1])
-        return self._logits
 
 
 class DecodeInputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,8 @@ from app.config.machine import num_threads
 from app.engine.charges import DeviceCharges, promised_bytes
 from app.engine.execution.batch import StepPlan
 from app.engine.execution.builder import BatchBuilder
-from app.engine.execution.decode_graphs import DecodeGraphs, GraphPlan, decode_buckets
+from app.engine.execution.captured_graphs import CapturedGraphs, GraphPlan
+from app.engine.execution.decode_graphs import decode_buckets
 from app.engine.execution.graph import Graph, cuda_graphs
 from app.engine.execution.model_runner import ModelRunner, ObservedLayers
 from app.engine.execution.planner import StepPlanner
@@ -64,7 +65,7 @@ class Executor:
         planner: of the steps over the bound memory.
         is_async: whether `launch` returns before the forward is computed.
         queue: where the device's work is submitted.
-        graphs: of decode steps over the bound memory; `None` if all steps are launched kernel by kernel.
+        graphs: of steps over the bound memory; `None` if all steps are launched kernel by kernel.
     """
 
     def __init__(self, config: ResolvedConfig, launch: Launch, weights: WeightStore | None = None) -> None:
@@ -75,7 +76,7 @@ class Executor:
         self.is_async = config.async_scheduling == "on" or (config.async_scheduling == "auto" and not on_cpu)
         self.queue: WorkQueue = ThreadQueue(num_threads(config)) if on_cpu and self.is_async else InlineQueue()
         self._arena: WeightArena | None = None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: CapturedGraphs | None = None
         self.ranks = RankGroup(config, launch) if config.tensor_parallel_size > 1 else None
         try:
             self._comm = comm = None if self.ranks is None else self.ranks.connect(torch.device(config.device))
@@ -99,18 +100,18 @@ class Executor:
             recorder = Recorder()
             new_graph, provider = recorder.graph, RecordableProvider(provider, recorder)
         self._graph_plan: GraphPlan | None = None
-        self._mixed_plan: GraphPlan | None = None
         if new_graph is not None:
+            new_mixed_graph = None
+            if config.mixed_graphs == "on":  # in a pool of their own, which a failed capture makes useless
+                new_mixed_graph = cuda_graphs(device) if device.type == "cuda" else new_graph
             self._graph_plan = GraphPlan(
                 decode_buckets(min(config.max_num_seqs, config.max_num_batched_tokens)),
                 new_graph,
+                new_mixed_graph,
                 # The queue's thread must not wait for a turn: a call that has one may wait for the queue.
                 pauses=not isinstance(self.queue, ThreadQueue),
                 required=setting == "on",
             )
-            if config.mixed_graphs == "on":  # in a pool of their own, which a failed capture makes useless
-                own = cuda_graphs(device) if device.type == "cuda" else new_graph
-                self._mixed_plan = replace(self._graph_plan, new_graph=own)
         try:
             with self._on_peers(RankOrder.OBSERVE):
                 return ModelRunner(self.model, provider)
@@ -147,18 +148,18 @@ class Executor:
         self._runner.attach_caches(memory.tensors)
         if self._graph_plan is not None:
             charges = None if pages is None else DeviceCharges(pages, partial(promised_bytes, memory))
-            self.graphs = self._runner.use_graphs(self._graph_plan, memory, charges, self._mixed_plan)
+            self.graphs = self._runner.use_graphs(self._graph_plan, memory, charges)
         self._builder = BatchBuilder(memory.tensors, self.model.module.device, self._max_num_seqs)
         self.planner = StepPlanner(memory, self._builder, self._max_num_seqs)
 
     def capture_graphs(self, view: ViewPolicy) -> None:
         """Capture decode steps of the view that sequences have first, as many as fit. Raises `ModelError` if the
         settings require it and the model cannot be captured."""
-        graphs, mixed = self.graphs, self._runner.mixed_graphs
+        decode, mixed = self._runner.graphs, self._runner.mixed_graphs
 
         def capture() -> None:
-            if graphs is not None:
-                graphs.capture_all(view)
+            if decode is not None:
+                decode.capture_all(view)
             if mixed is not None:
                 mixed.capture_all()
 

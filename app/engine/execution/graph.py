@@ -24,7 +24,7 @@ class Graph(Protocol):
     behind addresses; tensors that the work has made itself must not be kept, because a replay overwrites them.
 
     Attributes:
-        num_bytes: memory that the graph holds.
+        num_bytes: memory that the graph holds; after a failed capture, what it has left in its pool.
     """
 
     num_bytes: int
@@ -75,19 +75,21 @@ class CudaGraph:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             free_bytes, reserved_bytes = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
-            with torch.cuda.stream(stream):
-                self._begin_piece()
-                try:
-                    work()
-                except BaseException:
-                    with suppress(RuntimeError):  # about a capture that is no longer valid: the first error says why
-                        self._pieces[-1].capture_end()
-                    raise
-                self._pieces[-1].capture_end()
-            # Another thread that loads a model may give memory back meanwhile, or take some.
-            in_pool_bytes = max(torch.cuda.memory_reserved() - reserved_bytes, 0)
-            outside_bytes = free_bytes - torch.cuda.mem_get_info()[0] - in_pool_bytes
-            self.num_bytes = in_pool_bytes + min(max(outside_bytes, 0), _MOST_OUTSIDE_BYTES)
+            try:
+                with torch.cuda.stream(stream):
+                    self._begin_piece()
+                    try:
+                        work()
+                    except BaseException:
+                        with suppress(RuntimeError):  # about a capture no longer valid: the first error says why
+                            self._pieces[-1].capture_end()
+                        raise
+                    self._pieces[-1].capture_end()
+            finally:  # the pool keeps it after a failure, too
+                # Another thread that loads a model may give memory back meanwhile, or take some.
+                self.num_bytes = max(torch.cuda.memory_reserved() - reserved_bytes, 0)
+            outside_bytes = free_bytes - torch.cuda.mem_get_info()[0] - self.num_bytes
+            self.num_bytes += min(max(outside_bytes, 0), _MOST_OUTSIDE_BYTES)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

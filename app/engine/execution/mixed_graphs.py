@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection
 
 import torch
 
 from app.engine.execution.attention import AttentionHandler, CachedAttention, RotaryLayer
 from app.engine.execution.batch import StepBatch
-from app.engine.execution.decode_graphs import GraphPlan
-from app.engine.execution.graph import CaptureError, Graph
-from app.errors import ModelError
-from kernels import Masking, note_compilation
-from vmem import KVMemory
+from app.engine.execution.captured_graphs import CapturedGraphs, GraphKey, GraphKind, GraphPlan
+from app.engine.execution.graph import Graph
+from kernels import Masking
 
 logger = logging.getLogger(__name__)
 
@@ -30,43 +27,35 @@ logger = logging.getLogger(__name__)
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 384, 512, 640)
 
 
-class MixedGraphs:
-    """The graphs of one model over one KV memory, captured when they are first needed, or all at once.
+class MixedGraphs(GraphKind):
+    """The graphs of steps with prompts, captured when they are first needed, or all at once.
 
     Args:
-        plan: its last bucket is the most rows of logits. Its budget is shared with decode graphs.
-        used_bytes: memory of decode graphs.
+        graphs: all graphs of the model.
         forward: logits `[num_rows, vocab_size]` of token ids and positions `[num_tokens]` and rows `[num_rows]`, by the
             bound handler.
         bind: makes a handler compute the attention of every layer.
-
-    Attributes:
-        captured: by number of tokens.
-        num_bytes: memory of all graphs.
     """
 
-    @torch.inference_mode()
+    setting = "mixed_graphs", "off"
+    steps = "steps with prompts"
+
     def __init__(
         self,
         plan: GraphPlan,
-        memory: KVMemory,
+        graphs: CapturedGraphs,
         device: torch.device,
         attention: CachedAttention,
-        used_bytes: Callable[[], int],
         forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
         bind: Callable[[AttentionHandler], None],
     ) -> None:
-        self._plan, self._memory = plan, memory
-        self._attention, self._used_bytes = attention, used_bytes
+        assert plan.new_mixed_graph is not None
+        self.new_graph, self._most_rows = plan.new_mixed_graph, plan.buckets[-1]
+        self._graphs, self._device, self._attention = graphs, device, attention
         self._forward, self._bind = forward, bind
-        self._token_ids, self._positions = torch.zeros(2, TOKEN_BUCKETS[-1], dtype=torch.int64, device=device)
-        self._rows = torch.zeros(plan.buckets[-1], dtype=torch.int64, device=device)
-        self._logits: torch.Tensor | None = None  # [most rows, vocab_size]
+        self._inputs: torch.Tensor | None = None  # [3, most tokens]: token ids, positions, rows
         self._between = _Between(attention)
-        self._is_refused = False
-        self._inputs: list[tuple[torch.Tensor, ...]] = []  # of the graphs, which do not keep what they read
-        self.captured: dict[int, Graph] = {}
-        self.num_bytes = 0
+        graphs.add_kind(self)
 
     def run(self, batch: StepBatch) -> torch.Tensor | None:
         """Logits `[num_logits, vocab_size]`, valid until the next call; `None` if no graph can compute the batch: it
@@ -79,22 +68,19 @@ class MixedGraphs:
         place = bisect.bisect_left(TOKEN_BUCKETS, num_tokens)
         if batch.states is not None or batch.adapters is not None or place == len(TOKEN_BUCKETS):
             return None
-        bucket = TOKEN_BUCKETS[place]
-        if num_rows > self._num_rows(bucket) or not (bucket in self.captured or self._capture(bucket)):
+        key = "mixed", TOKEN_BUCKETS[place]
+        if num_rows > min(key[1], self._most_rows) or not self._graphs.wants(self, key):
             return None
-        for inputs, given in (
-            (self._token_ids, batch.token_ids),
-            (self._positions, batch.positions),
-            (self._rows, batch.logit_rows),
-        ):
-            inputs[: len(given)].copy_(given, non_blocking=True)
-            inputs[len(given) :].zero_()
+        assert self._inputs is not None
+        given = batch.token_ids, batch.positions, batch.logit_rows
+        for inputs, values in zip(self._inputs, given, strict=True):
+            inputs[: len(values)].copy_(values, non_blocking=True)
+            inputs[len(values) :].zero_()
         self._attention.batch = batch
         self._between.num_tokens = num_tokens
-        self.captured[bucket].replay()
+        logits = self._graphs.replay(key, num_rows)
         self._attention.forget_calls()
-        assert self._logits is not None
-        return self._logits[:num_rows]
+        return logits
 
     def capture_all(self) -> None:
         """Capture every bucket that fits, the largest first.
@@ -102,56 +88,44 @@ class MixedGraphs:
         Raises:
             ModelError: the model cannot be captured, and the plan requires it.
         """
+        num_captured = 0
         for bucket in reversed(TOKEN_BUCKETS):
-            if bucket not in self.captured and not self._capture(bucket):
+            if not self._graphs.capture(self, ("mixed", bucket)):
                 break
-        logger.info("captured %d mixed graphs, %.1f MiB", len(self.captured), self.num_bytes / 2**20)
+            num_captured += 1
+        logger.info("captured %d mixed graphs; %.1f MiB of graphs", num_captured, self._graphs.held_bytes / 2**20)
 
-    def _num_rows(self, bucket: int) -> int:
-        return min(bucket, len(self._rows))
+    @property
+    def buffer_bytes(self) -> int:
+        inputs = self._inputs
+        return self._between.num_bytes + (0 if inputs is None else inputs.nbytes)
 
-    @torch.inference_mode()
-    def _capture(self, bucket: int) -> bool:
-        """Capture a graph; False if it does not fit, or if the model cannot be captured."""
-        if self._is_refused or self.num_bytes + self._used_bytes() >= self._plan.budget_bytes:
-            return False
-        num_rows, graph = self._num_rows(bucket), self._plan.new_graph()
-        inputs = self._token_ids[:bucket], self._positions[:bucket], self._rows[:num_rows]
-        for tensor in inputs:
-            tensor.zero_()
+    def describe(self, key: GraphKey) -> str:
+        return f"mixed graph of {key[1]} tokens"
+
+    def capture(self, key: GraphKey, graph: Graph) -> object:
+        if self._inputs is None:
+            self._inputs = torch.zeros(3, TOKEN_BUCKETS[-1], dtype=torch.int64, device=self._device)
+        token_ids, positions, rows = self._inputs.zero_()[:, : key[1]]
+        inputs = token_ids, positions, rows[: self._most_rows]
 
         def work() -> None:
             self._between.graph = graph
-            logits = self._forward(*inputs)
-            if self._logits is None:  # when the work runs for the first time
-                self._logits = logits.new_zeros(len(self._rows), logits.shape[1])
-            self._logits[:num_rows].copy_(logits)
+            self._graphs.write_logits(self._forward(*inputs))
             self._between.end()
 
         self._bind(self._between)
         try:
-            with self._memory.mapper.paused() if self._plan.pauses else nullcontext():
-                graph.capture(work)
-        except torch.OutOfMemoryError as error:
-            self._is_refused = True
-            logger.warning("no memory for a graph of %d tokens, nor for others: %s", bucket, error)
-            return False
-        except CaptureError as error:
-            self._is_refused = True
-            if self._plan.required:
-                raise ModelError(
-                    f"mixed_graphs is 'on', but steps of this model cannot be captured in pieces: {error}; use 'off'"
-                ) from error
-            logger.warning("steps of this model cannot be captured in pieces, each kernel is launched: %s", error)
-            return False
+            graph.capture(work)
         finally:
             self._between.end()
             self._bind(self._attention)
-        note_compilation(f"mixed graph of {bucket} tokens")
-        self._inputs.append(inputs)
-        self.captured[bucket] = graph
-        self.num_bytes += graph.num_bytes
-        return True
+        return inputs
+
+    def drop_buffers(self, captured: Collection[GraphKey]) -> None:
+        if not any(kind == "mixed" for kind, _ in captured):
+            self._inputs = None
+            self._between.drop_places()
 
 
 class _Between(AttentionHandler):
@@ -160,6 +134,7 @@ class _Between(AttentionHandler):
     Attributes:
         graph: that is captured.
         num_tokens: of the step that is replayed.
+        num_bytes: of the places.
     """
 
     def __init__(self, attention: CachedAttention) -> None:
@@ -167,12 +142,17 @@ class _Between(AttentionHandler):
         self._places: dict[tuple[object, ...], torch.Tensor] = {}  # and the first tokens of each, by number
         self._angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by `id`: and where they are kept
         self.graph: Graph | None = None
-        self.num_tokens = 0
+        self.num_tokens = self.num_bytes = 0
 
     def end(self) -> None:
         """End the forward, of whose own tensors none may be kept."""
         self.graph = None
         self._angles.clear()
+
+    def drop_places(self) -> None:
+        """Free the places, which no graph reads any more."""
+        self._places.clear()
+        self.num_bytes = 0
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
@@ -218,7 +198,8 @@ class _Between(AttentionHandler):
         """The first tokens of a tensor `[most tokens, *shape[1:]]`. Zeros at first, so that padding stays finite."""
         whole, first = (role, *shape[1:], like.dtype), (role, *shape, like.dtype)
         if whole not in self._places:
-            self._places[whole] = like.new_zeros(TOKEN_BUCKETS[-1], *shape[1:])
+            self._places[whole] = place = like.new_zeros(TOKEN_BUCKETS[-1], *shape[1:])
+            self.num_bytes += place.nbytes
         if first not in self._places:
             self._places[first] = self._places[whole][: shape[0]]
         return self._places[first]

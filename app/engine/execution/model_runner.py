@@ -22,7 +22,8 @@ from app.engine.execution.attention import (
     bind_attention,
 )
 from app.engine.execution.batch import StepBatch
-from app.engine.execution.decode_graphs import DecodeGraphs, GraphPlan
+from app.engine.execution.captured_graphs import CapturedGraphs, GraphPlan
+from app.engine.execution.decode_graphs import DecodeGraphs
 from app.engine.execution.mixed_graphs import MixedGraphs
 from app.engine.execution.recurrent import CachedStates, RecurrentLayer, StateProbe
 from app.engine.model.kv_scales import RoundingProbe, ScaleProbe, measured_tokens
@@ -83,26 +84,18 @@ class ModelRunner:
         recurrent.bind_mixers(self._module, self._states)
         self.graphs = self.mixed_graphs = None
 
-    def use_graphs(
-        self, plan: GraphPlan, memory: KVMemory, charges: DeviceCharges | None, mixed: GraphPlan | None = None
-    ) -> DecodeGraphs | None:
-        """Capture decode steps over the memory, whose caches are attached, see `DecodeGraphs`, and by `mixed` those
-        with prompts, too. `None`: steps with recurrent states are not captured."""
+    def use_graphs(self, plan: GraphPlan, memory: KVMemory, charges: DeviceCharges | None) -> CapturedGraphs | None:
+        """Capture steps over the memory, whose caches are attached, see `CapturedGraphs`. `None`: steps with recurrent
+        states are not captured."""
         if self._states is not None:
             return None
-        self.graphs = graphs = DecodeGraphs(plan, memory, self._module.device, self._compute, charges)
-        if mixed is not None:
+        device = self._module.device
+        graphs = CapturedGraphs(plan, memory, device, charges)
+        self.graphs = DecodeGraphs(plan, graphs, memory.tensors, device, self._compute)
+        if plan.new_mixed_graph is not None:
             assert self._attention is not None
-            self.mixed_graphs = mixed_graphs = MixedGraphs(
-                mixed,
-                memory,
-                self._module.device,
-                self._attention,
-                lambda: graphs.num_bytes,
-                self._forward_alone,
-                partial(bind_attention, self._module),
-            )
-            graphs.mixed_bytes = lambda: mixed_graphs.num_bytes
+            bind = partial(bind_attention, self._module)
+            self.mixed_graphs = MixedGraphs(plan, graphs, device, self._attention, self._forward_alone, bind)
         return graphs
 
     @torch.inference_mode()

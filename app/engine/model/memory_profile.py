@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from app.config.engine import ResolvedConfig
-from app.engine.execution.decode_graphs import GRAPH_BYTES
+from app.engine.execution.captured_graphs import GRAPH_BYTES
 from app.engine.execution.executor import Executor
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.sampler import sample

@@ -91,7 +91,7 @@ class KVNeed:
     Attributes:
         pinned_bytes: of pinned prefixes.
         adapter_bytes: of adapters in memory, and of those that requests wait for.
-        graph_bytes: of decode graphs, and of one for which there was no memory.
+        graph_bytes: of graphs, and of one for which there was no memory.
         submitted_at: arrival of the request without a first token that has waited longest, by `time.perf_counter`;
             `None` if there is none.
         begun_at: the same of the requests that run.
@@ -182,7 +182,7 @@ def _adapter_bytes(engine: Engine, least_bytes: int) -> int:
 
 
 def _graph_bytes(engine: Engine, least_bytes: int) -> int:
-    """Bytes of decode graphs, and of one that a step has wanted and that had no memory. They are bounded by a share of
+    """Bytes of graphs, and of one that a step has wanted and that had no memory. They are bounded by a share of
     what the model can ever have beside its weights, and give way to what it needs.
 
     Args:

@@ -24,7 +24,7 @@ import torch
 
 from app.config.engine import ResolvedConfig
 from app.config.machine import num_threads
-from app.engine.execution.decode_graphs import DecodeGraphs
+from app.engine.execution.captured_graphs import CapturedGraphs
 from app.engine.execution.executor import Executor
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.self_test import self_test
@@ -194,7 +194,7 @@ class DraftProposer:
         return (self._executor.model,)
 
     @property
-    def graphs(self) -> DecodeGraphs | None:
+    def graphs(self) -> CapturedGraphs | None:
         return self._executor.graphs
 
     @property

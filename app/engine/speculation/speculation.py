@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from app.config.engine import ResolvedConfig
-from app.engine.execution.decode_graphs import DecodeGraphs
+from app.engine.execution.captured_graphs import CapturedGraphs
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.faults import SequenceFailure, is_request_failure
 from app.engine.model.loader import LoadedModel
@@ -40,7 +40,7 @@ class Proposer(Protocol):
         ...
 
     @property
-    def graphs(self) -> DecodeGraphs | None:
+    def graphs(self) -> CapturedGraphs | None:
         """Of the proposer's steps, once opened."""
         ...
 
@@ -228,7 +228,7 @@ class Speculation:
         return self._proposer.memory
 
     @property
-    def graphs(self) -> DecodeGraphs | None:
+    def graphs(self) -> CapturedGraphs | None:
         """Of the proposer's steps, once opened."""
         return self._proposer.graphs
 

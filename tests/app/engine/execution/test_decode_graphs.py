@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,16 +17,10 @@ from app.engine.charges import DeviceCharges
 from app.engine.execution import decode_graphs
 from app.engine.execution.attention import CachedAttention, RotaryLayer
 from app.engine.execution.batch import BatchPart, StepBatch
-from app.engine.execution.decode_graphs import (
-    _STEPS_TO_RECAPTURE,
-    DecodeGraphs,
-    DecodeInputs,
-    GraphPlan,
-    decode_buckets,
-    decode_view,
-)
+from app.engine.execution.captured_graphs import STEPS_TO_RECAPTURE, CapturedGraphs, GraphPlan
+from app.engine.execution.decode_graphs import DecodeGraphs, DecodeInputs, decode_buckets, decode_view
 from app.engine.execution.graph import CaptureError, CudaGraph, cuda_graphs
-from app.engine.execution.mixed_graphs import MixedGraphs, _Between
+from app.engine.execution.mixed_graphs import TOKEN_BUCKETS, MixedGraphs, _Between
 from app.engine.execution.recorded_graph import RecordedGraph
 from app.errors import ConfigError, ModelError
 from kernels import Elementwise, Masking, VarlenBatch, num_compilations
@@ -144,9 +139,11 @@ class FakeGraph:
     """A graph of a given size that refuses, or runs its work at each replay."""
 
     def __init__(self, num_bytes: int, error: Exception | None = None) -> None:
-        self.num_bytes, self._error = num_bytes, error
+        self.num_bytes = 0
+        self._size, self._error = num_bytes, error
 
     def capture(self, work: Callable[[], None]) -> None:
+        self.num_bytes = self._size
         if self._error is not None:
             raise self._error
         work()
@@ -170,12 +167,14 @@ class Runner:
                 yield
 
         memory.mapper.paused = paused  # type: ignore[method-assign]
-        fields: dict[str, Any] = {"buckets": decode_buckets(32), "new_graph": sizes, "budget_bytes": 1000} | plan
-        self.graphs = DecodeGraphs(GraphPlan(**fields), memory, CPU, self.forward, charges)
+        fields: dict[str, Any] = {"buckets": decode_buckets(32), "new_graph": sizes, "budget_bytes": 1_000_000} | plan
+        self.plan = GraphPlan(**fields)
+        self.graphs = CapturedGraphs(self.plan, memory, CPU, charges)
+        self.decode = DecodeGraphs(self.plan, self.graphs, memory.tensors, CPU, self.forward)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor | None:
-        return self.graphs.run(batch)
+        return self.decode.run(batch)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         [part], *_ = batch.parts
@@ -211,13 +210,13 @@ def test_each_view_has_its_graphs(memory: KVMemory) -> None:
 
 
 def test_the_start_takes_half_of_the_budget(memory: KVMemory) -> None:
-    runner = Runner(memory, lambda: FakeGraph(200))
-    runner.graphs.capture_all("region")
+    runner = Runner(memory, lambda: FakeGraph(200_000))
+    runner.decode.capture_all("region")
     assert [bucket for _, bucket in runner.graphs.captured] == [32, 24]
     assert runner.run(decodes((9,) * 3, "region")) is not None  # captured now
     assert runner.run(decodes((9,) * 2, "region")) is not None
     assert runner.run(decodes((9,), "region")) is not None
-    assert runner.graphs.num_bytes == 1000
+    assert runner.graphs.num_bytes == 1_000_000
     assert runner.run(decodes((9,) * 13, "region")) is not None  # no room: that of 24 does
     assert runner.run(decodes((9,) * 7, "region")) is None  # it would be padded threefold
     assert [bucket for _, bucket in runner.graphs.captured] == [32, 24, 4, 2, 1]
@@ -225,7 +224,7 @@ def test_the_start_takes_half_of_the_budget(memory: KVMemory) -> None:
 
 def test_all_buckets_are_captured_the_largest_first(memory: KVMemory) -> None:
     runner = Runner(memory, lambda: FakeGraph(1))
-    runner.graphs.capture_all("block_table")
+    runner.decode.capture_all("block_table")
     assert [bucket for _, bucket in runner.graphs.captured] == [32, 24, 16, 8, 4, 2, 1]
     assert runner.run(decodes((9,) * 7)) is not None
     assert len(runner.graphs.captured) == 7
@@ -256,12 +255,12 @@ def test_a_model_that_cannot_be_captured_is_launched_kernel_by_kernel(
         return made[-1]
 
     runner = Runner(memory, graph)
-    runner.graphs.capture_all("region")
+    runner.decode.capture_all("region")
     assert runner.run(decodes((9,) * 8, "region")) is None
     assert len(made) == 1
     assert "it reads a value" in caplog.text
     with pytest.raises(ModelError, match=r"decode_graphs is 'on'.*it reads a value; use 'auto'"):
-        Runner(memory, graph, required=True).graphs.capture_all("region")
+        Runner(memory, graph, required=True).decode.capture_all("region")
 
 
 # ---- memory ----
@@ -287,7 +286,7 @@ def test_a_sleeping_model_gives_its_graphs_back(memory: KVMemory) -> None:
     runner = Runner(memory, graph, DeviceCharges(pages), budget_bytes=1 << 19)
     for is_first in (True, False, False):
         for lengths in ((9,) * 7, (9,)):
-            for _ in range(_STEPS_TO_RECAPTURE + 1):
+            for _ in range(STEPS_TO_RECAPTURE + 1):
                 runner.run(decodes(lengths))
         num_compiled = num_compilations()
         assert {bucket for _, bucket in runner.graphs.captured} == {8, 1}
@@ -295,7 +294,7 @@ def test_a_sleeping_model_gives_its_graphs_back(memory: KVMemory) -> None:
         runner.graphs.release()
         assert charged(runner, pages) == runner.graphs.num_bytes == 0
         assert not any(made() for made in graphs), "their memory is theirs while anything refers to them"
-        for step in range(1, _STEPS_TO_RECAPTURE + 1):
+        for step in range(1, STEPS_TO_RECAPTURE + 1):
             assert runner.run(decodes((9,) * 6)) is None
             assert not runner.graphs.captured, step
         logits = runner.run(decodes((9,) * 6))
@@ -351,7 +350,7 @@ def test_a_graph_beyond_the_bound_is_not_wanted(memory: KVMemory) -> None:
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("no memory"), ValueError("a bug")])
 def test_the_first_graph_of_another_view_may_not_fit(memory: KVMemory, error: Exception | None) -> None:
     """Regression: its buffers stayed and were not charged, so that the step failed with more bytes held than charged.
-    The graphs of the first view stay."""
+    The graphs of the first view stay, if there is memory for what is left in their pool."""
     pages, failing = DevicePages(1 << 20), list[Exception]()
     charges = DeviceCharges(pages)
     runner = Runner(memory, lambda: FakeGraph(1000, *failing), charges, budget_bytes=1 << 19)
@@ -368,9 +367,9 @@ def test_the_first_graph_of_another_view_may_not_fit(memory: KVMemory, error: Ex
     else:
         assert runner.run(decodes((9, 9), "region")) is None
     pages.discharge(others)
-    assert charged(runner, pages) == held_bytes
-    assert charges.charged_bytes == held_bytes
-    assert runner.run(decodes((9, 9))) is not None
+    left_bytes = {type(None): -held_bytes, torch.OutOfMemoryError: 1000}.get(type(error), 0)
+    assert charged(runner, pages) == charges.charged_bytes == held_bytes + left_bytes
+    assert (runner.run(decodes((9, 9))) is None) == (error is None)
     runner.graphs.release()
     pages.close()
 
@@ -517,7 +516,7 @@ def test_blocks_that_share_handles_are_captured_by_block_table(
     with LLM(folder, kv_layout="sliced", decode_graphs="on", **shared) as llm:
         assert llm.engine.memory.groups[0].layout.extent_blocks > 1
         llm.engine.executor.capture_graphs("auto")
-        graphs = llm.engine.executor._runner.graphs
+        graphs = llm.engine.executor.graphs
         assert graphs is not None
         assert {view for view, _ in graphs.captured} == {"block_table"}
 
@@ -763,40 +762,138 @@ def test_rotary_layers_are_launched_for_the_tokens_of_the_step() -> None:
     assert outs[0].data_ptr() == outs[1].data_ptr()
 
 
-def test_decode_and_mixed_graphs_share_a_budget(make_checkpoint: MakeCheckpoint, without_compiler: None) -> None:
-    """Regression: decode graphs captured later had the whole budget, beside what mixed ones had of it; and the metrics
-    counted mixed ones as activations."""
-    folder = make_checkpoint(ARCHITECTURES["llama"][0], **ARCHITECTURES["llama"][1])
-    with LLM(folder, decode_graphs="on", mixed_graphs="on", skip_tokenizer_init=True, kv_memory_bytes=16 << 20) as llm:
-        runner = llm.engine.executor._runner
-        assert runner.graphs is not None
-        assert runner.mixed_graphs is not None
-        runner.mixed_graphs.num_bytes = runner.graphs.limit_bytes
-        llm.generate([[1, 2, 3]], GREEDY)
+class Attention:
+    """Doubles the queries."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: object) -> torch.Tensor:
+        return q * 2
+
+    def forget_calls(self) -> None: ...
+
+
+class Pieces(FakeGraph):
+    """Launches what lies between pieces as it comes, and holds only what a replay needs."""
+
+    def launch_between(self, call: Callable[[], object]) -> None:
+        call()
+
+
+class MixedRunner(Runner):
+    """With mixed graphs beside: their one layer has `HEADS` query heads and as many of keys and values."""
+
+    HEADS, DIM = 4, 8
+
+    def __init__(self, *args: Any, **plan: Any) -> None:
+        super().__init__(*args, **plan)
+        self.bound: list[Any] = []
+        attention = cast(CachedAttention, Attention())
+        self.mixed = MixedGraphs(self.plan, self.graphs, CPU, attention, self.forward_mixed, self.bound.append)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> torch.Tensor | None:
+        logits = self.decode.run(batch)
+        return self.mixed.run(batch) if logits is None else logits
+
+    def forward_mixed(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        heads = ids[:, None, None].expand(-1, self.HEADS, self.DIM).float()
+        out = self.bound[-1].attend(0, heads, heads, heads, Masking(scale=1.0))
+        return out[rows, 0, :1] * torch.ones(VOCAB_SIZE)
+
+
+def prompt(count: int) -> StepBatch:
+    """Of which the last token's logits are wanted."""
+    return decodes((9,) * count, logit_rows=torch.tensor([count - 1]))
+
+
+def test_all_graphs_are_charged_with_their_buffers_and_given_back(memory: KVMemory) -> None:
+    """Regression: the places of mixed graphs' tensors, and graphs of steps with prompts, were outside of the bound and
+    of a device's charges, and a sleeping model kept them."""
+    pages, made = DevicePages(1 << 20), list[weakref.ref[FakeGraph]]()
+
+    def graph() -> FakeGraph:
+        made.append(weakref.ref(new := Pieces(1000)))
+        return new
+
+    runner = MixedRunner(memory, graph, DeviceCharges(pages), new_mixed_graph=graph)
+    places = TOKEN_BUCKETS[-1] * (3 * 8 + 4 * MixedRunner.HEADS * MixedRunner.DIM * 4)  # inputs; q, k, v and the result
+    logits = 32 * VOCAB_SIZE * 4  # of both kinds
+    for _ in range(2):
+        for _ in range(STEPS_TO_RECAPTURE + 1):  # of the second round
+            found = runner.run(prompt(5))
+        assert found is not None
+        assert found.tolist() == [[10.0] * VOCAB_SIZE]
+        assert charged(runner, pages) == 1000 + places + logits
+        for _ in range(STEPS_TO_RECAPTURE + 1):
+            runner.run(prompt(17))
+            decoded = runner.run(decodes((9, 9)))
+        assert decoded is not None
+        assert decoded[:, 0].tolist() == [1, 2]
+        assert set(runner.graphs.captured) == {("mixed", 16), ("mixed", 32), ("block_table", 2)}
+        assert charged(runner, pages) == 3000 + places + logits + runner.decode.buffer_bytes
+        runner.graphs.release()
+        assert charged(runner, pages) == 0
+        gc.collect()  # these graphs keep their work, which refers to them
+        assert not any(graph() for graph in made)
+    runner.graphs.limit_bytes = places + logits + 1500
+    for _ in range(STEPS_TO_RECAPTURE + 1):
+        decoded = runner.run(decodes((9, 9)))
+    assert decoded is not None
+    for _ in range(STEPS_TO_RECAPTURE + 1):
+        assert runner.run(prompt(5)) is None  # beyond the bound with its places
+    runner.graphs.release()
+    pages.close()
+
+
+@pytest.mark.parametrize("error", [None, CaptureError("no"), torch.OutOfMemoryError("no memory")])
+@pytest.mark.parametrize("free", [100_000, 10])
+def test_what_a_discarded_graph_leaves_in_a_pool_is_charged(
+    memory: KVMemory, error: Exception | None, free: int
+) -> None:
+    """Regression: other graphs keep the pool, and so its memory, which nothing was charged for. Where it cannot be
+    charged, they are dropped, too."""
+    pages, errors = DevicePages(1 << 20), [None, error]
+    runner = MixedRunner(
+        memory, lambda: FakeGraph(1000, errors.pop(0)), DeviceCharges(pages), new_mixed_graph=lambda: Pieces(500)
+    )
+    for batch in (decodes((9,) * 2), prompt(5)):
+        assert runner.run(batch) is not None
+    held_bytes = charged(runner, pages)
+    pages.charge(others := pages.available_bytes - free)
+    runner.run(decodes((9,) * 4))
+    pages.discharge(others)
+    if free == 10:
         assert not runner.graphs.captured
-        assert llm.engine.footprint.graph_bytes == runner.graphs.limit_bytes
-        runner.mixed_graphs.num_bytes = 0
-        llm.generate([[1, 2, 3]], GREEDY)
-        assert len(runner.graphs.captured) == 1
+        assert charged(runner, pages) == 0
+    else:
+        assert (("block_table", 4) in runner.graphs.captured) == (error is None)
+        assert charged(runner, pages) == held_bytes + 1000
+    runner.graphs.release()
+    assert charged(runner, pages) == 0
+    pages.close()
 
 
 def test_steps_that_cannot_be_replayed_in_pieces_are_launched(memory: KVMemory) -> None:
-    attention, bound, errors = cast(CachedAttention, object()), list[Any](), [CaptureError("it reads a value")]
+    pages, made = DevicePages(1 << 20), list[FakeGraph]()
 
-    def graphs(used_bytes: int = 0, **plan: Any) -> MixedGraphs:
-        fields = {"buckets": (1, 8), "new_graph": lambda: FakeGraph(10, errors[0]), "budget_bytes": 1000} | plan
-        forward = cast(Any, None)  # the graph does not run its work
-        return MixedGraphs(GraphPlan(**fields), memory, CPU, attention, lambda: used_bytes, forward, bound.append)
+    def graph() -> FakeGraph:
+        made.append(FakeGraph(10, CaptureError("it reads a value")))
+        return made[-1]
 
-    refusing = graphs()
-    assert refusing.run(decodes((9,) * 3)) is None
-    assert bound[-1] is attention
-    assert refusing.run(decodes((9,) * 3)) is None
-    assert len(bound) == 2  # it was not tried again
+    def runner(**plan: Any) -> MixedRunner:
+        return MixedRunner(memory, lambda: FakeGraph(10), DeviceCharges(pages), new_mixed_graph=graph, **plan)
+
+    refusing = runner()
+    for _ in range(2):
+        assert refusing.run(prompt(3)) is None
+    assert len(refusing.bound) == 2  # it was not tried again
+    assert isinstance(refusing.bound[-1], Attention)
+    assert refusing.run(decodes((9, 9))) is not None
+    refusing.graphs.release()
     with pytest.raises(ModelError, match=r"mixed_graphs is 'on'.*it reads a value; use 'off'"):
-        graphs(required=True).run(decodes((9,) * 3))
-    bound.clear()
-    for batch in (decodes((9,) * 9), decodes((9,) * 641), decodes((9,), adapters=object()), decodes((9,), states=())):
-        assert graphs(required=True).run(batch) is None
-    assert graphs(1000, required=True).run(decodes((9,) * 3)) is None  # decode graphs have the budget
-    assert not bound
+        runner(required=True).run(prompt(3))
+    assert pages.charged_bytes == 0
+    made.clear()
+    for batch in (decodes((9,) * 33), prompt(641), decodes((9,), adapters=object()), decodes((9,), states=())):
+        assert runner(required=True).run(batch) is None
+    assert not made
+    pages.close()

@@ -90,7 +90,10 @@ async def test_models_take_turns_in_memory_for_some_of_them(models: TinyModels, 
         assert driver.host_leftovers[0] > 0, "copies are pinned"
 
 
+@pytest.mark.parametrize(("mixed", "room"), [("off", 4), ("on", 16)])
 async def test_graphs_are_charged_and_leave_with_their_model(
+    mixed: str,
+    room: int,
     models: TinyModels,
     driver: FakeDriver,
     without_compiler: None,  # noqa: F811
@@ -108,20 +111,22 @@ async def test_graphs_are_charged_and_leave_with_their_model(
     replays: list[RecordedGraph] = []
     replay = RecordedGraph.replay
     monkeypatch.setattr(RecordedGraph, "replay", lambda graph: (replays.append(graph), replay(graph))[1])
-    configs = [ModelConfig(name=name, engine=models.engine(name, decode_graphs="on")) for name in names]
-    memory_bytes = models.memory_for("llama", room_bytes=4 * KV_BYTES, beside=names)
+    engines = [models.engine(name, decode_graphs="on", mixed_graphs=mixed) for name in names]
+    configs = [ModelConfig(name=name, engine=engine) for name, engine in zip(names, engines, strict=True)]
+    memory_bytes = models.memory_for("llama", room_bytes=room * KV_BYTES, beside=names)
     async with models.opened(configs, memory_bytes, weights_dir=tmp_path) as shelf:
         pages = shelf._device.shared.pages  # type: ignore[union-attr]
-        num_late = []
+        num_late, kinds = [], set[str]()
         for _ in range(4):
             together = await asyncio.gather(*(found(shelf.model(name), name) for name in names))
             assert dict(zip(names, together, strict=True)) == alone
             await shelf.check_integrity()
-            engines = shelf.engines()
-            num_late.append(min(engine.take_activity().num_late_compilations for engine in engines.values()))
+            loaded = shelf.engines()
+            num_late.append(min(engine.take_activity().num_late_compilations for engine in loaded.values()))
             for name in names:
                 assert await found(shelf.model(name), name) == alone[name]
-                footprint = engines[name].driver.engine.footprint
+                footprint = loaded[name].driver.engine.footprint
+                kinds |= {kind for kind, _ in footprint.graphs[0].captured}
                 before = await in_step_thread(shelf, lambda f=footprint: (f.graph_bytes, pages.charged_bytes))
                 await put_to_sleep(shelf, name)
                 after = await in_step_thread(shelf, lambda f=footprint: (f.graph_bytes, pages.charged_bytes))
@@ -130,6 +135,7 @@ async def test_graphs_are_charged_and_leave_with_their_model(
             assert len(replays) > 40
             replays.clear()
         assert len(set(num_late[1:])) == 1, num_late
+        assert ("mixed" in kinds) == (mixed == "on")
 
 
 async def test_graphs_give_way_to_requests(

@@ -1,7 +1,7 @@
 // The page: takes a state each second and shows it.
 import { Chart, charts, recolour } from "./charts.js";
 import { BlockMap, COLOURED, blocksOf, drawMini, drawRegion, readColours } from "./map.js";
-import { ModelTable } from "./models.js";
+import { GpuTable, ModelTable } from "./models.js";
 import { Playground } from "./playground.js";
 import { States, keepKey } from "./stream.js";
 
@@ -87,7 +87,7 @@ function record(now) {
 
 // ---- parts ----
 
-const modelTable = new ModelTable($("models-panel"), { bytes, seconds });
+const deviceTables = [new ModelTable($("models-panel"), { bytes, seconds }), new GpuTable($("gpu-panel"), { bytes })];
 const modelChoice = $("model-choice").querySelector("select");
 const replicaOf = (now) => now.replicas.find((r) => r.name === chosen);
 
@@ -307,7 +307,7 @@ function show(now) {
 function draw(now) {
   figures(now);
   replicas(now);
-  modelTable.show(replicaOf(now));
+  for (const table of deviceTables) table.show(replicaOf(now));
   blocks(now);
   regions(now);
   lists(now);
@@ -319,7 +319,7 @@ function choose(name) {
   chosen = name;
   hovered = null;
   if (state && !state.details[name]) states.changed();
-  if (state) { replicas(state); modelTable.show(replicaOf(state)); blocks(state); regions(state); curves(); }
+  if (state) { replicas(state); for (const table of deviceTables) table.show(replicaOf(state)); blocks(state); regions(state); curves(); }
 }
 
 // ---- what the user does ----

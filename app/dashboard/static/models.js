@@ -1,4 +1,4 @@
-// The models of a replica that share a device: states, memory, requests, wakes and evictions.
+// Tables of a replica's device: the models that share it, and the memory of a GPU by part.
 const COLUMNS = ["model", "state", "memory of the device", "weights", "KV", "running", "waiting", "wakes", "last wake", "expected wait", "evicted"];
 
 const cell = (tag, text, className) => {
@@ -8,10 +8,10 @@ const cell = (tag, text, className) => {
   return found;
 };
 
-/** A bar of a model's weights and KV memory, as wide as its share of the device. */
-function bar(model, capacity) {
+/** A bar of named parts, each as wide as its share of the device. */
+function bar(parts, capacity) {
   const found = cell("td", "", "bar");
-  for (const [name, bytes] of [["weights", model.device_weight_bytes], ["kv", model.kv_bytes]]) {
+  for (const [name, bytes] of parts) {
     const part = cell("span", "", name);
     part.style.width = (100 * bytes) / capacity + "%";
     found.append(part);
@@ -42,10 +42,31 @@ export class ModelTable {
     this.body.replaceChildren(...models.map((m) => {
       const row = document.createElement("tr"), figure = (text) => cell("td", text, "number");
       const size = (v) => (v ? bytes(v) : "–");
-      row.append(cell("td", m.name), cell("td", m.state, "state " + m.state), bar(m, device.capacity_bytes), figure(size(m.device_weight_bytes)), figure(size(m.kv_bytes)),
+      row.append(cell("td", m.name), cell("td", m.state, "state " + m.state), bar([["weights", m.device_weight_bytes], ["kv", m.kv_bytes]], device.capacity_bytes), figure(size(m.device_weight_bytes)), figure(size(m.kv_bytes)),
         figure(m.num_running), figure(m.num_waiting), figure(m.num_wakes), figure(m.num_wakes ? seconds(m.last_wake_s) : "–"),
         figure(m.state === "failed" ? "–" : seconds(m.wake_s)), cell("td", m.num_evictions ? `${m.num_evictions}, last for ${m.evicted_for}` : "0"));
       if (m.error) row.title = m.error;
+      return row;
+    }));
+  }
+}
+
+/** A row for each part of a GPU's memory. Does nothing on a CPU. */
+export class GpuTable {
+  constructor(panel, { bytes }) {
+    Object.assign(this, { panel, bytes, note: panel.querySelector(".note"), body: document.createElement("tbody") });
+    panel.querySelector("table").append(this.body);
+  }
+
+  show(replica) {
+    const { bytes } = this, gpu = replica?.gpu;
+    this.panel.hidden = !gpu;
+    if (!gpu) return;
+    const parts = Object.entries(gpu.parts).filter(([, size]) => size), capacity = parts.reduce((sum, [, size]) => sum + size, 0);
+    this.note.textContent = `${bytes(capacity)} in all; ${bytes(gpu.pinned_bytes)} of host memory are pinned for it.`;
+    this.body.replaceChildren(...parts.map(([name, size]) => {
+      const row = document.createElement("tr");
+      row.append(cell("td", name), bar([[name, size]], capacity), cell("td", bytes(size), "number"));
       return row;
     }));
   }

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from app.config.engine import DeviceName
 from app.config.shelf import ModelConfig, ShelfConfig
 from app.engine.lora.source import AdapterSource
-from app.errors import UnavailableError
+from app.errors import ModelUnavailableError, UnavailableError
 from app.fleet.loaded import LoadedTable
 
 if TYPE_CHECKING:
     from app.engine.shelf.shelf import Shelf
+    from app.engine.shelf.shelved_model import ShelvedModel
 
 logger = logging.getLogger(__name__)
 
 # Longest wait for the requests of a removed model to end.
 _REMOVAL_S = 5.0
+# Longest wait for a table with the model or adapter of a request. A new registry gets the table from the ingresses,
+# which send it about once a second.
+_LEARN_S, _LEARN_POLL_S = 3.0, 0.05
 
 
 class ShelfAdditions:
@@ -44,11 +49,39 @@ class ShelfAdditions:
         self._settings, self._shelf, self._device = settings, shelf, device
         self._first, self._is_shared = settings.first.name, settings.device_memory_bytes is not None
         self._table, self._newest = table, newest
+        self._set = table  # the last one whose adapters all engines have
         self._setting = asyncio.Lock()
         self._refreshing: asyncio.Task[None] | None = None
         self._removals: set[asyncio.Task[None]] = set()
         for name in shelf.names if self._is_shared else ():
             shelf.model(name).loaded_adapters = self._adapters_of(name)
+
+    async def model(self, name: str, adapter: str | None = None) -> ShelvedModel:
+        """The model of a request, the first one if the name is empty. If it or the adapter is not known here, the
+        ingress, which knows them, has learnt of a change that this replica has missed; then this waits for the change.
+
+        Raises:
+            UnknownModelError: there is no such model, and no models or adapters are added at run time.
+            ModelUnavailableError: no table has come with the model and the adapter; another replica may have it.
+        """
+        name, deadline = name or self._first, time.monotonic() + _LEARN_S
+        while self._newest is not None and (missed := self._missed(name, adapter)) is not None:
+            if time.monotonic() > deadline:
+                raise ModelUnavailableError(f"the {missed} has not reached this replica; send the request again")
+            self.refresh()
+            assert self._refreshing is not None
+            await asyncio.wait([self._refreshing])
+            await asyncio.sleep(_LEARN_POLL_S)
+        return self._shelf.model(name)
+
+    def _missed(self, name: str, adapter: str | None) -> str | None:
+        """What of a request this replica does not know."""
+        if name not in self._shelf.names:
+            return f"model {name!r}"
+        if adapter is None or adapter in self._shelf.model(name).config.engine.adapters:
+            return None
+        loaded = {source.name for source in self._set.sources if (source.model or self._first) == name}
+        return None if adapter in loaded else f"adapter {adapter!r}"
 
     async def adopt(self, table: LoadedTable) -> None:
         """Set the models and adapters of a table, unless the shelf has a newer one.
@@ -62,6 +95,7 @@ class ShelfAdditions:
                 await self._set_models(table.models)
                 self._table = table
                 await self._set_adapters()
+                self._set = table
                 names = ", ".join((*(model.name for model in table.models), *table.ids.values()))
                 logger.info("models and adapters added at run time: %s", names or "none")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ class RequestStreams:
     Args:
         shelf: owned by the caller.
         first: the model of calls that name none.
+        model_of: returns the model with a name, which may be empty, and an adapter: see `ShelfAdditions.model`.
         is_shared: models share a device, so that a failure may be one model's.
         replica: the replica's name.
         note_cached: called with the cached tokens that a router expected, and those that were found.
@@ -37,6 +38,7 @@ class RequestStreams:
         self,
         shelf: Shelf,
         first: str,
+        model_of: Callable[[str, str | None], Awaitable[ShelvedModel]],
         *,
         is_shared: bool,
         replica: str,
@@ -45,6 +47,7 @@ class RequestStreams:
         on_failure: Callable[[], None],
     ) -> None:
         self._shelf, self._first, self._is_shared, self._replica = shelf, first, is_shared, replica
+        self._model_of = model_of
         self._pace, self._note_cached, self._on_failure = pace, note_cached, on_failure
         self._duplicates = DuplicateGuard()
 
@@ -89,7 +92,11 @@ class RequestStreams:
         )
 
     async def _generated(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
-        model = self._shelf.model(request.model or self._first)
+        try:
+            model = await self._model_of(request.model, request.adapter)
+        except ModelUnavailableError as missed:
+            missed.replica = self._replica
+            raise
         key, expected = request.repeat_key, request.expected
         if expected is not None and expected.replica != self._replica:  # the expectation concerns another replica
             expected = None

@@ -166,6 +166,7 @@ class EngineReplica:
         self._requests = RequestStreams(
             self._shelf,
             self._first,
+            self._additions.model,
             is_shared=self._is_shared,
             replica=self._name,
             pace=pace,
@@ -291,7 +292,7 @@ class EngineReplica:
 
     async def unpin(self, name: str, model: str = "") -> None:
         """Unpin a prefix of a model. Raises `UnknownPinError`; loads nothing."""
-        engine = self._shelf.model(model or self._first).engine
+        engine = (await self._additions.model(model)).engine
         if engine is None:
             raise UnknownPinError(f"no prefix is pinned as {name!r}: its model is not loaded here", "name")
         await _run_in_thread(partial(engine.unpin, name))
@@ -346,9 +347,9 @@ class EngineReplica:
         Raises:
             UnknownModelError: there is no such model.
             OverloadedError: too many requests wait for it.
-            UnavailableError: it cannot be loaded, or its engine has stopped.
+            UnavailableError: it has not reached this replica, it cannot be loaded, or its engine has stopped.
         """
-        engine = await self._shelf.model(model or self._first).ready()
+        engine = await (await self._additions.model(model)).ready()
         engine.check()
         return engine
 

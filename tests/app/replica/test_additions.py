@@ -17,11 +17,16 @@ from app.engine import AsyncEngine, SamplingParams
 from app.engine.lora.source import AdapterSource, files_version
 from app.engine.shelf import control
 from app.engine.shelf.shelf import Shelf
-from app.errors import UnavailableError
+from app.errors import ModelUnavailableError, UnavailableError, UnknownPinError
 from app.fleet.loaded import LoadedTable
+from app.fleet.messages import GenerateRequest
+from app.replica import additions as additions_module
 from app.replica.additions import ShelfAdditions
+from app.serving import loaded as loaded_module
+from app.serving.loaded import TableCopy
 from tests.app.engine.lora.adapters import make_adapter
-from tests.local_server import a_model
+from tests.app.serving.registry import Cluster
+from tests.local_server import a_model, replica_of_shelf
 
 Adapting = tuple[Shelf, ShelfAdditions, AdapterSource]
 
@@ -84,3 +89,55 @@ async def test_adapters_that_come_while_a_model_is_loaded_are_there_at_once(
     await additions.adopt(LoadedTable(1, (poet,)))
     goes_on.set()
     assert await answer != await say(shelf, "second")
+
+
+async def test_a_replica_that_has_missed_a_model_or_an_adapter_learns_of_it_from_its_first_request(
+    adapting: Adapting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a replica that had just replaced a killed one refused requests for what was added at run time with
+    `UnknownModelError`, which ends them with 404, where the ingress knew better. A registry that has died, too, gets
+    the table a little later. What remains unknown is for another replica."""
+    *_, poet = adapting
+    cluster = Cluster("folio-loaded:folio")
+    monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
+    monkeypatch.setattr(TableCopy, "fetch", lambda copy: copy.table)
+    options: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "max_num_batched_tokens": 512, "warm_up": False}
+    known, missed = (a_model(n, adapter_dir=str(tmp_path / "adapters"), **options) for n in ("known", "missed"))
+    replica = replica_of_shelf(ShelfConfig(models=(known,), device_memory_bytes=256 << 20, models_dir=str(tmp_path)))
+    table = LoadedTable(1, (replace(poet, model="missed"),), (missed,))
+
+    async def answer(model: str, adapter: str | None) -> None:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        call = GenerateRequest(f"{model}-{adapter}", [300, 301], params, model=model, adapter=adapter)
+        [pieces] = [item async for item in replica.complete_as_stream(call)]
+        assert len(pieces[0].token_ids) == 3
+
+    async def restore() -> None:
+        await asyncio.sleep(0.3)
+        cluster.actor.registry.restore(table)
+
+    later = asyncio.create_task(restore())
+    assert await replica.max_model_len("missed") > 0
+    await asyncio.gather(answer("missed", None), answer("missed", "poet"), answer("", None), later)
+    engine = replica._shelf.engines()["missed"]
+    set_loaded = engine.set_loaded
+
+    async def slowly(loaded: Any) -> None:
+        await asyncio.sleep(0.3)
+        await set_loaded(loaded)
+
+    monkeypatch.setattr(engine, "set_loaded", slowly)
+    new = replace(table, revision=2, sources=(*table.sources, replace(poet, name="new", model="missed")))
+    cluster.actor.registry.restore(new)
+    change = asyncio.create_task(replica.set_loaded(new))
+    await asyncio.sleep(0)  # it has begun
+    await answer("missed", "new")
+    await change
+    monkeypatch.setattr(additions_module, "_LEARN_S", 0.1)
+    for model, adapter, what in (("gone", None, "model 'gone'"), ("known", "poet", "adapter 'poet'")):
+        with pytest.raises(ModelUnavailableError, match=what) as unknown:
+            await answer(model, adapter)
+        assert unknown.value.replica == "local"
+    with pytest.raises(UnknownPinError):
+        await replica.unpin("pin", "missed")
+    replica._shelf.close()

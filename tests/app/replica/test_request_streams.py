@@ -78,9 +78,13 @@ def streams_of(engine: Any, noted: list[tuple[int, int]] | None = None) -> Reque
 def streams_of_shelf(
     shelf: Any, noted: list[tuple[int, int]] | None = None, *, is_shared: bool = False
 ) -> RequestStreams:
+    async def model_of(name: str, adapter: str | None) -> Any:
+        return shelf.model(name or "builtin")
+
     return RequestStreams(
         shelf,
         "builtin",
+        model_of,
         is_shared=is_shared,
         replica="here",
         pace=StreamPace(10, min_interval_s=0.05, max_interval_s=1.0),

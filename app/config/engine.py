@@ -46,6 +46,7 @@ _AT_LEAST_1 = (
     "max_queued_requests",
 )
 _AT_LEAST_0 = (
+    "max_mixed_step_s",
     "kv_memory_floor_bytes",
     "kv_idle_release_s",
     "prefix_cache_release_s",
@@ -76,6 +77,10 @@ class EngineConfig:
         max_num_seqs: sequences that run at once; never more than `max_num_batched_tokens`. By default 64, on CUDA 256.
         max_num_batched_tokens: token budget of a step, decodes and prefill chunks together. By default 1,024, on CUDA
             8,192.
+        max_mixed_step_s: prompts are computed in chunks so small that the tokens of other requests come at least this
+            often, in seconds, or after 4 times as long as they take without a prompt beside them if that is longer;
+            `None`: chunks are bounded by `max_num_batched_tokens` alone. Smaller: smoother streams and later first
+            tokens.
         gpu_memory_utilization: share of a CUDA device's memory that the engine takes in all: weights, a step, graphs,
             headroom, and the KV cache with what they leave. Memory of other processes is never counted in.
         kv_memory_bytes: ceiling of the KV cache, taken as needed. By default a quarter of the memory of the machine or
@@ -164,6 +169,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_mixed_step_s: float | None = 0.25
     gpu_memory_utilization: float = 0.9
     kv_memory_bytes: int | None = None
     kv_memory_floor_bytes: int = 0

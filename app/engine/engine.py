@@ -173,6 +173,7 @@ class Engine:
                 recovery=self.recovery,
                 policy=config.preemption,
                 fair_tenants=config.fair_tenants,
+                max_mixed_step_s=math.inf if config.max_mixed_step_s is None else config.max_mixed_step_s,
             )
             self.adapters = AdapterStore(
                 config.adapters,

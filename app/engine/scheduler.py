@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from app.config.engine import PreemptionPolicy
 from app.engine.admission import Admission, tokens_to_match
 from app.engine.faults import SequenceFailure, attribute_failures, is_request_failure
+from app.engine.mixed_steps import MixedSteps
 from app.engine.preemption import PreemptionCostModel
 from app.engine.request import Request, SequenceGroup
 from app.engine.running import RunningGroups, TokensAwaited, rank
@@ -35,8 +37,9 @@ class Scheduler:
     """Iteration-level batching.
 
     Each step has at most `max_num_batched_tokens` tokens: decodes first, then chunks of prompts as they are due, of
-    admitted requests and of new ones. A request is admitted when its whole prompt fits; blocks are allocated chunk by
-    chunk. It shares its cached prefix, and waits while a running sequence computes more of it.
+    admitted requests and of new ones; beside decodes no more than `mixed_steps` lets them have. A request is admitted
+    when its whole prompt fits; blocks are allocated chunk by chunk. It shares its cached prefix, and waits while a
+    running sequence computes more of it.
 
     **Order.** Within its priority a group is due `PATIENCE` times as long after its arrival as its prompt takes to
     compute, as far as the router does not expect it in the cache. So a short prompt passes long ones, waiting or begun,
@@ -51,11 +54,13 @@ class Scheduler:
         recovery: cost model for preemption.
         policy: "auto", or the mode that is always used; groups that do not fit into the swap space are recomputed.
         fair_tenants: admit by deficit round robin over tenants (`WaitingQueue`).
+        max_mixed_step_s: seconds that prompts may stretch a step with decodes to (`MixedSteps`).
         clock: the current time in seconds.
 
     Attributes:
         waiting: groups that have not begun.
         groups: those that have.
+        mixed_steps: bounds the time of steps with prompts and decodes.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Scheduler:
         recovery: PreemptionCostModel,
         policy: PreemptionPolicy,
         fair_tenants: bool = False,
+        max_mixed_step_s: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._clock = clock
@@ -77,6 +83,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.view = view
         self._recovery = recovery
+        self.mixed_steps = MixedSteps(recovery, max_mixed_step_s)
         self.waiting = WaitingQueue(max_num_batched_tokens if fair_tenants else None)
         self.groups = RunningGroups(memory, recovery, policy, lambda: self._admission.forget_pending_refusal())
         self._admission = Admission(memory, self.groups, self.max_num_seqs)
@@ -214,6 +221,8 @@ class Scheduler:
         if drafts:
             budget -= self._add_drafts(decodes, drafts, budget)
         prompts: list[Scheduled] = []
+        if has_prompts or self.waiting.peek() is not None:
+            self.mixed_steps.begin(decodes)
         if has_prompts:
             budget = self._schedule_prompts(budget, prompts)
         # Without sequences that were preempted meanwhile: of later groups, or of the same one.
@@ -369,10 +378,11 @@ class Scheduler:
         return budget
 
     def _schedule_chunk(self, request: Request, budget: int, scheduled: list[Scheduled], *, new: bool = False) -> int:
-        """Append the next chunk of a prompt; returns its tokens. A `new` group preempts no other one."""
+        """Append the next chunk of a prompt; returns its tokens, or the whole budget if the step is to take no further
+        prompt. A `new` group preempts no other one."""
         if request.memory is None and not self._open(request):
             return 0
-        num_tokens = min(budget, request.num_uncomputed)
+        num_tokens = self.mixed_steps.fitting_tokens(request.num_computed, min(budget, request.num_uncomputed))
         if request.params.prompt_logprobs is not None:
             num_tokens = min(num_tokens, self._prompt_logits_left)
             self._prompt_logits_left -= num_tokens
@@ -387,11 +397,11 @@ class Scheduler:
             end = whole if whole > request.num_computed else end
         num_tokens = end - request.num_computed
         if not self.groups.grow(request, num_tokens, request.group if new else None):
-            return budget  # the group has been preempted, or waits for memory, and the step takes no further prompt
+            return budget  # the group has been preempted, or waits for memory
         scheduled.append(Scheduled(request, num_tokens))
         self._stage(scheduled[-1])
         self.groups.staged.add(request.group)
-        return num_tokens
+        return num_tokens if self.mixed_steps.take(scheduled[-1].start, num_tokens) else budget
 
     def _open(self, request: Request) -> bool:
         """Create the request's memory with its cached prefix; false while a running sequence computes more of it."""

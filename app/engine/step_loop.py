@@ -318,6 +318,7 @@ class StepLoop:
         self._meter.step_tokens.append(num_tokens)
         if num_tokens > sum(s.samples for s in scheduled):  # not only decodes
             self._meter.note_step(seconds, time.monotonic())
+            self._scheduler.mixed_steps.note(scheduled, seconds)
 
     def _pin(self, request: Request) -> Delta:
         """Pin the prefix that a request has computed, and end the request."""

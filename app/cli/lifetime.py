@@ -5,7 +5,7 @@ and deploys the applications. The status is 1 if an application cannot be deploy
 2. requests in flight are finished within the grace period;
 3. Serve is shut down within 4 s, and the status is 0.
 
-A second signal ends the process at once.
+A second signal ends the process at once. One signal ends it within the grace period and 15 s, whatever Ray does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from http.client import HTTPException
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
@@ -34,27 +34,33 @@ from app.cli.address import reserve_address
 from app.cli.env import prepared_environment
 from app.cli.gpus import fit_replicas, gpus_of_nodes, unseen_gpus
 from app.cli.greeting import base_url, greeting
-from app.compat.ray import ServeInstance, own_search_path
+from app.compat.ray import ServeInstance, by_value, own_search_path, raylet_has_ended
 from app.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _POLL_S, _LOOK_S = 0.5, 0.1
 # For the last bytes to pass through HAProxy, or Serve's proxy, after the last request has ended.
 _FLUSH_GRACE_S = 1.0
 # Timeouts of an ingress's answer, of Serve's shutdown, and of the whole end, Ray's processes included.
 _ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 1.0, 4.0
-_ROUTED_S = 10.0
+# Beyond the grace period, for all of them together.
+_LONGEST_END_S = 15.0
+_ROUTED_S, _RAYLET_LOOK_S = 10.0, 5.0
 # Last line of our exceptions in a traceback, as Serve's messages contain them.
 _OUR_ERROR = re.compile(r"app\.errors\.(?:ConfigError|ModelError)(?:\(\w+\))?: (.*)")
 
 
 class Signals:
-    """Note the first SIGTERM or SIGINT in `came`; end the process at the second. Construct in the main thread, after
-    Ray has set its handlers."""
+    """Note the first SIGTERM or SIGINT in `came`; end the process at the second, or `longest_s` after the first, even if
+    a call of Ray hangs. Construct in the main thread, after Ray has set its handlers."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_s: float) -> None:
         self.came = False  # no Event: a handler interrupts the main thread, which may hold its lock
+        read, self._first = os.pipe()
+        threading.Thread(target=_end_after_byte, args=(read, longest_s), daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -70,6 +76,15 @@ class Signals:
             # Ray's processes end with this one if it has started them.
             os._exit(128 + number)
         self.came = True
+        os.write(self._first, b"x")
+
+
+def _end_after_byte(read: int, seconds: float) -> None:
+    """End this process so many seconds after something can be read."""
+    os.read(read, 1)
+    time.sleep(seconds)
+    logger.error("the orderly end has taken %g s: this process and those that it has started end now", seconds)
+    os._exit(0)
 
 
 def run(
@@ -100,7 +115,7 @@ def run(
             join_ray(is_local=is_local, dashboard=ray_dashboard, num_gpus=unseen_gpus() if is_local else None)
             gpus = gpus_of_nodes(ray.nodes())
             fit_replicas(config, gpus, is_default=is_default_scale, is_local=is_local)
-            return serve_until_signal(config, Signals(), grace_s, ray_dashboard=ray_dashboard)
+            return serve_until_signal(config, Signals(grace_s + _LONGEST_END_S), grace_s, ray_dashboard=ray_dashboard)
         finally:
             ray.shutdown()
             if reserved is not None:
@@ -145,13 +160,26 @@ def serve_until_signal(
         wait_until_routed(base_url(config), signals)
         if not signals.came:
             print(greeting(config, ray_dashboard=ray_dashboard), flush=True)
-        while not signals.wait(timeout_s=3600.0):
-            pass
-        has_ended = drain_ingresses(grace_s)
+        ingresses = folio_ingresses()
+        watch(signals)
+        has_ended = drain_ingresses(grace_s, ingresses)
         return status
     finally:
         end_within(_END_S, status)
         instance.shut_down(_SHUTDOWN_S if has_ended else 0.0)
+
+
+def watch(signals: Signals) -> None:
+    """Wait for a signal. If Ray's raylet ends meanwhile, that is logged: what runs can still answer."""
+    while not signals.wait(_RAYLET_LOOK_S):
+        if raylet_has_ended():
+            logger.error(
+                "Ray's raylet on this machine has ended: requests are answered as long as the processes of this server "
+                "run, but none that ends is replaced any more; restart folio serve"
+            )
+            break
+    while not signals.wait(3600.0):
+        pass
 
 
 def end_within(seconds: float, status: int) -> None:
@@ -193,13 +221,22 @@ def wait_until_routed(url: str, signals: Signals) -> None:
             signals.wait(_LOOK_S)
 
 
-def drain_ingresses(grace_s: float) -> bool:
-    """Drain all ingresses. Returns whether all requests in flight have ended within the grace period."""
+def drain_ingresses(grace_s: float, ingresses: dict[str, Any]) -> bool:
+    """Drain all ingresses. Returns whether all requests in flight have ended within the grace period.
+
+    Args:
+        ingresses: as far as they are known, for the case that Serve's controller has ended.
+    """
     logger.info("draining: new requests are refused, requests in flight have %g s; another signal ends them", grace_s)
     ends_at = time.monotonic() + grace_s
-    has_waited = False
-    # Repeated, because ingresses may start meanwhile.
-    while num_in_flight := sum(map(_drain_ingress, folio_applications())):
+    has_waited, is_answered = False, True
+    while True:
+        if is_answered:  # repeated, because ingresses may start meanwhile
+            found = _within(_ANSWER_S, folio_ingresses)
+            is_answered, ingresses = found is not None, ingresses if found is None else found
+        num_in_flight = sum(_drain_ingress(name, ingress) for name, ingress in ingresses.items())
+        if not num_in_flight:
+            break
         has_waited = True
         if time.monotonic() >= ends_at:
             logger.warning("the grace period is over: %d requests are cut off", num_in_flight)
@@ -210,21 +247,36 @@ def drain_ingresses(grace_s: float) -> bool:
     return True
 
 
-def folio_applications() -> list[str]:
-    """Names of Folio's applications with a running ingress; others cannot drain."""
-    names = []
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """A call's result; `None` if it has none in time, or fails."""
+    results: list[T] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except (RayError, RayServeException) as error:
+            logger.warning("Serve's controller does not answer: %s", error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def folio_ingresses() -> dict[str, Any]:
+    """Handles of the running ingresses of Folio's applications, by the applications' names; others cannot drain."""
+    ingresses = {}
     for name, application in serve.status().applications.items():
         deployments: Any = application.deployments
         if {"Ingress", "EngineReplica"} <= deployments.keys() and deployments["Ingress"].replica_states.get("RUNNING"):
-            names.append(name)
-    return names
+            ingresses[name] = by_value(serve.get_deployment_handle("Ingress", name))
+    return ingresses
 
 
-def _drain_ingress(name: str) -> int:
+def _drain_ingress(name: str, ingress: Any) -> int:
     """Start draining an application's ingresses; returns their requests in flight."""
     try:
-        handle = serve.get_deployment_handle("Ingress", name)
-        return sum(handle.broadcast("drain").results(timeout_s=_ANSWER_S))
+        return sum(ingress.broadcast("drain").results(timeout_s=_ANSWER_S))
     except (RayError, RayServeException, TimeoutError) as error:
         logger.warning("an ingress of %s does not answer: %s", name, error)
         return 1  # it is asked again, until the grace period ends

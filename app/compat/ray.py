@@ -10,10 +10,12 @@ Seen to work with `VERSION`. `tests/app/compat/test_ray.py` fails first when Ray
   the controller ends before it answers.
 - `DeploymentBroadcastResponse._fetch_replica_results_async`: `results_async` has one timeout for all replicas, and
   drops the answers that have come.
-- `DeploymentHandle.options(_by_reference=)`: by value an item of a stream costs half as much, and a replica learns of
-  its caller's death.
+- `DeploymentHandle.options(_by_reference=)`: by value an item of a stream costs half as much, a replica learns of its
+  caller's death, and calls go on without the raylet.
 - `RequestRouter._choose_replica_for_request`: without a replica Serve waits for ever. `choose_replica` and `dispatch`
   would reserve a slot at the replica first, by a further message for each request.
+- `RequestRouter.create_replica_wrapper`, `RunningReplica.get_queue_len`, `._replica_info`: when a raylet dies, Ray calls
+  the actors of its node dead, and Serve drops replicas whose processes run on.
 - `PendingRequest.routing_context.should_backoff`: otherwise Serve asks a router again at once, and for ever, while all
   replicas are full.
 - `get_serve_logs_dir`: where Serve's own exporter of traces writes, and log collectors look.
@@ -23,6 +25,7 @@ Seen to work with `VERSION`. `tests/app/compat/test_ray.py` fails first when Ray
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -33,12 +36,12 @@ from typing import Any, cast
 import grpc
 import ray
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.job_config import JobConfig
 from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
-from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.serve.schema import LoggingConfig, ServeDeploySchema
 
 from app.errors import EngineError, FolioError, OverloadedError, UnavailableError
@@ -85,13 +88,56 @@ def streaming_handle(handle: DeploymentHandle[Any], *, by_value: bool) -> Deploy
     return handle.options(stream=True, _by_reference=not by_value)
 
 
+def by_value(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
+    """The handle, for calls straight to the replicas' processes, which need neither raylet nor GCS."""
+    return handle.options(_by_reference=False)
+
+
+def raylet_has_ended() -> bool:
+    """Whether the raylet that this process started has ended. It stays a zombie: once nothing is left of it, all Ray
+    workers of this node end, in the middle of their requests."""
+    node: Any = ray._private.worker._global_node  # type: ignore[attr-defined]
+    if node is None or not (raylets := node.all_processes.get("raylet")):
+        return False
+    with suppress(ChildProcessError):  # it has been waited for
+        return os.waitid(os.P_PID, raylets[0].process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return True
+
+
 async def replica_results(response: DeploymentBroadcastResponse) -> Sequence[Any]:
     """One result for each replica that a broadcast has reached, to be awaited by `get_async()`."""
     return cast(Sequence[Any], await response._fetch_replica_results_async())
 
 
+class _Replica(RunningReplica):
+    """A replica that is gone only when Ray says so and its process does not listen any more.
+
+    Attributes:
+        is_cut_off: Ray calls it dead, but its process listens: calls by value reach it.
+    """
+
+    is_gone = is_cut_off = False
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        """The number of its requests, unknown and taken for 0 while it is cut off."""
+        try:
+            number = await super().get_queue_len(deadline_s=deadline_s)
+        except ActorDiedError as died:
+            try:
+                _, writer = await asyncio.open_connection(self._replica_info.node_ip, self._replica_info.port)
+            except OSError:
+                self.is_gone = True
+                raise died from None
+            writer.close()
+            self.is_cut_off = True
+            return 0
+        self.is_cut_off = False
+        return number
+
+
 class BoundedWaitRouter(FIFOMixin, RequestRouter):
-    """A request router that bounds the time for which a request waits for a replica.
+    """A request router that bounds the time for which a request waits for a replica, and drops no replica whose process
+    listens.
 
     `FIFOMixin`: calls of one HTTP request share an id, by which Serve finds only one of them; the others are placed in
     the order of their arrival.
@@ -101,11 +147,25 @@ class BoundedWaitRouter(FIFOMixin, RequestRouter):
     def bounded_wait(self, pending: PendingRequest) -> AbstractAsyncContextManager[None]:
         """The context in which Serve chooses a replica. An error that leaves it fails the call."""
 
+    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
+        return _Replica(replica_info)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Drop a replica that is gone; ask another one before its next request (`_Replica.get_queue_len`)."""
+        replica = self._replicas.get(replica_id)
+        if isinstance(replica, _Replica) and not replica.is_gone:
+            self.on_replica_actor_unavailable(replica_id)
+        else:
+            super().on_replica_actor_died(replica_id)
+
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         async with self.bounded_wait(pending_request):
-            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        if isinstance(replica, _Replica) and replica.is_cut_off:
+            pending_request.metadata._by_reference = False  # else Serve would try in vain, without a pause
+        return replica
 
 
 def back_off(pending: PendingRequest) -> None:

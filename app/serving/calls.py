@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.compat.ray import (
     CALL_ERRORS,
+    by_value,
     call_broken_error,
     folio_error,
     replica_results,
@@ -59,7 +60,7 @@ class ReplicaClient:
         wait_for_replica_s: float = 10.0,
         shedders: Mapping[str, LoadShedder] = MappingProxyType({}),
     ) -> None:
-        self._handle = handle
+        self._handle = by_value(handle)
         self._first_s = wait_for_replica_s + SILENCE_S
         self._shared = shared
         self._batch_window = batch_window

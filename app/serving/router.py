@@ -157,7 +157,7 @@ class FolioRouter(BoundedWaitRouter):
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._set_replicas([r for r in self._by_name.values() if r.replica_id != replica_id])
+        self._set_replicas([r for r in self._by_name.values() if r.replica_id in self.curr_replicas])
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

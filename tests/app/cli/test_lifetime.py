@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,10 @@ class Ingress:
     def __init__(self, answers: Iterator[list[int] | Exception]) -> None:
         self._answers = answers
 
+    def options(self, **options: bool) -> Ingress:
+        assert options == {"_by_reference": False}
+        return self
+
     def broadcast(self, method: str) -> Any:
         assert method == "drain"
         answer = next(self._answers)
@@ -110,7 +115,8 @@ def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..
     monkeypatch.setattr(lifetime, "ServeInstance", lambda config: instance)
     monkeypatch.setattr(lifetime, "wait_until_running", lambda names, signals: 0)
     monkeypatch.setattr(lifetime, "wait_until_routed", lambda url, signals: None)
-    monkeypatch.setattr(lifetime, "drain_ingresses", lambda grace_s: has_ended)
+    monkeypatch.setattr(lifetime, "folio_ingresses", dict)
+    monkeypatch.setattr(lifetime, "drain_ingresses", lambda grace_s, ingresses: has_ended)
     monkeypatch.setattr(lifetime, "end_within", lambda seconds, status: done.append((seconds, status)))
     signals: Any = SimpleNamespace(came=True, wait=lambda timeout_s: True)
     assert lifetime.serve_until_signal(load_config(Path(config({}))), signals, 60.0) == 0
@@ -122,8 +128,13 @@ def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..
 
 @pytest.mark.processes
 def test_a_process_that_hangs_at_its_end_is_ended() -> None:
-    code = "import threading; from app.cli import lifetime; lifetime.end_within(0.0, 7); threading.Event().wait(240)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 7
+    """Also where a call of Ray hangs before the end is scheduled: after a raylet's death, a signal did not end it."""
+    for ending, status in {
+        "lifetime.end_within(0.0, 7)": 7,
+        "lifetime.Signals(0.0); os.kill(os.getpid(), signal.SIGTERM)": 0,
+    }.items():
+        code = f"import os, signal, threading; from app.cli import lifetime; {ending}; threading.Event().wait(240)"
+        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == status
 
 
 def test_waiting_until_all_applications_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,15 +171,39 @@ def test_draining_lasts_until_no_request_is_in_flight(monkeypatch: pytest.Monkey
     statuses(monkeypatch, {"a": runs, "desk": runs, "new": ApplicationStatus.DEPLOYING})
     answers: Iterator[Any] = iter([[2, 1], RayServeException("restarting"), [0, 1], [0, 0]])
     monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(answers))
-    assert lifetime.drain_ingresses(60.0)
+    assert lifetime.drain_ingresses(60.0, {})
     assert next(answers, None) is None
+
+
+def test_ingresses_are_drained_without_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its raylet's death it answers nobody, and is asked once."""
+    monkeypatch.setattr(lifetime, "_POLL_S", 0.0)
+    monkeypatch.setattr(lifetime, "_FLUSH_GRACE_S", 0.0)
+    monkeypatch.setattr(lifetime, "_ANSWER_S", 0.01)
+    asked: list[None] = []
+
+    def hangs() -> None:
+        asked.append(None)
+        threading.Event().wait(240)
+
+    monkeypatch.setattr(ray_serve, "status", hangs)
+    answers: Iterator[Any] = iter([[2], [0]])
+    assert lifetime.drain_ingresses(60.0, {"a": Ingress(answers)})
+    assert next(answers, None) is None
+    assert len(asked) == 1
+
+
+def test_a_dead_raylet_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(lifetime, "raylet_has_ended", iter([False, True]).__next__)
+    lifetime.watch(Signals(after=5))  # type: ignore[arg-type]
+    assert [message[:29] for message in caplog.messages] == ["Ray's raylet on this machine "]
 
 
 def test_draining_ends_with_the_grace_period(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     statuses(monkeypatch, {"a": ApplicationStatus.RUNNING})
     monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(iter([[3, 4]])))
     with caplog.at_level(logging.WARNING):
-        assert not lifetime.drain_ingresses(0.0)
+        assert not lifetime.drain_ingresses(0.0, {})
     assert "7 requests are cut off" in caplog.text
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
+import os
+import subprocess
+import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +26,10 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from app.compat import ray as compat
-from app.errors import EngineError, FolioError, OverloadedError, RequestError, UnavailableError
+from app.errors import EngineError, FolioError, NoReplicaError, OverloadedError, RequestError, UnavailableError
+from app.serving.router import FolioRouter
+from tests.app.compat.ray_types import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from tests.processes import until
 
 
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
@@ -57,6 +65,71 @@ def test_streams_by_value() -> None:
     assert "_by_reference" in {field.name for field in dataclasses.fields(DynamicHandleOptions)}
     handle: Any = SimpleNamespace(options=lambda **options: options)
     assert compat.streaming_handle(handle, by_value=True) == {"stream": True, "_by_reference": False}
+
+
+@pytest.mark.processes
+def test_a_raylet_that_has_ended_is_not_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's workers end when nothing is left of it."""
+    assert not compat.raylet_has_ended()  # none is started here
+    raylet = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    node = SimpleNamespace(all_processes={"raylet": [SimpleNamespace(process=raylet)]})
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)  # type: ignore[attr-defined]
+    assert not compat.raylet_has_ended()
+    raylet.kill()
+    until(compat.raylet_has_ended)
+    os.kill(raylet.pid, 0)
+    assert compat.raylet_has_ended()
+    raylet.communicate()
+    assert compat.raylet_has_ended()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+async def test_a_replica_is_dropped_when_its_process_is_gone(listens: bool) -> None:
+    """Regression: when a raylet dies, Ray calls the actors of its node dead. Polling `/ready` made the ingress drop its
+    only replica, which answered all requests. Such a replica is called by value from then on."""
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1")
+    port = server.sockets[0].getsockname()[1]
+    if not listens:
+        server.close()
+        await server.wait_closed()
+    replica_id = ReplicaID("a", DeploymentID("EngineReplica", "test"))
+    dead = ActorDiedError()
+
+    class Actor:
+        get_num_ongoing_requests = SimpleNamespace(remote=partial(failed, dead))
+
+    info: Any = SimpleNamespace(
+        replica_id=replica_id,
+        node_ip="127.0.0.1",
+        port=port,
+        multiplexed_model_ids=[],
+        is_cross_language=False,
+        max_ongoing_requests=10,
+        routing_stats={},
+        get_actor_handle=Actor,
+    )
+    router = FolioRouter(
+        deployment_id=replica_id.deployment_id,
+        handle_source=DeploymentHandleSource.REPLICA,
+        use_replica_queue_len_cache=True,
+    )
+    router.initialize_state(wait_for_replica_s=2.0)
+    router.update_replicas([router.create_replica_wrapper(info)])
+    router.on_replica_actor_died(replica_id)  # a call by reference has failed
+    pending = request_router.PendingRequest([], {}, RequestMetadata("x", "internal", call_method="ready"))
+    assert pending.metadata._by_reference
+    if listens:
+        chosen = await router._choose_replica_for_request(pending)
+        assert (chosen.replica_id, pending.metadata._by_reference) == (replica_id, False)
+        server.close()
+    else:
+        with pytest.raises(NoReplicaError):
+            await router._choose_replica_for_request(pending)
+        assert not router.curr_replicas
+
+
+async def failed(error: Exception) -> None:
+    raise error
 
 
 async def test_the_routers_hooks() -> None:

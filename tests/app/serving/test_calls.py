@@ -86,8 +86,11 @@ class Handle:
         self.generate_stream = SimpleNamespace(remote=self._remote)
         self.complete_as_stream = SimpleNamespace(remote=partial(self._remote, at_once=True))
 
-    def options(self, *, stream: bool, _by_reference: bool) -> Handle:
-        self.by_reference.append(_by_reference)
+    def options(self, *, _by_reference: bool, stream: bool = False) -> Handle:
+        if stream:
+            self.by_reference.append(_by_reference)
+        else:  # calls that wait for one answer need no raylet
+            assert not _by_reference
         return self
 
     def _remote(self, call: GenerateRequest | ForkCall, at_once: bool = False) -> Response:

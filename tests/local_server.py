@@ -41,13 +41,18 @@ from app.serving.replica import EngineReplica
 from tests.processes import until
 
 
-def guarded_api(service: Any, settings: HttpSettings | None = None, dashboard: Collector | None = None) -> FastAPI:
+def guarded_api(
+    service: Any,
+    settings: HttpSettings | None = None,
+    dashboard: Collector | None = None,
+    bound_to: str | None = None,
+) -> FastAPI:
     """The API of a service, guarded as an ingress guards it."""
     settings = settings or HttpSettings()
     api = build_api(service, settings.unknown_fields)
     if dashboard is not None:
         add_dashboard(api, dashboard)
-    return protect(api, settings)
+    return protect(api, settings, bound_to=bound_to)
 
 
 @contextmanager

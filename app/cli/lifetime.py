@@ -54,8 +54,8 @@ _OUR_ERROR = re.compile(r"app\.errors\.(?:ConfigError|ModelError)(?:\(\w+\))?: (
 
 
 class Signals:
-    """Note the first SIGTERM or SIGINT in `came`; end the process at the second, or `longest_s` after the first, even if
-    a call of Ray hangs. Construct in the main thread, after Ray has set its handlers."""
+    """Note the first SIGTERM or SIGINT in `came`; end the process at the second, or `longest_s` after the first, even
+    if a call of Ray hangs. Construct in the main thread, after Ray has set its handlers."""
 
     def __init__(self, longest_s: float) -> None:
         self.came = False  # no Event: a handler interrupts the main thread, which may hold its lock

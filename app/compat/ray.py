@@ -14,10 +14,11 @@ Seen to work with `VERSION`. `tests/app/compat/test_ray.py` fails first when Ray
   caller's death, and calls go on without the raylet.
 - `RequestRouter._choose_replica_for_request`: without a replica Serve waits for ever. `choose_replica` and `dispatch`
   would reserve a slot at the replica first, by a further message for each request.
-- `RequestRouter.create_replica_wrapper`, `RunningReplica.get_queue_len`, `._replica_info`: when a raylet dies, Ray calls
-  the actors of its node dead, and Serve drops replicas whose processes run on.
+- `RequestRouter.create_replica_wrapper`, `RunningReplica.get_queue_len`, `._replica_info`: when a raylet dies, Ray
+  calls the actors of its node dead, and Serve drops replicas whose processes run on.
 - `PendingRequest.routing_context.should_backoff`: otherwise Serve asks a router again at once, and for ever, while all
   replicas are full.
+- `ServeControllerClient.http_config`: whether everybody can reach the server decides which hosts' names it takes.
 - `get_serve_logs_dir`: where Serve's own exporter of traces writes, and log collectors look.
 - `grpc.aio.AioRpcError`, `RayTaskError.cause`: the errors of calls between deployments.
 """
@@ -66,9 +67,7 @@ class ServeInstance:
             # The ingress logs requests; the proxy's log would be a second one.
             logging_config=config.logging_config or LoggingConfig(enable_access_log=False),
         )
-        from ray.serve.context import _get_global_client  # not needed by clients, which import this module, too
-
-        self._client: Any = _get_global_client()
+        self._client = _serve_client()
 
     def deploy(self, config: ServeDeploySchema) -> None:
         """Deploy the applications of a configuration, without waiting for them."""
@@ -80,6 +79,17 @@ class ServeInstance:
             controller = self._client._controller
             ray.get(controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=timeout_s)
         self._client._shutdown = True
+
+
+def _serve_client() -> Any:
+    from ray.serve.context import _get_global_client  # not needed by clients, which import this module, too
+
+    return _get_global_client()
+
+
+def http_host() -> str:
+    """The address at which Serve's proxies, or HAProxy, listen."""
+    return str(_serve_client().http_config.host)
 
 
 def streaming_handle(handle: DeploymentHandle[Any], *, by_value: bool) -> DeploymentHandle[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -97,7 +98,10 @@ class HttpSettings(Settings):
             header `x-folio-ignored-fields`; "error": answered 400, as fields near a known one always are.
         default_timeout_s: `timeout_s` of requests without one; by default `max_timeout_s`.
         max_timeout_s: requests with a longer `timeout_s` are refused.
-        cors_origins: origins of web pages that may call from a browser; "*": all.
+        allowed_hosts: names by which requests may call this server (`Host`), beside localhost; others are answered 403.
+            "*": any. By default any, except without keys at a loopback address: that address and this machine's name.
+        cors_origins: origins of web pages that may call from a browser; "*": all. Without `api_keys`, requests by pages
+            of other sites are answered 403.
         log_requests: one log line for each request, without any of its text.
         vllm_metrics: `/metrics` also has the metrics under vLLM's names, for its dashboards.
         batches: files and batches.
@@ -121,11 +125,20 @@ class HttpSettings(Settings):
     unknown_fields: UnknownFieldsMode = "ignore"
     default_timeout_s: PositiveFloat | None = None
     max_timeout_s: PositiveFloat | None = None
+    allowed_hosts: tuple[str, ...] | None = None
     cors_origins: tuple[str, ...] = ()
     log_requests: bool = True
     vllm_metrics: bool = False
     batches: BatchSettings = BatchSettings()
     dashboard: bool = True
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_names(cls, hosts: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for host in hosts or ():
+            if host != "*" and not re.fullmatch(r"[\w.-]+|\[?[0-9a-fA-F:.]+\]?", host):
+                raise ValueError(f"{host!r} is no host's name; write the name alone, such as llm.example.com")
+        return hosts
 
     @model_validator(mode="after")
     def _check_timeouts(self) -> HttpSettings:

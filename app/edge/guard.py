@@ -1,4 +1,4 @@
-"""Guard: sizes, API keys, quotas, headers and the log, around every HTTP request."""
+"""Guard: sizes, hosts and origins, API keys, quotas, headers and the log, around every HTTP request."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.config.http import HttpSettings, RateLimits
 from app.edge.keys import KeyRing
 from app.edge.limits import IngressLimits
+from app.edge.origins import OriginPolicy
 from app.edge.quota import AddressQuotas, Quota
 from app.edge.request_body import BodyBounds, Head, check_size, limited, path_of, read_body, read_head, replay
 from app.edge.request_log import log_request
@@ -47,6 +48,7 @@ class Guard:
         app: the guarded application.
         keys: valid API keys; `None`: no key is needed.
         ingress_limits: of this ingress; `None`: address limits hold for this guard alone.
+        bound_to: the address at which the server listens; `None`: unknown, and any host's name is taken by default.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Guard:
         *,
         observer: EdgeObserver | None = None,
         ingress_limits: IngressLimits | None = None,
+        bound_to: str | None = None,
     ) -> None:
         self._app = app
+        self._origins = OriginPolicy.of(settings, bound_to)
         self._settings = settings
         self._keys = keys
         self._observer = observer or EdgeObserver()
@@ -81,6 +85,7 @@ class Guard:
         token = CURRENT.set(context)
         try:
             check_size(scope, head, self._settings)
+            self._origins.check(scope)
             if not self._is_open(_secured_path(scope)):
                 await self._admit(scope, head, context)
                 self._num_running += 1
@@ -226,6 +231,7 @@ def protect(
     keys: KeyRing | None = None,
     observer: EdgeObserver | None = None,
     ingress_limits: IngressLimits | None = None,
+    bound_to: str | None = None,
 ) -> FastAPI:
     """Add guard and CORS to an application; arguments as of `Guard`. Raises `ConfigError` for unreadable API keys.
 
@@ -234,7 +240,9 @@ def protect(
     """
     if keys is None:
         keys = key_ring(settings, observer, ingress_limits)
-    api.add_middleware(Guard, settings=settings, keys=keys, observer=observer, ingress_limits=ingress_limits)
+    api.add_middleware(
+        Guard, settings=settings, keys=keys, observer=observer, ingress_limits=ingress_limits, bound_to=bound_to
+    )
     if settings.cors_origins:  # around the guard: preflights have no key, and pages must be able to read refusals
         api.add_middleware(
             CORSMiddleware,

@@ -214,6 +214,7 @@ def _filled_reports(message: M, answer: Fields) -> M:
 
 def _headers(call: _Call[Any], context: Context) -> list[tuple[bytes, bytes]]:
     given = [(name, value) for name, value in context.invocation_metadata() if name in _HEADERS]
+    given.append(("host", "localhost"))  # whatever its name: browsers, whose pages could be a stranger's, send no gRPC
     # Serve's id, which the client gets. An id of the client comes first and counts.
     given += [("x-request-id", value) for name, value in context.trailing_metadata() if name == "request_id"]
     if call.session is not None:

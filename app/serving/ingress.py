@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from app.compat.ray import http_host
 from app.config.http import HttpSettings
 from app.config.shelf import ShelfConfig
 from app.dashboard.collector import Collector
@@ -193,7 +194,10 @@ class Ingress(GrpcIngress):
         api = build_api(self, settings.unknown_fields, self._edge, self._batches)
         if settings.dashboard:
             add_dashboard(api, self.dashboard)
-        protect(api, settings, keys=keys, observer=self._edge, ingress_limits=self._ingress_limits)
+        bound_to = await asyncio.to_thread(http_host)
+        protect(
+            api, settings, keys=keys, observer=self._edge, ingress_limits=self._ingress_limits, bound_to=bound_to
+        )
         api.add_middleware(LoadSheddingMiddleware, gate=self._admission, observer=self._edge)
         # A file may be longer than is allowed.
         upload_bytes = 0 if self._batches is None else 2 * settings.batches.max_file_bytes

@@ -102,7 +102,7 @@ def test_the_edge_behind_haproxy(server: Server) -> None:
     refused = httpx.get(f"{server.url}/v1/models?{'x' * 9000}")
     assert (refused.status_code, refused.json()["error"]["code"]) == (414, "url_too_long")
     with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), DEADLINE_S) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunk = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
         for _ in range(8):
             connection.sendall(chunk)

@@ -42,7 +42,7 @@ async def routes(a: Attacker) -> None:
         "GET health HTTP/1.1", "GET /h\0ealth HTTP/1.1", "GET /\xe9 HTTP/1.1", "M" * 20_000 + " / HTTP/1.1",
     ]  # fmt: skip
     for line in lines:
-        data = f"{line}\r\nHost: x\r\nConnection: close\r\n\r\n".encode("latin-1")
+        data = f"{line}\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode("latin-1")
         await a.send(data, line[:60], is_http=False)
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 500
     others = [hello, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\r\n" * 5000, b"\0" * 10_000, b"*1\r\n$4\r\nPING\r\n"]
@@ -52,12 +52,12 @@ async def routes(a: Attacker) -> None:
 
 async def smuggling(a: Attacker) -> None:
     """Bodies with two lengths, and smuggled requests."""
-    hidden = b"GET /v1/nowhere HTTP/1.1\r\nHost: x\r\n\r\n"
+    hidden = b"GET /v1/nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n"
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(_SMALL), _SMALL)
 
     def head(*lines: str) -> bytes:
         return "\r\n".join(
-            [f"POST {_TEXT} HTTP/1.1", "Host: x", "Content-Type: application/json", *lines, "", ""]
+            [f"POST {_TEXT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines, "", ""]
         ).encode()
 
     te, cl = "Transfer-Encoding: chunked", f"Content-Length: {len(_SMALL)}"
@@ -169,7 +169,7 @@ async def headers(a: Attacker) -> None:
     ]  # fmt: skip
     for line in raw:
         await a.send(
-            b"GET /v1/models HTTP/1.1\r\nHost: x\r\n%s\r\nConnection: close\r\n\r\n" % line,
+            b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n%s\r\nConnection: close\r\n\r\n" % line,
             f"{line[:30]!r}",
             is_http=False,
         )

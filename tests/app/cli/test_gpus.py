@@ -144,7 +144,7 @@ def test_a_cluster_that_is_started_has_the_gpus(
     monkeypatch.setattr(ray, "init", lambda *, num_gpus, **_: counts.append(num_gpus))
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": 1.0}}, {"Alive": False}])
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(lifetime, "Signals", lambda: None)
+    monkeypatch.setattr(lifetime, "Signals", lambda longest_s: None)
     monkeypatch.setattr(lifetime, "prepared_environment", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(lifetime, "reserve_address", lambda *_: SimpleNamespace(close=lambda: None))
     served: list[Any] = []

@@ -69,6 +69,8 @@ docs: $(VENV)/.docs
 proto: $(VENV)/.dev
 	@echo "==> Writing the generated code of app/proto/folio.proto"
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. app/proto/folio.proto
+	# The ingress reads messages, after keys: gRPC would log a traceback for each that it cannot read.
+	sed -i 's/request_deserializer=.*,/request_deserializer=None,/' app/proto/folio_pb2_grpc.py
 
 clean:
 	@echo "==> Removing the virtual environment and caches"

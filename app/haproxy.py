@@ -219,6 +219,10 @@ def amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list[
     no_idle_connections = (r"^(?=    # Enable HTTP connection reuse )", "    default-server pool-max-conn 0\n")
     grpc_rules = [
         *_forwarded_rules(trusted),
+        # As over HTTP, the names of the applications are not for everybody.
+        "http-request return status 200 content-type application/grpc hdr grpc-status 16 "
+        'hdr grpc-message "names of applications are not told" '
+        "if { path /ray.serve.RayServeAPIService/ListApplications }",
         f"http-request set-header {ATTEMPT_HEADER} %[uuid]",
         f"http-request disable-l7-retry unless {{ path_beg {_REPEATABLE_CALLS} }}",
     ]

@@ -46,6 +46,13 @@ ENVIRONMENT = {
 }
 
 
+def stay_on_this_machine() -> None:
+    """Have the processes of a cluster that this process will start listen at 127.0.0.1 only, as far as Ray lets them.
+    Without effect after Ray has been imported."""
+    # Of a cluster of one node. The variable's name tells of the systems on which that is Ray's default.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
 def env() -> None:
     """Print variables to export before `ray start` on this node, and start nothing."""
     for name, value in environment(_haproxy_directory()).items():

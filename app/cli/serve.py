@@ -126,8 +126,13 @@ def serve(
 
     Without --config, the options are put over the packaged defaults.
     """
+    from app.cli.env import stay_on_this_machine
     from app.cli.search_path import add_working_directory
-    from app.cli.settings import compose
+
+    is_local = "RAY_ADDRESS" not in os.environ
+    if is_local:
+        stay_on_this_machine()
+    from app.cli.settings import compose  # which imports Ray
 
     options = {
         "MODEL": None if model is None else _absolute(model),
@@ -152,7 +157,6 @@ def serve(
     }
     settings = compose(config, {option: value for option, value in options.items() if value is not None})
     add_working_directory()
-    is_local = "RAY_ADDRESS" not in os.environ
     checked = settings.check(is_local=is_local)
     if print_config:
         import yaml

@@ -60,10 +60,13 @@ class ServeInstance:
     """Serve on this cluster, started by this process unless it runs already."""
 
     def __init__(self, config: ServeDeploySchema) -> None:
+        grpc_options = config.grpc_options
+        if "enable_reflection" not in grpc_options.model_fields_set:  # it needs no key
+            grpc_options = grpc_options.model_copy(update={"enable_reflection": False})
         serve.start(
             http_options=config.http_options.model_dump(),
             proxy_location=config.proxy_location,
-            grpc_options=config.grpc_options.model_dump(),
+            grpc_options=grpc_options.model_dump(),
             # The ingress logs requests; the proxy's log would be a second one.
             logging_config=config.logging_config or LoggingConfig(enable_access_log=False),
         )

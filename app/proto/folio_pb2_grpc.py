@@ -164,52 +164,52 @@ def add_FolioServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=app_dot_proto_dot_folio__pb2.GenerateRequest.FromString,
+                    request_deserializer=None,
                     response_serializer=app_dot_proto_dot_folio__pb2.Completion.SerializeToString,
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=app_dot_proto_dot_folio__pb2.GenerateRequest.FromString,
+                    request_deserializer=None,
                     response_serializer=app_dot_proto_dot_folio__pb2.Completion.SerializeToString,
             ),
             'Chat': grpc.unary_unary_rpc_method_handler(
                     servicer.Chat,
-                    request_deserializer=app_dot_proto_dot_folio__pb2.ChatRequest.FromString,
+                    request_deserializer=None,
                     response_serializer=app_dot_proto_dot_folio__pb2.ChatCompletion.SerializeToString,
             ),
             'ChatStream': grpc.unary_stream_rpc_method_handler(
                     servicer.ChatStream,
-                    request_deserializer=app_dot_proto_dot_folio__pb2.ChatRequest.FromString,
+                    request_deserializer=None,
                     response_serializer=app_dot_proto_dot_folio__pb2.ChatCompletionChunk.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
-                    request_deserializer=app_dot_proto_dot_folio__pb2.PinRequest.FromString,
+                    request_deserializer=None,
                     response_serializer=app_dot_proto_dot_folio__pb2.PinCard.SerializeToString,
             ),
             'Unpin': grpc.unary_unary_rpc_method_handler(
                     servicer.Unpin,
-                    request_deserializer=app_dot_proto_dot_folio__pb2.UnpinRequest.FromString,
+                    request_deserializer=None,
                     response_serializer=app_dot_proto_dot_folio__pb2.PinDeleted.SerializeToString,
             ),
             'Pins': grpc.unary_unary_rpc_method_handler(
                     servicer.Pins,
-                    request_deserializer=app_dot_proto_dot_folio__pb2.PinsRequest.FromString,
+                    request_deserializer=None,
                     response_serializer=app_dot_proto_dot_folio__pb2.PinList.SerializeToString,
             ),
             'Load': grpc.unary_unary_rpc_method_handler(
                     servicer.Load,
-                    request_deserializer=app_dot_proto_dot_folio__pb2.LoadRequest.FromString,
+                    request_deserializer=None,
                     response_serializer=app_dot_proto_dot_folio__pb2.LoadReport.SerializeToString,
             ),
             'Report': grpc.unary_unary_rpc_method_handler(
                     servicer.Report,
-                    request_deserializer=app_dot_proto_dot_folio__pb2.ReportRequest.FromString,
+                    request_deserializer=None,
                     response_serializer=app_dot_proto_dot_folio__pb2.MemoryReports.SerializeToString,
             ),
             'Ready': grpc.unary_unary_rpc_method_handler(
                     servicer.Ready,
-                    request_deserializer=app_dot_proto_dot_folio__pb2.ReadyRequest.FromString,
+                    request_deserializer=None,
                     response_serializer=app_dot_proto_dot_folio__pb2.ReadyReply.SerializeToString,
             ),
     }

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 from urllib.parse import unquote, urlencode
 
 import grpc
+from google.protobuf.message import DecodeError
 from pydantic_core import from_json
 from ray.serve.grpc_util import RayServegRPCContext
 from starlette.types import ASGIApp, Message
@@ -82,50 +83,48 @@ class GrpcIngress:
     _api: ASGIApp  # with the guard
     _lanes: SizedExecutor | None = None
 
-    async def Generate(self, request: pb.GenerateRequest, grpc_context: Context) -> pb.Completion:  # noqa: N802
+    async def Generate(self, request: bytes, grpc_context: Context) -> pb.Completion:  # noqa: N802
         return await self._whole(_completions(request, streams=False), grpc_context)
 
     async def GenerateStream(  # noqa: N802
-        self, request: pb.GenerateRequest, grpc_context: Context
+        self, request: bytes, grpc_context: Context
     ) -> AsyncIterator[pb.Completion]:
         async with aclosing(self._streamed(_completions(request, streams=True), grpc_context)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def Chat(self, request: pb.ChatRequest, grpc_context: Context) -> pb.ChatCompletion:  # noqa: N802
+    async def Chat(self, request: bytes, grpc_context: Context) -> pb.ChatCompletion:  # noqa: N802
         return await self._whole(_chat(request, pb.ChatCompletion, streams=False), grpc_context)
 
     async def ChatStream(  # noqa: N802
-        self, request: pb.ChatRequest, grpc_context: Context
+        self, request: bytes, grpc_context: Context
     ) -> AsyncIterator[pb.ChatCompletionChunk]:
         call = _chat(request, pb.ChatCompletionChunk, streams=True)
         async with aclosing(self._streamed(call, grpc_context)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def Pin(self, request: pb.PinRequest, grpc_context: Context) -> pb.PinCard:  # noqa: N802
-        fields = partial(convert.pin_body, request)
-        call = _Call("POST", "/v1/pins", pb.PinCard, fields, request.ByteSize())
-        return await self._whole(call, grpc_context)
+    async def Pin(self, request: bytes, grpc_context: Context) -> pb.PinCard:  # noqa: N802
+        return await self._whole(_read(request, pb.PinRequest, pb.PinCard, _pin), grpc_context)
 
-    async def Unpin(self, request: pb.UnpinRequest, grpc_context: Context) -> pb.PinDeleted:  # noqa: N802
-        query = urlencode({"model": request.model}) if request.HasField("model") else ""
-        call = _Call("DELETE", f"/v1/pins/{request.name}", pb.PinDeleted, query=query)
-        return await self._whole(call, grpc_context)
+    async def Unpin(self, request: bytes, grpc_context: Context) -> pb.PinDeleted:  # noqa: N802
+        return await self._whole(_read(request, pb.UnpinRequest, pb.PinDeleted, _unpin), grpc_context)
 
-    async def Pins(self, request: pb.PinsRequest, grpc_context: Context) -> pb.PinList:  # noqa: N802
-        return await self._whole(_Call("GET", "/v1/pins", pb.PinList), grpc_context)
+    async def Pins(self, request: bytes, grpc_context: Context) -> pb.PinList:  # noqa: N802
+        call = _Call("GET", "/v1/pins", pb.PinList)
+        return await self._whole(_read(request, pb.PinsRequest, pb.PinList, lambda _: call), grpc_context)
 
-    async def Load(self, request: pb.LoadRequest, grpc_context: Context) -> pb.LoadReport:  # noqa: N802
-        return await self._whole(_Call("GET", "/v1/load", pb.LoadReport), grpc_context)
+    async def Load(self, request: bytes, grpc_context: Context) -> pb.LoadReport:  # noqa: N802
+        call = _Call("GET", "/v1/load", pb.LoadReport)
+        return await self._whole(_read(request, pb.LoadRequest, pb.LoadReport, lambda _: call), grpc_context)
 
-    async def Report(self, request: pb.ReportRequest, grpc_context: Context) -> pb.MemoryReports:  # noqa: N802
-        return await self._whole(
-            _Call("GET", "/v1/load/memory", pb.MemoryReports, filled=_filled_reports), grpc_context
-        )
+    async def Report(self, request: bytes, grpc_context: Context) -> pb.MemoryReports:  # noqa: N802
+        call = _Call("GET", "/v1/load/memory", pb.MemoryReports, filled=_filled_reports)
+        return await self._whole(_read(request, pb.ReportRequest, pb.MemoryReports, lambda _: call), grpc_context)
 
-    async def Ready(self, request: pb.ReadyRequest, grpc_context: Context) -> pb.ReadyReply:  # noqa: N802
-        return await self._whole(_Call("GET", "/ready", pb.ReadyReply), grpc_context)
+    async def Ready(self, request: bytes, grpc_context: Context) -> pb.ReadyReply:  # noqa: N802
+        call = _Call("GET", "/ready", pb.ReadyReply)
+        return await self._whole(_read(request, pb.ReadyRequest, pb.ReadyReply, lambda _: call), grpc_context)
 
     async def _whole(self, call: _Call[M], context: Context) -> M:
         async with aclosing(self._sent(call, context)) as parts:
@@ -183,20 +182,45 @@ class GrpcIngress:
         return await self._lanes.run(num_bytes, call)
 
 
-def _completions(request: pb.GenerateRequest, streams: bool) -> _Call[pb.Completion]:
-    return _generation("/v1/completions", pb.Completion, request, convert.generate_body, streams)
+def _completions(data: bytes, streams: bool) -> _Call[pb.Completion]:
+    body = partial(_generation, "/v1/completions", pb.Completion, convert.generate_body, streams)
+    return _read(data, pb.GenerateRequest, pb.Completion, body)
 
 
-def _chat(request: pb.ChatRequest, kind: type[M], streams: bool) -> _Call[M]:
-    return _generation("/v1/chat/completions", kind, request, convert.chat_body, streams)
+def _chat(data: bytes, kind: type[M], streams: bool) -> _Call[M]:
+    body = partial(_generation, "/v1/chat/completions", kind, convert.chat_body, streams)
+    return _read(data, pb.ChatRequest, kind, body)
 
 
-def _generation(path: str, kind: type[M], request: Any, body: Callable[[Any], Fields], streams: bool) -> _Call[M]:
+def _generation(path: str, kind: type[M], body: Callable[[Any], Fields], streams: bool, request: Any) -> _Call[M]:
     def fields() -> Fields:
         return body(request) | {"stream": streams}
 
     session = request.scheduling.session or None
     return _Call("POST", path, kind, fields, request.ByteSize(), session, convert.answer_message)
+
+
+def _pin(request: pb.PinRequest) -> _Call[pb.PinCard]:
+    return _Call("POST", "/v1/pins", pb.PinCard, partial(convert.pin_body, request), request.ByteSize())
+
+
+def _unpin(request: pb.UnpinRequest) -> _Call[pb.PinDeleted]:
+    query = urlencode({"model": request.model}) if request.HasField("model") else ""
+    return _Call("DELETE", f"/v1/pins/{request.name}", pb.PinDeleted, query=query)
+
+
+def _read(data: bytes, kind: Any, answer: type[M], call: Callable[[Any], _Call[M]]) -> _Call[M]:
+    """The call that a message asks for; of bytes that are no message, a call that is refused when its key is known.
+    gRPC, which would read messages before that, is told not to (`make proto`)."""
+    try:
+        return call(kind.FromString(data))
+    except DecodeError:
+        refusal = f"the request is no message of the type {kind.DESCRIPTOR.full_name}; see app/proto/folio.proto"
+
+    def fields() -> Fields:
+        raise RequestError(refusal)
+
+    return _Call("POST", "/v1/completions", answer, fields)
 
 
 def _json(fields: Callable[[], Fields]) -> bytes:

@@ -195,9 +195,7 @@ class Ingress(GrpcIngress):
         if settings.dashboard:
             add_dashboard(api, self.dashboard)
         bound_to = await asyncio.to_thread(http_host)
-        protect(
-            api, settings, keys=keys, observer=self._edge, ingress_limits=self._ingress_limits, bound_to=bound_to
-        )
+        protect(api, settings, keys=keys, observer=self._edge, ingress_limits=self._ingress_limits, bound_to=bound_to)
         api.add_middleware(LoadSheddingMiddleware, gate=self._admission, observer=self._edge)
         # A file may be longer than is allowed.
         upload_bytes = 0 if self._batches is None else 2 * settings.batches.max_file_bytes

@@ -24,7 +24,9 @@ def api_with(bound_to: str | None = LOOPBACK, **settings: Any) -> Any:
     return guarded_api(FakeService(), HttpSettings.model_validate(settings), bound_to=bound_to)
 
 
-def ask(app: Any, headers: dict[str, str] | list[tuple[str, str]], method: str = "GET", path: str = "/health") -> Answer:
+def ask(
+    app: Any, headers: dict[str, str] | list[tuple[str, str]], method: str = "GET", path: str = "/health"
+) -> Answer:
     pairs = list(headers.items()) if isinstance(headers, dict) else headers
     return asyncio.run(call(app, method, path, pairs))
 

@@ -176,6 +176,30 @@ def test_without_a_key_nothing_of_a_call_is_looked_at(tmp_path: Path, method: st
     assert not service.requests
 
 
+@pytest.mark.parametrize("has_key", [True, False])
+def test_bytes_that_are_no_message(tmp_path: Path, capfd: pytest.CaptureFixture[str], has_key: bool) -> None:
+    """Regression: gRPC read messages before the keys were looked at, and logged a traceback for each that it could not
+    read: UNKNOWN without a key, and half a megabyte of log in a second."""
+    service, methods = Service(), pb.DESCRIPTOR.services_by_name["Folio"].methods_by_name
+    metadata = [("authorization", f"Bearer {OPERATOR_KEY}")] if has_key else []
+    status = grpc.StatusCode.INVALID_ARGUMENT if has_key else grpc.StatusCode.UNAUTHENTICATED
+    with (
+        grpc_listening(guarded_api(service, keys_in(tmp_path))) as url,
+        grpc.insecure_channel(url.removeprefix("grpc://")) as channel,
+    ):
+        for method in methods:
+            for garbage in (b"\xff\xff\xff\xff", b"\x0a\x05ab", b"{}"):
+                asked = channel.unary_stream(f"/folio.v1.Folio/{method}")(
+                    garbage, metadata=metadata, timeout=DEADLINE_S
+                )
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(asked)
+                assert caught.value.code() is status, (method, garbage)
+                assert error_of(caught.value)["code"] == ("invalid_value" if has_key else "invalid_api_key")
+    assert not service.requests
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_keys_have_the_rights_that_they_have_over_http(tmp_path: Path) -> None:
     with grpc_listening(guarded_api(Service(), keys_in(tmp_path))) as url:
         client, operator = {"authorization": f"Bearer {KEY}"}, {"x-api-key": OPERATOR_KEY}

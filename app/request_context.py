@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from app.config.http import HttpSettings, KeyEntry
 from app.errors import ForbiddenError, RequestError
+
+if TYPE_CHECKING:
+    from app.engine.report import Progress
 
 
 class Quota(Protocol):
@@ -37,6 +41,8 @@ class RequestContext:
         generation_id: the engine's id for the request; of a batch, the first.
         error_code: of a failure, even after the status was sent.
         ignored_fields: unknown fields of the body that were dropped, as a header's value.
+        progress: of the request's prompt, as its replica last told.
+        silent_events: makes the events to send when a stream has been silent; `None`: a comment is sent.
     """
 
     settings: HttpSettings
@@ -53,6 +59,8 @@ class RequestContext:
     output_tokens: int = 0
     error_code: str | None = None
     ignored_fields: str | None = None
+    progress: Progress | None = None
+    silent_events: Callable[[], Iterable[Any]] | None = None
     _quota: Quota | None = None
     _is_running: bool = False  # counted by the quota
 
@@ -68,7 +76,7 @@ class RequestContext:
         if self._quota is None or not self._is_running:
             return
         self._quota.end()
-        refused = self.status is not None and self.status >= 400 and self.status != 408
+        refused = self.error_code not in (None, "timeout")  # also within a stream that had begun
         if refused and not self.output_tokens:
             self._quota.owe_tokens(-self.prompt_tokens)
 

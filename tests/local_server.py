@@ -108,7 +108,11 @@ class Shelf:
         async def ready() -> Any:
             return engine
 
-        return SimpleNamespace(engine=engine, ready=ready, generate=getattr(engine, "generate", None), name=name)
+        def progress(request_id: str, num_tokens: int) -> Any:
+            return engine.progress(request_id)
+
+        generate = getattr(engine, "generate", None)
+        return SimpleNamespace(engine=engine, ready=ready, generate=generate, progress=progress, name=name)
 
     def device_status(self) -> None:
         return None

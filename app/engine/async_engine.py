@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,7 +23,7 @@ from app.engine.lora.source import AdapterSource, files_version, folder_below
 from app.engine.model.device import resolve
 from app.engine.model.loader import read_weights
 from app.engine.model.pooling import Pooling
-from app.engine.report import ReplicaReport, StartTimes
+from app.engine.report import Progress, ReplicaReport, StartTimes
 from app.engine.request import check_timeout
 from app.engine.sampling.params import SamplingParams
 from app.engine.shared_device import SharedDevice
@@ -35,6 +37,8 @@ from vmem import BudgetAnswer, CachedPrefix, MemoryReport
 
 logger = logging.getLogger(__name__)
 
+# Age at which the progress of requests is counted again.
+_PROGRESS_S = 0.5
 # Returns the seconds until a reader wants its next list of deltas.
 Pace = Callable[[], float]
 T = TypeVar("T")
@@ -72,6 +76,8 @@ class AsyncEngine:
         most_s: float = 0.0,
     ) -> None:
         self._ids = itertools.count()
+        self._progress: dict[str, Progress] = {}
+        self._progress_at = -math.inf
 
         def start(on_thread: StepThread) -> EngineDriver:
             try:
@@ -288,6 +294,15 @@ class AsyncEngine:
         """Sequences that run, and those that wait, forks included."""
         scheduler = self._engine.scheduler
         return scheduler.num_running, scheduler.num_waiting + len(self.driver.arriving)
+
+    def progress(self, request_id: str) -> Progress | None:
+        """A request of `generate` before its first token; else `None`. Counted at most every `_PROGRESS_S`, for all
+        requests at once. May wait for the memory's lock."""
+        now = time.monotonic()
+        if now - self._progress_at > _PROGRESS_S:
+            self._progress_at, self._progress = now, self.driver.progress()
+        unique_id, _ = self.driver.names.get(request_id, ("", None))
+        return self._progress.get(unique_id)
 
     @property
     def watch(self) -> EngineWatch:

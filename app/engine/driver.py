@@ -17,6 +17,7 @@ from typing import Any
 from app.engine.delta import Delta, DeltaQueue
 from app.engine.engine import Engine
 from app.engine.faults import device_fault, is_hardware_fault
+from app.engine.report import Progress
 from app.engine.step_thread import StepThread, run_call
 from app.errors import EngineError, FolioError, RequestError, UnavailableError
 from vmem import IntegrityError
@@ -130,6 +131,10 @@ class EngineDriver:
     def arriving(self) -> tuple[tuple[int, int], ...]:
         """`Stream.load` of the requests that the engine takes before its next step."""
         return tuple(self._arriving.values())
+
+    def progress(self) -> dict[str, Progress]:
+        """See `LoadReporter.progress`."""
+        return self.engine.load.progress(self._arriving.copy())
 
     def send(self, stream: Stream, name: str, owner: str | None, *, check_queue: bool) -> None:
         """Send a request.

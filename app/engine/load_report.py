@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from app.engine.preemption import PreemptionCostModel, PreemptionMode
-from app.engine.report import ReplicaReport, StepTimes, attended_tokens
+from app.engine.report import Progress, ReplicaReport, StepTimes, attended_tokens
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
 from app.errors import OverloadedError
@@ -108,28 +108,52 @@ class LoadMeter:
             self.missed_tokens += abs(expected - cached)
 
 
+def begin_s(
+    num_tokens: int,
+    num_attended: int,
+    num_requests: int,
+    step: StepTimes,
+    meter: LoadMeter,
+    *,
+    step_tokens: int,
+    free_tokens: int,
+    now: float,
+    share: float = 1.0,
+) -> float:
+    """Expected time until a share of queued requests has begun, and their prompts are computed.
+
+    The longest of: computing the prompts; the end of as many requests, at the recent rate; room in the KV cache for the
+    tokens, at the rate at which requests have freed it.
+
+    Args:
+        num_tokens, num_attended: prompt tokens to compute, and the sum of the tokens to which each attends.
+        num_requests: that must end first, as each takes the place of one that runs.
+        step_tokens: most tokens of a step.
+        free_tokens: tokens for which the KV cache has room.
+        now: on the meter's clock.
+    """
+    seconds = share * step.seconds(-(-num_tokens // step_tokens), num_tokens, num_attended)
+    if num_requests > 0 and (rate := meter.ended_requests.at(now)):
+        seconds = max(seconds, share * num_requests / rate)
+    missing_tokens = share * num_tokens - free_tokens
+    if missing_tokens > 0:
+        rate = meter.freed_tokens.at(now)
+        seconds = max(seconds, missing_tokens / rate if rate else _MOST_RETRY_S)
+    return seconds
+
+
 def retry_after_s(
     queued: Sequence[int], step: StepTimes, meter: LoadMeter, *, step_tokens: int, free_tokens: int, now: float
 ) -> float:
     """Expected time until half of the queue has begun: then there is room for others, and still work to do.
 
-    The longest of: computing half of the queued prompts; the end of as many requests, at the recent rate; room in the
-    KV cache for half of the queued tokens, at the rate at which requests have freed it.
-
     Args:
         queued: prompt tokens of each queued request.
-        step_tokens: most tokens of a step.
-        free_tokens: tokens for which the KV cache has room.
-        now: on the meter's clock.
+        step_tokens, free_tokens, now: see `begin_s`.
     """
-    num_steps, attended = -(-sum(queued) // step_tokens), sum(attended_tokens(tokens, 0) for tokens in queued)
-    seconds = step.seconds(num_steps, sum(queued), attended) / 2
-    if rate := meter.ended_requests.at(now):
-        seconds = max(seconds, len(queued) / 2 / rate)
-    missing_tokens = sum(queued) / 2 - free_tokens
-    if missing_tokens > 0:
-        rate = meter.freed_tokens.at(now)
-        seconds = max(seconds, missing_tokens / rate if rate else _MOST_RETRY_S)
+    attended = sum(attended_tokens(tokens, 0) for tokens in queued)
+    bounds = {"step_tokens": step_tokens, "free_tokens": free_tokens}
+    seconds = begin_s(sum(queued), attended, len(queued), step, meter, **bounds, now=now, share=0.5)
     return min(max(seconds, _LEAST_RETRY_S), _MOST_RETRY_S)
 
 
@@ -218,10 +242,7 @@ class LoadReporter:
                     num_decodes += 1
                     context += request.num_computed
                 continue
-            cached = request.num_computed
-            if not cached and request.expected_cached_tokens is not None:
-                cached = min(request.expected_cached_tokens, len(request.token_ids) - 1)
-            queued_parts.append((len(request.token_ids), cached))
+            queued_parts.append((len(request.token_ids), _cached_tokens(request)))
         queued = sum(tokens - cached for tokens, cached in queued_parts)
         attended = sum(attended_tokens(tokens - cached, cached) for tokens, cached in queued_parts)
         memory_report = self._memory.report()
@@ -252,6 +273,43 @@ class LoadReporter:
             missed_tokens=meter.missed_tokens,
         )
 
+    def progress(self, arriving: Mapping[str, tuple[int, int]]) -> dict[str, Progress]:
+        """The requests that have no token yet, by their ids.
+
+        Args:
+            arriving: see `report`, by the requests' ids.
+        """
+        scheduler, now = self._scheduler, time.monotonic()
+        free_tokens = self._free_tokens(self._memory.report())
+        num_free = scheduler.max_num_seqs - scheduler.num_running
+        begun = [request for group in (*scheduler.running, *scheduler.preempted) for request in tuple(group.members)]
+        waiting = [request for group in scheduler.waiting.expected_order() for request in tuple(group.members)]
+        waiting += self._held()
+        coming = [
+            (place, request.request_id, len(request.token_ids), request.num_computed, _cached_tokens(request))
+            for place, request in (*((0, request) for request in begun), *enumerate(waiting, 1))
+            if request.num_uncomputed > 1 or not request.num_computed
+        ]
+        later = enumerate(arriving.items(), len(waiting) + 1)
+        coming += [(place, name, tokens, 0, cached) for place, (name, (tokens, cached)) in later]
+        found: dict[str, Progress] = {}
+        num_tokens = num_attended = 0
+        for place, name, tokens, num_computed, cached in coming:
+            num_tokens += tokens - cached
+            num_attended += attended_tokens(tokens - cached, cached)
+            seconds = begin_s(
+                num_tokens,
+                num_attended,
+                place - num_free,
+                self._recovery.step_times,
+                self._meter,
+                step_tokens=self._step_tokens,
+                free_tokens=free_tokens,
+                now=now,
+            )
+            found[name] = Progress(place, seconds, num_computed, tokens)
+        return found
+
     def take_activity(self) -> Activity:
         """The engine's work since the last call. From any one thread."""
         meter = self._meter
@@ -268,6 +326,11 @@ class LoadReporter:
     def _free_tokens(self, report: MemoryReport) -> int:
         """Tokens for which the KV cache has room, cached blocks evicted."""
         return int((report.budget_bytes - report.active_bytes) * self._tokens_per_byte)
+
+
+def _cached_tokens(request: Request) -> int:
+    """The computed tokens of a request; before it begins, those that are expected to be cached."""
+    return request.num_computed or min(request.expected_cached_tokens or 0, len(request.token_ids) - 1)
 
 
 def _drained(values: deque[Number]) -> list[Number]:

@@ -94,6 +94,22 @@ class ReplicaReport:
     num_others: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A request before its first token.
+
+    Attributes:
+        queue: its place in the queue, 1 for the request that begins next; 0: its prompt is being computed.
+        expected_s: expected seconds until its first token, at the recent rates.
+        computed_tokens: of the prompt's `prompt_tokens`, cached ones included.
+    """
+
+    queue: int
+    expected_s: float
+    computed_tokens: int
+    prompt_tokens: int
+
+
 @dataclass(slots=True)
 class StartTimes:
     """Seconds of each phase of a start, in order; `lap` ends a phase.

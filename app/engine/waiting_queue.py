@@ -21,7 +21,7 @@ have passed, or until no request of the priority waits.
 from __future__ import annotations
 
 import bisect
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -32,7 +32,7 @@ _turn = attrgetter("prefill_key")
 
 
 class WaitingQueue:
-    """Groups that wait. Iteration, `len` and `lengths` are for any thread, all else for the engine's.
+    """Groups that wait. Iteration, `len`, `lengths` and `expected_order` are for any thread, all else for the engine's.
 
     The group that `peek` has returned stays the head until it is removed, or a lower priority number arrives, or one of
     its tenant that is due earlier: a large request that waits for room is not overtaken otherwise.
@@ -60,6 +60,18 @@ class WaitingQueue:
     def lengths(self) -> list[int]:
         """Prompt tokens of each group."""
         return list(self._tokens.values())
+
+    def expected_order(self) -> list[SequenceGroup]:
+        """The groups in the order in which they begin, as far as is known: with tenants, one of each a turn."""
+        groups = sorted(self, key=_turn)
+        if not self.is_fair:
+            return groups
+        turns: Counter[tuple[int, Tenant]] = Counter()
+        keys: dict[SequenceGroup, tuple[int, int]] = {}
+        for group in groups:
+            keys[group] = group.priority, turns[group.priority, group.tenant]
+            turns[group.priority, group.tenant] += 1
+        return sorted(groups, key=keys.__getitem__)
 
     def __contains__(self, group: SequenceGroup) -> bool:
         return group in self._tokens

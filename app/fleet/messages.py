@@ -46,6 +46,7 @@ class GenerateRequest:
         pooling: return a vector of the prompt, and generate nothing.
         beside: more prompts to pool in the same call; output `i + 1` is of `beside[i]`.
         model: the model's name at the replica; empty: the first one.
+        shows_progress: the replica sends a `Progress` every `PROGRESS_S` without output.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class GenerateRequest:
     pooling: PoolingParams | None = None
     beside: tuple[list[int], ...] = ()
     model: str = ""
+    shows_progress: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from app.engine.async_engine import Pace
 
 BEAT_S = 5.0
+# The same for calls that show their progress.
+PROGRESS_S = 0.75
 # Far above `BEAT_S`: a replica's event loop may be late when other processes compute on its cores.
 SILENCE_S = 30.0
 # Budget of items for each core. An item takes 0.14 ms of all processes' time through HAProxy, 0.5 ms through Serve's
@@ -42,16 +44,16 @@ T = TypeVar("T")
 
 
 async def with_heartbeats(
-    items: AsyncGenerator[T, None], beat_s: float = BEAT_S
-) -> AsyncGenerator[T | list[Any], None]:
-    """The items, and an empty list whenever there has been none for `beat_s`."""
+    items: AsyncGenerator[T, None], beat_s: float = BEAT_S, beat: Callable[[], Awaitable[Any]] | None = None
+) -> AsyncGenerator[T | Any, None]:
+    """The items, and whenever there has been none for `beat_s`, what `beat` returns, or an empty list."""
     coming: asyncio.Future[T] | None = None
     try:
         while True:
             coming = coming or asyncio.ensure_future(anext(items))
             await asyncio.wait((coming,), timeout=beat_s)
             if not coming.done():
-                yield []
+                yield [] if beat is None else await beat() or []
                 continue
             ended, coming = coming, None
             try:

@@ -89,6 +89,11 @@ class Answer:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached)),
         )
 
+    def keep_id(self) -> None:
+        """Keep the present id: a client has seen it. Before the first piece it names no replica, so that the answer
+        cannot be forked."""
+        self._has_public_id = True
+
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "created": self.created, "model": self._request.model}
 

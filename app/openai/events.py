@@ -1,25 +1,22 @@
-"""Answers as server-sent events, and errors of streams that have begun."""
+"""Answers as server-sent events."""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from dataclasses import asdict
 
 from pydantic import BaseModel
 from pydantic_core import to_json
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from app import http_errors as errors
 from app.error_json import AnthropicErrorBody, anthropic_error
-from app.openai.messages.replies import MessageEvent
+from app.openai.event_response import KEEP_ALIVE, EventResponse
+from app.openai.messages.replies import MessageEvent, Ping
 from app.openai.replies import ChatCompletionChunk, ChatDelta, Completion
 from app.openai.responses.replies import ErrorEvent, StreamEvent
-from app.request_context import note_error, request_id
-
-logger = logging.getLogger(__name__)
+from app.request_context import current_context
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 # The empty text of a chunk. It occurs once: within strings quotes are escaped.
@@ -77,75 +74,58 @@ def _around(chunk: Completion | ChatCompletionChunk) -> tuple[str, str]:
     return before + key[:-2], after
 
 
-async def stream_chunks(chunks: AsyncIterator[BaseModel]) -> Response:
-    """Server-sent events of completions and chat completions: data only, with an end mark."""
+def stream_chunks(chunks: AsyncIterator[BaseModel], *, shows_progress: bool = False) -> Response:
+    """Server-sent events of completions and chat completions: data only, with an end mark. Comments break silences.
 
-    def failed(error: Exception) -> str:
-        return f"data: {json.dumps(errors.error_response(error)[1].model_dump())}\n\n"
+    Args:
+        shows_progress: they tell the progress of the prompt, as JSON.
+    """
 
-    return await _streamed(chunks, Frames().event, failed, "data: [DONE]\n\n")
+    def failed(error: Exception) -> bytes:
+        return f"data: {json.dumps(errors.error_response(error)[1].model_dump())}\n\n".encode()
+
+    def silence() -> bytes:
+        context = current_context()
+        progress = None if context is None or not shows_progress else context.progress
+        return KEEP_ALIVE if progress is None else f": keep-alive {json.dumps(asdict(progress))}\n\n".encode()
+
+    end = b"data: [DONE]\n\n"
+    return EventResponse(chunks, Frames().event, failed, silence, end, shows_progress=shows_progress)
 
 
-async def stream_events(events: AsyncIterator[StreamEvent]) -> Response:
-    """Server-sent events of responses: with names, and without an end mark."""
-    last_number = 0
+def stream_events(events: AsyncIterator[StreamEvent]) -> Response:
+    """Server-sent events of responses: with names, and without an end mark. Silences are broken by events of the
+    response that is in progress; a comment does it before there is one."""
+    last_number = -1
 
-    def written(event: StreamEvent) -> str:
+    def written(event: StreamEvent) -> bytes:
         nonlocal last_number
         last_number = event.sequence_number
-        return f"event: {event.type}\ndata: {on_one_line(event.model_dump_json())}\n\n"
+        return _named(event)
 
-    def failed(error: Exception) -> str:
+    def failed(error: Exception) -> bytes:
         detail = errors.error_response(error)[1].error
         return written(
             ErrorEvent(sequence_number=last_number + 1, code=detail.code, message=detail.message, param=detail.param)
         )
 
-    return await _streamed(events, written, failed, "")
+    def silence() -> bytes:
+        context = current_context()
+        if context is None or context.silent_events is None:
+            return KEEP_ALIVE
+        return b"".join(map(written, context.silent_events()))
+
+    return EventResponse(events, written, failed, silence)
 
 
-async def stream_messages(events: AsyncIterator[MessageEvent]) -> Response:
-    """Server-sent events of Anthropic's messages: with names, and without an end mark."""
+def stream_messages(events: AsyncIterator[MessageEvent]) -> Response:
+    """Server-sent events of Anthropic's messages: with names, and without an end mark. Pings break silences."""
 
-    def written(event: MessageEvent | AnthropicErrorBody) -> str:
-        return f"event: {event.type}\ndata: {on_one_line(event.model_dump_json())}\n\n"
+    def failed(error: Exception) -> bytes:
+        return _named(anthropic_error(*errors.error_response(error)))
 
-    def failed(error: Exception) -> str:
-        return written(anthropic_error(*errors.error_response(error)))
-
-    return await _streamed(events, written, failed, "")
+    return EventResponse(events, _named, failed, lambda: _named(Ping()))
 
 
-def note_broken_stream(error: Exception) -> None:
-    """Log an error of a stream whose status has been sent, with a traceback unless it was to be expected."""
-    status, answer = errors.error_response(error)
-    note_error(answer.error.code)
-    unexpected = status >= 500 and status != 503
-    level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
-    logger.log(
-        level,
-        "the stream of request %s failed: %s",
-        request_id(),
-        answer.error.code,
-        exc_info=error if unexpected else None,
-    )
-
-
-async def _streamed(
-    items: AsyncIterator[Any], write: Callable[[Any], str | bytes], failed: Callable[[Exception], str], end: str
-) -> Response:
-    """A streaming response. The first item is awaited here, so that a request refused at once gets its status."""
-    first = await anext(items)
-
-    async def events() -> AsyncIterator[str | bytes]:
-        try:
-            async with aclosing(cast(Any, items)):
-                yield write(first)
-                async for item in items:
-                    yield write(item)
-            yield end
-        except Exception as error:  # noqa: BLE001  # the status has been sent: the error becomes an event
-            note_broken_stream(error)
-            yield failed(error)
-
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+def _named(event: StreamEvent | MessageEvent | AnthropicErrorBody) -> bytes:
+    return f"event: {event.type}\ndata: {on_one_line(event.model_dump_json())}\n\n".encode()

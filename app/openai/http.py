@@ -132,7 +132,7 @@ def _add_generation(api: FastAPI, service: Service) -> None:
     ) -> Response:
         """Answer a conversation, whole or, with `stream`, as server-sent events."""
         if request.stream:
-            return await stream_chunks(service.chat_stream(request, x_session_id))
+            return stream_chunks(service.chat_stream(request, x_session_id), shows_progress=request.include_progress)
         return _json(await service.chat(request, x_session_id))
 
     @api.post("/v1/completions", response_model=Completion, responses=COMPLETION_STREAM, tags=["generation"])
@@ -141,7 +141,9 @@ def _add_generation(api: FastAPI, service: Service) -> None:
     ) -> Response:
         """Continue a prompt, or several, whole or, with `stream`, as server-sent events."""
         if request.stream:
-            return await stream_chunks(service.generate_stream(request, x_session_id))
+            return stream_chunks(
+                service.generate_stream(request, x_session_id), shows_progress=request.include_progress
+            )
         return _json(await service.generate(request, x_session_id))
 
     @api.post("/v1/responses", response_model=ResponseObject, responses=RESPONSE_STREAM, tags=["generation"])
@@ -150,7 +152,7 @@ def _add_generation(api: FastAPI, service: Service) -> None:
     ) -> Response:
         """Answer an input, whole or, with `stream`, as server-sent events. Nothing is stored."""
         if request.stream:
-            return await stream_events(service.responses_stream(request, x_session_id))
+            return stream_events(service.responses_stream(request, x_session_id))
         return _json(await service.responses(request, x_session_id))
 
     @api.post("/v1/forks", response_model=Completion, responses=COMPLETION_STREAM, tags=["generation"])
@@ -158,7 +160,7 @@ def _add_generation(api: FastAPI, service: Service) -> None:
         """Continue an output of a running or recently finished request in `n` more ways, whole or, with `stream`, as
         server-sent events."""
         if request.stream:
-            return await stream_chunks(service.fork_stream(request))
+            return stream_chunks(service.fork_stream(request))
         return _json(await service.fork(request))
 
 
@@ -171,7 +173,7 @@ def _add_messages(api: FastAPI, service: Service) -> None:
     ) -> Response:
         """Answer a conversation in Anthropic's API, whole or, with `stream`, as server-sent events."""
         if request.stream:
-            return await stream_messages(service.messages_stream(request, x_session_id))
+            return stream_messages(service.messages_stream(request, x_session_id))
         return _json(await service.messages(request, x_session_id))
 
     @api.post("/v1/messages/count_tokens", responses=ANTHROPIC_ERRORS, tags=["tokens"])

@@ -37,6 +37,9 @@ class StreamOptions(StrictBody):
     """With `include_usage`: send the token counts so far in every chunk."""
     include_obfuscation: bool | None = None
     """No effect: chunks are never padded with random characters."""
+    include_progress: bool | None = None
+    """Of one prompt: while there is no token, send comments with its place in the queue, the expected seconds until its
+    first token, and how many of its tokens are computed. The events of `/v1/responses` and `/v1/messages` have none."""
 
 
 class StructuralTag(StrictBody):
@@ -191,6 +194,10 @@ class SamplingBody(StrictBody):
         return (
             self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
         )
+
+    @property
+    def include_progress(self) -> bool:
+        return bool(self.stream and self.stream_options is not None and self.stream_options.include_progress)
 
     @property
     def num_outputs(self) -> int:

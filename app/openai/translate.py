@@ -113,6 +113,8 @@ class Translator:
             self._call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session, i)
             for i, prompt in enumerate(prompts)
         ]
+        if request.include_progress and len(calls) == 1:
+            calls = [replace(calls[0], shows_progress=True)]
         echoed = self.prompts.echoed_texts(request, prompts) if request.echo else None
         return calls, CompletionAnswer(request_id, request, self._tokens, prompts, echoed)
 
@@ -156,6 +158,8 @@ class Translator:
         params = request.sampling_params(plan)
         _check_entries(len(prompt) * params.n, params.prompt_logprobs)
         call = self._call_of(_new_id(kind), prompt, params, request, adapter, session, turn=plan.turn)
+        if request.include_progress:
+            call = replace(call, shows_progress=True)
         return [call], ChatAnswer(call.request_id, request, self._tokens, prompt, plan)
 
     def translate_fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
@@ -164,7 +168,8 @@ class Translator:
         fork_of, replica = split_public_id(request.request_id)
         if not replica:
             raise UnknownRequestError(
-                f"{request.request_id!r} is not the id of an answer to one prompt; only such requests can be forked",
+                f"{request.request_id!r} is not the id of an answer to one prompt, or was sent before a replica had "
+                "the request: these cannot be forked",
                 "request_id",
             )
         request_id, params = _new_id("cmpl"), request.sampling_params()

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from app.engine import Delta
-from app.errors import ModelUnavailableError, OverloadedError, UnavailableError, UnknownRequestError
+from app.engine.report import Progress
+from app.errors import (
+    ModelUnavailableError,
+    OverloadedError,
+    UnavailableError,
+    UnknownModelError,
+    UnknownRequestError,
+)
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, PieceCollector
 from app.fleet.retry import DuplicateGuard
 from app.fleet.streams import StreamPace, interleave
@@ -72,6 +79,12 @@ class RequestStreams:
                 async for some in deltas:
                     if pieces := collector.push(some):
                         yield pieces
+
+    def progress(self, call: GenerateRequest) -> Progress | None:
+        """A call before its first token. May wait for the memory's lock."""
+        with suppress(UnknownModelError):  # it has not reached this replica yet
+            return self._shelf.model(call.model or self._first).progress(call.request_id, len(call.prompt_token_ids))
+        return None
 
     def _deltas(self, call: GenerateRequest | ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         if isinstance(call, GenerateRequest):

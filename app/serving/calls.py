@@ -23,12 +23,14 @@ from app.compat.ray import (
     streaming_handle,
     translate_failures,
 )
+from app.engine.report import Progress
 from app.engine.sampling.params import SamplingParams
 from app.errors import OverloadedError, UnavailableError
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling
 from app.fleet.overload import LoadShedder
 from app.fleet.retry import CallRetries, CallWindow
 from app.fleet.streams import SILENCE_S, interleave, without_heartbeats
+from app.request_context import current_context
 from app.serving.shared_streams import ExpectedStream, SharedReader
 
 # A gRPC message holds 4 MiB. An output token takes up to 16 bytes, id and text: all outputs of a call with this many
@@ -199,6 +201,10 @@ class ReplicaClient:
             response = (handle.complete_as_stream if whole else handle.generate_stream).remote(call)
             with translate_failures():
                 async for item in without_heartbeats(response, SILENCE_S, self._first_s):
+                    if isinstance(item, Progress):
+                        if (context := current_context()) is not None:
+                            context.progress = item
+                        continue
                     if isinstance(item, int):  # the number of the shared stream that has the later pieces
                         assert shared is not None
                         async with aclosing(shared[0].rest(shared[1], item)) as rest:

@@ -43,7 +43,7 @@ from app.openai.batches.runner import BatchRunner
 from app.openai.batches.store import BatchStore
 from app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody
 from app.openai.chat_body import ChatCompletionRequest
-from app.openai.events import note_broken_stream
+from app.openai.event_response import note_broken_stream
 from app.openai.http import build_api
 from app.openai.messages.body import CountTokensRequest, MessagesRequest
 from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
@@ -305,16 +305,14 @@ class Ingress(GrpcIngress):
     ) -> AsyncIterator[StreamEvent]:
         """A response as events. An error after the first event becomes the last event instead of being raised."""
         async with self._admit("responses", lambda of: of.translate_response, request, session) as admitted:
-            has_sent = False
             try:
                 async with aclosing(self._replicas.stream_calls(admitted.calls, admitted.arrived)) as pieces:
                     async for _, piece in pieces:
                         admitted.measured.streams(piece)
                         for event in admitted.answer.events(piece):
-                            has_sent = True
                             yield event
             except FolioError as error:
-                if not has_sent:
+                if not admitted.answer.has_begun:
                     raise
                 note_broken_stream(error)
                 admitted.measured.fails(error)

@@ -22,6 +22,7 @@ from app.config.added_model import check_added
 from app.config.shelf import ModelConfig, ShelfConfig
 from app.dashboard.views import ReplicaView, ShelfView, WatchCall, view_replica, view_shelf
 from app.engine.lora.source import AdapterSource
+from app.engine.report import Progress
 from app.errors import ConfigError, RequestError, UnavailableError, UnknownPinError, UnknownRequestError
 from app.fleet.autoscaling import AutoscalingLoad
 from app.fleet.loaded import LoadedTable
@@ -38,7 +39,7 @@ from app.fleet.messages import (
     reports_as_stats,
 )
 from app.fleet.shelf_load import reports_for_routers
-from app.fleet.streams import StreamPace, with_heartbeats
+from app.fleet.streams import BEAT_S, PROGRESS_S, StreamPace, with_heartbeats
 from app.logs import configure_logs
 from app.replica.additions import ShelfAdditions
 from app.replica.figures import figures_of
@@ -188,13 +189,17 @@ class EngineReplica:
             async for item in items:
                 yield item
 
-    async def generate_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[list[Piece] | int]:
+    async def generate_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[list[Piece] | int | Progress]:
         """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace` allows. A number
         is that of the shared stream that carries all later pieces. Raises as `complete_as_stream`."""
-        share = call.share if isinstance(call, GenerateRequest) else None
+        share, beat_s, beat = None, BEAT_S, None
+        if isinstance(call, GenerateRequest):
+            share = call.share
+            if call.shows_progress:
+                beat_s, beat = PROGRESS_S, partial(asyncio.to_thread, self._requests.progress, call)
         async with (
             aclosing(self._requests.pieces(call)) as lists,
-            aclosing(with_heartbeats(self._shared.route_pieces(lists, share))) as items,
+            aclosing(with_heartbeats(self._shared.route_pieces(lists, share), beat_s, beat)) as items,
         ):
             async for item in items:
                 yield item

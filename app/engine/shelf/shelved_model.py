@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 from app.config.shelf import ModelConfig
@@ -16,6 +16,7 @@ from app.engine.async_engine import AsyncEngine, Pace
 from app.engine.delta import Delta, RequestOptions
 from app.engine.engine import TOO_LATE
 from app.engine.lora.source import AdapterSource
+from app.engine.report import Progress
 from app.engine.request import check_timeout
 from app.engine.sampling.params import SamplingParams
 from app.engine.shelf.arrivals import ArrivalHistory
@@ -231,6 +232,15 @@ class ShelvedModel:
             error=self.error,
             idle_s=0.0 if num_running + num_waiting else self.arrivals.silence_s(time.monotonic()),
         )
+
+    def progress(self, request_id: str, num_tokens: int) -> Progress | None:
+        """A request of so many tokens before its first token (`AsyncEngine.progress`). While the model is loaded, its
+        place is the last one."""
+        wake_s, engine = max(self.expected_wake_s - self.pending_s, 0.0), self.engine
+        if engine is None:
+            return Progress(self.num_pending, wake_s, 0, num_tokens)
+        found = engine.progress(request_id)
+        return None if found is None else replace(found, expected_s=found.expected_s + wake_s)
 
     # ---- for callers ----
 

@@ -41,6 +41,7 @@ from app.openai.responses.replies import (
     TextEcho,
 )
 from app.openai.sampling_body import TextFormat
+from app.request_context import current_context
 
 # Fields of a response that have the request's values.
 _ECHOED = (
@@ -70,13 +71,25 @@ class ResponseAnswer:
         self._items: list[OutputItem] = []
         self._item: OutputItem | None = None  # the one that grows
         self._held_entries: tuple[TokenLogprobs, ...] = ()
+        if request.stream and (context := current_context()) is not None:
+            context.silent_events = self.silent_events
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._num_events)
+
+    def silent_events(self) -> Iterator[StreamEvent]:
+        """The events while there is no output: the response is in progress. It has its id from the first of them on."""
+        self._chat.keep_id()
+        if not self.has_begun:
+            yield self._event(ResponseEvent, type="response.created", response=self._response("in_progress"))
+        yield self._event(ResponseEvent, type="response.in_progress", response=self._response("in_progress"))
 
     def events(self, piece: Piece) -> Iterator[StreamEvent]:
         """The events of a piece of the output. The output's last piece ends the response."""
         parts = self._chat.parts(piece)  # also sets the public id
-        if not self._num_events:
-            for kind in ("response.created", "response.in_progress"):
-                yield self._event(ResponseEvent, type=kind, response=self._response("in_progress"))
+        if not self.has_begun:
+            yield from self.silent_events()
         entries, self._held_entries = (*self._held_entries, *piece.logprobs), ()
         if not parts:
             self._held_entries = entries

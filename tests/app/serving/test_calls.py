@@ -21,6 +21,7 @@ from ray.exceptions import (
 )
 
 from app.engine import SamplingParams
+from app.engine.report import Progress
 from app.errors import (
     DeadlineError,
     EngineError,
@@ -42,7 +43,8 @@ Script = Callable[[Any], list[Any]]
 
 
 class Response:
-    """A handle's response, streamed or at once. `items`: pieces, an exception to raise, or `None` to hang."""
+    """A handle's response, streamed or at once. `items`: pieces, a `Progress`, an exception to raise, seconds before
+    a heartbeat, or `None` to hang."""
 
     def __init__(self, items: list[Any], at_once: bool) -> None:
         self.items = items
@@ -52,13 +54,19 @@ class Response:
     def cancel(self) -> None:
         self.cancelled = True
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+    async def __aiter__(self) -> AsyncIterator[list[Piece] | Progress]:
         try:
             if self.at_once:
                 yield [await self._real(item) for item in self.items]
             else:
                 for item in self.items:
-                    yield [await self._real(item)]
+                    if isinstance(item, Progress):
+                        yield item
+                    elif isinstance(item, float):
+                        await asyncio.sleep(item)
+                        yield []
+                    else:
+                        yield [await self._real(item)]
         finally:
             self.ended = True
 

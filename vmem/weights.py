@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class Charges(Protocol):
 
 
 class FileRange:
-    """Host addresses for a part of a file, read-only. Not for several threads at once.
+    """Host addresses for a part of a file, read-only. Not for several threads at once, except for `detach`.
 
     Args:
         num_bytes: of the file's part, more than 0.
@@ -61,6 +62,7 @@ class FileRange:
         self.is_mapped = False
         self._charges = charges
         self._is_closed = False
+        self._changing = threading.Lock()
 
     def tensor(self) -> torch.Tensor:
         """A uint8 tensor `[num_bytes]` over the range, valid until `close`; only to be read, and only while mapped."""
@@ -74,6 +76,10 @@ class FileRange:
             OutOfPages: the device has too little memory left.
             MapError: the system refused, or the file cannot be read. Nothing is mapped or charged then.
         """
+        with self._changing:
+            self._map(fd, offset)
+
+    def _map(self, fd: int, offset: int) -> None:
         if self.is_mapped or self._is_closed:
             raise IntegrityError(f"map at {self.reserved}, which is {'closed' if self._is_closed else 'mapped'}")
         if self._charges is not None:
@@ -96,20 +102,38 @@ class FileRange:
 
     def unmap(self) -> None:
         """Turn the range into a hole. Raises `MapError`; it is still mapped then."""
+        with self._changing:
+            self._unmap()
+
+    def _unmap(self) -> None:
         if not self.is_mapped:
             raise IntegrityError(f"unmap of {self.reserved}, which is not mapped")
         host_calls.make_hole(self.reserved)
         self.is_mapped = False
         self._discharge()
 
+    def detach(self) -> bool:
+        """Replace the mapped file, if there is one, by a copy of its bytes at the same addresses, while other threads
+        read them. Returns false if another thread is mapping or unmapping it. Raises `MapError`; nothing has changed
+        then."""
+        if not self._changing.acquire(blocking=False):
+            return False
+        try:
+            if self.is_mapped:
+                host_calls.replace_by_copy(self.reserved)
+        finally:
+            self._changing.release()
+        return True
+
     def close(self) -> None:
         """Unmap and release the range."""
-        if self._is_closed:
-            return
-        if self.is_mapped:
-            self.unmap()
-        host_calls.release(self._reservation)
-        self._is_closed = True
+        with self._changing:
+            if self._is_closed:
+                return
+            if self.is_mapped:
+                self._unmap()
+            host_calls.release(self._reservation)
+            self._is_closed = True
 
     def _discharge(self) -> None:
         if self._charges is not None:

@@ -13,6 +13,7 @@ from vmem.errors import MapError
 PROT_NONE = 0
 MAP_FIXED, MAP_FIXED_NOREPLACE, MAP_NORESERVE = 0x10, 0x100000, 0x4000  # Python's mmap has no names for these
 HOLE_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
 MADV_HUGEPAGE, MADV_POPULATE_READ = 14, 22
 MAP_FAILED = ctypes.c_void_p(-1).value
 # A longer populate holds the process's memory map lock for milliseconds and stalls other threads' mmap.
@@ -21,6 +22,9 @@ POPULATE_PIECE_BYTES = 2 << 20
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.mremap.restype = ctypes.c_void_p
+libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -79,6 +83,23 @@ def make_hole(mapped: AddressRange) -> None:
         libc.mmap(mapped.address, mapped.num_bytes, PROT_NONE, flags, -1, 0) == MAP_FAILED
     ):
         raise os_error(f"mmap of a hole over {mapped}")
+
+
+def replace_by_copy(mapped: AddressRange) -> None:
+    """Replace a mapped range by a copy of its bytes in memory, only to be read. Threads that read the range see either,
+    and the same bytes. Raises `MapError`; the range is as it was then."""
+    size = mapped.num_bytes
+    copy = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if copy == MAP_FAILED:
+        raise os_error(f"mmap of {size} bytes for a copy of {mapped}")
+    ctypes.memmove(copy, mapped.address, size)
+    moved = not libc.mprotect(copy, size, mmap.PROT_READ) and (
+        libc.mremap(copy, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, mapped.address) != MAP_FAILED
+    )
+    if not moved:
+        error = os_error(f"mremap to {mapped}")
+        libc.munmap(copy, size)
+        raise error
 
 
 def os_error(what: str) -> MapError:

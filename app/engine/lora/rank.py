@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from app.engine.lora.layers import LoRALayers, Updates, num_bytes
-from app.engine.lora.source import AdapterSource, files_state, files_version
+from app.engine.lora.source import AdapterSource, files_version
 from app.engine.lora.weights import find_folder, read_config, read_weights, stored_numbers
+from app.engine.model.file_digests import FileDigests
 from app.errors import EngineError, FolioError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class RankAdapters:
 
     def __init__(self, layers: LoRALayers | None) -> None:
         self._layers = layers
-        self._found: dict[str, tuple[Path, tuple[int, ...]]] = {}  # id → folder, and the state of its files
+        self._digests = FileDigests()
+        self._found: dict[str, tuple[Path, str]] = {}  # id → folder, and the version of its files
         self._thread = ThreadPoolExecutor(1, "folio-adapters")
         self.reading: dict[int, Future[Updates]] = {}
         self._sizes: dict[int, int] = {}  # slot → bytes
@@ -107,7 +109,7 @@ class RankAdapters:
         """
         start = time.monotonic()
         name = source.name
-        folder, state = self._find(source)
+        folder, version = self._find(source)
         layers = self._layers
         assert layers is not None
         weights = read_weights(
@@ -120,32 +122,30 @@ class RankAdapters:
             device=layers.device,
         )
         updates = layers.stack(weights)
-        if _state(name, folder) != state:
+        if self._version(name, folder) != version:
             raise ModelError(f"adapter {name!r}: {str(folder)!r} has changed while it was read; load it again")
         seconds = time.monotonic() - start
         logger.info("loaded adapter %r: %.1f MiB in %.2f s", source.id, num_bytes(updates) / 2**20, seconds)
         return updates
 
-    def _find(self, source: AdapterSource) -> tuple[Path, tuple[int, ...]]:
-        """The adapter's folder and the state of its files, which must be those that the id stands for: the prefix cache
-        identifies the adapter by its id."""
+    def _find(self, source: AdapterSource) -> tuple[Path, str]:
+        """The adapter's folder and the version of its files, which must be those that the id stands for: the prefix
+        cache identifies the adapter by its id."""
         name, known = source.name, self._found.get(source.id)
         folder = find_folder(name, source.path) if known is None else known[0]
-        state = _state(name, folder)
-        if known == (folder, state):
-            return known
-        remedy = "give it another name, or restart" if source.version is None else "load it again"
-        if known is not None if source.version is None else files_version(folder) != source.version:
+        version = self._version(name, folder)
+        first = source.version or (version if known is None else known[1])
+        if version != first:
+            remedy = "give it another name, or restart" if source.version is None else "load it again"
             raise ModelError(
                 f"adapter {name!r}: {str(folder)!r} has changed since it was first loaded, and cached prefixes would "
                 f"not match; {remedy}"
             )
-        self._found[source.id] = folder, state
-        return folder, state
+        self._found[source.id] = folder, version
+        return folder, version
 
-
-def _state(name: str, folder: Path) -> tuple[int, ...]:
-    try:
-        return files_state(folder)
-    except OSError as error:
-        raise ModelError(f"adapter {name!r}: its file is missing: {error}") from error
+    def _version(self, name: str, folder: Path) -> str:
+        try:
+            return files_version(folder, self._digests)
+        except OSError as error:
+            raise ModelError(f"adapter {name!r}: its file is missing: {error}") from error

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.engine.model.file_digests import FileDigests
 from app.errors import RequestError, UnknownModelError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -65,16 +66,8 @@ def _up(place: Path) -> tuple[Path, ...]:
     return (place, *place.parents)
 
 
-def files_version(folder: Path) -> str:
-    """Digest of an adapter's files. Raises `OSError`."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for file in FILES:
-        with (folder / file).open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, hashlib.blake2b).digest())
-    return digest.hexdigest()
-
-
-def files_state(folder: Path) -> tuple[int, ...]:
-    """Times, sizes and inodes of an adapter's files, which change with them. Raises `OSError`."""
-    stats = [(folder / file).stat() for file in FILES]
-    return tuple(number for stat in stats for number in (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+def files_version(folder: Path, digests: FileDigests | None = None) -> str:
+    """Digest of the content of an adapter's files, as far as their own digests are not known. Raises `OSError`."""
+    of_file = (digests or FileDigests()).of
+    content = "".join(of_file(folder / file) for file in FILES)
+    return hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).hexdigest()

@@ -94,7 +94,7 @@ def read_weights(config: ResolvedConfig, weights: WeightStore) -> None:
         if model is None:
             continue
         part = replace(config, model=model)
-        found = weights.find(key_of(part, pools=find_pooling(part, load_config(model)) is not None))
+        found = weights.find(key_of(part, weights, pools=find_pooling(part, load_config(model)) is not None))
         if found is None:
             read_checkpoint(part)
             continue

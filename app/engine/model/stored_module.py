@@ -33,7 +33,7 @@ def stored_module(
 ) -> tuple[MadeModule, WeightArena]:
     """The module with its tensors in an arena, before anything keeps their addresses. From its file if there is one."""
     pools = pooling is not None
-    key = key_of(config, pools=pools)
+    key = key_of(config, weights, pools=pools)
 
     def make() -> tuple[MadeModule, Collection]:
         with ExitStack() as undo:
@@ -56,7 +56,7 @@ def stored_module(
             return built
 
     def again() -> Collection:
-        if key_of(config, pools=pools) != key:
+        if key_of(config, weights, pools=pools) != key:
             raise ModelError(f"the checkpoint {config.model!r} has changed since it was loaded; load it again")
         return make()[1]
 
@@ -78,7 +78,7 @@ def stored_module(
             logger.info("%r is loaded from its checkpoint, not from the file of its weights: %s", config.model, error)
     made, tensors = make()
     try:
-        before, key = key, key_of(config, pools=pools)
+        before, key = key, key_of(config, weights, pools=pools)
         if key != before and Path(key.place["model"]).is_dir():
             raise ModelError(f"the checkpoint {config.model!r} has changed while it was loaded; load it again")
     except ModelError:
@@ -98,9 +98,9 @@ def _forget_frames(error: BaseException) -> None:
     gc.collect()  # parts of a module may refer to each other
 
 
-def key_of(config: ResolvedConfig, *, pools: bool) -> WeightKey:
+def key_of(config: ResolvedConfig, weights: WeightStore, *, pools: bool) -> WeightKey:
     try:
-        return weight_key(config, pools=pools)
+        return weight_key(config, weights.digests.of, pools=pools)
     except OSError as error:
         raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
 

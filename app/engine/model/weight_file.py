@@ -171,12 +171,15 @@ def _decode(encoded: bytes, fd: int) -> WeightHeader:
     return header
 
 
-def check_contents(contents: torch.Tensor, header: WeightHeader) -> None:
-    """Compare the contents `[num_bytes]` uint8 with their checksums, on several cores. Raises `WeightFileError`."""
-    data = contents.numpy().data
+def check_contents(fd: int, header: WeightHeader) -> None:
+    """Compare a file's contents with their checksums, on several cores. Raises `WeightFileError`, `OSError`."""
+
+    def checksum(start: int) -> int:
+        return zlib.crc32(os.pread(fd, min(CHUNK_BYTES, header.table.num_bytes - start), header.offset + start))
+
     with ThreadPoolExecutor(min(_CHECK_THREADS, os.cpu_count() or 1)) as threads:
-        starts = range(0, len(data), CHUNK_BYTES)
-        actual = threads.map(lambda start: zlib.crc32(data[start : start + CHUNK_BYTES]), starts)
+        starts = range(0, header.table.num_bytes, CHUNK_BYTES)
+        actual = threads.map(checksum, starts)
         for start, expected, found in zip(starts, header.checksums, actual, strict=True):
             if expected != found:
                 raise WeightFileError(f"its contents are damaged between bytes {start} and {start + CHUNK_BYTES}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from kernels.cpu.build import build_name
 SUFFIX = ".weights"
 # Files of a checkpoint that decide about its module, by pattern; its tokenizer's do not, and may come later.
 _CONFIG = ("config.json", "generation_config.json", "*.index.json")
-_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # of git, or SHA-256
 _MOST_NAME_CHARACTERS = 60
 
 
@@ -60,13 +60,13 @@ def _digest(document: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def weight_key(config: ResolvedConfig, *, pools: bool = False) -> WeightKey:
-    """The key of a model's weights as these settings load them. A changed file of the checkpoint is told by its size
-    and time of change; a downloaded one by its digest. Raises `OSError`.
+def weight_key(config: ResolvedConfig, digest: Callable[[Path], str], *, pools: bool = False) -> WeightKey:
+    """The key of a model's weights as these settings load them. Raises `OSError`.
 
     A model of the Hub that is not downloaded yet has the key of the files that are there.
 
     Args:
+        digest: of a file's whole content: `FileDigests.of`.
         pools: the model is loaded for embeddings or scores, and may lack its output layer.
     """
     folder = resolve_model(config.model)
@@ -88,7 +88,7 @@ def weight_key(config: ResolvedConfig, *, pools: bool = False) -> WeightKey:
             "kernels": _kernels(),
         },
         version={
-            "files": sorted([path.name, path.stat().st_size, _identity(path)] for path in files),
+            "files": sorted([path.name, digest(path)] for path in files),
             "folio": VERSION,
             "layout": LAYOUT_VERSION,
             "torch": torch.__version__,
@@ -106,12 +106,6 @@ def _kernels() -> list[str]:
         return sorted(products | {build_name(name) for name in ("elementwise", "rotary")})
     except KernelError:
         return []
-
-
-def _identity(path: Path) -> str:
-    """The digest of a downloaded file, which its name in the Hub's cache is; else the time of its last change."""
-    target = path.resolve()
-    return target.name if _DIGEST.fullmatch(target.name) else str(path.stat().st_mtime_ns)
 
 
 def weight_files(model: str) -> list[Path]:

@@ -1,6 +1,7 @@
 """Weight store: files of weights in a folder, each written once and then mapped by every process that needs it.
 
     NAME-PLACE-VERSION.weights    of a checkpoint: place is a digest of its path and of settings, version of its content
+    digests.json                  of the checkpoints' files, see `FileDigests`
     RANDOM.tmp                    being written, locked by its writer
 
 A file is published by a hard link, which never replaces another one: of two processes that write the same weights the
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from app.engine.model.file_digests import FileDigests
 from app.engine.model.pinned_share import PinnedShare
 from app.engine.model.weight_arena import Collection, WeightArena, WeightRange, WeightSource
 from app.engine.model.weight_copy import CopiedWeights
@@ -38,11 +40,12 @@ from app.engine.model.weight_file import (
     write_weights,
 )
 from app.engine.model.weight_folder import create_locked, make_room, open_shared, remove_unfinished, sync_folder
+from app.engine.model.weight_guard import WeightGuard
 from app.engine.model.weight_key import WeightKey
 from app.errors import ConfigError, ModelError
 from vmem.errors import MapError
 from vmem.uploads import CudaRange, Uploads
-from vmem.weights import HUGE_PAGE_BYTES, Charges, FileRange
+from vmem.weights import HUGE_PAGE_BYTES, Charges, FileRange, read_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +113,10 @@ class WeightStore:
         pinned: of all processes of the machine, for the copies; `None`: this process's bound is the only one.
         write: writes bytes of a file.
 
+    Attributes:
+        digests: of the checkpoints' files.
+        guard: of files that are mapped.
+
     Raises:
         ConfigError: the folder belongs to another user, or others can write to it.
     """
@@ -133,10 +140,12 @@ class WeightStore:
         self._lock = threading.Lock()
         self._checked: set[tuple[int, ...]] = set()  # states of files whose contents this process has checked
         self._warned = False
+        self.guard = WeightGuard()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = folder.stat()
         except OSError:
+            self.digests = FileDigests()
             return  # files cannot be written later either, which says why
         if found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
             raise ConfigError(
@@ -144,6 +153,7 @@ class WeightStore:
                 "others could change weights there; use a folder of the server's user with mode 700"
             )
         remove_unfinished(folder)
+        self.digests = FileDigests(folder)
 
     def move(self, tensors: Collection, key: WeightKey, again: Callable[[], Collection]) -> WeightArena:
         """Move the tensors of a model into an arena, which is mapped. Whatever fails, they have lost their memory.
@@ -200,7 +210,8 @@ class WeightStore:
         reserved: WeightRange
         try:
             if self._uploads is None:
-                source, reserved = stored, FileRange(table.num_bytes, self._charges)
+                source, reserved = stored, (mapped := FileRange(table.num_bytes, self._charges))
+                stored.protect(mapped.detach)
             else:
                 source = CopiedWeights(key.name, table.num_bytes, self._uploads, stored, self)
                 reserved = CudaRange(table.num_bytes, self._uploads)
@@ -288,12 +299,9 @@ class WeightStore:
             raise WeightFileError("it is of another checkpoint")
         state = _state(fd)
         if state not in self._checked:
-            whole = FileRange(header.table.num_bytes)
-            try:
-                whole.map(fd, header.offset)
-                check_contents(whole.tensor(), header)
-            finally:
-                whole.close()
+            for _ in read_ahead(fd, header.offset, header.table.num_bytes):  # in huge pages, as it will be mapped
+                pass
+            check_contents(fd, header)
             self._checked.add(state)
         return header
 
@@ -335,6 +343,13 @@ class StoredWeights:
         self._store, self._key, self._table, self._again = store, key, table, again
         self._contents: Contents | None = contents
         self._host_bytes = 0
+        self._detach: Callable[[], bool] | None = None
+
+    def protect(self, detach: Callable[[], bool]) -> None:
+        """Copy what is mapped of the file before another process changes it. Args: `detach`: see `WeightGuard`."""
+        self._detach = detach
+        if self._contents is not None and not self._contents.in_memory:
+            self._store.guard.watch(self._contents.fd, self._key.name, detach)
 
     def open(self) -> tuple[int, int]:
         if self._contents is not None and not self._contents.unchanged:
@@ -346,6 +361,8 @@ class StoredWeights:
                 if tensors.table != self._table:
                     raise ModelError(f"{self._key.name!r} has other tensors than when it was loaded; load it again")
                 self._contents = self._store.provide(self._key, tensors)
+                if self._detach is not None:
+                    self.protect(self._detach)
             finally:
                 tensors.drop()
         return self._contents.fd, self._contents.offset
@@ -376,6 +393,7 @@ class StoredWeights:
 
     def _forget(self) -> None:
         if self._contents is not None:
+            self._store.guard.unwatch(self._contents.fd)
             self._contents.close()
         self._contents = None
         self._return_host_bytes()

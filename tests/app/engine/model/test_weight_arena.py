@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from app.config.engine import EngineConfig, ResolvedConfig
@@ -24,6 +25,7 @@ from app.engine import SamplingParams
 from app.engine.engine import Engine
 from app.engine.execution import executor
 from app.engine.model import checkpoint_module, loader, stored_module
+from app.engine.model.file_digests import FileDigests
 from app.engine.model.linear import PackedLinear, choose_product, onednn_product
 from app.engine.model.loader import LoadedModel, load_model
 from app.engine.model.model_parts import find_tensors
@@ -219,7 +221,7 @@ def test_a_draft_model_and_adapters_layers(
         engine = engine_with(WeightStore(tmp_path / "weights"), monkeypatch, **settings | more)
         assert generate_staggered(engine, PROMPTS, GREEDY) == expected
         engine.close()
-        assert len(list((tmp_path / "weights").iterdir())) == 1, "one checkpoint should have one file"
+        assert len(list((tmp_path / "weights").glob("*.weights"))) == 1, "one checkpoint should have one file"
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -400,28 +402,35 @@ def test_a_failed_make_frees_its_tensors_before_their_charge_ends(
 def test_a_changed_checkpoint_has_another_file_and_no_second_chance(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, loaded: list[WeightArena]
 ) -> None:
-    """The file is known by the checkpoint's sizes and times. A sleeping model whose file is lost must not wake up as
-    another one."""
+    """Weights of the same size and time as the old ones were taken for them. A sleeping model whose file is lost must
+    not wake up as another one."""
     model_type, of_model = ALL["llama"]
     folder = tmp_path / "checkpoint"
-    folder.symlink_to(make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1}))
+    shutil.copytree(make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1}), folder)
     config = EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu")
     store = WeightStore(tmp_path / "weights")
     model = load_model(config, weights=store)
     assert model.weights is not None
     loaded.append(model.weights)
-    (first,) = (tmp_path / "weights").iterdir()
+    (first,) = (tmp_path / "weights").glob("*.weights")
     model.weights.unmap()
     (weights,) = folder.glob("*.safetensors")
-    os.utime(weights, ns=(1, 1))
+    before, scale = weights.stat(), model.module.get_input_embeddings().weight.new_tensor(2)
+    save_file({name: tensor * scale for name, tensor in load_file(weights).items()}, tmp_path / "w", {"format": "pt"})
+    os.utime(tmp_path / "w", ns=(before.st_atime_ns, before.st_mtime_ns))
+    (tmp_path / "w").replace(weights)
+    after = weights.stat()
+    assert (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     os.truncate(first, 100)
     with pytest.raises(ModelError, match="has changed since it was loaded; load it again"):
         model.weights.map()
     again = load_model(config, weights=store)
     assert again.weights is not None
     loaded.append(again.weights)
-    (second,) = (tmp_path / "weights").iterdir()
+    (second,) = (tmp_path / "weights").glob("*.weights")
     assert second.name != first.name
+    of_first = load_file(make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1}) / "model.safetensors")
+    assert torch.equal(again.module.get_input_embeddings().weight, 2 * of_first["model.embed_tokens.weight"])
 
 
 def test_a_model_of_the_hub_that_is_downloaded_while_it_is_loaded_has_one_file(
@@ -450,7 +459,7 @@ def test_a_model_of_the_hub_that_is_downloaded_while_it_is_loaded_has_one_file(
         model = load_model(config, weights=store)
         assert model.weights is not None
         loaded.append(model.weights)
-        (file,) = (tmp_path / "weights").iterdir()
+        (file,) = (tmp_path / "weights").glob("*.weights")
         return file
 
     first = load()
@@ -465,9 +474,9 @@ def test_a_model_of_the_hub_that_is_downloaded_while_it_is_loaded_has_one_file(
         patch.setattr(checkpoint_module, "_load_module", None)  # the file is read, not the checkpoint
         assert load() == first
     assert first.stat().st_ino == made
-    key = weight_key(config)
+    key = weight_key(config, FileDigests().of)
     cache.download("model.safetensors", b"another")
-    assert weight_key(config) != key
+    assert weight_key(config, FileDigests().of) != key
 
 
 class HubCache:
@@ -510,14 +519,16 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
 
     def change(*args: Any) -> Any:
         result = load_module(*args)
-        os.utime(folder / "model.safetensors", ns=(2, 2))
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"!")
         return result
 
     monkeypatch.setattr(checkpoint_module, "_load_module", change)
     config = EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu")
     with pytest.raises(ModelError, match="has changed while it was loaded; load it again"):
         load_model(config, weights=WeightStore(tmp_path / "weights"))
-    assert list((tmp_path / "weights").iterdir()) == []
+    assert list((tmp_path / "weights").glob("*.weights")) == []
 
 
 def test_ranks_have_no_store(tmp_path: Path) -> None:

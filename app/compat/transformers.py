@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,6 +20,28 @@ def uses_attention_interface(model: PreTrainedModel | type[PreTrainedModel]) -> 
     them (MPT) fail in a forward without masks before their attention could be observed.
     """
     return model._can_set_attn_implementation()
+
+
+@contextmanager
+def weights_copied() -> Iterator[None]:
+    """Let `from_pretrained` copy weights out of their files. In one thread at a time.
+
+    transformers maps the files, and on a CPU tensors go on reading them: if such a file is overwritten in place later,
+    the model changes, and if it is truncated, the process ends (SIGBUS). Its option `disable_mmap` needs memory for a
+    whole file at once. Private: `safe_open` and `is_zipfile` in `modeling_utils`; the second one is only asked whether
+    `torch.load` can map a file.
+    """
+    module: Any = importlib.import_module("transformers.modeling_utils")
+    safe_open, is_zipfile = module.safe_open, module.is_zipfile
+
+    def copying(path: str, **options: Any) -> Any:
+        return safe_open(path, **options | {"backend": "pread"})
+
+    module.safe_open, module.is_zipfile = copying, lambda _: False
+    try:
+        yield
+    finally:
+        module.safe_open, module.is_zipfile = safe_open, is_zipfile
 
 
 @contextmanager

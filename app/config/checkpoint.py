@@ -6,12 +6,13 @@ import ast
 import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
 
 # Names of transformers' tables of model types.
 _CAUSAL, _MASKED, _SEQ2SEQ = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"
@@ -32,18 +33,21 @@ def checkpoint_faults(folder: Path, *, weights: bool = True) -> Iterator[str]:
         yield str(error)
     else:
         yield from _architecture_faults(folder, config)
-        yield from _tokenizer_faults(folder, _text_config(config).get("vocab_size"))
+        yield from size_faults(config, folder / "config.json")
+        yield from _tokenizer_faults(folder, text_config(config).get("vocab_size"))
     if weights:
-        yield from _weight_faults(folder)
+        yield from weight_faults(folder)
 
 
 def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
     """Why the model cannot be divided among the ranks: no head is cut; several ranks may have the same KV head."""
     try:
-        text = _text_config(_json(folder / "config.json"))
+        config = _json(folder / "config.json")
     except ValueError:
         return  # a fault of `checkpoint_faults`
-    query, key_value = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if any(size_faults(config, "")):
+        return  # likewise
+    query, key_value = (text_config(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(query, int) and query % tensor_parallel_size:
         yield f"it must divide the {query} attention heads of {folder}"
     elif isinstance(key_value, int) and min(key_value % tensor_parallel_size, tensor_parallel_size % key_value):
@@ -73,11 +77,6 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
-
-
 def _architecture_faults(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     path, kind = folder / "config.json", config.get("model_type")
     if not isinstance(kind, str):
@@ -87,7 +86,7 @@ def _architecture_faults(folder: Path, config: Mapping[str, Any]) -> Iterator[st
         yield f"{path}: {kind} is an encoder-decoder model; Folio serves text-generating decoders only"
     elif kind in _model_types(_MASKED) and not config.get("is_decoder", False):
         yield f"{path}: {kind} is an encoder; Folio serves text-generating decoders only"
-    elif not {kind, _text_config(config).get("model_type")} & _model_types(_CAUSAL):
+    elif not {kind, text_config(config).get("model_type")} & _model_types(_CAUSAL):
         yield f"{path}: {kind} is no text-generating decoder that transformers {_transformers()[1]} knows"
 
 
@@ -151,7 +150,8 @@ def _ids_of_text(content: Mapping[str, Any]) -> dict[str, int]:
     return ids
 
 
-def _weight_faults(folder: Path) -> Iterator[str]:
+def weight_faults(folder: Path) -> Iterator[str]:
+    """A sentence for each fault of a checkpoint's weights: missing, damaged, or not those of its config."""
     files, index = sorted(file for file in folder.glob("*.safetensors") if file.is_file()), folder / _INDEX
     if (single := folder / "model.safetensors").is_file():  # preferred by transformers
         files = [single]
@@ -167,17 +167,20 @@ def _weight_faults(folder: Path) -> Iterator[str]:
         files = [folder / name for name in names if name not in missing]
     elif not files and not any(folder.glob("pytorch_model*.bin")):
         yield f"{str(folder)!r} has no weights: neither model.safetensors nor {_INDEX}"
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        yield from _safetensors_faults(file)
-
-
-def _safetensors_faults(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            yield f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder"
+        if _is_pointer(file):
+            yield f"{file} is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder"
             return
-    try:
-        with safe_open(path, framework="numpy"):  # reads the header, and compares it with the file's size
-            pass
-    except SafetensorError as error:
-        yield f"{path} has {path.stat().st_size} bytes and is truncated or damaged ({error}); copy it again"
+        try:
+            shapes |= {name: shape for name, (shape, _) in read_header(file).items()}
+        except ValueError as error:
+            yield str(error)
+            return
+    with suppress(ValueError):  # a fault of `checkpoint_faults`
+        yield from shape_faults(_json(folder / "config.json"), shapes, folder / "config.json")
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER

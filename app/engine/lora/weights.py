@@ -162,7 +162,7 @@ def _parse(settings: Mapping[str, Any], targets: str | list[Any]) -> AdapterConf
 def stored_numbers(name: str, folder: Path) -> int:
     """How many numbers the adapter's tensors have, by the head of its file. Raises `ModelError`."""
     try:
-        with safe_open(folder / WEIGHTS_FILE, framework="pt", device="cpu") as file:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt", backend="pread") as file:
             return sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ModelError(f"adapter {name!r}: cannot read {WEIGHTS_FILE}: {error}") from error
@@ -189,7 +189,7 @@ def read_weights(
     """
     sides: dict[str, dict[str, torch.Tensor]] = {}
     try:
-        with safe_open(folder / WEIGHTS_FILE, framework="pt", device="cpu") as file:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt", backend="pread") as file:
             for key in file.keys():  # noqa: SIM118 - no dictionary
                 found = _TENSOR.fullmatch(key)
                 if found is None or found["path"] not in shapes:

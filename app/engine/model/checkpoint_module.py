@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from app.builtin import resolve_model
-from app.compat.transformers import uses_attention_interface
+from app.compat.transformers import uses_attention_interface, weights_copied
 from app.config.engine import ResolvedConfig
 from app.engine.execution import attention, recurrent
 from app.engine.model.fused_layer import fuse_layers
@@ -122,7 +122,8 @@ def _load_module(
                 module = random_model(hf_config, device, **settings)
             elif comm is None:
                 options = {"config": hf_config, "output_loading_info": True}
-                module, loading = AutoModelForCausalLM.from_pretrained(folder, **options, **settings)  # type: ignore[misc]
+                with weights_copied():
+                    module, loading = AutoModelForCausalLM.from_pretrained(folder, **options, **settings)  # type: ignore[misc]
             else:
                 module, loading, plan = load_share(folder, hf_config, comm, **settings)
     except (*_DAMAGED, ValueError) as error:
@@ -156,7 +157,7 @@ def _damage(folder: str) -> str | None:
     for path in weight_files(folder):
         try:
             if path.suffix == ".safetensors":
-                with safe_open(path, "pt"):
+                with safe_open(path, "pt", backend="pread"):
                     pass
             else:
                 torch.load(path, map_location="meta", weights_only=True)

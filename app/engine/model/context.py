@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from app.builtin import resolve_model
+from app.config.checkpoint_sizes import size_faults
 from app.engine.model.tokenizer import one_line
 from app.errors import ModelError
 
@@ -17,6 +20,8 @@ logger = logging.getLogger(__name__)
 # Ropes whose frequencies depend on the length of the text; a packed batch has no single length.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 DEFAULT_CONTEXT = 2048
+# What transformers raises of a file that is missing, is no JSON, or has values of other types.
+_NO_CONFIG = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, StrictDataclassError)
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -34,12 +39,16 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def read_config(model: str) -> PreTrainedConfig:
-    """The model's config. Raises `ModelError` if it is not found."""
-    from transformers import AutoConfig  # not with this module, for `imported_without_torch`
+    """The model's config. Raises `ModelError` if it is not found, or describes no model."""
+    from transformers import AutoConfig, PreTrainedConfig  # not with this module, for `imported_without_torch`
 
+    folder = resolve_model(model)
     try:
-        return AutoConfig.from_pretrained(resolve_model(model))
-    except (OSError, ValueError) as error:
+        found, _ = PreTrainedConfig.get_config_dict(folder)
+        if faults := list(size_faults(found, "config.json")):  # before lists of as many items are made
+            raise ModelError(f"cannot load {model!r}: {'; '.join(faults)}")
+        return AutoConfig.from_pretrained(folder)
+    except _NO_CONFIG as error:
         raise ModelError(f"cannot load {model!r}: {one_line(error)}") from error
 
 

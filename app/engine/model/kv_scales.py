@@ -40,7 +40,7 @@ def stored_scales(weight_files: Iterable[Path]) -> dict[int, tuple[float, float]
     for path in weight_files:
         if path.suffix != ".safetensors":
             continue
-        with safe_open(path, "pt") as weights:
+        with safe_open(path, "pt", backend="pread") as weights:
             for name in weights.keys():  # noqa: SIM118 - no mapping
                 if (match := _STORED.search(name)) and (scale := weights.get_tensor(name)).numel() == 1:
                     found.setdefault(int(match[1]), {})[match[2]] = float(scale)

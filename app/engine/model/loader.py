@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from app.builtin import resolve_model
+from app.config.checkpoint import weight_faults
 from app.config.engine import KVDtype, ResolvedConfig
 from app.config.machine import Machine, check_resources
 from app.engine.lora.layers import LoRALayers
@@ -73,9 +75,12 @@ class LoadedModel:
     weights: WeightArena | None = None
 
 
-def load_config(model: str) -> PreTrainedConfig:
-    """The model's config. Raises `ModelError` if it is not found or has unsupported layers."""
-    config = read_config(model)
+def load_config(model: str, *, weights: bool) -> PreTrainedConfig:
+    """The model's config. Raises `ModelError` if it is not found or has unsupported layers. Args: `weights`: those of a
+    folder are checked, too, as far as their heads and sizes say."""
+    config, folder = read_config(model), Path(resolve_model(model))
+    if weights and any(folder.glob("*.safetensors")) and (faults := list(weight_faults(folder))):
+        raise ModelError(f"cannot load {model!r}: {'; '.join(faults)}")
     text_config = config.get_text_config()
     unsupported = set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if unsupported:
@@ -94,7 +99,8 @@ def read_weights(config: ResolvedConfig, weights: WeightStore) -> None:
         if model is None:
             continue
         part = replace(config, model=model)
-        found = weights.find(key_of(part, weights, pools=find_pooling(part, load_config(model)) is not None))
+        hf_config = load_config(model, weights=part.load_format == "auto")
+        found = weights.find(key_of(part, weights, pools=find_pooling(part, hf_config) is not None))
         if found is None:
             read_checkpoint(part)
             continue
@@ -122,7 +128,7 @@ def load_model(
     """
     if problems := check_resources(config, Machine.detect()):
         raise ConfigError("\n".join(problems))
-    hf_config = load_config(config.model)
+    hf_config = load_config(config.model, weights=config.load_format == "auto")
     text_config = hf_config.get_text_config()
     max_positions = context_length(hf_config)
     if (config.max_model_len or 0) > max_positions:

@@ -204,7 +204,7 @@ def _read_rows(model: str, names: Sequence[str], rows: Sequence[int] | None = No
         path = _file(model, "model.safetensors" if index is None else index["weight_map"].get(name, ""))
         if path is None:
             continue
-        with safe_open(path, "pt") as weights:
+        with safe_open(path, "pt", backend="pread") as weights:
             if name in weights.keys():  # noqa: SIM118 - it is no dict
                 part = weights.get_slice(name)
                 found = part[:] if rows is None else torch.stack([part[row] for row in rows])

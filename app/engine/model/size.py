@@ -72,7 +72,7 @@ class ModelSize:
     def __init__(self, config: EngineConfig) -> None:
         self.on_cpu = config.device != "cuda"
         self.config = config = config.on_device("cpu" if self.on_cpu else "cuda")
-        hf_config = load_config(config.model)
+        hf_config = load_config(config.model, weights=config.load_format == "auto")
         attention.register()
         module = _on_meta(hf_config, config.dtype)
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -160,7 +160,11 @@ def _on_meta(hf_config: Any, dtype: str) -> PreTrainedModel:
             hf_config, torch.device("meta"), dtype=chosen, attn_implementation=attention.IMPLEMENTATION
         )
     except KeyError as error:
+        if error.args != (attention.IMPLEMENTATION,):
+            raise ModelError(f"config.json describes no {hf_config.model_type} model: {error!r}") from error
         raise ModelError(f"{hf_config.model_type} computes attention outside transformers' interface") from error
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ModelError(f"config.json describes no {hf_config.model_type} model: {one_line(error)}") from error
     if hasattr(module, "set_experts_implementation"):  # the default's product knows only bfloat16 on this device
         module.set_experts_implementation("batched_mm")
     return module.eval().requires_grad_(False)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from safetensors.torch import load_file
+from transformers import AutoConfig, modeling_utils
 
 from app.config.engine import EngineConfig
 from app.engine import LLM, SamplingParams
 from app.engine.model.checkpoint_module import random_model
 from app.engine.model.loader import load_model
-from app.errors import ConfigError
-from tests.conftest import ARCHITECTURES, HYBRIDS
+from app.errors import ConfigError, ModelError
+from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[(7 * i + 3 * j) % 500 for j in range(90)] for i in range(2)]
@@ -87,3 +91,44 @@ def test_all_tensors_are_created_on_the_device(name: str, tmp_path: Path) -> Non
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     assert devices == {"meta"}
     assert len(list(model.buffers())) > 0
+
+
+def saved_as_bin(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("form", [None, saved_as_bin], ids=["safetensors", "bin"])
+def test_a_loaded_model_does_not_read_its_checkpoint_any_more(
+    form: Callable[[Path], None] | None, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """Its files were mapped: a truncated one ended the process (SIGBUS), one overwritten in place changed the model."""
+    folder = tmp_path / "model"
+    shutil.copytree(make_checkpoint("llama", **ARCHITECTURES["llama"][1]), folder)
+    expected = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    if form is not None:
+        form(folder)
+    model = load_model(EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu"))
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    for path in folder.iterdir():
+        os.truncate(path, 100)
+    assert torch.equal(model.module.get_input_embeddings().weight, expected)
+
+
+def test_a_checkpoint_that_is_truncated_while_it_is_read(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the process, with the other models (SIGBUS)."""
+    folder, opened = tmp_path / "model", modeling_utils.safe_open
+    shutil.copytree(make_checkpoint("llama", **ARCHITECTURES["llama"][1]), folder)
+
+    def open_and_truncate(path: str, **options: Any) -> Any:
+        file = opened(path, **options)
+        os.truncate(path, os.stat(path).st_size // 2)
+        return file
+
+    monkeypatch.setattr(modeling_utils, "safe_open", open_and_truncate)
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged"):
+        load_model(EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu"))
+    monkeypatch.undo()
+    assert modeling_utils.safe_open is opened

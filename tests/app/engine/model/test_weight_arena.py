@@ -504,8 +504,8 @@ class HubCache:
             os.utime(blob, ns=(1, 1))
 
 
-def _of_folder(load: Callable[[str], Any], folder: str, _: str) -> Any:
-    return load(folder)
+def _of_folder(load: Callable[..., Any], folder: str, _: str, **options: Any) -> Any:
+    return load(folder, **options)
 
 
 def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from app import haproxy
+from app.config.machine import binding_variables
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +56,32 @@ def stay_on_this_machine() -> None:
 
 def env() -> None:
     """Print variables to export before `ray start` on this node, and start nothing."""
+    for variable in binding_variables():
+        print(f"unset {variable.partition('=')[0]}")
     for name, value in environment(_haproxy_directory()).items():
         print(f"export {name}={shlex.quote(value)}")
 
 
 @contextmanager
 def prepared_environment(*, has_tls: bool = False) -> Iterator[None]:
-    """Set variables for the processes of a cluster that is started within this context, unless they are set."""
+    """Set variables for the processes of a cluster that is started within this context, unless they are set. Those that
+    would bind the engine's threads to cores are taken away."""
     directory, before = _haproxy_directory(), dict(os.environ)
     values = environment(directory, has_tls=has_tls)
+    if binding := binding_variables():
+        logger.warning(
+            "%s would bind all threads of an engine to one core: its processes do not get it; unset it",
+            ", ".join(binding),
+        )
+    unset = [variable.partition("=")[0] for variable in binding]
+    for name in unset:
+        del os.environ[name]
     os.environ.update(values)
     try:
         yield
     finally:
-        for name in values:
-            os.environ.pop(name)
+        for name in (*values, *unset):
+            os.environ.pop(name, None)
             if name in before:
                 os.environ[name] = before[name]
         shutil.rmtree(directory, ignore_errors=True)

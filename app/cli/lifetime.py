@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from http.client import HTTPException
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -142,6 +143,8 @@ def join_ray(*, is_local: bool, dashboard: bool = False, num_gpus: int | None = 
         if not is_local:
             where = f"does not answer at RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
             remedy = "start the cluster, or unset the variable to start one here"
+        elif isinstance(error, OSError) and ".ray" in Path(str(error.filename)).parts:
+            remedy = "it keeps a token there; set HOME to a folder that can be written, or RAY_AUTH_TOKEN to a secret"
         raise UnavailableError(f"Ray {where} ({reason}): {remedy}") from error
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 MOST_SEQS = 1 << 16
 # A step of more tokens takes seconds on any device, during which no request begins or ends.
 MOST_STEP_TOKENS = 1 << 20
+# Variables by which libgomp binds threads to cores. As soon as torch is loaded, the thread that loads it has one core.
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 # Share of the memory left to the interpreter, requests and page tables, beside weights, steps and the KV cache.
 SPARE_SHARE = 1 / 16
 # Threads of torch beside a GPU. One thread launches the steps; sampling and masks are kernels there; tokenizers and
@@ -82,6 +84,13 @@ def num_threads(config: EngineConfig) -> int:
     """CPU threads of one rank: on CPUs all cores, divided among the ranks; beside a GPU as many as have work."""
     most = max(1, Machine.detect().num_cores // config.tensor_parallel_size)
     return config.num_threads or (min(most, CUDA_THREADS) if config.device == "cuda" else most)
+
+
+def binding_variables() -> list[str]:
+    """Variables of this process that bind the engine's threads to cores, with their values."""
+    if os.environ.get("OMP_PROC_BIND", "").lower() == "false":  # it decides
+        return []
+    return [f"{name}={os.environ[name]}" for name in _BINDING if os.environ.get(name)]
 
 
 def check_resources(config: EngineConfig, machine: Machine, *, reserved_bytes: int = 0) -> list[str]:

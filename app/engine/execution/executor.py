@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from app.config.engine import ResolvedConfig
-from app.config.machine import num_threads
+from app.config.machine import binding_variables, num_threads
 from app.engine.charges import DeviceCharges, promised_bytes
 from app.engine.execution.batch import StepPlan
 from app.engine.execution.builder import BatchBuilder
@@ -30,6 +31,8 @@ from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import FolioError, ModelError, UnavailableError
 from kernels import KernelError, select_provider
 from vmem import DevicePages, KVMemory, MirroredBackend, ViewPolicy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,12 @@ class Executor:
 
     def __init__(self, config: ResolvedConfig, launch: Launch, weights: WeightStore | None = None) -> None:
         torch.set_num_threads(num_threads(config))
+        if config.device == "cpu" and (binding := binding_variables()):
+            logger.warning(
+                "%s binds threads to cores, and leaves this process %d of them: unset it",
+                ", ".join(binding),
+                num_threads(config),
+            )
         self._max_num_seqs = config.max_num_seqs
         self._limit_s: float | None = LOAD_TIMEOUT_S  # the first forwards may compile kernels
         on_cpu = config.device == "cpu"

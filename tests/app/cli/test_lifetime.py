@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -222,3 +224,16 @@ def test_ray_that_does_not_start_is_a_line(monkeypatch: pytest.MonkeyPatch, is_l
         lifetime.join_ray(is_local=is_local)
     assert "(The current node timed out during startup.)" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_home_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that other processes may keep the machine busy."""
+
+    def init(**_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/home/user/.ray")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(
+        UnavailableError, match=r"/home/user/\.ray.*set HOME to a folder that can be written, or RAY_AUTH"
+    ):
+        lifetime.join_ray(is_local=True)

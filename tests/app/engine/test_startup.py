@@ -461,3 +461,10 @@ def test_a_server_asks_before_it_is_ready(
 def test_a_negative_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match="restore_prefixes_s is -1"):
         EngineConfig(model="builtin", restore_prefixes_s=-1)
+
+
+def test_variables_that_take_cores_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("OMP_PLACES", "cores")
+    config = EngineConfig(model="builtin", kv_memory_bytes=8 << 20, warm_up=False)
+    Engine(config).close()
+    assert "OMP_PLACES=cores binds threads to cores, and leaves this process" in caplog.text

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.errors import RequestError
+from app.openai.output.json_text import paired_surrogates
 from app.openai.unknown_fields import UnknownFields
 
 # Nesting of objects and arrays. Python's recursion limit depends on the caller's depth and would be answered with 500.
@@ -267,7 +268,8 @@ class _ParsedRequest(Request):
 
 
 def parse_json(body: bytes) -> Any:
-    """Parse strict JSON in UTF-8, nested at most 200 deep. Of equal keys the last counts.
+    """Parse strict JSON in UTF-8, nested at most 200 deep. Of equal keys the last counts. An unpaired surrogate becomes
+    U+FFFD.
 
     Raises:
         RequestValidationError: the text is not such JSON (Python would accept `NaN`), or has too many values.
@@ -277,6 +279,9 @@ def parse_json(body: bytes) -> Any:
     try:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
+        if b"\\u" in body:  # JavaScript clients cut texts inside of a character
+            with suppress(ValueError):
+                return from_json(paired_surrogates(body.decode()), allow_inf_nan=False)
         invalid = {"type": "json_invalid", "loc": ("body",), "msg": "", "ctx": {"error": str(error)}}
         raise RequestValidationError([invalid]) from error
 

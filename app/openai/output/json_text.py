@@ -8,7 +8,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from app.openai.base import check_text
 from app.openai.output.reader import Emit, Reader, Reading
 
 # Characters of a call before its arguments; they are held back until it is certain that it is one.
@@ -16,6 +15,15 @@ MAX_HEADER = 16 << 10
 _BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
 _QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 _BEHIND_SCALAR = re.compile(r"[,:}\]\s]")
+# An escape of JSON: the begin of a surrogate's at the end of the text, a pair, an unpaired surrogate, any other one.
+_HEX = "[0-9a-fA-F]"
+_HIGH, _LOW = f"u[dD][89abAB]{_HEX}{{2}}", f"u[dD][c-fC-F]{_HEX}{{2}}"
+_ESCAPE = re.compile(
+    rf"(?s:\\(?:(?P<open>{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F]{_HEX}?)?)?)?)?\Z|(?:u(?:[dD](?:[89a-fA-F]{_HEX}?)?)?)?\Z)"
+    rf"|{_HIGH}\\{_LOW}|(?P<unpaired>{_HIGH}|{_LOW})|.))"
+)
+_UNPAIRED = re.compile(rf"\\(?:{_HIGH}|{_LOW})")  # in held text, which has no other escapes before
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,40 @@ class Header:
     name: str
     end: int
     arguments: str | None = None
+
+
+class PairedSurrogates:
+    """Replaces unpaired surrogates in JSON that arrives in pieces by U+FFFD, as escapes and as characters.
+
+    All JSON from models goes through it: UTF-8 has no unpaired surrogates, and clients' parsers refuse them.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""  # an escape that may be the first half of a pair
+
+    def push(self, text: str) -> str:
+        """Append JSON; returns what is certain now."""
+        text, self._held = self._held + text, ""
+        if _SURROGATE.search(text):
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return _ESCAPE.sub(self._replaced, text) if "\\" in text else text
+
+    def finish(self) -> str:
+        """End the JSON; returns the rest."""
+        held, self._held = self._held, ""
+        return _UNPAIRED.sub(r"\\ufffd", held)
+
+    def _replaced(self, escape: re.Match[str]) -> str:
+        if escape["open"] is not None:
+            self._held = escape[0]
+            return ""
+        return r"\ufffd" if escape["unpaired"] is not None else escape[0]
+
+
+def paired_surrogates(text: str) -> str:
+    """The whole JSON text with U+FFFD instead of unpaired surrogates."""
+    pairing = PairedSurrogates()
+    return pairing.push(text) + pairing.finish()
 
 
 def strict_json(text: str) -> Any:
@@ -148,7 +190,7 @@ def call_header(r: Reader, begin: int, functions: Collection[str]) -> Reading[He
 def _arguments(text: str, value: Any) -> str:
     """The JSON object of a call's arguments. Raises `ValueError` if it is none."""
     if isinstance(value, str):
-        text, value = check_text(value), strict_json(value)  # an unpaired surrogate could not be sent
+        text, value = value, strict_json(value)
     if value is None:
         return "{}"
     if not isinstance(value, dict):

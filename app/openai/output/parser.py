@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.engine.sampling.token_text import overlap
-from app.openai.output.json_text import stream_object
+from app.openai.output.json_text import PairedSurrogates, stream_object
 from app.openai.output.reader import MAX_SPACE, SPACE, Kind, Reader, Reading
 from app.openai.output.syntaxes import Functions, ToolSyntax
 
@@ -78,6 +78,7 @@ class OutputParser:
         self._functions = functions
         self._forced = forced
         self._parts: list[Part] = []
+        self._arguments = PairedSurrogates()
         self._parsing = self._parse()
 
     @property
@@ -96,6 +97,7 @@ class OutputParser:
         """End the output; returns the rest."""
         self._reader.ended = True
         self._advance()
+        self._end_arguments()
         return self._take_parts()
 
     def _advance(self) -> None:
@@ -106,6 +108,16 @@ class OutputParser:
         return parts
 
     def _emit(self, kind: Kind, text: str) -> None:
+        if kind == "arguments":
+            self._append(kind, self._arguments.push(text))
+        else:
+            self._end_arguments()
+            self._append(kind, text)
+
+    def _end_arguments(self) -> None:
+        self._append("arguments", self._arguments.finish())
+
+    def _append(self, kind: Kind, text: str) -> None:
         if kind != "call":
             if not text:
                 return

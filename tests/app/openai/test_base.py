@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from app.engine.model.tokenizer import load_tokenizer
 from app.errors import RequestError
 from app.openai import base as json_body
-from app.openai.base import MAX_JSON_DEPTH, check_json, too_much
+from app.openai.base import MAX_JSON_DEPTH, check_json, parse_json, too_much
 from app.openai.chat_body import ChatCompletionRequest
 from app.openai.prompts import PromptEncoder
 from tests.local_server import guarded_api
@@ -72,7 +72,6 @@ def client() -> TestClient:
         b'{"model": ',
         b'{"model": "m", "prompt": NaN}',
         b'{"model": "m", "prompt": "\xff"}',
-        b'{"model": "m", "prompt": "\\ud800"}',
         b'{"model": "m", "prompt": ' + b"[" * 10_000,
         b'{"model": "m", "seed": ' + b"1" * 5000 + b"}",
         b"model=m&prompt=x",
@@ -82,6 +81,13 @@ def test_bodies_that_are_not_json(client: TestClient, content: bytes) -> None:
     answer = post_json(client, "/v1/completions", content)
     assert failure(answer) == (400, "invalid_json")
     assert "not valid JSON" in answer.json()["error"]["message"]
+
+
+def test_half_a_character_becomes_the_replacement_character() -> None:
+    """JavaScript clients cut texts between two surrogates, and the rest of a conversation was answered with 400."""
+    for field in ("prompt", "stop", "\\ud83d"):
+        body = parse_json(b'{"%b": "\\ude00 \\ud83d\\ude00 \\\\ud83d \\ud83d"}' % field.encode())
+        assert body == {field.replace("\\ud83d", "\ufffd"): "\ufffd \U0001f600 \\ud83d \ufffd"}
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,6 @@ ARGUMENTS = '{"a": 1, "b": [2.50, "}</tool_call>\\""]}'
         ("mistral", "[TOOL_CALLS][]", None, []),
         ("mistral", '[TOOL_CALLS][{"name": 1}] x', None, []),
         ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>', None, []),
-        ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>', None, []),
         ("hermes", '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>', None, []),
         ("hermes", "<tool_call>" + '{"a":' * 5000 + "}" * 5000, None, []),
         ("hermes", " " * 70 + "<tool_call>" + " " * 70 + "{}", None, []),
@@ -176,6 +175,36 @@ def test_calls_and_content(name: str, text: str, content: str | None, arguments:
         parts = parse(parser_of(name), pieces)
         assert [part.text for part in parts if part.kind == "arguments"] == arguments
         assert text_of(parts, "content") == (text if content is None else content)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", r"[weather(city='S', b='\u00e9')]"),
+        ("hermes", r'<tool_call>{"name": "weather", "arguments": {"city": "S", "b": "\u00e9"}}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "weather", "arguments": "{\"city\": \"S\", \"b\": \"é\"}"}</tool_call>'),
+        ("hermes", r'<tool_call>{"arguments": {"city": "S", "b": "\u00e9"}, "name": "weather"}</tool_call>'),
+        (
+            "qwen3_coder",
+            '<tool_call>\n<function=weather>\n<parameter=days>\n["S", "\\u00e9"]\n</parameter>\n</function>',
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (r"\ud83d", "\ufffd"),
+        (r"\udc00x", "\ufffdx"),
+        (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+    ],
+)
+def test_unpaired_surrogates_of_a_model_are_replaced(name: str, text: str, written: str, shown: str) -> None:
+    """They were answered with 500: UTF-8 cannot carry them."""
+    text = text.replace("S", written)
+    for pieces in ([text], list(text)):
+        [(_, arguments)] = calls_of(parse(parser_of(name), pieces))
+        assert shown in str(arguments.get("city", arguments.get("days", [""])[0]))
+        assert "é" in str(arguments)
 
 
 @pytest.mark.parametrize("syntax", [name for name in REASONING if name != HARMONY])

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from app.errors import RequestError
 from app.openai.output.parser import HARMONY_LITERALS, ReasoningSyntax
-from app.openai.output.syntaxes import JsonCalls, NamedJson, PythonCalls, TaggedParameters, ToolSyntax
+from app.openai.output.python_calls import PythonCalls
+from app.openai.output.syntaxes import NAME, JsonCalls, NamedJson, ToolSyntax
+from app.openai.output.tagged_calls import TaggedParameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_NAME = r"(?P<name>[A-Za-z0-9_.-]{1,64})"
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>",), "<｜tool▁call▁begin｜>"
 _DEEPSEEK_END, _DEEPSEEK_CLOSE = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 
@@ -27,7 +28,7 @@ TOOL_SYNTAXES: dict[str, tuple[str, ToolSyntax]] = {
         "<function=",
         TaggedParameters(
             ("<tool_call>",),
-            re.compile(rf"\s*<function={_NAME}>"),
+            re.compile(rf"\s*<function={NAME}>"),
             re.compile(r"<parameter=(?P<key>[^>\n]{1,128})>"),
             "</parameter>",
             "</function>",
@@ -39,7 +40,7 @@ TOOL_SYNTAXES: dict[str, tuple[str, ToolSyntax]] = {
         "<arg_key>",
         TaggedParameters(
             ("<tool_call>",),
-            re.compile(rf"\s*{_NAME}(?=\n|<arg_key>|</tool_call>)"),
+            re.compile(rf"\s*{NAME}(?=\n|<arg_key>|</tool_call>)"),
             re.compile(r"<arg_key>(?P<key>[^<\n]{1,128})</arg_key>\s*<arg_value>"),
             "</arg_value>",
             "</tool_call>",
@@ -50,7 +51,7 @@ TOOL_SYNTAXES: dict[str, tuple[str, ToolSyntax]] = {
         "<minimax:tool_call>",
         TaggedParameters(
             ("<minimax:tool_call>",),
-            re.compile(rf'\s*<invoke name="{_NAME}">'),
+            re.compile(rf'\s*<invoke name="{NAME}">'),
             re.compile(r'<parameter name="(?P<key>[^"\n]{1,128})">'),
             "</parameter>",
             "</invoke>",
@@ -66,7 +67,7 @@ TOOL_SYNTAXES: dict[str, tuple[str, ToolSyntax]] = {
             "<|tool_call_argument_begin|>",
             ("<|tool_call_end|>",),
             "<|tool_calls_section_end|>",
-            rf"(?:functions\.)?{_NAME.replace('64}', '64}?')}(?::\d+)?",
+            rf"(?:functions\.)?{NAME.replace('64}', '64}?')}(?::\d+)?",
             "functions.{name}:0",
         ),
     ),
@@ -77,7 +78,7 @@ TOOL_SYNTAXES: dict[str, tuple[str, ToolSyntax]] = {
             "```json",
             ("```", _DEEPSEEK_END),
             _DEEPSEEK_CLOSE,
-            rf"(?:function)?<｜tool▁sep｜>{_NAME}",
+            rf"(?:function)?<｜tool▁sep｜>{NAME}",
             "function<｜tool▁sep｜>{name}",
             "\n",
         ),

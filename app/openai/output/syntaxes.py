@@ -7,14 +7,12 @@ text stays in the reader, and becomes content if it is no call.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.engine.sampling.token_text import overlap
 from app.openai.output.json_text import call_header, stream_object, strict_json, take_object_rest
 from app.openai.output.reader import SPACE, Emit, Reader, Reading
 
@@ -28,9 +26,9 @@ MAX_PARALLEL_CALLS = 16
 # JSON as templates write it, with one space after commas and colons. Forced calls allow no other white space.
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 SEPARATOR, NEWLINE = '", "', '"\\n"'  # as terminals
-_NAME = r"(?P<name>[A-Za-z0-9_.-]{1,64})"
+NAME = r"(?P<name>[A-Za-z0-9_.-]{1,64})"
 # Characters of a name with its tags, or of a parameter's.
-_MAX_TAG = 256
+MAX_TAG = 256
 
 
 class ToolSyntax(Protocol):
@@ -89,7 +87,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _several(one: str, separator: str, parallel: bool) -> str:
+def several(one: str, separator: str, parallel: bool) -> str:
     return f"{one} ({separator} {one})~0..{MAX_PARALLEL_CALLS - 1}" if parallel else one
 
 
@@ -159,12 +157,12 @@ class JsonCalls:
         begin = "" if self.bare else terminal(self.markers[0])
         space, close = json.dumps(self.space), terminal(self.close) if self.close else ""
         if self.as_list:
-            start = f'{begin} "[" {_several("call", SEPARATOR, parallel)} "]" {close}'
+            start = f'{begin} "[" {several("call", SEPARATOR, parallel)} "]" {close}'
         else:
-            calls = _several("call", NEWLINE, parallel) if self.together else "call"
+            calls = several("call", NEWLINE, parallel) if self.together else "call"
             parts = (begin, space if self.space else "", calls, space if self.space else "", close)
             rules.append("marked: " + " ".join(filter(None, parts)))
-            start = _several("marked", NEWLINE, parallel and not self.together)
+            start = several("marked", NEWLINE, parallel and not self.together)
         return "\n".join([f"calls: {start}", *rules])
 
 
@@ -186,7 +184,7 @@ class NamedJson:
     mark: str
     ends: tuple[str, ...] = ()
     close: str = ""
-    name: str = _NAME
+    name: str = NAME
     written: str = "{name}"
     space: str = ""
     bare: str = ""
@@ -203,8 +201,8 @@ class NamedJson:
                 if not (yield from r.literal(at, begin)):
                     break
                 at += len(begin)
-            while (found := r.text.find(self.mark, at, at + _MAX_TAG)) < 0:
-                if len(r.text) - at >= _MAX_TAG or not (yield from r.has(len(r.text))):
+            while (found := r.text.find(self.mark, at, at + MAX_TAG)) < 0:
+                if len(r.text) - at >= MAX_TAG or not (yield from r.has(len(r.text))):
                     return num_calls > 0
             match = re.fullmatch(self.name, r.text[at:found].strip(SPACE))
             at = yield from r.behind_space(found + len(self.mark))
@@ -229,117 +227,10 @@ class NamedJson:
 
         begin = terminal(self.begin or self.markers[0])
         end = terminal(self.space + "".join(self.ends)) if self.ends else ""
-        calls = _several("call", "", parallel)
+        calls = several("call", "", parallel)
         if self.begin:
             calls = f"{terminal(self.markers[0])} {calls} {terminal(self.close)}"
         return "\n".join([f"calls: {calls}", f"call: {begin} function {end}", *listed(functions, rule)])
-
-
-@dataclass(frozen=True, slots=True)
-class TaggedParameters:
-    """A name and parameters between tags. Values are texts, or JSON where the function's schema says so.
-
-    Attributes:
-        markers: of a call, or of a section of calls.
-        name, key: patterns of a function's and a parameter's name with their tags, with the groups `name` and `key`.
-        value_end, end, close: follow a value, a call, and the section.
-        written: of a forced call's name, of a parameter's key, and of a value's end.
-    """
-
-    markers: tuple[str, ...]
-    name: re.Pattern[str]
-    key: re.Pattern[str]
-    value_end: str
-    end: str
-    written: tuple[str, str, str]
-    close: str = ""
-    bare: str = ""
-
-    @property
-    def literals(self) -> tuple[str, ...]:
-        return (*self.markers, *re.findall(r"<[^<>{}]+>", "".join(self.written)), self.end, self.close)
-
-    def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
-        num_calls = 0
-        while True:
-            at = yield from r.behind_space(at)
-            match = yield from _matched(r, at, self.name)
-            if match is None or match["name"] not in functions:
-                break
-            r.take(match.end())
-            emit("call", match["name"])
-            yield from self._parameters(r, emit, functions[match["name"]])
-            num_calls, at = num_calls + 1, 0
-        if num_calls:
-            yield from r.take_literal(self.close)
-        return num_calls > 0
-
-    def _parameters(self, r: Reader, emit: Emit, schema: Mapping[str, Any]) -> Reading[None]:
-        """Take parameters, and emit them as members of an object."""
-        before = "{"
-        while True:
-            at = yield from r.behind_space(0)
-            match = yield from _matched(r, at, self.key)
-            if match is None:
-                break
-            r.take(match.end())
-            emit("arguments", f"{before}{json.dumps(match['key'], ensure_ascii=False)}: ")
-            before = ", "
-            if _is_text(schema, match["key"]):
-                yield from self._stream_text(r, emit)
-            else:
-                while (at := r.text.find(self.value_end)) < 0 and (yield from r.has(len(r.text))):
-                    pass
-                text = r.take(len(r.text) if at < 0 else at)
-                r.take(len(self.value_end))
-                emit("arguments", _as_json(text))
-        emit("arguments", "{}" if before == "{" else "}")
-        yield from r.take_literal(self.end)
-
-    def _stream_text(self, r: Reader, emit: Emit) -> Reading[None]:
-        """Emit a value as a JSON string while it arrives, without one newline at its begin and one at its end."""
-        if (yield from r.character(0)) == "\n":
-            r.take(1)
-        emit("arguments", '"')
-        end = "\n" + self.value_end
-        while (at := r.text.find(self.value_end)) < 0:
-            held = 0 if r.ended else max(overlap(r.text, end), overlap(r.text, self.value_end))
-            emit("arguments", _escaped(r.take(len(r.text) - held)))
-            if not (yield from r.has(len(r.text))):
-                emit("arguments", _escaped(r.take(len(r.text))) + '"')
-                return
-        emit("arguments", _escaped(r.take(at).removesuffix("\n")) + '"')
-        r.take(len(self.value_end))
-
-    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal) -> str:
-        """A text's `maxLength` and `pattern` are not enforced: it ends at the tag."""
-        begin, key, value_end = self.written
-        rules: list[str] = []
-
-        def parameter(schema: Mapping[str, Any], of: str) -> str:
-            name, value = f"parameter_{len(rules)}", schema["properties"][of]
-            if not _is_text(schema, of):
-                body = f"{closed_arguments(_with_definitions(schema, value))} {terminal(value_end)}"
-            elif "enum" in value:
-                choices = (json.dumps(choice) for choice in value["enum"] if isinstance(choice, str))
-                body = f"({' | '.join(choices)}) {terminal(value_end)}"
-            else:
-                body = "text"
-            rules.append(f"{name}: {terminal(key.format(key=of))} {body}")
-            return name if of in (schema.get("required") or ()) else f"{name}?"
-
-        def rule(name: str) -> str:
-            schema = functions[name]
-            parameters = [parameter(schema, of) for of in schema.get("properties") or {}]
-            return " ".join([terminal(begin.format(name=name)), *parameters, end])
-
-        is_section = not begin.startswith(self.markers[0])
-        end = terminal(self.end if is_section or not self.close else f"{self.end}\n{self.close}")
-        called = listed(functions, rule)
-        calls = _several("function", NEWLINE, parallel)
-        if is_section:
-            calls = f"{terminal(self.markers[0])} {NEWLINE} {calls} {NEWLINE} {terminal(self.close)}"
-        return "\n".join([f"calls: {calls}", *called, *rules, up_to("text", value_end, terminal)])
 
 
 def up_to(rule: str, end: str, terminal: Terminal) -> str:
@@ -350,18 +241,12 @@ def up_to(rule: str, end: str, terminal: Terminal) -> str:
     return f"{rule}[suffix={written}]: /(?s:.*)/"
 
 
-def _with_definitions(schema: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+def with_definitions(schema: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
     """A part of a schema, with the definitions that it may refer to."""
     return dict(value) | {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
-def _is_text(schema: Mapping[str, Any], key: str) -> bool:
-    properties = schema.get("properties")
-    of_key = properties.get(key) if isinstance(properties, Mapping) else None
-    return isinstance(of_key, Mapping) and of_key.get("type") == "string"
-
-
-def _as_json(text: str) -> str:
+def as_json(text: str) -> str:
     """A value that is JSON, or else a text."""
     try:
         strict_json(text)
@@ -370,106 +255,9 @@ def _as_json(text: str) -> str:
     return text.strip(SPACE)
 
 
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _matched(r: Reader, at: int, pattern: re.Pattern[str]) -> Reading[re.Match[str] | None]:
+def matched(r: Reader, at: int, pattern: re.Pattern[str]) -> Reading[re.Match[str] | None]:
     """The match at `at` of a pattern that nothing behind its match can change."""
-    while (match := pattern.match(r.text, at, at + _MAX_TAG)) is None:
-        if len(r.text) - at >= _MAX_TAG or not (yield from r.has(len(r.text))):
+    while (match := pattern.match(r.text, at, at + MAX_TAG)) is None:
+        if len(r.text) - at >= MAX_TAG or not (yield from r.has(len(r.text))):
             return None
     return match
-
-
-_PYTHON_NAME = re.compile(rf"\s*{_NAME}\(")
-_PYTHON_KEY = re.compile(r"\s*(?P<key>[A-Za-z_]\w{0,63})\s*=\s*(?=\S)")
-
-
-@dataclass(frozen=True, slots=True)
-class PythonCalls:
-    """A list of calls as in Python: `[name(key=value, …), …]`. Each argument is emitted when it is complete."""
-
-    markers: tuple[str, ...] = ()
-    close: str = ""
-    bare: str = "["
-
-    @property
-    def literals(self) -> tuple[str, ...]:
-        return (*self.markers, self.close)
-
-    def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
-        at = yield from r.behind_space(at)
-        before, num_calls = "[", 0
-        while (yield from r.character(at)) == before:
-            match = yield from _matched(r, at + 1, _PYTHON_NAME)
-            if match is None or match["name"] not in functions:
-                return num_calls > 0
-            r.take(match.end())
-            emit("call", match["name"])
-            yield from self._arguments(r, emit)
-            num_calls += 1
-            at = yield from r.behind_space(0)
-            before = ","
-        if num_calls:
-            yield from r.take_literal("]")
-            yield from r.take_literal(self.close)
-        return num_calls > 0
-
-    def _arguments(self, r: Reader, emit: Emit) -> Reading[None]:
-        before = "{"
-        while (match := (yield from _matched(r, 0, _PYTHON_KEY))) is not None:
-            r.take(match.end())
-            value = _from_python(r.take((yield from _python_end(r))).strip(SPACE))
-            emit("arguments", f"{before}{json.dumps(match['key'])}: {value}")
-            before = ", "
-            if (yield from r.character(0)) != ",":
-                break
-            r.take(1)
-        emit("arguments", "{}" if before == "{" else "}")
-        yield from r.take_literal(")")
-
-    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal) -> str:
-        def rule(name: str) -> str:
-            schema = functions[name]
-            properties, required = schema.get("properties") or {}, schema.get("required") or ()
-            values = {of: closed_arguments(_with_definitions(schema, properties[of])) for of in properties}
-            first = [of for of in properties if of in required]
-            parts = [f"{json.dumps((', ' if i else '') + of + '=')} {values[of]}" for i, of in enumerate(first)]
-            others = [of for of in properties if of not in required]
-            if first:
-                parts += [f"({json.dumps(f', {of}=')} {values[of]})?" for of in others]
-            elif others:  # one at most: any of them may be the first, without a comma
-                parts.append(f"({' | '.join(f'{json.dumps(of + chr(61))} {values[of]}' for of in others)})?")
-            return " ".join([json.dumps(f"{name}("), *parts, '")"'])
-
-        calls = f'"[" {_several("function", SEPARATOR, parallel)} "]"'
-        if self.markers:
-            calls = f"{terminal(self.markers[0])} {calls} {terminal(self.close)}"
-        return "\n".join([f"calls: {calls}", *listed(functions, rule)])
-
-
-def _from_python(text: str) -> str:
-    try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return _as_json(text)
-
-
-def _python_end(r: Reader) -> Reading[int]:
-    """The index of the comma or bracket behind the value with which the text begins."""
-    depth, quote, at = 0, "", 0
-    while character := (yield from r.character(at)):
-        if quote:
-            at += character == "\\"
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character in "([{":
-            depth += 1
-        elif depth and character in ")]}":
-            depth -= 1
-        elif character in ",)]}":
-            return at
-        at += 1
-    return len(r.text)

@@ -1,0 +1,141 @@
+"""Syntax of tool calls whose parameters stand between tags."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.engine.sampling.token_text import overlap
+from app.openai.output.reader import Emit, Reader, Reading
+from app.openai.output.syntaxes import (
+    NEWLINE,
+    Functions,
+    Terminal,
+    as_json,
+    closed_arguments,
+    listed,
+    matched,
+    several,
+    up_to,
+    with_definitions,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedParameters:
+    """A name and parameters between tags. Values are texts, or JSON where the function's schema says so.
+
+    Attributes:
+        markers: of a call, or of a section of calls.
+        name, key: patterns of a function's and a parameter's name with their tags, with the groups `name` and `key`.
+        value_end, end, close: follow a value, a call, and the section.
+        written: of a forced call's name, of a parameter's key, and of a value's end.
+    """
+
+    markers: tuple[str, ...]
+    name: re.Pattern[str]
+    key: re.Pattern[str]
+    value_end: str
+    end: str
+    written: tuple[str, str, str]
+    close: str = ""
+    bare: str = ""
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        return (*self.markers, *re.findall(r"<[^<>{}]+>", "".join(self.written)), self.end, self.close)
+
+    def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
+        num_calls = 0
+        while True:
+            at = yield from r.behind_space(at)
+            match = yield from matched(r, at, self.name)
+            if match is None or match["name"] not in functions:
+                break
+            r.take(match.end())
+            emit("call", match["name"])
+            yield from self._parameters(r, emit, functions[match["name"]])
+            num_calls, at = num_calls + 1, 0
+        if num_calls:
+            yield from r.take_literal(self.close)
+        return num_calls > 0
+
+    def _parameters(self, r: Reader, emit: Emit, schema: Mapping[str, Any]) -> Reading[None]:
+        """Take parameters, and emit them as members of an object."""
+        before = "{"
+        while True:
+            at = yield from r.behind_space(0)
+            match = yield from matched(r, at, self.key)
+            if match is None:
+                break
+            r.take(match.end())
+            emit("arguments", f"{before}{json.dumps(match['key'], ensure_ascii=False)}: ")
+            before = ", "
+            if _is_text(schema, match["key"]):
+                yield from self._stream_text(r, emit)
+            else:
+                while (at := r.text.find(self.value_end)) < 0 and (yield from r.has(len(r.text))):
+                    pass
+                text = r.take(len(r.text) if at < 0 else at)
+                r.take(len(self.value_end))
+                emit("arguments", as_json(text))
+        emit("arguments", "{}" if before == "{" else "}")
+        yield from r.take_literal(self.end)
+
+    def _stream_text(self, r: Reader, emit: Emit) -> Reading[None]:
+        """Emit a value as a JSON string while it arrives, without one newline at its begin and one at its end."""
+        if (yield from r.character(0)) == "\n":
+            r.take(1)
+        emit("arguments", '"')
+        end = "\n" + self.value_end
+        while (at := r.text.find(self.value_end)) < 0:
+            held = 0 if r.ended else max(overlap(r.text, end), overlap(r.text, self.value_end))
+            emit("arguments", _escaped(r.take(len(r.text) - held)))
+            if not (yield from r.has(len(r.text))):
+                emit("arguments", _escaped(r.take(len(r.text))) + '"')
+                return
+        emit("arguments", _escaped(r.take(at).removesuffix("\n")) + '"')
+        r.take(len(self.value_end))
+
+    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal) -> str:
+        """A text's `maxLength` and `pattern` are not enforced: it ends at the tag."""
+        begin, key, value_end = self.written
+        rules: list[str] = []
+
+        def parameter(schema: Mapping[str, Any], of: str) -> str:
+            name, value = f"parameter_{len(rules)}", schema["properties"][of]
+            if not _is_text(schema, of):
+                body = f"{closed_arguments(with_definitions(schema, value))} {terminal(value_end)}"
+            elif "enum" in value:
+                choices = (json.dumps(choice) for choice in value["enum"] if isinstance(choice, str))
+                body = f"({' | '.join(choices)}) {terminal(value_end)}"
+            else:
+                body = "text"
+            rules.append(f"{name}: {terminal(key.format(key=of))} {body}")
+            return name if of in (schema.get("required") or ()) else f"{name}?"
+
+        def rule(name: str) -> str:
+            schema = functions[name]
+            parameters = [parameter(schema, of) for of in schema.get("properties") or {}]
+            return " ".join([terminal(begin.format(name=name)), *parameters, end])
+
+        is_section = not begin.startswith(self.markers[0])
+        end = terminal(self.end if is_section or not self.close else f"{self.end}\n{self.close}")
+        called = listed(functions, rule)
+        calls = several("function", NEWLINE, parallel)
+        if is_section:
+            calls = f"{terminal(self.markers[0])} {NEWLINE} {calls} {NEWLINE} {terminal(self.close)}"
+        return "\n".join([f"calls: {calls}", *called, *rules, up_to("text", value_end, terminal)])
+
+
+def _is_text(schema: Mapping[str, Any], key: str) -> bool:
+    properties = schema.get("properties")
+    of_key = properties.get(key) if isinstance(properties, Mapping) else None
+    return isinstance(of_key, Mapping) and of_key.get("type") == "string"
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -68,7 +68,7 @@ TOOL_SYNTAXES: dict[str, tuple[str, ToolSyntax]] = {
             ("<|tool_call_end|>",),
             "<|tool_calls_section_end|>",
             rf"(?:functions\.)?{NAME.replace('64}', '64}?')}(?::\d+)?",
-            "functions.{name}:0",
+            "functions.{name}:#",
         ),
     ),
     "deepseek_v3": (

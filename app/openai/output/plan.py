@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from app.engine.sampling.params import ReasoningBudget, Structure
 from app.engine.turn import Turn
 from app.errors import RequestError
 from app.openai.output.formats import OutputFormat
 from app.openai.output.parser import HarmonyParser, OutputParser
-from app.openai.output.syntaxes import Functions, closed_arguments, listed, up_to
+from app.openai.output.syntaxes import Functions, any_of, closed_arguments, listed, up_to
 from app.openai.tools.choice import ChosenTools
 
+# Arguments of functions that are not strict.
+_ANY: Mapping[str, Any] = {"type": "object"}
 # White space between the reasoning and a forced output.
 _GAP = "/[ \\n]{0,4}/"
 
@@ -29,6 +32,7 @@ class OutputPlan:
         reasoning: by the prompt's end: "begun"; "closed": the output has none; "open": the model decides.
         budget_tokens: most tokens of reasoning; `None`: no bound.
         continues: an output continues a message's content.
+        strict: functions whose arguments follow their schema also in calls that are not forced.
     """
 
     format: OutputFormat = field(default_factory=OutputFormat)
@@ -38,6 +42,7 @@ class OutputPlan:
     reasoning: Literal["begun", "open", "closed"] = "open"
     budget_tokens: int | None = None
     continues: bool = False
+    strict: Collection[str] = ()
 
     @property
     def kept_token_ids(self) -> Collection[int]:
@@ -85,6 +90,8 @@ class OutputPlan:
         budget = self._budget()
         if self.forced:
             return Structure("grammar", f"start: {self._lead} calls\n{self._rules}", budget=budget)
+        if content is None and self.strict:
+            return Structure("grammar", self._text_with_calls(), budget=budget)
         if content is None:
             return None if budget is None else Structure("any", "", budget=budget)
         if not self._rules or (self.continues and self.reasoning == "closed"):
@@ -112,6 +119,31 @@ class OutputPlan:
         elif self.functions and known.tools is not None:
             rules.append(known.tools.grammar(self.functions, self.several, known.terminal))
         return "\n".join(rules)
+
+    def _text_with_calls(self) -> str:
+        """The grammar of free text in which calls follow the schemas of strict functions, once they have begun.
+
+        Text ends lazily, at the first marker of reasoning or of calls. Special tokens are in no text.
+        """
+        known = self.format
+        functions = {name: s if name in self.strict else _ANY for name, s in self.functions.items()}
+        if known.is_harmony:
+            return _harmony_text(known, functions)
+        assert known.tools is not None
+        rules, bare = known.tools.within_text(functions, known.terminal)
+        heads = dict.fromkeys(known.tools.markers, "calls")
+        parts = ["bare"] if bare else []
+        if known.reasoning is not None:
+            heads[known.reasoning.begin] = "reasoning"
+            rules += "\n" + up_to("reasoning", known.reasoning.end, known.terminal)
+        for number, (marker, behind) in enumerate(heads.items()):
+            written = known.terminal(marker)
+            lazy = "" if "<[" in written else "[lazy]"
+            rules += f"\nhead_{number}{lazy}: TEXT {written}"
+            parts.append(f"head_{number} {behind}")
+        text = f"/(?s:.*)/ & ~/{bare}(?s:.*)/" if bare else "/(?s:.*)/"
+        begin = "reasoning " if self.reasoning == "begun" else ""
+        return f"start: {begin}({' | '.join(parts)})* TEXT\nTEXT: {text}\n{rules}"
 
     def _reasoning_rules(self) -> list[str]:
         syntax = self.format.reasoning
@@ -150,6 +182,29 @@ def _harmony_calls(known: OutputFormat, functions: Functions) -> list[str]:
     return [f"calls: {begin} function", *listed(functions, rule)]
 
 
+def _harmony_text(known: OutputFormat, functions: Functions) -> str:
+    """Any messages, of which those to functions are calls."""
+    start, channel, constrain, message, end = map(
+        known.terminal, ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+    )
+    behind = r"([^A-Za-z0-9_.\-](?s:.*))?"  # the name
+
+    def calls(name: str) -> str:
+        arguments = f"({constrain} TEXT)? {message} {closed_arguments(functions[name])}"
+        to = f"/(?s:.*) to=functions\\.{re.escape(name)}{behind}/"
+        return f"(({start} HEAD)? {channel} {to} | {start} {to} {channel} TEXT) {arguments}"
+
+    return "\n".join(
+        [
+            f"start: message ({end} message)*",
+            f"message: ({start} HEAD)? {channel} HEAD ({constrain} TEXT)? {message} TEXT | function",
+            f"HEAD: /(?s:.*)/ & ~/(?s:.*) to=functions\\.({any_of(functions)}){behind}/",
+            "TEXT: /(?s:.*)/",
+            *listed(functions, calls),
+        ]
+    )
+
+
 def plan_output(
     known: OutputFormat,
     tools: ChosenTools,
@@ -180,4 +235,6 @@ def plan_output(
             reasoning = "closed"
         elif syntax.implied or end.endswith(syntax.begin):
             reasoning = "begun"
-    return OutputPlan(known, functions, tools.required, tools.several, reasoning, budget_tokens, continued is not None)
+    strict = tools.strict if functions and not tools.required else ()
+    continues = continued is not None
+    return OutputPlan(known, functions, tools.required, tools.several, reasoning, budget_tokens, continues, strict)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from app.openai.output.reader import SPACE, Emit, Reader, Reading
 from app.openai.output.syntaxes import (
+    MAX_PARALLEL_CALLS,
     NAME,
     SEPARATOR,
     Functions,
     Terminal,
+    any_of,
     as_json,
     closed_arguments,
     listed,
@@ -68,24 +72,43 @@ class PythonCalls:
         emit("arguments", "{}" if before == "{" else "}")
         yield from r.take_literal(")")
 
-    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal) -> str:
-        def rule(name: str) -> str:
-            schema = functions[name]
-            properties, required = schema.get("properties") or {}, schema.get("required") or ()
-            values = {of: closed_arguments(with_definitions(schema, properties[of])) for of in properties}
-            first = [of for of in properties if of in required]
-            parts = [f"{json.dumps((', ' if i else '') + of + '=')} {values[of]}" for i, of in enumerate(first)]
-            others = [of for of in properties if of not in required]
-            if first:
-                parts += [f"({json.dumps(f', {of}=')} {values[of]})?" for of in others]
-            elif others:  # one at most: any of them may be the first, without a comma
-                parts.append(f"({' | '.join(f'{json.dumps(of + chr(61))} {values[of]}' for of in others)})?")
-            return " ".join([json.dumps(f"{name}("), *parts, '")"'])
-
+    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal, *, marked: bool = True) -> str:
         calls = f'"[" {several("function", SEPARATOR, parallel)} "]"'
         if self.markers:
-            calls = f"{terminal(self.markers[0])} {calls} {terminal(self.close)}"
-        return "\n".join([f"calls: {calls}", *listed(functions, rule)])
+            calls = f"{terminal(self.markers[0]) if marked else ''} {calls} {terminal(self.close)}"
+        return "\n".join([f"calls: {calls}", *self._functions(functions)])
+
+    def within_text(self, functions: Functions, terminal: Terminal) -> tuple[str, str]:
+        def first(name: str) -> str:
+            return f"/{before}{re.escape(name)}\\(/ arguments_{[*functions].index(name)}"
+
+        before = r"[ \t\r\n]*\["
+        rules = [self.grammar(functions, True, terminal, marked=False), *listed(functions, first, "first")]
+        rules.append(f'bare: first ({SEPARATOR} function)~0..{MAX_PARALLEL_CALLS - 1} "]"')
+        return "\n".join(rules), f"{before}({any_of(functions)})\\("
+
+    def _functions(self, functions: Functions) -> list[str]:
+        """The rules `function`, and `arguments_0` … with the bracket behind them."""
+
+        def arguments(schema: Mapping[str, Any]) -> str:
+            properties, required = schema.get("properties"), schema.get("required") or ()
+            if properties is None and schema.get("additionalProperties") is not False:
+                return f"({several('any', SEPARATOR, True)})?"
+            values = {
+                of: f"{json.dumps(of + '=')} {closed_arguments(with_definitions(schema, value))}"
+                for of, value in (properties or {}).items()
+            }
+            first = [values[of] for of in values if of in required]
+            others = [values[of] for of in values if of not in required]
+            behind = [f"({SEPARATOR} {value})?" for value in others]
+            if first:
+                return " ".join([f" {SEPARATOR} ".join(first), *behind])
+            begins = (" ".join([value, *behind[i + 1 :]]) for i, value in enumerate(others))
+            return f"({' | '.join(begins)})?" if others else ""
+
+        rules = listed(functions, lambda name: f"{json.dumps(name + '(')} arguments_{[*functions].index(name)}")
+        rules += [f'arguments_{i}: {arguments(schema)} ")"' for i, schema in enumerate(functions.values())]
+        return [*rules, "any: /[A-Za-z_][A-Za-z0-9_]{0,63}=/ " + closed_arguments({})]
 
 
 def _from_python(text: str) -> str:

@@ -25,6 +25,7 @@ Terminal = Callable[[str], str]
 MAX_PARALLEL_CALLS = 16
 # JSON as templates write it, with one space after commas and colons. Forced calls allow no other white space.
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_GAP = r"[ \t\r\n]*"
 SEPARATOR, NEWLINE = '", "', '"\\n"'  # as terminals
 NAME = r"(?P<name>[A-Za-z0-9_.-]{1,64})"
 # Characters of a name with its tags, or of a parameter's.
@@ -52,16 +53,26 @@ class ToolSyntax(Protocol):
         been taken."""
         ...
 
-    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal) -> str:
+    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal, *, marked: bool = True) -> str:
         """Lark rules of which `calls` is an output that only calls these functions: once, or also several times if
-        `parallel`."""
+        `parallel`. A function whose schema declares no properties may get any. Without `marked`: behind a marker."""
+        ...
+
+    def within_text(self, functions: Functions, terminal: Terminal) -> tuple[str, str]:
+        """Lark rules of which `calls` follows a marker within free text; and a pattern of the texts with which calls
+        begin that have no marker, which are then the rule `bare`. Empty: all calls have one."""
         ...
 
 
-def listed(functions: Functions, rule: Callable[[str], str]) -> list[str]:
-    """The rule `function`, any of the functions."""
-    names = [f"function_{number}" for number in range(len(functions))]
-    return [f"function: {' | '.join(names)}", *(f"{n}: {rule(f)}" for n, f in zip(names, functions, strict=True))]
+def listed(functions: Functions, rule: Callable[[str], str], of: str = "function") -> list[str]:
+    """The rule `of`, any of the functions."""
+    names = [f"{of}_{number}" for number in range(len(functions))]
+    return [f"{of}: {' | '.join(names)}", *(f"{n}: {rule(f)}" for n, f in zip(names, functions, strict=True))]
+
+
+def any_of(functions: Functions) -> str:
+    """A pattern of the functions' names."""
+    return "|".join(map(re.escape, functions))
 
 
 def closed_arguments(schema: Mapping[str, Any]) -> str:
@@ -146,7 +157,7 @@ class JsonCalls:
         yield from r.take_literal(self.close)
         return True
 
-    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal) -> str:
+    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal, *, marked: bool = True) -> str:
         def rule(name: str) -> str:
             begin = f'{json.dumps(name)}, "{self.arguments}": '
             return f"{json.dumps(begin)} {closed_arguments(functions[name])}"
@@ -154,7 +165,7 @@ class JsonCalls:
         rules = listed(functions, rule)
         rules.append('call: "{\\"name\\": " function "}"')
         parallel = parallel and not self.single
-        begin = "" if self.bare else terminal(self.markers[0])
+        begin = "" if self.bare or not marked else terminal(self.markers[0])
         space, close = json.dumps(self.space), terminal(self.close) if self.close else ""
         if self.as_list:
             start = f'{begin} "[" {several("call", SEPARATOR, parallel)} "]" {close}'
@@ -164,6 +175,30 @@ class JsonCalls:
             rules.append("marked: " + " ".join(filter(None, parts)))
             start = several("marked", NEWLINE, parallel and not self.together)
         return "\n".join([f"calls: {start}", *rules])
+
+    def within_text(self, functions: Functions, terminal: Terminal) -> tuple[str, str]:
+        """With the white space and the keys that `calls` reads."""
+        key = f'(arguments|parameters)"{_GAP}:{_GAP}'
+
+        def object_of(name: str, before: str = "") -> str:
+            head = f'{before}{_GAP}\\{{{_GAP}"name"{_GAP}:{_GAP}"{re.escape(name)}"{_GAP},{_GAP}"{key}'
+            return f"/{head}/ {closed_arguments(functions[name])} /{_GAP}\\}}/"
+
+        several_objects = several("function", f"/{_GAP},/", True)
+        end = f"/{_GAP}/ {terminal(self.close)}" if self.close else ""
+        end = f"({end})?" if self.bare else end
+        rules = [
+            f"calls: ({several('function', '', bool(self.close))} | /{_GAP}\\[/ {several_objects} /{_GAP}\\]/) {end}"
+        ]
+        rules += listed(functions, object_of)
+        if not self.bare:
+            return "\n".join(rules), ""
+        # Behind another call, as `OutputParser` reads them.
+        before = f"{_GAP}(;{_GAP})?" + (r"\[" if self.bare == "[" else "")
+        rules += listed(functions, lambda name: object_of(name, before), "first")
+        others = f"(/{_GAP},/ function)~0..{MAX_PARALLEL_CALLS - 1} /{_GAP}\\]/ {end}" if self.bare == "[" else ""
+        rules.append(f"bare: first {others}")
+        return "\n".join(rules), f'{before}{_GAP}\\{{{_GAP}"name"{_GAP}:{_GAP}"({any_of(functions)})"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +211,8 @@ class NamedJson:
         name: pattern of what precedes `mark`, with the group `name`.
         mark: between name and arguments.
         ends, close: follow a call and the section.
-        written, space: of a forced call, its name with `{name}`, and around the mark and behind the arguments.
+        written: the name of a forced call, with `{name}` and `#` for a number.
+        space: of a forced call, around the mark and behind the arguments.
     """
 
     markers: tuple[str, ...]
@@ -219,18 +255,25 @@ class NamedJson:
             yield from r.take_literal(self.close)
         return num_calls > 0
 
-    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal) -> str:
+    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal, *, marked: bool = True) -> str:
         mark = f"{self.space}{self.mark}{self.space}"
 
         def rule(name: str) -> str:
-            return f"{terminal(self.written.format(name=name) + mark)} {closed_arguments(functions[name])}"
+            head = " /[0-9]+/ ".join(map(terminal, (self.written.format(name=name) + mark).split("#")))
+            return f"{head} {closed_arguments(functions[name])}"
 
-        begin = terminal(self.begin or self.markers[0])
+        marker = terminal(self.markers[0])
         end = terminal(self.space + "".join(self.ends)) if self.ends else ""
-        calls = several("call", "", parallel)
+        begin = terminal(self.begin) if self.begin else marker
+        calls = several("call", f"{NEWLINE}?" if self.begin else "", parallel)
         if self.begin:
-            calls = f"{terminal(self.markers[0])} {calls} {terminal(self.close)}"
+            calls = f"{marker if marked else ''} {calls} {terminal(self.close)}"
+        elif not marked:
+            calls = f"function {end}"
         return "\n".join([f"calls: {calls}", f"call: {begin} function {end}", *listed(functions, rule)])
+
+    def within_text(self, functions: Functions, terminal: Terminal) -> tuple[str, str]:
+        return self.grammar(functions, True, terminal, marked=False), ""
 
 
 def up_to(rule: str, end: str, terminal: Terminal) -> str:

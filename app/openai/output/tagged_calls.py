@@ -100,9 +100,12 @@ class TaggedParameters:
         emit("arguments", _escaped(r.take(at).removesuffix("\n")) + '"')
         r.take(len(self.value_end))
 
-    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal) -> str:
+    def grammar(self, functions: Functions, parallel: bool, terminal: Terminal, *, marked: bool = True) -> str:
         """A text's `maxLength` and `pattern` are not enforced: it ends at the tag."""
         begin, key, value_end = self.written
+        is_section = not begin.startswith(self.markers[0])
+        if not marked:
+            begin = begin.removeprefix(self.markers[0])
         rules: list[str] = []
 
         def parameter(schema: Mapping[str, Any], of: str) -> str:
@@ -119,16 +122,23 @@ class TaggedParameters:
 
         def rule(name: str) -> str:
             schema = functions[name]
+            if "properties" not in schema and schema.get("additionalProperties") is not False:
+                return " ".join([terminal(begin.format(name=name)), "any*", end])
             parameters = [parameter(schema, of) for of in schema.get("properties") or {}]
             return " ".join([terminal(begin.format(name=name)), *parameters, end])
 
-        is_section = not begin.startswith(self.markers[0])
         end = terminal(self.end if is_section or not self.close else f"{self.end}\n{self.close}")
         called = listed(functions, rule)
-        calls = several("function", NEWLINE, parallel)
+        calls = several("function", NEWLINE, parallel) if marked or is_section else "function"
         if is_section:
-            calls = f"{terminal(self.markers[0])} {NEWLINE} {calls} {NEWLINE} {terminal(self.close)}"
+            marker = terminal(self.markers[0]) if marked else ""
+            calls = f"{marker} {NEWLINE} {calls} {NEWLINE} {terminal(self.close)}"
+        before, behind = key.split("{key}")
+        rules.append(f'any: {terminal(before)} /[^<>"\\n]{{1,128}}/ {terminal(behind)} text')
         return "\n".join([f"calls: {calls}", *called, *rules, up_to("text", value_end, terminal)])
+
+    def within_text(self, functions: Functions, terminal: Terminal) -> tuple[str, str]:
+        return self.grammar(functions, True, terminal, marked=False), ""
 
 
 def _is_text(schema: Mapping[str, Any], key: str) -> bool:

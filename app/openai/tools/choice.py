@@ -18,11 +18,13 @@ class ChosenTools:
         functions: name of each function that may be called → schema of its arguments.
         required: the output must be a call.
         several: a required output may have several calls.
+        strict: functions whose arguments follow their schema although the model decides whether to call.
     """
 
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     required: bool = False
     several: bool = False
+    strict: frozenset[str] = frozenset()
 
 
 def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ChosenTools:
@@ -47,7 +49,9 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, parall
     if choice == "none":
         return ChosenTools()
     functions = {name: schema for name, schema in schemas.items() if allowed is None or name in allowed}
-    return ChosenTools(functions, required, parallel is not False and not isinstance(choice, NamedToolChoice))
+    several = parallel is not False and not isinstance(choice, NamedToolChoice)
+    strict = frozenset(tool.function.name for tool in tools if tool.function.strict)
+    return ChosenTools(functions, required, several, strict & functions.keys())
 
 
 def _allowed(choice: ToolChoice | None) -> tuple[Sequence[str] | None, bool]:

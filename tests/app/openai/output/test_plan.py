@@ -16,13 +16,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from app.config.parsers import ReasoningParserName, ToolParserName
 from app.engine.sampling.params import Structure
 from app.engine.sampling.structure import StructureCompiler
-from app.errors import RequestError
+from app.errors import EngineError, RequestError
 from app.openai.output.formats import HARMONY, REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat, output_format
 from app.openai.output.parser import HARMONY_LITERALS, Part
 from app.openai.output.plan import OutputPlan, plan_output
 from app.openai.output.syntaxes import closed
 from app.openai.tools.choice import ChosenTools
-from tests.app.openai.output.recorded import FUNCTIONS, OUTPUTS, REASONING
+from tests.app.openai.output.recorded import CITY, FUNCTIONS, OUTPUTS, REASONING, TEXTS
 from tests.app.openai.output.test_parser import calls_of, text_of
 from tests.app.small_tokenizers import byte_level
 
@@ -128,6 +128,80 @@ def test_outputs_follow_their_grammar(name: str, forced: bool, reasoning: Any) -
         if content:
             assert not forced
             jsonschema.validate(json.loads(content), ANSWER)
+
+
+def accepts(
+    tokenizer: PreTrainedTokenizerBase, structure: Structure, text: str, compiler: StructureCompiler | None = None
+) -> bool:
+    """Whether a structure allows a text, and its end behind it."""
+    compiler = compiler or StructureCompiler(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    matcher = compiler.matcher(structure)
+    try:
+        for token_id in tokenizer.encode(text, add_special_tokens=False):
+            matcher.accept(token_id)
+    except EngineError:
+        return False
+    assert matcher.error is None
+    mask = np.empty((len(tokenizer) + 31) // 32, np.int32)
+    matcher.fill(mask)
+    eos: Any = tokenizer.eos_token_id
+    return bool(mask[eos // 32] >> eos % 32 & 1)
+
+
+# What the grammars write otherwise: JSON in Python's calls, and one call in harmony, whose end is that of the output.
+WRITTEN = {
+    name: text.replace(f"city='{CITY}'", f"city={json.dumps(CITY, ensure_ascii=False)}") for name, text in TEXTS.items()
+} | {
+    "xlam": TEXTS["xlam"].replace('"now"}', '"now", "arguments": {}}'),
+    HARMONY: TEXTS[HARMONY].partition("<|call|>")[0],
+}
+WRONG = [('"days": 3', '"days": "x"'), ("days=3", 'days="x"'), ("\n3\n", "\nx\n"), (">3<", ">x<")]
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_call_that_has_begun_follows_the_schema_of_a_strict_function(name: str, is_special: bool) -> None:
+    """Text, reasoning and calls of other functions stay free; the markers may be special tokens or text."""
+    tokenizer = tokenizer_with(literals(name) if is_special or name == HARMONY else ())
+    known, text = format_of(name, tokenizer), WRITTEN[name]
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    wrong = text
+    for right, other in WRONG:
+        wrong = wrong.replace(right, other)
+    assert wrong != text
+    assert OutputPlan(known, FUNCTIONS).structure(None) is None
+    if name == HARMONY:
+        thoughts = [("<|channel|>analysis<|message|>to=functions.weather", REASONING[HARMONY][1])]
+    else:
+        marks = TOOL_SYNTAXES[name][1].literals
+        mention = "" if is_special else " ".join(mark for mark in marks if mark != "[TOOL_CALLS]")  # always special
+        thoughts = [("", ""), (f"<think>\na {mention} <tool_cal> {{}}", "\n</think>\n\n"), ("No. <think>", "</think>")]
+    for strict in (["weather"], ["weather", "now"], ["now"]):
+        structure = OutputPlan(known, FUNCTIONS, strict=strict).structure(None)
+        assert structure is not None
+        for begin, end in thoughts:
+            assert accepts(tokenizer, structure, begin + end + text, compiler)
+            assert accepts(tokenizer, structure, begin + end + wrong, compiler) == (strict == ["now"])
+        if name != HARMONY:
+            assert accepts(tokenizer, structure, 'A list: [1], {"name": 1}, <tool, and more', compiler)
+            begun = OutputPlan(known, FUNCTIONS, strict=strict, reasoning="begun").structure(None)
+            assert begun is not None
+            assert accepts(tokenizer, begun, f"a {mention}</think>{text}", compiler)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_random_calls_of_a_strict_function_follow_its_schema(name: str) -> None:
+    tokenizer = tokenizer_with(literals(name))
+    plan = OutputPlan(format_of(name, tokenizer), CALLABLE, strict=["weather"], reasoning="closed")
+    structure = plan.structure(None)
+    assert structure is not None
+    text = WRITTEN[name]
+    lead = text[: text.index("weather")].removeprefix("\n") if name != "minimax_m2" else "<minimax:tool_call>"
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        calls = calls_of(parsed(plan, walk(tokenizer, structure, rng, lead)))
+        for function, arguments in calls:
+            jsonschema.validate(arguments, CALLABLE[function] if function == "weather" else {"type": "object"})
 
 
 @pytest.mark.parametrize("syntax", [name for name in REASONING if name != HARMONY])

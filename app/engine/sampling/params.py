@@ -36,7 +36,7 @@ _FRACTIONS = frozenset(
 )
 _OPTIONAL = frozenset({"best_of", "max_tokens", "seed", "logprobs", "prompt_logprobs"})
 
-StructureKind = Literal["json", "regex", "choice", "grammar", "tags", "any"]
+StructureKind = Literal["json", "regex", "choice", "grammar", "calls", "tags", "any"]
 EarlyStopping = Literal["never"] | bool
 
 
@@ -62,7 +62,7 @@ class Structure:
     Attributes:
         kind: "json": `spec` is a JSON schema as text, "{}" for any object; "regex": a regular expression for the
             complete output; "choice": a JSON array of strings, one of which is the output; "grammar": a grammar, in
-            Lark's syntax or in GBNF; "tags": free text in which a trigger begins one of the structures, as the JSON
+            Lark's syntax or in GBNF; "calls": the same, made of the request's tools; "tags": free text in which a trigger begins one of the structures, as the JSON
             `{"triggers": [text, …], "structures": [{"begin", "schema", "end"}, …]}`; "any": any output, for its
             `budget`.
         frame: Lark grammar of the output, in which `@answer` is the structure that kind and spec describe.

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_SPEC_BYTES = 64 * 1024
+# Of a grammar that is made of tools: agents bring a hundred of them, a kilobyte each.
+_MAX_CALLS_BYTES = 1 << 20
 MAX_CACHED = 64
 # Lexer states take 1 to 2 KiB each, for each output.
 _MAX_LEXER_STATES = 50_000
@@ -265,6 +267,7 @@ _NAMES = {
     "regex": "regular expression",
     "choice": "choice",
     "grammar": "grammar",
+    "calls": "choice of tools",
     "tags": "structural tag",
 }
 _REMEDIES = {
@@ -272,6 +275,7 @@ _REMEDIES = {
     "regex": "a shorter one, with smaller bounds of repetition",
     "choice": "fewer or shorter strings",
     "grammar": "fewer alternatives, and repetition to the left",
+    "calls": "fewer tools, with fewer optional properties",
     "tags": "fewer structures, with fewer optional properties",
 }
 # The parser's messages for a token that the mask forbids.
@@ -287,8 +291,9 @@ def _grammar(structure: Structure, special: Collection[str]) -> str:
         size = len(structure.spec.encode()) + len(frame.encode())
     except UnicodeEncodeError as error:
         raise RequestError(f"structure is not valid Unicode at character {error.start}", "structure") from error
-    if size > MAX_SPEC_BYTES:
-        raise RequestError(f"structure has {size} bytes; at most {MAX_SPEC_BYTES} are allowed", "structure")
+    most = _MAX_CALLS_BYTES if structure.kind == "calls" or frame else MAX_SPEC_BYTES
+    if size > most:
+        raise RequestError(f"{_NAMES[structure.kind]} has {size} bytes; at most {most} are allowed", "structure")
     first: dict[str, Any]
     if structure.kind == "json":
         first = {"json_schema": _schema(structure.spec)}
@@ -301,7 +306,7 @@ def _grammar(structure: Structure, special: Collection[str]) -> str:
     elif structure.kind == "tags":
         first = {"lark_grammar": _tagged(structure.spec, special)}
     else:
-        first = {"lark_grammar": _lark(structure.spec)}
+        first = {"lark_grammar": structure.spec if structure.kind == "calls" else _lark(structure.spec)}
     framed = [first] if structure.frame is None else [{"lark_grammar": frame}, first | {"name": "answer"}]
     return json.dumps({"grammars": [*framed, _OPTIONS_GRAMMAR]})
 

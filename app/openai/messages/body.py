@@ -37,7 +37,7 @@ class ToolParam(Cacheable):
     description: Text | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    """Ignored: forced calls follow the schema, others are not constrained."""
+    """All calls follow the schema. Otherwise only forced calls do."""
     eager_input_streaming: bool | None = None
     """No effect: inputs are streamed as they are generated."""
     defer_loading: bool | None = None
@@ -252,7 +252,9 @@ def _listed(content: object) -> list[Any]:
 
 
 def _as_chat(tool: ToolParam) -> Tool:
-    function = FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    function = FunctionDefinition(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
     return Tool(type="function", function=function)
 
 

@@ -89,9 +89,9 @@ class OutputPlan:
         """
         budget = self._budget()
         if self.forced:
-            return Structure("grammar", f"start: {self._lead} calls\n{self._rules}", budget=budget)
+            return Structure("calls", f"start: {self._lead} calls\n{self._rules}", budget=budget)
         if content is None and self.strict:
-            return Structure("grammar", self._text_with_calls(), budget=budget)
+            return Structure("calls", self._text_with_calls(), budget=budget)
         if content is None:
             return None if budget is None else Structure("any", "", budget=budget)
         if not self._rules or (self.continues and self.reasoning == "closed"):

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from app.errors import RequestError
 from app.openai.base import JsonObject, ListOf, Omitted, StrictBody, Text, at_most, none_if_empty
 
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 
 # The characters that OpenAI's API allows, and the length that Anthropic's does. They need no escaping in JSON or in a
 # grammar.
@@ -18,7 +18,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 class FunctionDefinition(StrictBody):
     """A function that may be called. `parameters` is the JSON schema of its arguments, of type object; a function
-    without `parameters` takes none. `strict` is ignored: forced calls follow the schema, others are not constrained."""
+    without `parameters` takes none. Forced calls follow the schema, and with `strict` all calls do."""
 
     name: FunctionName
     description: Text | None = None
@@ -75,7 +75,7 @@ ToolChoice = (
 
 
 class FunctionCall(StrictBody):
-    """`arguments` is JSON as text. Unless the call was forced, it may not follow the function's schema."""
+    """`arguments` is JSON as text. Unless the call was forced or the function strict, it may not follow the schema."""
 
     name: Text
     arguments: Text

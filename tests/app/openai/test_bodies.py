@@ -274,7 +274,7 @@ def test_a_forced_call_is_the_only_structure() -> None:
     plan = OutputPlan(OutputFormat(tools=TOOL_SYNTAXES["hermes"][1]), {"f": {"type": "object"}}, forced=True)
     forced = chat().sampling_params(plan).structure
     assert forced is not None
-    assert forced.kind == "grammar"
+    assert forced.kind == "calls"
     assert chat(response_format=schema_format()).sampling_params(plan).structure == forced
     may_call = chat(response_format=schema_format()).sampling_params(replace(plan, forced=False)).structure
     assert may_call is not None

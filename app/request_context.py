@@ -40,7 +40,7 @@ class RequestContext:
         first_byte_at: of a streamed answer.
         generation_id: the engine's id for the request; of a batch, the first.
         error_code: of a failure, even after the status was sent.
-        ignored_fields: unknown fields of the body that were dropped, as a header's value.
+        ignored_fields: what was dropped of the body and of its schemas, as a header's value.
         progress: of the request's prompt, as its replica last told.
         silent_events: makes the events to send when a stream has been silent; `None`: a comment is sent.
     """
@@ -168,6 +168,11 @@ class RequestContext:
         self.cached_tokens = num_cached_tokens
         if self._quota is not None:
             self._quota.owe_tokens(num_tokens)
+
+    def ignore(self, fields: Iterable[str]) -> None:
+        """Name further dropped fields, in printable ASCII, in the answer's header."""
+        known = [] if self.ignored_fields is None else self.ignored_fields.split(", ")
+        self.ignored_fields = ", ".join(dict.fromkeys([*known, *fields]))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The answer's headers about the caller's limits, and about dropped fields of the body."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -22,6 +23,7 @@ from app.engine.sampling.params import (
 from app.errors import RequestError
 from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most
 from app.openai.output.plan import OutputPlan
+from app.openai.output.schemas import enforceable, enforceable_json
 
 MAX_CHOICES = 4096
 MAX_TAGS = 128
@@ -58,7 +60,10 @@ class StructuralTags(StrictBody):
     structures: Annotated[ListOf[StructuralTag], Field(min_length=1), at_most(MAX_TAGS, "structures")]
 
     def structure(self) -> Structure:
-        structures = [{"begin": tag.begin, "schema": tag.schema_ or {}, "end": tag.end} for tag in self.structures]
+        structures = [
+            {"begin": tag.begin, "schema": enforceable(tag.schema_ or {}, "structures[].schema"), "end": tag.end}
+            for tag in self.structures
+        ]
         return Structure("tags", json.dumps({"triggers": self.triggers, "structures": structures}))
 
 
@@ -242,6 +247,9 @@ class SamplingBody(StrictBody):
             [found["structured_outputs"]] = self.structured_outputs.structures()
         if len(found) > 1:
             raise RequestError(f"only one of {', '.join(found)} can decide the output's form", next(iter(found)))
+        for name, structure in found.items():
+            if structure.kind == "json":
+                return replace(structure, spec=enforceable_json(structure.spec, name))
         return next(iter(found.values()), None)
 
 

@@ -62,7 +62,8 @@ class Structure:
     Attributes:
         kind: "json": `spec` is a JSON schema as text, "{}" for any object; "regex": a regular expression for the
             complete output; "choice": a JSON array of strings, one of which is the output; "grammar": a grammar, in
-            Lark's syntax or in GBNF; "calls": the same, made of the request's tools; "tags": free text in which a trigger begins one of the structures, as the JSON
+            Lark's syntax or in GBNF; "calls": one in Lark's syntax, made of the request's tools; "tags": free text in
+            which a trigger begins one of the structures, as the JSON
             `{"triggers": [text, …], "structures": [{"begin", "schema", "end"}, …]}`; "any": any output, for its
             `budget`.
         frame: Lark grammar of the output, in which `@answer` is the structure that kind and spec describe.

@@ -38,6 +38,8 @@ _MAX_LEXER_STATES = 50_000
 # Most alternatives that the parser follows at once; a schema has about four for each optional property. More would make
 # steps slower for all requests: a repeated grammar of 8,000 takes 100 ms a token.
 _MAX_ROW_ITEMS = {"json": 4000}
+# Digits in a row after which a number ends where it may; a float64 has 17. Small models repeat digits without end.
+_MAX_DIGITS = 32
 # Trial tokens before a structure is accepted: a too wide one mostly fails after the first.
 _TRIED_TOKENS = 8
 # Compact, with the space that models write after a comma and a colon: small models fill every optional gap.
@@ -156,6 +158,7 @@ class StructureMatcher:
         self._vocabulary = vocabulary
         self._parser = parser
         self._kind = kind
+        self._num_digits = 0  # at the end of the output
         self.error: RequestError | None = None
 
     def fill(self, mask: np.ndarray) -> None:
@@ -166,6 +169,8 @@ class StructureMatcher:
         """
         self._vocabulary.fill(self._parser, mask)
         self._note_error()
+        if self._num_digits >= _MAX_DIGITS:
+            self._vocabulary.end_number(mask)
 
     def accept(self, token_id: int) -> None:
         """Advance by a token. Raises `EngineError` if it is not allowed."""
@@ -174,11 +179,14 @@ class StructureMatcher:
             if any(text in reason for text in _NOT_ALLOWED):
                 raise EngineError(f"token {token_id} does not follow in the structure: {reason}")
             self._note_error()  # a limit of the parser, one of which llguidance calls an internal error
+        text = self._vocabulary.texts[token_id]
+        num_digits = len(text) - len(text.rstrip(_DIGITS))
+        self._num_digits = num_digits + (self._num_digits if num_digits == len(text) else 0)
 
     def fork(self) -> StructureMatcher:
         """An independent copy, in a few microseconds."""
         fork = StructureMatcher(self._vocabulary, self._parser.deep_copy(), self._kind)
-        fork.error = self.error
+        fork.error, fork._num_digits = self.error, self._num_digits
         return fork
 
     @property
@@ -219,6 +227,7 @@ class _TokenTrie:
         self._first_bytes = np.array([token[0] if token else -1 for token in tokens], np.int16)
         self._first_bytes[[*known.special, *ends]] = -1
         self.texts = tokens
+        self._letter = tokens.index(b"Q") if b"Q" in tokens else None  # one that no number has
         self.tokenizer = LLTokenizer(
             _Tokens(tokens, sorted(known.special | set(ends)), ends[0]),  # type: ignore[arg-type]
             eos_token=ends,
@@ -230,6 +239,17 @@ class _TokenTrie:
         allowed = allowed[allowed < len(self._first_bytes)]
         allowed = allowed[self._first_bytes[allowed] >= 0]
         return sorted(allowed[np.unique(self._first_bytes[allowed], return_index=True)[1]].tolist())
+
+    def end_number(self, mask: np.ndarray) -> None:
+        """Forbid tokens that begin with a digit, unless only these are allowed, or the digits are part of a text."""
+        if self._letter is not None and mask[self._letter // 32] >> self._letter % 32 & 1:
+            return
+        digits = (self._first_bytes >= _DIGITS[0]) & (self._first_bytes <= _DIGITS[-1])
+        bits = np.zeros(len(mask) * 32, np.uint8)
+        bits[: len(digits)] = digits[: len(bits)]
+        others = mask & ~np.packbits(bits, bitorder="little").view(np.int32)
+        if others.any():
+            mask[:] = others
 
     def fill(self, parser: LLMatcher, mask: np.ndarray) -> None:
         assert mask.dtype == np.int32, mask.dtype
@@ -278,6 +298,7 @@ _REMEDIES = {
     "calls": "fewer tools, with fewer optional properties",
     "tags": "fewer structures, with fewer optional properties",
 }
+_DIGITS = b"0123456789"
 # The parser's messages for a token that the mask forbids.
 _NOT_ALLOWED = ("doesn't satisfy the grammar", "out of range")
 

@@ -21,6 +21,7 @@ from app.openai.output.syntaxes import (
     closed_arguments,
     listed,
     matched,
+    parameters_of,
     several,
     with_definitions,
 )
@@ -91,12 +92,12 @@ class PythonCalls:
         """The rules `function`, and `arguments_0` … with the bracket behind them."""
 
         def arguments(schema: Mapping[str, Any]) -> str:
-            properties, required = schema.get("properties"), schema.get("required") or ()
-            if properties is None and schema.get("additionalProperties") is not False:
+            properties, required = parameters_of(schema), schema.get("required") or ()
+            if properties is None:
                 return f"({several('any', SEPARATOR, True)})?"
             values = {
                 of: f"{json.dumps(of + '=')} {closed_arguments(with_definitions(schema, value))}"
-                for of, value in (properties or {}).items()
+                for of, value in properties.items()
             }
             first = [values[of] for of in values if of in required]
             others = [values[of] for of in values if of not in required]

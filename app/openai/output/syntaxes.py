@@ -24,7 +24,7 @@ Terminal = Callable[[str], str]
 # The most calls of a forced answer.
 MAX_PARALLEL_CALLS = 16
 # JSON as templates write it, with one space after commas and colons. Forced calls allow no other white space.
-_AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_AS_TEMPLATES_WRITE = {"lenient": True, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GAP = r"[ \t\r\n]*"
 SEPARATOR, NEWLINE = '", "', '"\\n"'  # as terminals
 NAME = r"(?P<name>[A-Za-z0-9_.-]{1,64})"
@@ -68,6 +68,14 @@ def listed(functions: Functions, rule: Callable[[str], str], of: str = "function
     """The rule `of`, any of the functions."""
     names = [f"{of}_{number}" for number in range(len(functions))]
     return [f"{of}: {' | '.join(names)}", *(f"{n}: {rule(f)}" for n, f in zip(names, functions, strict=True))]
+
+
+def parameters_of(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Name of each parameter that a function may get → its schema; `None`: any."""
+    given = schema.get("properties")
+    if given is None and schema.get("additionalProperties") is not False:
+        return None
+    return {name: value for name, value in (given or {}).items() if value is not False}
 
 
 def any_of(functions: Functions) -> str:
@@ -284,9 +292,11 @@ def up_to(rule: str, end: str, terminal: Terminal) -> str:
     return f"{rule}[suffix={written}]: /(?s:.*)/"
 
 
-def with_definitions(schema: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+def with_definitions(schema: Mapping[str, Any], value: Mapping[str, Any] | bool) -> dict[str, Any]:
     """A part of a schema, with the definitions that it may refer to."""
-    return dict(value) | {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return (dict(value) if isinstance(value, Mapping) else {}) | {
+        key: schema[key] for key in ("$defs", "definitions") if key in schema
+    }
 
 
 def as_json(text: str) -> str:

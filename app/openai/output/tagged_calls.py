@@ -18,6 +18,7 @@ from app.openai.output.syntaxes import (
     closed_arguments,
     listed,
     matched,
+    parameters_of,
     several,
     up_to,
     with_definitions,
@@ -112,8 +113,7 @@ class TaggedParameters:
             name, value = f"parameter_{len(rules)}", schema["properties"][of]
             if not _is_text(schema, of):
                 body = f"{closed_arguments(with_definitions(schema, value))} {terminal(value_end)}"
-            elif "enum" in value:
-                choices = (json.dumps(choice) for choice in value["enum"] if isinstance(choice, str))
+            elif choices := [json.dumps(choice) for choice in value.get("enum") or () if isinstance(choice, str)]:
                 body = f"({' | '.join(choices)}) {terminal(value_end)}"
             else:
                 body = "text"
@@ -122,9 +122,9 @@ class TaggedParameters:
 
         def rule(name: str) -> str:
             schema = functions[name]
-            if "properties" not in schema and schema.get("additionalProperties") is not False:
+            if (given := parameters_of(schema)) is None:
                 return " ".join([terminal(begin.format(name=name)), "any*", end])
-            parameters = [parameter(schema, of) for of in schema.get("properties") or {}]
+            parameters = [parameter(schema, of) for of in given]
             return " ".join([terminal(begin.format(name=name)), *parameters, end])
 
         end = terminal(self.end if is_section or not self.close else f"{self.end}\n{self.close}")

@@ -27,14 +27,12 @@ class FunctionDefinition(StrictBody):
 
     def arguments_schema(self) -> dict[str, Any]:
         """The schema of the arguments. Raises `RequestError` unless its type is object."""
-        if self.parameters is None:
+        kinds = None if self.parameters is None else self.parameters.get("type") or "object"
+        if kinds in (None, "null"):
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        schema = {"type": "object"} | self.parameters
-        if schema["type"] != "object":
-            raise RequestError(
-                f"the parameters of {self.name} have the type {schema['type']!r}; it must be 'object'", "tools"
-            )
-        return schema
+        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            raise RequestError(f"the parameters of {self.name} have the type {kinds!r}; it must be 'object'", "tools")
+        return (self.parameters or {}) | {"type": "object"}
 
 
 class Tool(StrictBody):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.errors import RequestError
+from app.openai.output.schemas import enforceable
 from app.openai.tools.bodies import AllowedToolChoice, NamedToolChoice, Tool, ToolChoice
 
 
@@ -49,9 +50,12 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, parall
     if choice == "none":
         return ChosenTools()
     functions = {name: schema for name, schema in schemas.items() if allowed is None or name in allowed}
+    strict = {tool.function.name for tool in tools if tool.function.strict} & functions.keys()
+    # Schemas of other functions only tell texts from JSON.
+    for name in functions if required else strict:
+        functions[name] = enforceable(functions[name], "tools[].function.parameters")
     several = parallel is not False and not isinstance(choice, NamedToolChoice)
-    strict = frozenset(tool.function.name for tool in tools if tool.function.strict)
-    return ChosenTools(functions, required, several, strict & functions.keys())
+    return ChosenTools(functions, required, several, frozenset(strict))
 
 
 def _allowed(choice: ToolChoice | None) -> tuple[Sequence[str] | None, bool]:

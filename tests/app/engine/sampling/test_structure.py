@@ -208,6 +208,31 @@ def test_a_limit_met_later_belongs_to_the_output(monkeypatch: pytest.MonkeyPatch
     assert matcher.finished
 
 
+@pytest.mark.parametrize(
+    ("spec", "begin", "ends"),
+    [
+        ('{"type": "number", "minimum": 0.25, "maximum": 0.5}', "0.3", True),
+        ('{"type": "integer", "minimum": 5}', "7", True),
+        ('{"type": "number"}', "1e", True),
+        ('{"type": "string"}', '"', False),
+        ('{"type": "string", "pattern": "^[0-9]{100}$"}', '"', False),
+    ],
+)
+def test_numbers_end(spec: str, begin: str, ends: bool) -> None:
+    """A number between 0.25 and 0.5 had digits up to `max_tokens`. Digits in a text go on."""
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("json", spec))
+    write(matcher, begin, tokenizer)
+    for _ in range(80):
+        digits = [token_id for token_id in allowed(matcher, len(tokenizer)) if tokenizer.decode([token_id]) == "3"]
+        if not digits:
+            break
+        matcher = matcher.fork()
+        matcher.accept(digits[0])
+    assert (not digits) == ends
+    assert not ends or 0 in allowed(matcher, len(tokenizer))
+
+
 def test_tags_in_free_text() -> None:
     """Any text may be written, and a trigger is followed by one of the structures."""
     tokenizer = byte_level()

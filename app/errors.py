@@ -9,7 +9,8 @@ FolioError
 │   ├── UnknownRequestError  no replica has the request to fork (HTTP 404)
 │   ├── UnknownPinError      no prefix is pinned under that name (HTTP 404)
 │   ├── UnknownFileError     the caller has no such file (HTTP 404)
-│   └── UnknownBatchError    the caller has no such batch (HTTP 404)
+│   ├── UnknownBatchError    the caller has no such batch (HTTP 404)
+│   └── UnknownResponseError the caller has no such stored response (HTTP 404)
 ├── ForbiddenError         the API key does not allow the request (HTTP 403)
 ├── OverloadedError        the queue is full (HTTP 429); send the request again later
 │   └── RateLimitError       a limit of the caller is used up (HTTP 429)
@@ -87,6 +88,12 @@ class UnknownBatchError(RequestError):
     """The caller has no such batch, or it has expired."""
 
     code = "batch_not_found"
+
+
+class UnknownResponseError(RequestError):
+    """The caller has no such stored response, or it has expired."""
+
+    code = "response_not_found"
 
 
 class UnknownThreadError(RequestError):

@@ -26,6 +26,7 @@ from app.errors import (
     UnknownModelError,
     UnknownPinError,
     UnknownRequestError,
+    UnknownResponseError,
     UnknownThreadError,
 )
 from app.request_context import current_context
@@ -48,6 +49,7 @@ _NOT_FOUND = (
     UnknownPinError,
     UnknownFileError,
     UnknownBatchError,
+    UnknownResponseError,
     UnknownThreadError,
 )
 _BY_CODE: dict[str, type[FolioError]] = {

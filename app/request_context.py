@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +13,9 @@ from app.errors import ForbiddenError, RequestError
 
 if TYPE_CHECKING:
     from app.engine.report import Progress
+
+# Of the header of ignored fields: proxies bound all headers.
+_MAX_HEADER_CHARS = 2000
 
 
 class Quota(Protocol):
@@ -169,11 +172,6 @@ class RequestContext:
         if self._quota is not None:
             self._quota.owe_tokens(num_tokens)
 
-    def ignore(self, fields: Iterable[str]) -> None:
-        """Name further dropped fields, in printable ASCII, in the answer's header."""
-        known = [] if self.ignored_fields is None else self.ignored_fields.split(", ")
-        self.ignored_fields = ", ".join(dict.fromkeys([*known, *fields]))
-
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The answer's headers about the caller's limits, and about dropped fields of the body."""
         headers = [] if self._quota is None else self._quota.headers()
@@ -200,6 +198,20 @@ def note_error(code: str | None) -> None:
     """Note for the log that the request being answered has failed."""
     if (context := CURRENT.get()) is not None:
         context.error_code = code
+
+
+def note_ignored(fields: Sequence[str]) -> None:
+    """Name further parts of the body that were dropped in the answer's header. The names are printable ASCII.
+
+    Raises:
+        RequestError: the settings refuse unknown fields.
+    """
+    if not fields or (context := CURRENT.get()) is None:
+        return
+    if context.settings.unknown_fields == "error":
+        raise RequestError(f"{fields[0]} has no meaning here, and unknown fields are refused (unknown_fields)")
+    known = [] if context.ignored_fields is None else [context.ignored_fields]
+    context.ignored_fields = ", ".join((*known, *fields))[:_MAX_HEADER_CHARS]
 
 
 class EdgeObserver:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 UnknownFieldsMode = Literal["error", "ignore"]
 
@@ -49,6 +58,15 @@ class KeySource(Settings):
         return self
 
 
+def _check_absolute(folder: Path | None) -> Path | None:
+    if folder is not None and not folder.is_absolute():
+        raise ValueError(f"it is {str(folder)!r}; use an absolute path, because processes have other working folders")
+    return folder
+
+
+Folder = Annotated[Path | None, AfterValidator(_check_absolute)]
+
+
 class BatchSettings(Settings):
     """`/v1/files` and `/v1/batches`.
 
@@ -62,21 +80,28 @@ class BatchSettings(Settings):
         concurrent_lines: lines of all batches that are computed at the same time; fewer while there are other requests.
     """
 
-    store: Path | None = None
+    store: Folder = None
     max_bytes: PositiveInt = 8 << 30
     max_bytes_per_key: PositiveInt = 2 << 30
     max_file_bytes: PositiveInt = 200 << 20
     keep_s: PositiveFloat = 30 * 86400.0
     concurrent_lines: PositiveInt = 64
 
-    @field_validator("store")
-    @classmethod
-    def _check_absolute(cls, store: Path | None) -> Path | None:
-        if store is not None and not store.is_absolute():
-            raise ValueError(
-                f"it is {str(store)!r}; use an absolute path, because processes have other working folders"
-            )
-        return store
+
+class ResponseSettings(Settings):
+    """Stored responses of `/v1/responses`.
+
+    Attributes:
+        store: an absolute path of a folder, which is created; with ingress replicas on several machines, a folder that
+            all of them share. `None`: one of the server's user in the machine's folder for temporary files.
+        max_bytes: of all stored responses. A full store loses the oldest ones of the API key that has most. 0: nothing
+            is stored.
+        keep_s: responses are deleted after this time.
+    """
+
+    store: Folder = None
+    max_bytes: NonNegativeInt = 256 << 20
+    keep_s: PositiveFloat = 86400.0
 
 
 class HttpSettings(Settings):
@@ -105,6 +130,7 @@ class HttpSettings(Settings):
         log_requests: one log line for each request, without any of its text.
         vllm_metrics: `/metrics` also has the metrics under vLLM's names, for its dashboards.
         batches: files and batches.
+        responses: stored responses.
         dashboard: the live page at `/dashboard`; its data need a key as `/v1/load` does, its files need none.
     """
 
@@ -130,6 +156,7 @@ class HttpSettings(Settings):
     log_requests: bool = True
     vllm_metrics: bool = False
     batches: BatchSettings = BatchSettings()
+    responses: ResponseSettings = ResponseSettings()
     dashboard: bool = True
 
     @field_validator("allowed_hosts")

@@ -158,9 +158,9 @@ class ClientFields(StrictBody):
     """Fields of clients that change no output."""
 
     metadata: Metadata | None = None
-    """Notes of the client. Nothing is stored; only `/v1/responses` repeats them in its answer."""
+    """Notes of the client. `/v1/responses` repeats them in its answer."""
     store: bool | None = None
-    """No effect: answers are never stored."""
+    """No effect: only responses are stored."""
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     """No effect: there is one tier, and answers say "default". Use `priority` for urgent requests."""
     safety_identifier: Annotated[Text | None, Field(max_length=256)] = None

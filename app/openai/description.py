@@ -37,7 +37,7 @@ _DESCRIPTIONS: dict[int | str, str] = {
     400: "The request is invalid: `param` names the field.",
     401: "The API key is missing or invalid.",
     403: "The API key does not allow the request.",
-    404: "There is no such model, request, pinned prefix, file, batch or route.",
+    404: "There is no such model, request, response, pinned prefix, file, batch or route.",
     408: "The request did not finish within its `timeout_s`.",
     413: "The body is too large.",
     415: "The content type is not JSON.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from fastapi import Body, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
@@ -44,6 +44,7 @@ from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreReque
 from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 from app.openai.responses.body import ResponsesRequest
+from app.openai.responses.http import add_stored_responses
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.unknown_fields import UnknownFields
@@ -75,6 +76,9 @@ class Service(OperationService, Protocol):
     ) -> AsyncIterator[ChatCompletionChunk]: ...
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject: ...
     def responses_stream(self, request: ResponsesRequest, session: str | None = None) -> AsyncIterator[StreamEvent]: ...
+    async def response(self, response_id: str) -> ResponseObject: ...
+    async def response_input(self, response_id: str) -> list[dict[str, Any]]: ...
+    async def delete_response(self, response_id: str) -> None: ...
     async def fork(self, request: ForkRequest) -> Completion: ...
     def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]: ...
     async def messages(self, request: MessagesRequest, session: str | None = None) -> MessageObject: ...
@@ -113,6 +117,7 @@ def build_api(
     )
     api.router.route_class = json_routes(UnknownFields(unknown_fields, observer))
     _add_generation(api, service)
+    add_stored_responses(api, service)
     _add_messages(api, service)
     _add_pooling(api, service)
     add_models(api, service)
@@ -150,7 +155,7 @@ def _add_generation(api: FastAPI, service: Service) -> None:
     async def responses(
         request: Annotated[ResponsesRequest, Body(openapi_examples=examples.RESPONSE)], x_session_id: Session = None
     ) -> Response:
-        """Answer an input, whole or, with `stream`, as server-sent events. Nothing is stored."""
+        """Answer an input, whole or, with `stream`, as server-sent events."""
         if request.stream:
             return stream_events(service.responses_stream(request, x_session_id))
         return _json(await service.responses(request, x_session_id))

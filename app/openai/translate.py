@@ -32,7 +32,7 @@ from app.openai.responses.answers import ResponseAnswer
 from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.tools.choice import chosen_tools
-from app.request_context import current_context
+from app.request_context import current_context, note_ignored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,6 +122,7 @@ class Translator:
         self, request: ResponsesRequest, session: str | None, max_model_len: int
     ) -> tuple[list[GenerateRequest], ResponseAnswer]:
         """The one call, and the answer."""
+        note_ignored(request.ignored_fields)
         with in_terms_of_responses():
             calls, chat = self.translate_chat(request.as_chat(), session, max_model_len, "resp")
         return calls, ResponseAnswer(request, chat)

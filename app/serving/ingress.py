@@ -66,7 +66,9 @@ from app.openai.pooled.translate import PooledTranslator
 from app.openai.replicas import STATUS_TIMEOUT_S
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.replies import ResponseObject, StreamEvent
+from app.openai.responses.replies import ResponseEvent, ResponseObject, StreamEvent
+from app.openai.responses.store import open_store
+from app.openai.responses.stored import StoredResponses
 from app.openai.served_models import ServedModel, ServedModels
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.translate import Translator
@@ -174,6 +176,7 @@ class Ingress(GrpcIngress):
         self._pins = Pins(self._names, self._replicas, is_shared=self._is_shared)
         self._changes = ModelChanges(shelf, self._names, self._tables, self._admission.check_open)
         self._has_answered = False
+        self._stored = StoredResponses(None if http is None else open_store(http.responses, context.app_name))
         traffic = TrafficLog()
         self._meter = RequestMeter(traffic)
         starting = partial(count_starting, engine.deployment_name, context.app_name)
@@ -203,6 +206,7 @@ class Ingress(GrpcIngress):
         trusting: Any = ProxyHeadersMiddleware
         self._api = trusting(api, trusted_addresses())  # for gRPC; for HTTP uvicorn has it
         self._limits.start()
+        self._stored.start()
         if self._tables is not None:
             self._tables.start()
         if self._batches is not None:
@@ -298,18 +302,24 @@ class Ingress(GrpcIngress):
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
-        return await self._complete("responses", lambda of: of.translate_response, request, session)
+        request = await self._stored.resolve(request)
+        response = await self._complete("responses", lambda of: of.translate_response, request, session)
+        await self._stored.keep(request, response)
+        return response
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncIterator[StreamEvent]:
         """A response as events. An error after the first event becomes the last event instead of being raised."""
+        request = await self._stored.resolve(request)
         async with self._admit("responses", lambda of: of.translate_response, request, session) as admitted:
             try:
                 async with aclosing(self._replicas.stream_calls(admitted.calls, admitted.arrived)) as pieces:
                     async for _, piece in pieces:
                         admitted.measured.streams(piece)
                         for event in admitted.answer.events(piece):
+                            if isinstance(event, ResponseEvent) and event.response.has_ended:
+                                await self._stored.keep(request, event.response)
                             yield event
             except FolioError as error:
                 if not admitted.answer.has_begun:
@@ -317,6 +327,18 @@ class Ingress(GrpcIngress):
                 note_broken_stream(error)
                 admitted.measured.fails(error)
                 yield admitted.answer.failed(error)
+
+    async def response(self, response_id: str) -> ResponseObject:
+        """A stored response. Raises `UnknownResponseError`."""
+        return await self._stored.response(response_id)
+
+    async def response_input(self, response_id: str) -> list[dict[str, Any]]:
+        """The items of a stored response's conversation before it. Raises `UnknownResponseError`."""
+        return await self._stored.input_of(response_id)
+
+    async def delete_response(self, response_id: str) -> None:
+        """Delete a stored response. Raises `UnknownResponseError`."""
+        await self._stored.delete(response_id)
 
     async def messages(self, request: MessagesRequest, session: str | None = None) -> MessageObject:
         """A message of Anthropic's API, whole."""

@@ -26,18 +26,21 @@ def read_document(path: Path, kind: type[Model]) -> Model | None:
         return None
 
 
-def write_document(path: Path, value: BaseModel) -> None:
-    """Replace a file as a whole, so that also a loss of power leaves the old or the new one."""
+def write_document(path: Path, value: BaseModel, *, durable: bool = True) -> None:
+    """Replace a file as a whole. `durable`: also a loss of power leaves the old or the new one."""
     written = path.with_suffix(f".{secrets.token_hex(8)}")
     try:
         with written.open("xb") as file:
             file.write(value.model_dump_json().encode())
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         written.replace(path)
     except OSError:
         written.unlink(missing_ok=True)
         raise
+    if not durable:
+        return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -59,7 +59,10 @@ class Endpoint:
 ENDPOINTS = {
     "/v1/chat/completions": Endpoint(ChatCompletionRequest, lambda service, body: service.chat(body)),
     "/v1/completions": Endpoint(CompletionRequest, lambda service, body: service.generate(body)),
-    "/v1/responses": Endpoint(ResponsesRequest, lambda service, body: service.responses(body)),
+    # Their answers are in the batch's file.
+    "/v1/responses": Endpoint(
+        ResponsesRequest, lambda service, body: service.responses(body.model_copy(update={"store": bool(body.store)}))
+    ),
     "/v1/embeddings": Endpoint(EmbeddingRequest, lambda service, body: service.embed(body)),
     "/v1/score": Endpoint(ScoreRequest, lambda service, body: service.score(body)),
     "/v1/rerank": Endpoint(RerankRequest, lambda service, body: service.rerank(body)),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from app.openai.output.json_text import strict_json
-from app.request_context import current_context
+from app.request_context import note_ignored
 
 _SCHEMA = {"additionalItems", "additionalProperties", "items"}
 _SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
@@ -69,8 +69,7 @@ def enforceable(schema: Any, field: str) -> dict[str, Any]:
     cleaned = walk.cleaned(schema)
     if not isinstance(cleaned, dict):
         return {"anyOf": []}  # stays an error: nothing satisfies it
-    if walk.dropped and (context := current_context()) is not None:
-        context.ignore(f"{field}.{keyword}" for keyword in walk.dropped)
+    note_ignored([f"{field}.{keyword}" for keyword in walk.dropped])
     if cleaned and not walk.is_approximate:
         return cleaned
     options = cleaned.get("x-guidance", {})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -13,13 +13,17 @@ from app.fleet.messages import Piece
 from app.http_errors import error_response
 from app.openai.answers import ChatAnswer
 from app.openai.responses.body import NamedSchemaFormat, ResponsesRequest, TextConfig
+from app.openai.responses.call_text import CallText
 from app.openai.responses.replies import (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
     FailureDetail,
     IncompleteDetails,
+    InputDeltaEvent,
+    InputDoneEvent,
     InputTokensDetails,
     ItemEvent,
+    OutputCustomCall,
     OutputFunctionCall,
     OutputItem,
     OutputMessage,
@@ -40,6 +44,7 @@ from app.openai.responses.replies import (
     TextDoneEvent,
     TextEcho,
 )
+from app.openai.responses.tools import CustomTool, OtherChoice
 from app.openai.sampling_body import TextFormat
 from app.request_context import current_context
 
@@ -49,6 +54,7 @@ _ECHOED = (
     "instructions",
     "max_output_tokens",
     "max_tool_calls",
+    "previous_response_id",
     "prompt_cache_key",
     "safety_identifier",
     "user",
@@ -71,6 +77,8 @@ class ResponseAnswer:
         self._items: list[OutputItem] = []
         self._item: OutputItem | None = None  # the one that grows
         self._held_entries: tuple[TokenLogprobs, ...] = ()
+        self._num_calls = 0
+        self._call_text = CallText()  # of the custom call that grows
         if request.stream and (context := current_context()) is not None:
             context.silent_events = self.silent_events
 
@@ -100,9 +108,11 @@ class ResponseAnswer:
             elif part.kind == "reasoning":
                 yield from self._reason(part.text)
             elif part.kind == "call":
-                yield from self._begin_call(part.text)
-            else:
-                yield self._continue_call(part.text)
+                self._num_calls += 1
+                if not self._leaves_out_calls:
+                    yield from self._begin_call(part.text)
+            elif not self._leaves_out_calls:
+                yield from self._continue_call(part.text)
         if piece.finish_reason is not None:
             yield from self._end(piece.finish_reason)
 
@@ -134,7 +144,7 @@ class ResponseAnswer:
         item = self._item
         if not isinstance(item, OutputMessage):
             yield from self._end_item("completed")
-            item = OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
+            item = OutputMessage(id=self._new_id("msg"), status="in_progress", content=[])
             yield from self._begin_item(item, OutputText(text=""))
         [part] = item.content
         logprobs = self._chat.logprobs(entries)
@@ -148,27 +158,48 @@ class ResponseAnswer:
         item = self._item
         if not isinstance(item, OutputReasoning):
             yield from self._end_item("completed")
-            item = OutputReasoning(id=f"rs_{uuid.uuid4().hex}", status="in_progress", content=[])
+            item = OutputReasoning(id=self._new_id("rs"), status="in_progress", content=[])
             yield from self._begin_item(item, ReasoningText(text=""))
         item.content[0].text += text
         yield self._event(ReasoningDeltaEvent, **self._place(item), delta=text)
 
+    @property
+    def _leaves_out_calls(self) -> bool:
+        most = self._request.max_tool_calls
+        return most is not None and self._num_calls > most
+
     def _begin_call(self, name: str) -> Iterator[StreamEvent]:
         yield from self._end_item("completed")
-        call = OutputFunctionCall(
-            id=f"fc_{uuid.uuid4().hex}",
-            call_id=self._chat.new_call_id(),
-            name=name,
-            arguments="",
-            status="in_progress",
-        )
-        yield from self._begin_item(call)
+        shown = self._request.shown_tools.behind(name)
+        call = {
+            "call_id": self._chat.new_call_id(),
+            "namespace": shown.namespace,
+            "name": shown.tool.name,
+            "status": "in_progress",
+        }
+        if isinstance(shown.tool, CustomTool):
+            self._call_text = CallText()
+            yield from self._begin_item(OutputCustomCall(id=self._new_id("ctc"), **call, input=""))
+        else:
+            yield from self._begin_item(OutputFunctionCall(id=self._new_id("fc"), **call, arguments=""))
 
-    def _continue_call(self, arguments: str) -> StreamEvent:
+    def _continue_call(self, arguments: str) -> Iterator[StreamEvent]:
         call = self._item
+        if isinstance(call, OutputCustomCall):
+            yield from self._add_input(call, self._call_text.push(arguments))
+            return
         assert isinstance(call, OutputFunctionCall)
         call.arguments += arguments
-        return self._event(ArgumentsDeltaEvent, **self._place(call), delta=arguments)
+        yield self._event(ArgumentsDeltaEvent, **self._place(call), delta=arguments)
+
+    def _add_input(self, call: OutputCustomCall, text: str) -> Iterator[StreamEvent]:
+        if text:
+            call.input += text
+            yield self._event(InputDeltaEvent, **self._place(call), delta=text)
+
+    def _new_id(self, kind: str) -> str:
+        """The id of the next item: it names the response, in whose document a store finds it."""
+        return f"{kind}_{document_key(self._chat.id)}_{len(self._items)}"
 
     def _begin_item(self, item: OutputItem, part: OutputText | ReasoningText | None = None) -> Iterator[StreamEvent]:
         self._item = item
@@ -176,7 +207,7 @@ class ResponseAnswer:
         # Copies: callers through a handle may read an event after its item has grown.
         index, copy = len(self._items) - 1, item.model_copy(deep=True)
         yield self._event(ItemEvent, type="response.output_item.added", output_index=index, item=copy)
-        if part is not None and not isinstance(item, OutputFunctionCall):
+        if part is not None and isinstance(item, OutputMessage | OutputReasoning):
             item.content.append(part)  # type: ignore[arg-type]  # each item has its kind of part
             place, copied = self._place(item), part.model_copy(deep=True)
             yield self._event(PartEvent, type="response.content_part.added", **place, part=copied)
@@ -186,7 +217,10 @@ class ResponseAnswer:
         if item is None:
             return
         item.status, place = status, self._place(item)
-        if isinstance(item, OutputFunctionCall):
+        if isinstance(item, OutputCustomCall):
+            yield from self._add_input(item, self._call_text.finish())
+            yield self._event(InputDoneEvent, **place, input=item.input)
+        elif isinstance(item, OutputFunctionCall):
             yield self._event(ArgumentsDoneEvent, **place, name=item.name, arguments=item.arguments)
         else:
             [part] = item.content
@@ -230,8 +264,9 @@ class ResponseAnswer:
                 "top_logprobs": asked.top_logprobs or 0,
                 "text": self._text_echo(),
                 "truncation": asked.truncation or "disabled",
-                "tools": asked.tools or [],
-                "tool_choice": asked.tool_choice or "auto",
+                "tools": list(asked.shown_tools.kept),
+                "tool_choice": "auto" if isinstance(asked.tool_choice, OtherChoice) else asked.tool_choice or "auto",
+                "store": bool(asked.store),
                 "reasoning": ReasoningEcho(**asked.reasoning.model_dump() if asked.reasoning else {}),
             }
         )
@@ -253,3 +288,8 @@ class ResponseAnswer:
         if isinstance(text.format, NamedSchemaFormat):
             return TextEcho(format=SchemaFormatEcho.model_validate(text.format.model_dump()), verbosity=verbosity)
         return TextEcho(format=text.format or TextFormat(type="text"), verbosity=verbosity)
+
+
+def document_key(response_id: str) -> str:
+    """The name of a response's document in a store, which is part of its items' ids."""
+    return hashlib.sha256(response_id.encode()).hexdigest()[:32]

@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.openai.base import Omitted
 from app.openai.chat_body import ReasoningEffort
 from app.openai.replies import ChatTokenLogprob
-from app.openai.responses.body import AllowedFunctions, FunctionTool, ItemStatus, NamedFunction
+from app.openai.responses.items import ItemStatus
+from app.openai.responses.tools import AllowedToolSet, CustomTool, FunctionTool, NamedTool, NamespaceTool
 from app.openai.sampling_body import JsonObjectFormat, TextFormat
 
 
@@ -28,13 +30,27 @@ class OutputMessage(BaseModel):
 
 
 class OutputFunctionCall(BaseModel):
-    """`arguments` is JSON as text. The function's output refers to `call_id`."""
+    """`arguments` is JSON as text. The function's output refers to `call_id`. `namespace`: the tool's, if there is
+    one."""
 
     id: str
     type: Literal["function_call"] = "function_call"
     call_id: str
+    namespace: Omitted[str] = None
     name: str
     arguments: str
+    status: ItemStatus
+
+
+class OutputCustomCall(BaseModel):
+    """A call of a custom tool with a text. The tool's output refers to `call_id`."""
+
+    id: str
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    call_id: str
+    namespace: Omitted[str] = None
+    name: str
+    input: str
     status: ItemStatus
 
 
@@ -53,7 +69,7 @@ class OutputReasoning(BaseModel):
     status: ItemStatus
 
 
-OutputItem = OutputMessage | OutputFunctionCall | OutputReasoning
+OutputItem = OutputMessage | OutputFunctionCall | OutputCustomCall | OutputReasoning
 
 
 class InputTokensDetails(BaseModel):
@@ -111,7 +127,8 @@ class ReasoningEcho(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """A response, and the settings of its request. Its `id` can be forked while it runs and shortly after."""
+    """A response, and the settings of its request. Its `id` can be forked while it runs and shortly after. With `store`
+    it can be read, and continued with `previous_response_id`."""
 
     id: str
     object: Literal["response"] = "response"
@@ -132,17 +149,21 @@ class ResponseObject(BaseModel):
     top_p: float
     top_logprobs: int
     text: TextEcho
-    tools: list[FunctionTool]
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
+    tools: list[FunctionTool | CustomTool | NamespaceTool]
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolSet
     reasoning: ReasoningEcho
     truncation: Literal["auto", "disabled"]
     background: Literal[False] = False
-    store: Literal[False] = False
-    previous_response_id: None = None
+    store: bool = False
+    previous_response_id: str | None = None
     service_tier: Literal["default"] = "default"
     prompt_cache_key: str | None
     safety_identifier: str | None
     user: str | None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status != "in_progress"
 
 
 class _Event(BaseModel):
@@ -241,6 +262,24 @@ class ArgumentsDoneEvent(_Event):
     arguments: str
 
 
+class InputDeltaEvent(_Event):
+    """More of a custom call's text."""
+
+    type: Literal["response.custom_tool_call_input.delta"] = "response.custom_tool_call_input.delta"
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class InputDoneEvent(_Event):
+    """All of a custom call's text."""
+
+    type: Literal["response.custom_tool_call_input.done"] = "response.custom_tool_call_input.done"
+    item_id: str
+    output_index: int
+    input: str
+
+
 class ErrorEvent(_Event):
     """The server failed before it could build a failed response."""
 
@@ -260,5 +299,25 @@ StreamEvent = (
     | ReasoningDoneEvent
     | ArgumentsDeltaEvent
     | ArgumentsDoneEvent
+    | InputDeltaEvent
+    | InputDoneEvent
     | ErrorEvent
 )
+
+
+class ResponseDeleted(BaseModel):
+    """A stored response has been deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(BaseModel):
+    """The conversation before a stored response, without its instructions."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,268 @@
+"""Input items of `/v1/responses`: messages, and the calls, outputs and reasoning of earlier answers.
+
+Items that say nothing to the model here, such as a web search that ran on another server, keep their type alone
+(`OtherItem`): they are dropped, and named in the header of ignored fields.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, only_text, text_or
+from app.openai.chat_body import MAX_PARTS
+
+ItemStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+# Of a part of a tool's output that is not text. The conversation goes on without it.
+_IMAGE_LEFT_OUT, _FILE_LEFT_OUT = "[image left out: this model reads text only]", "[file left out]"
+
+
+class _Typed(StrictBody):
+    """Something of a type that has no meaning here."""
+
+    type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, fields: Any) -> Any:
+        return {"type": fields["type"]} if isinstance(fields, dict) and "type" in fields else fields
+
+
+class OtherPart(_Typed):
+    """A part of a message that is dropped."""
+
+
+class OtherItem(_Typed):
+    """An item that is dropped."""
+
+
+class InputText(StrictBody):
+    type: Literal["input_text", "text"]
+    text: Text
+
+
+class GivenOutputText(StrictBody):
+    """Text of an earlier answer. Annotations and log probabilities are ignored."""
+
+    type: Literal["output_text"]
+    text: Text
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class GivenRefusal(StrictBody):
+    """An earlier answer's refusal, which the model sees as its text."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+_PART_TAGS = {"input_text": "input", "text": "input", "output_text": "output", "refusal": "refusal"}
+
+
+def _type_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def _tag_of_part(part: Any) -> str:
+    kind = _type_of(part)
+    return _PART_TAGS.get(kind, "other") if isinstance(kind, str) else "other"
+
+
+Part = Annotated[
+    Annotated[InputText, Tag("input")]
+    | Annotated[GivenOutputText, Tag("output")]
+    | Annotated[GivenRefusal, Tag("refusal")]
+    | Annotated[OtherPart, Tag("other")],
+    Discriminator(_tag_of_part),
+    only_text,
+]
+
+
+class InputMessage(StrictBody):
+    """A message of the client, or of an earlier answer."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Annotated[Text, Tag("text")] | Annotated[ListOf[Part], at_most(MAX_PARTS, "parts"), Tag("parts")],
+        text_or("parts"),
+    ]
+    id: Text | None = None
+    status: ItemStatus | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+    """Not shown to the model."""
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content if not isinstance(part, OtherPart))
+
+
+class GivenFunctionCall(StrictBody):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+    namespace: Text | None = None
+    """Of the tool, if it has one."""
+    id: Text | None = None
+    status: ItemStatus | None = None
+
+
+class GivenCustomCall(StrictBody):
+    """A call of a custom tool in an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: Text
+    namespace: Text | None = None
+    id: Text | None = None
+    status: ItemStatus | None = None
+
+
+class GivenAction(StrictBody):
+    """A call of one of OpenAI's own tools that clients run, in an answer of another server."""
+
+    type: Literal["local_shell_call", "shell_call", "apply_patch_call", "computer_call"]
+    call_id: Text | None = None
+    action: JsonObject | None = None
+    operation: JsonObject | None = None
+    id: Text | None = None
+    status: ItemStatus | None = None
+
+
+class GivenMcpCall(StrictBody):
+    """A call that another server has made, with its result."""
+
+    type: Literal["mcp_call"]
+    id: Text
+    server_label: Text | None = None
+    name: Text
+    arguments: Text
+    output: Text | None = None
+    error: JsonObject | Text | None = None
+    approval_request_id: Text | None = None
+    status: ItemStatus | None = None
+
+    @property
+    def result(self) -> str:
+        if self.output is not None or self.error is None:
+            return self.output or ""
+        return self.error if isinstance(self.error, str) else json.dumps(self.error, ensure_ascii=False)
+
+
+class CallOutput(StrictBody):
+    """The value that a tool has returned: a text, or parts of which images and files are left out."""
+
+    type: Literal[
+        "function_call_output",
+        "custom_tool_call_output",
+        "local_shell_call_output",
+        "shell_call_output",
+        "apply_patch_call_output",
+        "computer_call_output",
+    ]
+    call_id: Text | None = None
+    output: (
+        Annotated[
+            Annotated[Text, Tag("text")]
+            | Annotated[ListOf[JsonObject], at_most(MAX_PARTS, "parts"), Tag("parts")]
+            | Annotated[JsonObject, Tag("object")],
+            Discriminator(lambda value: {list: "parts", dict: "object"}.get(type(value), "text")),
+        ]
+        | None
+    ) = None
+    name: Text | None = None
+    id: Text | None = None
+    status: ItemStatus | None = None
+
+    @model_validator(mode="after")
+    def _check_call(self) -> CallOutput:
+        if self.call_id is None and self.id is None:
+            raise ValueError("call_id is missing")
+        return self
+
+    @property
+    def text(self) -> str:
+        if self.output is None or isinstance(self.output, str):
+            return self.output or ""
+        parts = self.output if isinstance(self.output, list) else [self.output]
+        return "".join(map(_text_of_output, parts))
+
+
+def _text_of_output(part: dict[str, Any]) -> str:
+    if isinstance(text := part.get("text"), str):
+        return text
+    kind = str(part.get("type", ""))
+    if "image" in kind or "screenshot" in kind:
+        return _IMAGE_LEFT_OUT
+    return _FILE_LEFT_OUT if "file" in kind or "audio" in kind else json.dumps(part, ensure_ascii=False)
+
+
+class ReasoningPart(StrictBody):
+    type: Literal["reasoning_text", "summary_text", "text"]
+    text: Text
+
+
+class GivenReasoning(StrictBody):
+    """Reasoning of an earlier answer. Encrypted reasoning is ignored."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[ListOf[ReasoningPart] | None, at_most(MAX_PARTS, "parts")] = None
+    content: Annotated[ListOf[ReasoningPart] | None, at_most(MAX_PARTS, "parts")] = None
+    encrypted_content: Text | None = None
+    id: Text | None = None
+    status: ItemStatus | None = None
+
+
+class ItemReference(StrictBody):
+    """An item of a stored response."""
+
+    type: Literal["item_reference"] | None = None
+    id: Text
+
+
+_TAGS = {
+    "message": "message",
+    "function_call": "function_call",
+    "custom_tool_call": "custom_call",
+    "mcp_call": "mcp_call",
+    "reasoning": "reasoning",
+    "item_reference": "reference",
+}
+_TAGS |= dict.fromkeys(("local_shell_call", "shell_call", "apply_patch_call", "computer_call"), "action")
+_TAGS |= {f"{call}_output": "output" for call, tag in list(_TAGS.items()) if tag in ("action", "custom_call")}
+_TAGS["function_call_output"] = "output"
+
+
+def _tag_of_item(item: Any) -> str:
+    kind = _type_of(item)
+    if kind is None:
+        is_reference = isinstance(item, dict) and "role" not in item and "id" in item
+        return "reference" if is_reference or isinstance(item, ItemReference) else "message"
+    return _TAGS.get(kind, "other") if isinstance(kind, str) else "other"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[GivenFunctionCall, Tag("function_call")]
+    | Annotated[GivenCustomCall, Tag("custom_call")]
+    | Annotated[GivenAction, Tag("action")]
+    | Annotated[GivenMcpCall, Tag("mcp_call")]
+    | Annotated[CallOutput, Tag("output")]
+    | Annotated[GivenReasoning, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("reference")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_tag_of_item),
+]

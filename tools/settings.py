@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from app import main
 from app.config.args import AppArgs, RoutingArgs, StreamingArgs
 from app.config.engine import _BOUNDS, _CHOICES, EngineConfig
-from app.config.http import BatchSettings, HttpSettings, KeyEntry, KeySource, RateLimits
+from app.config.http import BatchSettings, HttpSettings, KeyEntry, KeySource, RateLimits, ResponseSettings
 from app.config.machine import MOST_SEQS, MOST_STEP_TOKENS
 from app.config.shelf import SLO, ModelConfig
 from app.fleet.autoscaling import ScalingTargets, _fault
@@ -59,6 +59,7 @@ GROUPS = (
     Group("streaming", "args.streaming", StreamingArgs, "[The pace of streams](../operate/streams.md)."),
     Group("http", "args.http", HttpSettings, "[Protection of HTTP and gRPC](../operate/security.md)."),
     Group("batches", "args.http.batches", BatchSettings, "[Files and batches](../guides/batches.md)."),
+    Group("responses", "args.http.responses", ResponseSettings, "[Stored responses](http-api.md#responses)."),
     Group(
         "limits",
         "args.http.key_limits, address_limits, and limits of a key",
@@ -81,6 +82,7 @@ GROUPS = (
 )
 _PARTS = {EngineConfig: "engine", RoutingArgs: "routing", StreamingArgs: "streaming", HttpSettings: "http"} | {
     BatchSettings: "batches",
+    ResponseSettings: "responses",
     RateLimits: "limits",
     SLO: "slo",
     KeySource: "api_keys",

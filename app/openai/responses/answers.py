@@ -171,7 +171,7 @@ class ResponseAnswer:
     def _begin_call(self, name: str) -> Iterator[StreamEvent]:
         yield from self._end_item("completed")
         shown = self._request.shown_tools.behind(name)
-        call = {
+        call: dict[str, Any] = {
             "call_id": self._chat.new_call_id(),
             "namespace": shown.namespace,
             "name": shown.tool.name,

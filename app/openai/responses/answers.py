@@ -40,6 +40,10 @@ from app.openai.responses.replies import (
     ResponseUsage,
     SchemaFormatEcho,
     StreamEvent,
+    SummaryDeltaEvent,
+    SummaryDoneEvent,
+    SummaryPartEvent,
+    SummaryText,
     TextDeltaEvent,
     TextDoneEvent,
     TextEcho,
@@ -158,10 +162,14 @@ class ResponseAnswer:
         item = self._item
         if not isinstance(item, OutputReasoning):
             yield from self._end_item("completed")
-            item = OutputReasoning(id=self._new_id("rs"), status="in_progress", content=[])
-            yield from self._begin_item(item, ReasoningText(text=""))
-        item.content[0].text += text
-        yield self._event(ReasoningDeltaEvent, **self._place(item), delta=text)
+            item = OutputReasoning(id=self._new_id("rs"), status="in_progress")
+            asked = self._request.reasoning
+            summarizes = asked is not None and (asked.summary or asked.generate_summary) is not None
+            yield from self._begin_item(item, SummaryText(text="") if summarizes else ReasoningText(text=""))
+        [part] = item.summary or item.content
+        part.text += text
+        kind = SummaryDeltaEvent if isinstance(part, SummaryText) else ReasoningDeltaEvent
+        yield self._event(kind, **self._place(item), delta=text)
 
     @property
     def _leaves_out_calls(self) -> bool:
@@ -201,16 +209,23 @@ class ResponseAnswer:
         """The id of the next item: it names the response, in whose document a store finds it."""
         return f"{kind}_{document_key(self._chat.id)}_{len(self._items)}"
 
-    def _begin_item(self, item: OutputItem, part: OutputText | ReasoningText | None = None) -> Iterator[StreamEvent]:
+    def _begin_item(
+        self, item: OutputItem, part: OutputText | ReasoningText | SummaryText | None = None
+    ) -> Iterator[StreamEvent]:
         self._item = item
         self._items.append(item)
         # Copies: callers through a handle may read an event after its item has grown.
         index, copy = len(self._items) - 1, item.model_copy(deep=True)
         yield self._event(ItemEvent, type="response.output_item.added", output_index=index, item=copy)
-        if part is not None and isinstance(item, OutputMessage | OutputReasoning):
+        if isinstance(part, SummaryText):
+            assert isinstance(item, OutputReasoning)
+            item.summary.append(part)
+            place, copied = self._place(item), part.model_copy()
+            yield self._event(SummaryPartEvent, type="response.reasoning_summary_part.added", **place, part=copied)
+        elif part is not None and isinstance(item, OutputMessage | OutputReasoning):
             item.content.append(part)  # type: ignore[arg-type]  # each item has its kind of part
-            place, copied = self._place(item), part.model_copy(deep=True)
-            yield self._event(PartEvent, type="response.content_part.added", **place, part=copied)
+            place, copy_of_part = self._place(item), part.model_copy(deep=True)
+            yield self._event(PartEvent, type="response.content_part.added", **place, part=copy_of_part)
 
     def _end_item(self, status: Literal["incomplete", "completed"]) -> Iterator[StreamEvent]:
         item, self._item = self._item, None
@@ -222,13 +237,17 @@ class ResponseAnswer:
             yield self._event(InputDoneEvent, **place, input=item.input)
         elif isinstance(item, OutputFunctionCall):
             yield self._event(ArgumentsDoneEvent, **place, name=item.name, arguments=item.arguments)
+        elif isinstance(item, OutputReasoning) and item.summary:
+            [part] = item.summary
+            yield self._event(SummaryDoneEvent, **place, text=part.text)
+            yield self._event(SummaryPartEvent, type="response.reasoning_summary_part.done", **place, part=part)
         else:
-            [part] = item.content
-            if isinstance(part, OutputText):
-                yield self._event(TextDoneEvent, **place, text=part.text, logprobs=part.logprobs)
+            [content] = item.content
+            if isinstance(content, OutputText):
+                yield self._event(TextDoneEvent, **place, text=content.text, logprobs=content.logprobs)
             else:
-                yield self._event(ReasoningDoneEvent, **place, text=part.text)
-            yield self._event(PartEvent, type="response.content_part.done", **place, part=part)
+                yield self._event(ReasoningDoneEvent, **place, text=content.text)
+            yield self._event(PartEvent, type="response.content_part.done", **place, part=content)
         index = place["output_index"]
         yield self._event(ItemEvent, type="response.output_item.done", output_index=index, item=item)
 

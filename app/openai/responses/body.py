@@ -48,7 +48,7 @@ class Reasoning(StrictBody):
     effort: ReasoningEffort | None = None
     """How much the model reasons before it answers; see `reasoning_effort` of chat completions."""
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """The reasoning itself is in the answer, whatever is asked for."""
+    """With any of them the reasoning is the answer's `summary`, whole, and without one its `content`."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     """The older name of `summary`."""
 

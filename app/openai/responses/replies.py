@@ -59,13 +59,19 @@ class ReasoningText(BaseModel):
     text: str
 
 
+class SummaryText(BaseModel):
+    type: Literal["summary_text"] = "summary_text"
+    text: str
+
+
 class OutputReasoning(BaseModel):
-    """The whole reasoning is in `content`: there are no summaries."""
+    """The whole reasoning, in `summary` if the request asks for a summary, which clients show, and else in
+    `content`."""
 
     id: str
     type: Literal["reasoning"] = "reasoning"
-    summary: list[Any] = []
-    content: list[ReasoningText]
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] = []
     status: ItemStatus
 
 
@@ -243,6 +249,36 @@ class ReasoningDoneEvent(_Event):
     text: str
 
 
+class SummaryPartEvent(_Event):
+    """The only part of a reasoning's summary begins, or is complete."""
+
+    type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
+    item_id: str
+    output_index: int
+    summary_index: Literal[0] = 0
+    part: SummaryText
+
+
+class SummaryDeltaEvent(_Event):
+    """More of the reasoning, as its summary."""
+
+    type: Literal["response.reasoning_summary_text.delta"] = "response.reasoning_summary_text.delta"
+    item_id: str
+    output_index: int
+    summary_index: Literal[0] = 0
+    delta: str
+
+
+class SummaryDoneEvent(_Event):
+    """All of the reasoning, as its summary."""
+
+    type: Literal["response.reasoning_summary_text.done"] = "response.reasoning_summary_text.done"
+    item_id: str
+    output_index: int
+    summary_index: Literal[0] = 0
+    text: str
+
+
 class ArgumentsDeltaEvent(_Event):
     """More of a call's arguments."""
 
@@ -297,6 +333,9 @@ StreamEvent = (
     | TextDoneEvent
     | ReasoningDeltaEvent
     | ReasoningDoneEvent
+    | SummaryPartEvent
+    | SummaryDeltaEvent
+    | SummaryDoneEvent
     | ArgumentsDeltaEvent
     | ArgumentsDoneEvent
     | InputDeltaEvent

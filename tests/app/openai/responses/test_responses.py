@@ -174,6 +174,30 @@ def test_reasoning_is_an_item_and_goes_back() -> None:
     Response.model_validate(final.model_dump())
 
 
+def test_reasoning_is_the_summary_that_a_request_asks_for() -> None:
+    """Regression: Codex and the AI SDK show summaries alone."""
+    engines = Pieces("<think>", "so", "</think>", "Well.", encodes=True)
+    create: Any = client_of(engines, reasoning_parser="qwen3").responses.create
+    events = list(create(model="m", input=[USER], stream=True, reasoning={"summary": "auto"}))
+    assert [event.type.removeprefix("response.") for event in events[2:8]] == [
+        "output_item.added",
+        "reasoning_summary_part.added",
+        "reasoning_summary_text.delta",
+        "reasoning_summary_text.done",
+        "reasoning_summary_part.done",
+        "output_item.done",
+    ]
+    assert (events[3].part.text, events[4].delta, events[5].text, events[6].part.text) == ("", "so", "so", "so")
+    reasoning, message = events[-1].response.output
+    assert (reasoning.summary[0].text, reasoning.content, message.content[0].text) == ("so", [], "Well.")
+    Response.model_validate(events[-1].response.model_dump())
+    create(model="m", input=[USER, reasoning, message, USER])
+    with_summary = engines.calls[-1].prompt_token_ids
+    [whole] = [item for item in create(model="m", input=[USER]).output if item.type == "reasoning"]
+    create(model="m", input=[USER, whole, message, USER])
+    assert engines.calls[-1].prompt_token_ids == with_summary
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -211,13 +235,12 @@ def test_a_stream_refused_at_once_has_a_status() -> None:
         ({"input": []}, "input", "it needs an item, or send instructions"),
         ({"input": [{"type": "item_reference", "id": "i"}]}, "input", "with `store: false`"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_image"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input", "tool call 'c'"),
         ({"store": "yes"}, "store", "true or false"),
         ({"previous_response_id": "resp-1"}, "previous_response_id", "not stored here"),
         ({"conversation": "c"}, "conversation", "use previous_response_id"),
         ({"background": True}, "background", "lives as long as its connection"),
         ({"truncation": "some"}, "truncation", "'auto' or 'disabled'"),
-        ({"tools": [{"type": "function"}]}, "tools", "name is missing"),
+        ({"tools": [{"type": "function"}]}, "tools", "name: is missing"),
         ({"tools": [{"type": {"x": 1}}]}, "tools", "type"),
         ({"input": [{"type": "a, b"}]}, "input", "must match"),
         ({"input": [7]}, "input", "object"),

@@ -5,6 +5,7 @@ FolioError
 ├── ModelError             a model that cannot be loaded, or would be served wrongly
 ├── RequestError           the request is invalid (HTTP 400); names the parameter
 │   ├── ContextLengthError   prompt and output do not fit into the context
+│   ├── PreviousResponseError  the response to continue is not stored
 │   ├── UnknownModelError    no such model is served (HTTP 404)
 │   ├── UnknownRequestError  no replica has the request to fork (HTTP 404)
 │   ├── UnknownPinError      no prefix is pinned under that name (HTTP 404)
@@ -94,6 +95,12 @@ class UnknownResponseError(RequestError):
     """The caller has no such stored response, or it has expired."""
 
     code = "response_not_found"
+
+
+class PreviousResponseError(RequestError):
+    """The response to continue is not stored, or not the caller's."""
+
+    code = "previous_response_not_found"
 
 
 class UnknownThreadError(RequestError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from app.errors import RequestError, UnknownResponseError
+from app.errors import PreviousResponseError, RequestError, UnknownResponseError
 from app.openai.chat_body import MAX_MESSAGES
 from app.openai.responses.answers import document_key
 from app.openai.responses.body import ResponsesRequest
@@ -23,12 +23,6 @@ logger = logging.getLogger(__name__)
 _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 _SWEEP_S = 60.0
 _OFF = "responses are not stored here (http.responses)"
-
-
-class PreviousResponseError(RequestError):
-    """The response to continue is not stored, or not the caller's."""
-
-    code = "previous_response_not_found"
 
 
 class StoredResponses:

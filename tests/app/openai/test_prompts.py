@@ -14,8 +14,9 @@ from app.engine.model.tokenizer import load_tokenizer
 from app.errors import ContextLengthError, RequestError
 from app.openai.chat_body import ChatCompletionRequest
 from app.openai.operation.bodies import PinRequest
-from app.openai.prompts import MAX_SPELLED, PromptEncoder, TextBounds, TextEncoder
+from app.openai.prompts import PromptEncoder
 from app.openai.responses.body import ResponsesRequest
+from app.openai.text_encoder import MAX_SPELLED, TextBounds, TextEncoder
 from app.openai.token_bodies import TokenizeRequest
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 

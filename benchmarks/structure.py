@@ -29,7 +29,16 @@ GENERATED = ("app/proto/folio_pb2.py", "app/proto/folio_pb2_grpc.py")
 # From the lowest to the highest; a module may import modules of its own row and of lower rows only.
 LAYERS = (
     ("vmem", "kernels"),
-    ("app.errors", "app.version", "app.logs", "app.haproxy", "app.compat", "app.event_stream", "app.static_files"),
+    (
+        "app.errors",
+        "app.version",
+        "app.logs",
+        "app.haproxy",
+        "app.compat",
+        "app.event_stream",
+        "app.static_files",
+        "app.chat_template",
+    ),
     ("app.config",),
     ("app.engine", "app.builtin"),
     ("app.fleet",),

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
+from app.chat_template.template import ChatTemplate, RenderError, chat_template_of
 from app.config.engine import EngineConfig
 from app.errors import ConfigError, RequestError
 
@@ -29,9 +28,10 @@ def encode_pinned(config: EngineConfig, tokenizer: PreTrainedTokenizerBase | Non
     if tokenizer is None:
         raise ConfigError("pinned prompts are text and need a tokenizer, but skip_tokenizer_init is set")
     prefixes = {name: text_prefix(tokenizer, text) for name, text in config.pinned_prompts.items()}
+    template = chat_template_of(tokenizer) if config.pinned_system_prompts else None
     for name, text in config.pinned_system_prompts.items():
         try:
-            prefixes[name] = conversation_prefix(tokenizer, [{"role": "system", "content": text}])
+            prefixes[name] = conversation_prefix(tokenizer, template, [{"role": "system", "content": text}])
         except RequestError as error:
             raise ConfigError(f"the system prompt {name!r} cannot be pinned: {error}") from error
     return prefixes
@@ -43,21 +43,24 @@ def text_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return _common([tokenizer.encode(text + end) for end in _ENDS])
 
 
-def conversation_prefix(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
+def conversation_prefix(
+    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None, messages: Sequence[dict[str, Any]]
+) -> list[int]:
     """The tokens that all conversations with these first messages share.
 
     Raises:
         RequestError: there is no chat template, or it refuses the messages.
     """
-    if tokenizer.chat_template is None:
+    if template is None:
         raise RequestError("this model has no chat template", "messages")
     rendered: list[list[int]] = []
-    for text in _ENDS:
+    for end in _ENDS:
+        shown = template.arrangement.arranged([*messages, {"role": "user", "content": end}])
         try:
-            ids: Any = tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}], return_dict=False)
-        except TemplateError as error:
+            text = template.render(shown)
+        except RenderError as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
-        rendered.append(list(ids))
+        rendered.append(tokenizer.encode(text, add_special_tokens=False))
     return _common(rendered)
 
 

@@ -111,6 +111,17 @@ def _refuse_media(part: Any) -> Any:
 
 # For a part of a message.
 only_text = BeforeValidator(_refuse_media)
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_-]")
+
+
+def left_out_kind(part: object) -> tuple[str, str]:
+    """Of a part in a client's history that no text model reads: its type in printable ASCII, and the text in its place.
+
+    An image in a tool's result must not end the conversation: it is there for good.
+    """
+    kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+    noun = "image" if "image" in kind else kind
+    return _NOT_PLAIN.sub("_", kind)[:64], f"[{noun} left out: this model reads text only]" if kind in _MEDIA else ""
 
 
 def text_or(kind: str) -> Discriminator:

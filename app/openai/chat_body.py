@@ -15,6 +15,7 @@ from app.openai.base import (
     Text,
     at_most,
     joined_text,
+    left_out_kind,
     none_if_empty,
     only_text,
     text_or,
@@ -39,6 +40,21 @@ class TextPart(StrictBody):
     dropped = frozenset({"cache_control"})
 
 
+class LeftOutPart(TextPart):
+    """A part of another kind, in an answer or a tool's result; its text says so to the model."""
+
+    kind: str
+
+
+def _readable(part: Any) -> Any:
+    if not isinstance(part, dict) or part.get("type") == "text":
+        return part
+    if part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    kind, text = left_out_kind(part)
+    return LeftOutPart(type="text", text=text, kind=kind)
+
+
 Content = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[ListOf[Annotated[TextPart, only_text]], at_most(MAX_PARTS, "parts"), Tag("parts")],
@@ -54,21 +70,19 @@ class Message(StrictBody):
     content: Content | None = None
     """Text, or a list of parts. An assistant's message may have `tool_calls` instead or as well."""
     name: str | None = None
-    """Name of the speaker. Chat templates do not get it."""
+    """Name of the speaker. Chat templates get that of a tool whose call is not known."""
     tool_calls: Annotated[ListOf[ToolCall] | None, at_most(MAX_PARTS, "calls"), none_if_empty] = None
     """The assistant's calls."""
     tool_call_id: Text | None = None
-    """The call that a tool's message answers."""
+    """The call that a tool's message answers; by default the first one without an answer."""
     reasoning_content: Text | None = None
     """The assistant's reasoning. Chat templates decide how much of it the model sees again."""
     reasoning: Text | None = None
     """Another name of `reasoning_content`."""
-    refusal: Annotated[
-        None, unsupported_field("refusals have no field of their own here; put the text into content")
-    ] = None
-    """Null, as in OpenAI's answers."""
-    annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
-    """Empty, as in OpenAI's answers."""
+    refusal: Text | None = None
+    """Of an earlier answer: its text, where there is no content."""
+    annotations: list[Any] | None = None
+    """Of an earlier answer. Ignored."""
     audio: Annotated[None, unsupported_field("messages are text here; leave it out")] = None
     """Null, as in OpenAI's answers."""
     function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_calls")] = None
@@ -77,17 +91,30 @@ class Message(StrictBody):
     # Added to answers by OpenAI's client and LiteLLM, and to messages for Anthropic's models.
     dropped = frozenset({"parsed", "provider_specific_fields", "cache_control"})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("role") in ("assistant", "tool"):
+            content = fields.get("content")
+            if isinstance(content, list):
+                return fields | {"content": [_readable(part) for part in content]}
+        return fields
+
     @model_validator(mode="after")
     def _check_role(self) -> Message:
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError(f"only an assistant's message may have tool_calls; the role is {self.role}")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("a tool's message needs a tool_call_id, and no other message may have one")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(f"only a tool's message may have a tool_call_id; the role is {self.role}")
         if self.reasoning_text is not None and self.role != "assistant":
             raise ValueError(f"only an assistant's message may have reasoning; the role is {self.role}")
-        if self.content is None and self.tool_calls is None and self.reasoning_text is None:
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("content is missing")
         return self
+
+    @property
+    def text(self) -> str:
+        return joined_text(self.content) or self.refusal or ""
 
     @property
     def reasoning_text(self) -> str | None:
@@ -180,6 +207,13 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
         )
 
     @property
+    def ignored_fields(self) -> list[str]:
+        """Parts of messages that were left out."""
+        contents = (message.content for message in self.messages if isinstance(message.content, list))
+        kinds = (part.kind for content in contents for part in content if isinstance(part, LeftOutPart))
+        return [f"messages[].content[].{kind}" for kind in dict.fromkeys(kinds)]
+
+    @property
     def template_settings(self) -> dict[str, Any]:
         """Variables of the chat template that decide about reasoning."""
         reasons: bool | None = None
@@ -195,7 +229,7 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
     @property
     def continued_text(self) -> str | None:
         """The text of the last message if the answer continues it."""
-        return joined_text(self.messages[-1].content) if self.continue_final_message else None
+        return self.messages[-1].text if self.continue_final_message else None
 
     @property
     def reasoning_budget(self) -> int | None:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from app.engine.text_prefix import conversation_prefix, text_prefix
 from app.errors import RequestError
-from app.openai.base import check_json, joined_text
 from app.openai.bodies import CompletionRequest, GenerationBody
 from app.openai.chat_body import ChatCompletionRequest, Message, TemplateFields
+from app.openai.conversations import ConversationTemplate, template_messages
 from app.openai.operation.bodies import PinRequest
 from app.openai.output.formats import tool_template
 from app.openai.text_encoder import TextBounds, TextEncoder
 from app.openai.token_bodies import TokenizeRequest
-from app.openai.tools.bodies import Tool, ToolCall
+from app.openai.tools.bodies import Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +41,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
         self._bounds = TextBounds(tokenizer)
+        self.template = ConversationTemplate(tokenizer)
         # Names that are not variables of the template, or that the template gets without a client.
         self._reserved = {*signature(tokenizer.apply_chat_template).parameters, *_TEMPLATE_NAMES}
 
@@ -112,10 +110,10 @@ class PromptEncoder:
         """The token ids with which all prompts begin that begin with the pinned text or messages."""
         _check_one_kind(request)
         if request.messages is not None:
-            shown = _template_messages(request.messages)
+            shown = template_messages(request.messages)
             if self._encoder.shielded(shown, "messages") != shown:  # no conversation's token ids would begin so
                 raise RequestError("messages to pin cannot spell control tokens of this model", "messages")
-            return conversation_prefix(self._tokenizer, shown)
+            return conversation_prefix(self._tokenizer, self.template.of(has_tools=False), shown)
         if isinstance(request.prompt, list):
             return request.prompt
         assert request.prompt is not None
@@ -155,9 +153,8 @@ class PromptEncoder:
     ) -> list[int]:
         if not messages:
             raise RequestError("messages is empty; it needs at least one message", "messages")
-        if self._tokenizer.chat_template is None:
-            raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        shown = self._encoder.shielded(_template_messages(messages), "messages")
+        self.template.of(has_tools=tools is not None)
+        shown = self._encoder.shielded(template_messages(messages), "messages")
         described: list[Any] | None = None
         if tools is not None:  # without `strict`, which has no effect here: templates show all fields
             described = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
@@ -165,42 +162,39 @@ class PromptEncoder:
         if tools is not None or any(message.role == "tool" or message.tool_calls for message in messages):
             tool_template(self._tokenizer)
         variables = self._template_variables(options, messages)
-        try:
-            text: Any = self._tokenizer.apply_chat_template(
-                shown, tools=described, tokenize=False, **{**settings, **variables}
-            )
-        except TemplateError as error:
-            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            if options.chat_template_kwargs is None and options.documents is None:
-                raise
-            param = "documents" if options.chat_template_kwargs is None else "chat_template_kwargs"
-            raise RequestError(f"the model's chat template fails with this {param}: {error}", param) from error
+        given = [name for name in ("chat_template_kwargs", "documents") if getattr(options, name) is not None]
+        text = self.template.render(
+            shown,
+            described,
+            {**settings, **variables},
+            add_generation_prompt=not options.continue_final_message and options.add_generation_prompt is not False,
+            continues=bool(options.continue_final_message),
+            blamed=given[0] if given else None,
+        )
         # Not earlier: templates may leave out some of the messages.
         self._bounds.check_length(self._encoder.unshielded(text), most_tokens, "messages")
         return self._encoder.encode(text, add_special_tokens=bool(add_special_tokens))
 
     def _template_variables(self, options: TemplateFields, messages: Sequence[Message]) -> dict[str, Any]:
-        """Arguments of `apply_chat_template` beside messages and tools."""
+        """Variables of the template beside messages and tools."""
         given = options.chat_template_kwargs or {}
         if refused := sorted(given.keys() & self._reserved):
             raise RequestError(
                 f"chat_template_kwargs has {refused[0]!r}, which has a meaning of its own; leave it out",
                 "chat_template_kwargs",
             )
-        continues = bool(options.continue_final_message)
+        continues = options.continue_final_message
         if continues and options.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other; leave one of them out",
                 "continue_final_message",
             )
-        if continues and not joined_text(messages[-1].content).strip():
+        if continues and not messages[-1].text.strip():
             raise RequestError("the last message has no text to continue", "continue_final_message")
         variables: dict[str, Any] = self._encoder.shielded(given, "chat_template_kwargs")
         if options.documents is not None:
             variables["documents"] = self._encoder.shielded(options.documents, "documents")
-        variables["add_generation_prompt"] = not continues and options.add_generation_prompt is not False
-        return variables | {"continue_final_message": continues}
+        return variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,43 +232,3 @@ class _Kept:
 def _check_one_kind(request: TokenizeRequest | PinRequest) -> None:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
-
-
-def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: arguments are objects, and a tool's message has the function's name."""
-    functions: dict[str, str] = {}  # by the id of the call
-    shown = []
-    for message in messages:
-        role = "system" if message.role == "developer" else message.role
-        fields: dict[str, Any] = {"role": role, "content": joined_text(message.content)}
-        if message.tool_calls is not None:
-            functions |= {call.id: call.function.name for call in message.tool_calls}
-            fields["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-                for call, arguments in zip(message.tool_calls, map(_arguments, message.tool_calls), strict=True)
-            ]
-        if (reasoning := message.reasoning_text) is not None:
-            fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
-            if not (message.tool_calls and fields["content"]):  # gpt-oss's template refuses both beside calls
-                fields["thinking"] = reasoning
-        if message.role == "tool":
-            if message.tool_call_id not in functions:
-                raise RequestError(f"no earlier message has the tool call {message.tool_call_id!r}", "messages")
-            fields |= {"tool_call_id": message.tool_call_id, "name": functions[message.tool_call_id]}
-        shown.append(fields)
-    return shown
-
-
-def _arguments(call: ToolCall) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"arguments of the tool call {call.id!r} are not JSON: {error}", "messages") from error
-    if not isinstance(arguments, dict):
-        raise RequestError(f"arguments of the tool call {call.id!r} are not a JSON object", "messages")
-    try:
-        return check_json(arguments)
-    except ValueError as error:
-        raise RequestError(
-            f"arguments of the tool call {call.id!r} cannot be written into the prompt: {error}", "messages"
-        ) from error

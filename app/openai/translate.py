@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -21,6 +22,7 @@ from app.openai.answers import ChatAnswer, CompletionAnswer
 from app.openai.base import SizedExecutor
 from app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody
 from app.openai.chat_body import ChatCompletionRequest
+from app.openai.conversations import SlowTemplateError
 from app.openai.logprobs import TokenTexts
 from app.openai.messages.answers import MessageAnswer
 from app.openai.messages.body import CountTokensRequest, MessagesRequest, in_terms_of_messages
@@ -81,12 +83,13 @@ class Translator:
         self.loaded: Mapping[str, str] = {}
 
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call another method: in the event loop for small bodies, and in a thread for large ones and for requests by
-        handle, whose size is not known."""
+        """Call another method: in the event loop for small bodies, and in a thread for large ones, for requests by
+        handle, whose size is not known, and where the chat template turns out to be slow."""
         context = current_context()
         num_bytes = 0 if context is None else context.num_body_bytes
         if 0 < num_bytes <= _LOOP_BYTES:
-            return method(*args, **kwargs)
+            with suppress(SlowTemplateError):
+                return method(*args, **kwargs)
         return await self._executor.run(num_bytes, method, *args, **kwargs)
 
     async def build_answer(self, build: Callable[[list[list[Piece]]], T], outputs: list[list[Piece]]) -> T:
@@ -132,6 +135,7 @@ class Translator:
     ) -> tuple[list[GenerateRequest], MessageAnswer]:
         """The one call, and the answer. `max_tokens` is bounded by the room in the context: clients that do not know
         this model ask for more."""
+        note_ignored(request.ignored_fields)
         with in_terms_of_messages():
             [call], chat = self.translate_chat(request.as_chat(), session, max_model_len, "msg")
         num_tokens = len(call.prompt_token_ids)
@@ -151,6 +155,7 @@ class Translator:
         self, request: ChatCompletionRequest, session: str | None, max_model_len: int, kind: str = "chatcmpl"
     ) -> tuple[list[GenerateRequest], ChatAnswer]:
         """The one call, and the answer. `kind` is the prefix of the id."""
+        note_ignored(request.ignored_fields)
         adapter = self.adapter_of(request.model)
         tools = chosen_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
         prompt = self.prompts.encode_chat(request, max_model_len)

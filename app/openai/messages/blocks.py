@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import BeforeValidator, Discriminator, Tag
 
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, only_text, text_or
+from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, left_out_kind, only_text, text_or
 from app.openai.chat_body import MAX_PARTS
 
 
@@ -37,11 +37,45 @@ class TextBlock(Cacheable):
     """Of an earlier answer. Ignored."""
 
 
+class LeftOutBlock(TextBlock):
+    """A block of another kind, in an answer, a tool's result or a system message; its text says so to the model."""
+
+    kind: str
+
+
+def readable(blocks: Any) -> Any:
+    """Blocks of a client's history as blocks of text, where they are not known."""
+    return [_readable(block) for block in blocks] if isinstance(blocks, list) else blocks
+
+
+def _readable(block: Any) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind in _KNOWN or not isinstance(block, dict):
+        return block
+    change = {"tool_reference": "available", "tool_addition": "available", "tool_removal": "no longer available"}
+    if isinstance(kind, str) and kind in change and (name := _tool_name(block)) is not None:
+        return {"type": "text", "text": f"[tool {name} is {change[kind]}]"}
+    name, text = left_out_kind(block)
+    return LeftOutBlock(type="text", text=text, kind=name)
+
+
+def _tool_name(block: dict[str, Any]) -> str | None:
+    """Of a tool that is referred to, or defined, in a conversation."""
+    tool = block.get("tool", block)
+    tool = tool.get("definition", tool) if isinstance(tool, dict) else {}
+    name = tool.get("tool_name", tool.get("name"))
+    return name if isinstance(name, str) else None
+
+
 TextBlocks = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[ListOf[Annotated[TextBlock, only_text]], at_most(MAX_PARTS, "blocks"), Tag("blocks")],
     text_or("blocks"),
 ]
+
+
+def _as_object(given: Any) -> Any:
+    return given if isinstance(given, dict) else {} if given is None else {"input": given}
 
 
 class ToolUseBlock(Cacheable):
@@ -50,7 +84,7 @@ class ToolUseBlock(Cacheable):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: JsonObject
+    input: Annotated[JsonObject, BeforeValidator(_as_object)]
     caller: JsonObject | None = None
     """Ignored: the model itself is the only caller."""
 
@@ -60,7 +94,8 @@ class ToolResultBlock(Cacheable):
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: TextBlocks | None = None
+    content: Annotated[TextBlocks | None, BeforeValidator(readable)] = None
+    """Text, or a list of blocks. Images and other blocks are left out."""
     is_error: bool | None = None
     """The model sees "Error: " before the content."""
 
@@ -78,6 +113,9 @@ class RedactedThinkingBlock(StrictBody):
 
     type: Literal["redacted_thinking"]
     data: Text
+
+
+_KNOWN = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 def _type_of(block: object) -> object:

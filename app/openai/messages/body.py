@@ -13,7 +13,7 @@ from app.errors import UnknownThreadError
 from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, in_terms_of, unsupported_field
 from app.openai.bodies import GenerationBody
 from app.openai.chat_body import MAX_MESSAGES, ChatCompletionRequest, ReasoningEffort, Thinking
-from app.openai.messages.blocks import Cacheable, CacheControl, TextBlocks
+from app.openai.messages.blocks import Cacheable, CacheControl, LeftOutBlock, TextBlocks, ToolResultBlock
 from app.openai.messages.conversation import MessageParam, chat_messages
 from app.openai.sampling_body import JsonSchema, JsonSchemaFormat
 from app.openai.tools.bodies import MAX_TOOLS, ChosenFunction, FunctionDefinition, FunctionName, NamedToolChoice, Tool
@@ -78,8 +78,8 @@ class ThinkingConfig(StrictBody):
     """"adaptive" is "enabled": the model decides how much."""
     budget_tokens: Annotated[int | None, Field(ge=0)] = None
     """Tokens of reasoning at most; then its end is forced."""
-    display: Literal["summarized", "omitted"] | None = None
-    """"omitted": blocks of reasoning have no text. Otherwise the text is the reasoning itself, not a summary."""
+    display: Text | None = None
+    """"omitted": blocks of reasoning have no text. With any other value the text is the reasoning itself."""
 
 
 class JsonOutputFormat(StrictBody):
@@ -175,6 +175,20 @@ class ConversationBody(StrictBody):
             "reasoning_effort": _EFFORTS[config.effort] if config.effort is not None else None,
             "response_format": None if config.format is None else _response_format(config.format),
         }
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Blocks of the history that were left out."""
+        found: dict[str, None] = {}
+        for block in (
+            block for message in self.messages if isinstance(message.content, list) for block in message.content
+        ):
+            if isinstance(block, LeftOutBlock):
+                found[f"messages[].content[].{block.kind}"] = None
+            elif isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                kinds = (inner.kind for inner in block.content if isinstance(inner, LeftOutBlock))
+                found |= dict.fromkeys(f"messages[].content[].content[].{kind}" for kind in kinds)
+        return list(found)
 
     def retention_s(self) -> float | None:
         """Seconds for which to keep the prompt: the longest of all hints."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 from pydantic import model_validator
 
 from app.openai.base import StrictBody
 from app.openai.chat_body import Message
-from app.openai.messages.blocks import Block, Blocks, TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
+from app.openai.messages.blocks import (
+    Block,
+    Blocks,
+    LeftOutBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    readable,
+)
 from app.openai.tools.bodies import FunctionCall, ToolCall
 
 # Blocks that only messages of this role have.
@@ -27,9 +34,16 @@ class MessageParam(StrictBody):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    """A "system" message behind the first message is shown as a reminder in the user's turn."""
+    """A "system" message is shown where it is, or as a reminder in the user's turn if the chat template refuses it."""
     content: Blocks
     """Text, or a list of blocks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("role") != "user":
+            return fields | {"content": readable(fields.get("content"))}
+        return fields
 
     @model_validator(mode="after")
     def _check_role(self) -> MessageParam:
@@ -44,44 +58,18 @@ class MessageParam(StrictBody):
 
 
 def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[MessageParam]) -> list[Message]:
-    """The messages of the chat completion. Neighbours of one role become one message: chat templates want alternating
-    roles. Results of tools precede all else in the user's turn, next to the calls."""
+    """The messages of the chat completion. Results of tools are messages of their own, before the turn's text."""
     shown: list[Message] = []
-    for role, items in groupby(_items(system, messages), lambda item: item.role if isinstance(item, _Said) else None):
-        if role is None:
-            shown += (item for item in items if isinstance(item, Message))
-        else:
-            shown.append(Message(role=role, content="\n".join(item.text for item in items if isinstance(item, _Said))))
-    return shown
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """A text of the system prompt or of the user's turn."""
-
-    role: Literal["system", "user"]
-    text: str
-
-
-def _items(system: str | Sequence[TextBlock] | None, messages: Sequence[MessageParam]) -> Iterator[_Said | Message]:
     if prompt := _BILLING_HEADER.sub("", _joined(system)):
-        yield _Said("system", prompt)
-    begins = True
-    for is_answer, turn in groupby(messages, lambda message: message.role == "assistant"):
-        given = [(message.role, block) for message in turn for block in message.blocks]
-        if is_answer:
-            yield _answer([block for _, block in given])
-            begins = False
+        shown.append(Message(role="system", content=prompt))
+    for message in messages:
+        if message.role == "assistant":
+            shown.append(_answer(message.blocks))
             continue
-        yield from (_result(block) for _, block in given if isinstance(block, ToolResultBlock))
-        for role, block in given:
-            if not isinstance(block, TextBlock):
-                continue
-            begins = begins and role == "system"
-            if role == "user" or begins:
-                yield _Said("system" if begins else "user", block.text)
-            else:  # templates know no later system messages; Claude Code itself gives reminders this form
-                yield _Said("user", f"<system-reminder>\n{block.text}\n</system-reminder>")
+        shown += [_result(block) for block in message.blocks if isinstance(block, ToolResultBlock)]
+        if texts := [block for block in message.blocks if isinstance(block, TextBlock)]:
+            shown.append(Message(role=message.role, content=_lines(texts)))
+    return shown
 
 
 def _joined(content: str | Sequence[TextBlock] | None) -> str:
@@ -89,7 +77,7 @@ def _joined(content: str | Sequence[TextBlock] | None) -> str:
 
 
 def _lines(blocks: Iterable[TextBlock]) -> str:
-    return "\n".join(block.text for block in blocks)
+    return "\n".join(block.text for block in blocks if block.text or not isinstance(block, LeftOutBlock))
 
 
 def _answer(given: Sequence[Block]) -> Message:

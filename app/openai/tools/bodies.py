@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from app.errors import RequestError
 from app.openai.base import JsonObject, ListOf, Omitted, StrictBody, Text, at_most, none_if_empty
@@ -72,11 +73,16 @@ ToolChoice = (
 )
 
 
+def _as_json(arguments: object) -> object:
+    """Arguments as text: some clients send the object itself, or null for none."""
+    return arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
+
+
 class FunctionCall(StrictBody):
     """`arguments` is JSON as text. Unless the call was forced or the function strict, it may not follow the schema."""
 
     name: Text
-    arguments: Text
+    arguments: Annotated[Text, BeforeValidator(_as_json)]
 
     dropped = frozenset({"parsed_arguments"})  # added to the calls of answers by OpenAI's client
 

@@ -364,7 +364,6 @@ def test_fields_that_clients_send_change_nothing() -> None:
         ("structured_outputs", {"json_object": False}, "exactly one"),
         ("structured_outputs", {"structural_tag": "{"}, "EOF"),
         ("structured_outputs", {"structural_tag": {"triggers": ["<"], "structures": []}}, "at least 1"),
-        ("messages", [SENT_BACK | {"refusal": "no"}], "put the text into content"),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "text only"),
         ("priority", 2**31, "less than"),
         ("metadata", {"k" * 65: "v"}, "at most 64"),

@@ -11,7 +11,7 @@ from typing import Any
 
 Message = dict[str, Any]
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,10 @@ class Arrangement:
     """How messages are joined, ordered and completed. By default they stay as they are, except that results of tools
     come first in their turn, next to the calls.
 
-    A message is changed by what precedes it and never by what follows, so that the prompt of a conversation still
-    begins with the prompt of its earlier turns. Texts to fill in are of the template's choice: an empty one if it
-    accepts that. Messages are dicts as templates get them, with texts as content; they are not changed in place.
+    A message is changed by what precedes it and not by what follows, so that the prompt of a conversation still begins
+    with the prompt of its earlier turns. (Only in a conversation that has no message of the user is one filled in.)
+    Texts to fill in are of the template's choice: an empty one if it accepts that. Messages are dicts as templates get
+    them, with texts as content; they are not changed in place.
 
     Attributes:
         parts: contents are lists with one part.
@@ -31,7 +32,7 @@ class Arrangement:
         reminds: a system message behind them is a reminder in the user's turn, as Claude Code writes them.
         joins_users, joins_answers: neighbours of the role become one message.
         first_user: user's message before an assistant that begins.
-        only_user: user's message behind system messages, if there is nothing else.
+        only_user: user's message of a conversation without one, behind the system messages.
         answer: the assistant's message between the results, or a call without one, and the user's next message.
         shortens_ids: ids of calls have nine letters and digits.
         writes_arguments: arguments of calls are JSON as text, and not objects.
@@ -59,10 +60,11 @@ class Arrangement:
         shown: list[Message] = []
         for message in self._converted(_results_first(messages)):
             self._add(message, shown)
-        if self.only_user is not None and all(message["role"] == "system" for message in shown):
-            shown.append({"role": "user", "content": self.only_user})
-        if self.folds_system:
-            shown = [{name: value for name, value in one.items() if name != "folds"} for one in shown]
+        if self.joins_system or self.joins_users or self.joins_answers or self.folds_system:
+            shown = [_with_joined_texts(message) for message in shown]
+        if self.only_user is not None and all(message["role"] != "user" for message in shown):
+            place = next((i for i, message in enumerate(shown) if message["role"] != "system"), len(shown))
+            shown.insert(place, {"role": "user", "content": self.only_user})
         if self.parts:
             return [one | {"content": [{"type": "text", "text": one["content"]}]} for one in shown]
         return shown
@@ -108,18 +110,21 @@ class Arrangement:
         if last is not None and role == before and self._joins(role, last):
             shown[-1] = _joined(last, message)
             return
-        if before in (None, "system") and role in ("assistant", "tool") and self.first_user is not None:
-            if all(one["role"] == "system" for one in shown):
-                shown.append({"role": "user", "content": self.first_user})
-        elif role == "user" and self.answer is not None:
-            if before == "tool" or (last is not None and last.get("tool_calls")):
-                shown.append({"role": "assistant", "content": self.answer})
+        if role in ("assistant", "tool") and self.first_user is not None and _are_systems(shown):
+            shown.append({"role": "user", "content": self.first_user})
+        is_unanswered = before == "tool" or (last is not None and last.get("tool_calls"))
+        if is_unanswered and role == "user" and self.answer is not None:
+            shown.append({"role": "assistant", "content": self.answer})
         shown.append(message)
 
     def _joins(self, role: str, last: Message) -> bool:
         if role == "user":
             return self.joins_users or "folds" in last
         return self.joins_system if role == "system" else self.joins_answers and role == "assistant"
+
+
+def _are_systems(messages: Sequence[Message]) -> bool:
+    return all(message["role"] == "system" for message in messages)
 
 
 def _results_first(messages: Sequence[Message]) -> Sequence[Message]:
@@ -144,16 +149,25 @@ def _results_first(messages: Sequence[Message]) -> Sequence[Message]:
 
 def _joined(first: Message, second: Message) -> Message:
     """One message of two of a role."""
-    texts = [one["content"] for one in (first, second) if one["content"]]
-    joined = first | {"content": "\n".join(texts)}
+    joined = dict(first)
+    for name in _TEXTS:
+        if text := second.get(name):
+            texts = first.get(name) or []
+            if isinstance(texts, str):
+                texts = [texts]
+            texts.append(text)  # joined at the end: a long turn would be copied for each of its messages
+            joined[name] = texts
     if first.get("tool_calls") or second.get("tool_calls"):
         joined["tool_calls"] = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
-    for name in _REASONING:
-        if name in second:
-            joined[name] = "\n".join(one[name] for one in (first, second) if one.get(name))
     if "folds" in first and "folds" not in second:
         del joined["folds"]
     return joined
+
+
+def _with_joined_texts(message: Message) -> Message:
+    lists = {name: "\n".join(message[name]) for name in _TEXTS if isinstance(message.get(name), list)}
+    message = message | lists if lists else message
+    return {name: value for name, value in message.items() if name != "folds"} if "folds" in message else message
 
 
 def _short(call_id: str) -> str:

@@ -23,7 +23,7 @@ _PLAIN: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("joins_users", (False, True), ("uu", "suu", "uuau", "uauu")),
     ("joins_answers", (False, True), ("uaau", "suaau")),
     ("first_user", _FILLERS, ("au", "sau")),
-    ("only_user", _FILLERS, ("s",)),
+    ("only_user", _FILLERS, ("s", "a", "sa")),
 )
 _WITH_TOOLS: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("answer", _FILLERS, ("ucru", "ucu")),
@@ -107,7 +107,7 @@ def _outcome(render: Render, arrangement: Arrangement, letters: str) -> int | Ex
     messages = _messages(letters)
     try:
         text = render(arrangement.arranged(messages), _TOOLS if set(letters) & set("bcro") else None).lower()
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # noqa: BLE001 (whatever a template raises is a finding)
         return error
     places = [text.find(f"zq{number}{letter}") for number, letter in enumerate(letters)]
     if min(places) < 0:

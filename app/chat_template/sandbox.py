@@ -38,109 +38,25 @@ _MAX_WIDTH, _MAX_INDENT, _MAX_BITS, _MAX_PARTS = 1000, 64, 4096, 1 << 17
 WORK = " work"  # the variable of a rendering's bounds; no template can spell it
 _WIDE_FORMAT = re.compile(r"[0-9]{4}|\*|:[^{}]*\{")
 
-_STR = set(
-    [
-        "capitalize",
-        "casefold",
-        "center",
-        "count",
-        "endswith",
-        "find",
-        "format",
-        "format_map",
-        "index",
-        "isalnum",
-        "isalpha",
-        "isascii",
-        "isdecimal",
-        "isdigit",
-        "isidentifier",
-        "islower",
-        "isnumeric",
-        "isprintable",
-        "isspace",
-        "istitle",
-        "isupper",
-        "join",
-        "ljust",
-        "lower",
-        "lstrip",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rfind",
-        "rindex",
-        "rjust",
-        "rpartition",
-        "rsplit",
-        "rstrip",
-        "split",
-        "splitlines",
-        "startswith",
-        "strip",
-        "swapcase",
-        "title",
-        "upper",
-        "zfill",
-    ]
+_STR = (
+    "capitalize casefold center count endswith find format format_map index isalnum isalpha isascii isdecimal "
+    "isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition "
+    "removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith "
+    "strip swapcase title upper zfill"
 )
 _METHODS: tuple[tuple[type, set[str]], ...] = (
-    (str, _STR),
+    (str, set(_STR.split())),
     (dict, {"get", "items", "keys", "values"}),
     (list, {"count", "index"}),
     (tuple, {"count", "index"}),
     (int, set()),
     (float, {"is_integer"}),
 )
-_FILTERS = [
-    "abs",
-    "attr",
-    "batch",
-    "capitalize",
-    "center",
-    "count",
-    "d",
-    "default",
-    "dictsort",
-    "e",
-    "escape",
-    "first",
-    "float",
-    "forceescape",
-    "format",
-    "groupby",
-    "indent",
-    "int",
-    "items",
-    "join",
-    "last",
-    "length",
-    "list",
-    "lower",
-    "map",
-    "max",
-    "min",
-    "reject",
-    "rejectattr",
-    "replace",
-    "reverse",
-    "round",
-    "safe",
-    "select",
-    "selectattr",
-    "slice",
-    "sort",
-    "string",
-    "sum",
-    "title",
-    "trim",
-    "truncate",
-    "unique",
-    "upper",
-    "urlencode",
-    "wordcount",
-]
+_FILTERS = (
+    "abs attr batch capitalize center count d default dictsort e escape first float forceescape format groupby indent "
+    "int items join last length list lower map max min reject rejectattr replace reverse round safe select selectattr "
+    "slice sort string sum title trim truncate unique upper urlencode wordcount"
+)
 
 
 class LimitError(TemplateError):
@@ -437,7 +353,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_shown, cache_size=0
         )
-        self.filters = {name: _bounded(name, FILTERS[name]) for name in _FILTERS} | {"tojson": _tojson}
+        self.filters = {name: _bounded(name, FILTERS[name]) for name in _FILTERS.split()} | {"tojson": _tojson}
         self.globals = {"range": self.globals["range"], "joiner": self.globals["joiner"], "dict": _dict}
         self.globals |= {
             "namespace": _Namespace,

@@ -23,7 +23,7 @@ HOSTILE = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "loops that filter": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}x{% endfor %}{% endfor %}",
     "an endless range": "{% for i in range(10 ** 9) %}{% endfor %}",
-    "macros that call each other": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
     "a recursive loop": "{% for i in range(99) recursive %}{{ loop(range(99)) }}{% endfor %}",
     "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "text times number": "{{ ('x' * 10 ** 11) | length }}",
@@ -102,5 +102,6 @@ def test_a_rendering_ends_soon_and_small(name: str) -> None:
     print(
         f"{name}: probes {compiled:.2f} s, rendering {took:.2f} s, {grown >> 10} MiB, {text[:40]!r}; {template.fault}"
     )
-    assert max(took, compiled) < LIMIT_S + 0.8
+    assert took < LIMIT_S + 1.0  # of one operation, on a slow machine
+    assert compiled < 4.0
     assert grown < 700 << 10  # KiB

@@ -34,8 +34,8 @@ from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.openai import translate as translator
 from app.openai.bodies import CompletionRequest, ForkRequest
 from app.openai.chat_body import ChatCompletionRequest
-from app.openai.text_encoder import TextEncoder
 from app.openai.responses.body import ResponsesRequest
+from app.openai.text_encoder import TextEncoder
 from app.openai.token_bodies import TokenizeRequest
 from app.request_context import CURRENT, RequestContext
 from tests.app.serving.test_calls import Handle

@@ -12,8 +12,10 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from starlette.testclient import TestClient
 
+from app.chat_template.arrangement import Arrangement
 from app.config.http import HttpSettings, KeySource
 from app.errors import ContextLengthError, DeadlineError, EngineError, NoReplicaError, OverloadedError
+from app.openai.conversations import template_messages
 from app.openai.messages.body import MessagesRequest
 from tests.app.openai.responses.test_responses import Pieces
 from tests.app.serving.test_ingress import CALL, TOKENIZER, Engines, ingress_with
@@ -22,6 +24,7 @@ from tests.local_server import guarded_api
 TOOL: Any = {"name": "f", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
 USER: Any = {"role": "user", "content": "x"}
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+ALTERNATING = Arrangement(joins_system=True, reminds=True, joins_users=True, joins_answers=True)
 
 
 class Long(Pieces):
@@ -298,11 +301,12 @@ def test_output_that_follows_a_schema() -> None:
     assert (structure.kind, json.loads(structure.spec)["required"]) == ("json", ["x"])
 
 
-def test_turns_become_alternating_messages() -> None:
+def test_turns_become_what_the_chat_template_accepts() -> None:
+    """Messages stay as they are where it takes all; see `tests.app.chat_template` for those that do not."""
     create = create_of(engines := Long("x"))
-    create(
-        system=[{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}],
-        messages=[
+    fields: Any = {
+        "system": [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}],
+        "messages": [
             {"role": "system", "content": "Three."},
             {"role": "user", "content": "a"},
             {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
@@ -311,11 +315,19 @@ def test_turns_become_alternating_messages() -> None:
             {"role": "system", "content": "f"},
             {"role": "user", "content": "g"},
         ],
-    )
+    }
+    create(**fields)
     assert prompt_of(engines) == (
-        "<|system|>One.\nTwo.\nThree.<|end|><|user|>a\nb\nc<|end|><|assistant|>d\ne<|end|>"
-        "<|user|><system-reminder>\nf\n</system-reminder>\ng<|end|><|assistant|>"
+        "<|system|>One.\nTwo.<|end|><|system|>Three.<|end|><|user|>a<|end|><|user|>b\nc<|end|><|assistant|>d<|end|>"
+        "<|assistant|>e<|end|><|system|>f<|end|><|user|>g<|end|><|assistant|>"
     )
+    chat = MessagesRequest.model_validate({"model": "m", "max_tokens": 9} | fields).as_chat().messages
+    assert [(one["role"], one["content"]) for one in ALTERNATING.arranged(template_messages(chat))] == [
+        ("system", "One.\nTwo.\nThree."),
+        ("user", "a\nb\nc"),
+        ("assistant", "d\ne"),
+        ("user", "<system-reminder>\nf\n</system-reminder>\ng"),
+    ]
 
 
 def test_a_last_message_of_the_assistant_is_continued() -> None:
@@ -329,9 +341,10 @@ def test_many_texts_are_joined_in_linear_time() -> None:
     messages = [{"role": "user", "content": [text] * 1000}] * 30
     request = MessagesRequest.model_validate({"model": "m", "max_tokens": 1, "messages": messages})
     begun = time.perf_counter()
-    [message] = request.as_chat().messages
+    chat = request.as_chat().messages
+    [message] = ALTERNATING.arranged(template_messages(chat))
     assert time.perf_counter() - begun < 5.0  # adding one by one copies 110 GB
-    assert len(str(message.content)) == 30_000 * 251 - 1
+    assert len(message["content"]) == 30_000 * 251 - 1
 
 
 NONCES = [f"x-anthropic-billing-header: cc_version=2.1.{i}; cc_entrypoint=cli; cch=fa{i}90;" for i in range(2)]
@@ -532,10 +545,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
         ({"extra_body": {"temperature": 1.5}}, "temperature: must be less than or equal to 1"),
         ({"messages": [{"role": "king", "content": "x"}]}, "role: must be 'user', 'assistant' or 'system'"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "takes text only; leave out the part of type 'image'"),
-        ({"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]}, "takes text only"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "takes text only"),
         ({"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]}, "blocks here are of the type"),
-        ({"messages": [{"role": "user", "content": [RESULT]}]}, "no earlier message has the tool call 'c'"),
         ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "belongs to a message of the user"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "of the assistant"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "Anthropic's own and not known here"),
@@ -560,6 +571,70 @@ def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(anthropic.BadRequestError, match=message) as caught:
         create_of(Long("x"))(**fields)
     assert caught.value.type == "invalid_request_error"
+
+
+TOOL_USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}}
+LEFT_OUT = "[image left out: this model reads text only]"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown", "ignored"),
+    [
+        (RESULT, "<tool_response>\nx\n", None),
+        (RESULT | {"content": None}, "<tool_response>\n\n", None),
+        (RESULT | {"content": [IMAGE]}, LEFT_OUT, "messages[].content[].content[].image"),
+        (
+            RESULT | {"content": [{"type": "text", "text": "see"}, IMAGE, {"type": "x\n", "y": 1}]},
+            f"<tool_response>\nsee\n{LEFT_OUT}\n</tool_response>",
+            "messages[].content[].content[].image, messages[].content[].content[].x_",
+        ),
+        (RESULT | {"content": [{"type": "tool_reference", "tool_name": "g"}]}, "[tool g is available]", None),
+        (
+            {"type": "tool_addition", "tool": {"type": "tool_reference", "tool_name": "g"}},
+            "<|system|>[tool g is available]",
+            None,
+        ),
+        ({"type": "tool_removal", "tool": {"type": "tool_reference", "tool_name": "g"}}, "g is no longer", None),
+        (
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+            "",
+            "messages[].content[].server_tool_use",
+        ),
+        (TOOL_USE | {"input": "broken"}, '{"input": "broken"}', None),
+        (TOOL_USE | {"input": None}, '"arguments": {}', None),
+    ],
+)
+def test_histories_of_other_servers_are_shown(message: Any, shown: str, ignored: str | None) -> None:
+    """An image that a tool has read, and blocks of newer clients, ended the conversation."""
+    transport = transport_of(engines := Long("x"))
+    kind = message["type"]
+    role = (
+        "user"
+        if kind == "tool_result"
+        else "system"
+        if kind.startswith("tool_") and kind != "tool_use"
+        else "assistant"
+    )
+    body = {
+        "model": "m",
+        "max_tokens": 9,
+        "thinking": {"type": "adaptive", "display": "updates"},
+        "messages": [USER, {"role": "assistant", "content": [TOOL_USE]}, {"role": role, "content": [message]}, USER],
+    }
+    answer = transport.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert shown in prompt_of(engines)
+    assert answer.headers.get("x-folio-ignored-fields") == ignored
+    orphan = transport.post("/v1/messages", json=body | {"messages": body["messages"][2:]})
+    assert orphan.status_code == 200, orphan.text
+
+
+def test_an_image_of_the_user_is_refused_also_beside_a_result() -> None:
+    answer = transport_of(Long("x")).post(
+        "/v1/messages", json={"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [RESULT, IMAGE]}]}
+    )
+    assert answer.status_code == 400
+    assert "text only" in answer.json()["error"]["message"]
 
 
 def test_fields_that_change_nothing_are_accepted() -> None:

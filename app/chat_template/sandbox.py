@@ -93,7 +93,9 @@ class Work:
     def _check(self, num_chars: int) -> None:
         self._checked = self._total + _UNCHECKED
         if num_chars > MAX_CHARS or self._total > MAX_TOTAL:
-            raise LimitError(f"it writes more than {MAX_CHARS} characters at once, or {MAX_TOTAL} in all")
+            raise LimitError(
+                f"it makes more than {MAX_CHARS} characters at once, or {MAX_TOTAL} in all, a step counted as {_STEP}"
+            )
         if time.thread_time() > self._deadline:
             raise LimitError(f"it takes more than {self._limit_s:g} s", is_time=True)
 

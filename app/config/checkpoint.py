@@ -14,6 +14,8 @@ from typing import Any
 
 from app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
 
+from app.chat_template.template import ChatTemplate
+
 # Names of transformers' tables of model types.
 _CAUSAL, _MASKED, _SEQ2SEQ = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"
 _INDEX = "model.safetensors.index.json"
@@ -35,6 +37,7 @@ def checkpoint_faults(folder: Path, *, weights: bool = True) -> Iterator[str]:
         yield from _architecture_faults(folder, config)
         yield from size_faults(config, folder / "config.json")
         yield from _tokenizer_faults(folder, text_config(config).get("vocab_size"))
+    yield from _template_faults(folder)
     if weights:
         yield from weight_faults(folder)
 
@@ -148,6 +151,29 @@ def _ids_of_text(content: Mapping[str, Any]) -> dict[str, int]:
         else:
             ids[token["content"]] = token["id"]
     return ids
+
+
+def _template_faults(folder: Path) -> Iterator[str]:
+    """Faults of the chat templates, by rendering small conversations."""
+    settings = folder / "tokenizer_config.json"
+    try:
+        config = _json(settings) if settings.is_file() else {}
+    except ValueError as error:
+        yield str(error)
+        return
+    given = config.get("chat_template")
+    named = {one.get("name"): one.get("template") for one in given} if isinstance(given, list) else {"default": given}
+    found = {name: (settings, source) for name, source in named.items()}
+    # As in transformers, a file of its own comes first.
+    for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
+        if path.is_file():
+            name = "default" if path.parent == folder else path.stem
+            found[name] = path, path.read_text(encoding="utf-8", errors="replace")
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    for path, source in found.values():
+        if source is not None and (fault := ChatTemplate(str(source), tokens).fault) is not None:
+            yield f"{path}: the chat template cannot be used: {fault}"
 
 
 def weight_faults(folder: Path) -> Iterator[str]:

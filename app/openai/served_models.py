@@ -102,6 +102,8 @@ class ServedModel:
         adapters = tuple(self.config.engine.adapters)
         self.translator = Translator(tokenizer, self.name, adapters, output_format(tokenizer, *parsers))
         self.translator.loaded = self._adapters
+        for fault in self.translator.prompts.template.faults:
+            logger.warning("the chat template of %r cannot be used: %s; /v1/completions work", self.name, fault)
         self.pooled = PooledTranslator(
             self.translator.prompts, self.translator.adapter_of, self.translator.key_of, self.name
         )

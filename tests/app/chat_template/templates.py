@@ -113,7 +113,7 @@ LLAMA = """{{ bos_token }}
 # All system messages stand at the beginning; arguments are a text.
 DEEPSEEK = """{% set ns = namespace(system='') %}
 {%- for m in messages if m.role == 'system' %}{% set ns.system = ns.system + m.content + '\n\n' %}{% endfor %}
-{{- bos_token + ns.system }}{{ tools | tojson if tools else '' }}
+{{- bos_token }}{{ ns.system }}{{ tools | tojson if tools else '' }}
 {%- for m in messages %}
     {%- if m.role == 'user' %}{{ '<User>' + m.content }}
     {%- elif m.role == 'assistant' and m.tool_calls %}

@@ -26,16 +26,16 @@ from ray.serve.schema import ServeDeploySchema
 
 from app.builtin import resolve_model
 from app.config.args import AppArgs
-from app.config.checkpoint import checkpoint_faults, rank_faults, weight_bytes
+from app.config.checkpoint import checkpoint_faults, name_fault, rank_faults, weight_bytes
 from app.config.engine import EngineConfig
 from app.config.machine import Machine, check_resources
+from app.edge.keys import read_keys
 from app.errors import ConfigError
 from app.fleet.autoscaling import ScalingTargets
 
 FOLIO = "app.main:build"
 DEPLOYMENTS = ("Ingress", "EngineReplica")
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MAX_SHOWN_CHARS = 80  # of a value
 _MAX_LISTED = 12  # known keys, when none is near
 
@@ -73,6 +73,8 @@ def check_config(value: dict[str, Any], *, is_local: bool = True) -> ServeDeploy
     for i, application in enumerate(applications if isinstance(applications, list) else ()):
         if isinstance(application, dict):
             faults.check_application(application, f"applications[{i}]", is_local=is_local)
+    if is_local and isinstance(http := value.get("http_options"), dict):
+        faults.add(_file_faults(http))
     if isinstance(tracing := value.get("tracing_config"), dict):
         faults.add(_tracing_faults(tracing, is_local=is_local))
     faults.close()
@@ -140,47 +142,64 @@ class _Faults:
         if self.lines:
             raise ConfigError("\n".join(self.lines))
 
-    def check_value(self, kind: Any, value: object, path: str) -> bool:
+    def check_value(self, kind: Any, value: object, path: str) -> Any:
         """Validate a value, and each part of it by the part's model, so that all faults are found and not only the
-        first model's. Returns whether the value is valid, apart from unknown keys."""
+        first model's. Returns the value without what is invalid or unknown; `None` if nothing valid remains."""
         if not isinstance(value, dict):
-            return self._validate(kind, value, path, skipped=frozenset())
-        settings, invalid = _settings(kind), set()
+            self._reasons(kind, value, path, frozenset())
+            return None
+        settings, kept = _settings(kind), {}
         for key, part in value.items():
             where = _join(path, key)
             if key not in settings:
                 self.add([f"{where} is not a setting; {_nearest(str(key), settings)}"])
                 continue
-            model, parts = settings[key], {where: part}
-            if get_origin(model) is list:
-                model = _model_in(*get_args(model))
-                if isinstance(part, list):
-                    parts = {f"{where}[{i}]": entry for i, entry in enumerate(part)}
-            for place, entry in parts.items():
-                if model is not None and isinstance(entry, dict) and not self.check_value(model, entry, place):
-                    invalid.add(key)
-        kept = {key: part for key, part in value.items() if key not in invalid}
-        return self._validate(kind, kept, path, frozenset(invalid)) and not invalid
+            model = settings[key]
+            if get_origin(model) is list and isinstance(part, list):
+                of = _model_in(*get_args(model))
+                entries = [self._part(of, entry, f"{where}[{i}]") for i, entry in enumerate(part)]
+                part = entries if None in part or None not in entries else None
+            elif get_origin(model) is not list:
+                part = self._part(model, part, where)
+            if part is not None or value[key] is None:
+                kept[key] = part
+        return self._valid(kind, kept, path, skipped=frozenset(value.keys() - kept.keys()))
 
-    def _validate(self, kind: Any, value: object, path: str, skipped: frozenset[str]) -> bool:
-        """`skipped`: keys left out of the value, whose faults are known."""
+    def _part(self, model: Any, part: object, path: str) -> Any:
+        return self.check_value(model, part, path) if model is not None and isinstance(part, dict) else part
+
+    def _valid(self, kind: Any, value: dict[str, Any], path: str, skipped: frozenset[str]) -> dict[str, Any] | None:
+        """The valid part of a value whose parts are valid themselves. Validated again without the settings at fault:
+        pydantic looks for contradictions, and a model for its own bounds, only when all types are right.
+
+        Args:
+            skipped: keys left out of the value, whose faults are known.
+        """
+        while (wrong := self._reasons(kind, value, path, skipped)) is not None:
+            if not wrong & value.keys():
+                return None
+            value, skipped = {key: part for key, part in value.items() if key not in wrong}, skipped | wrong
+        return value
+
+    def _reasons(self, kind: Any, value: object, path: str, skipped: frozenset[str]) -> set[str] | None:
+        """Add a value's faults, unless they come from skipped keys. Returns the keys at fault; `None`: it is valid."""
         try:
             TypeAdapter(kind).validate_python(value, extra="ignore")  # unknown keys are known faults
         except ConfigError as error:  # its lines begin with the key
-            self.add(
-                _join(path, line)
-                for line in str(error).splitlines()
-                if not (" is missing" in line and any(re.search(rf"\b{key}\b", line) for key in skipped))
-            )
-            return False
+            wrong: set[str] = set()
+            for line in str(error).splitlines():
+                first, *others = re.findall(r"\w+", line)
+                if not skipped & {first, *others}:
+                    self.add([_join(path, line)])
+                wrong |= {first} if isinstance(value, dict) and first in value else {*others}
+            return wrong
         except ValidationError as error:
-            lines = list(_lines(error, value, path, skipped))
-            self.add(lines)
-            return not lines
+            self.add(_lines(error, value, path, skipped))
+            return {str(entry["loc"][0]) for entry in error.errors(include_url=False) if entry["loc"]}
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             self.add([f"{path}: {error}"])  # from importing what a setting names
-            return False
-        return True
+            return set()
+        return None
 
     def check_application(self, application: Mapping[str, Any], path: str, *, is_local: bool) -> None:
         """Check Folio's deployments and models, which Serve's models do not know."""
@@ -194,38 +213,50 @@ class _Faults:
             self.add([f"{path}.import_path is {application['import_path']!r}; no module {module} exists"])
 
     def _check_folio(self, application: Mapping[str, Any], path: str, *, is_local: bool) -> None:
+        seen: list[object] = []
         for i, deployment in enumerate(_dicts(application.get("deployments"))):
             where = f"{path}.deployments[{i}]"
             if (name := deployment.get("name")) is not None and name not in DEPLOYMENTS:
                 self.add([f"{where}.name is {_shown(name)}; {_nearest(str(name), DEPLOYMENTS)}"])
+            elif name in seen:
+                first = f"deployments[{seen.index(name)}]"
+                self.add(
+                    [f"{where}.name is {_shown(name)}, which {first} is, too; write its settings into one of them"]
+                )
+            seen.append(name)
             policy = (deployment.get("autoscaling_config") or {}).get("policy")
             if isinstance(policy, dict):
                 self._check_policy(policy, f"{where}.autoscaling_config.policy")
         args = application.get("args")
         args = {} if args is None else args
-        is_valid = self.check_value(AppArgs, args, f"{path}.args")
+        valid = self.check_value(AppArgs, args, f"{path}.args")
         if not is_local or not isinstance(args, dict):
             return
+        self._check_key_file(args.get("http"), f"{path}.args.http")
         engines = {"engine": args.get("engine")}
         engines |= {f"models[{i}].engine": model.get("engine") for i, model in enumerate(_dicts(args.get("models")))}
         for key, engine in engines.items():
             if isinstance(engine, dict):
                 self._check_here(engine, f"{path}.args.{key}")
-        if is_valid:
-            self.check_shelf(TypeAdapter(AppArgs).validate_python(args, extra="ignore"), f"{path}.args")
+        if valid is not None:
+            self.check_shelf(AppArgs.model_validate(valid), f"{path}.args")
 
     def _check_here(self, engine: Mapping[str, Any], path: str) -> None:
         """Check an engine's settings against this machine and its files."""
-        # With an invalid setting, check at least what concerns models.
-        for kept in (engine, {key: engine[key] for key in _OF_MODELS if key in engine}):
-            try:
-                config = TypeAdapter(EngineConfig).validate_python(kept, extra="ignore")
-            except (ConfigError, ValidationError):
-                assert self.lines  # the fault is known
-            else:
-                self.add(_join(path, line) for line in check_resources(config, Machine.detect()))
-                self.check_models(config, path)
-                return
+        if (valid := self.check_value(EngineConfig, engine, path)) is None:
+            return
+        config = TypeAdapter(EngineConfig).validate_python(valid)
+        self.add(_join(path, line) for line in check_resources(config, Machine.detect()))
+        self.check_models(config, path)
+
+    def _check_key_file(self, http: object, path: str) -> None:
+        source = http.get("api_keys") if isinstance(http, dict) else None
+        if not isinstance(source, dict) or not isinstance(file := source.get("file"), str):
+            return
+        try:
+            read_keys(Path(file))
+        except ConfigError as error:
+            self.add([f"{path}.api_keys.file is {file!r}: {error}"])
 
     def _check_policy(self, policy: Mapping[str, Any], path: str) -> None:
         function, kwargs = policy.get("policy_function"), policy.get("policy_kwargs")
@@ -278,7 +309,7 @@ class _Faults:
                 )
                 ranks = engine.tensor_parallel_size if key == "model" else 1
                 self.add(f"{path}.tensor_parallel_size is {ranks}; {fault}" for fault in rank_faults(folder, ranks))
-            elif (reason := _why_not_hub_id(model)) is not None:
+            elif (reason := name_fault(model)) is not None:
                 self.add([f"{_join(path, key)} is {model!r}; {reason}"])
         if engine.adapter_dir is not None and not Path(engine.adapter_dir).expanduser().is_dir():
             self.add([f"{path}.adapter_dir is {engine.adapter_dir!r}, and there is no such folder; create it"])
@@ -287,8 +318,15 @@ class _Faults:
             if Path(source).is_dir():
                 if not (Path(source) / "adapter_config.json").is_file():
                     self.add([f"{where} is {source!r}, a folder without adapter_config.json; a LoRA adapter has one"])
-            elif (reason := _why_not_hub_id(source)) is not None:
+            elif (reason := name_fault(source)) is not None:
                 self.add([f"{where} is {source!r}; {reason}"])
+
+
+def _file_faults(http: Mapping[str, Any]) -> Iterator[str]:
+    """Files of TLS that are not there."""
+    for key in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        if isinstance(file := http.get(key), str) and not Path(file).is_file():
+            yield f"http_options.{key} is {file!r}; no such file exists"
 
 
 def _tracing_faults(tracing: Mapping[str, Any], *, is_local: bool) -> Iterator[str]:
@@ -303,24 +341,12 @@ def _tracing_faults(tracing: Mapping[str, Any], *, is_local: bool) -> Iterator[s
         yield f"{key} is {_shown(path)}, which needs a package: pip install 'folio-serve[traces]'"
 
 
-_OF_MODELS = ("model", "draft_model", "speculation", "tensor_parallel_size", "load_format", "adapters")
-
-
 def _stored_bytes(engine: EngineConfig) -> int:
     """Bytes of a model's weights, from its local files; 0 where these do not tell."""
     folder = Path(resolve_model(engine.model))
     if engine.dtype != "auto" or engine.quantization != "none" or not folder.is_dir():
         return 0
     return weight_bytes(folder)
-
-
-def _why_not_hub_id(model: str) -> str | None:
-    """Why a name is no Hub id; `None` if it may be one."""
-    if Path(model).exists():
-        return "it is a file, and must be a folder with config.json, or a Hub id"
-    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        return "no such folder exists, and a Hub id has the form name or owner/name"
-    return None
 
 
 def _settings(kind: Any) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def _allowed(schema: Schema) -> Iterator[str]:
 
 def _number(schema: Schema) -> str:
     bounds = [f"{words} {_short(schema[key])}" for key, words in _NUMBERS if key in schema]
-    return " ".join(["an integer" if schema["type"] == "integer" else "a number", " and ".join(bounds)]).strip()
+    kind = "a number" if schema["type"] == "number" else "a size" if schema.get("format") == "size" else "an integer"
+    return " ".join([kind, " and ".join(bounds)]).strip()
 
 
 def _short(number: float) -> str:

@@ -170,7 +170,8 @@ def settings_page() -> str:
         "<!-- Made from the code by `python -m tools.reference`. -->",
         "",
         "All settings of the configuration file, with default and allowed values. Unknown keys are errors.",
-        "`folio check FILE` lists all faults of a file. Names that end in `_bytes` are bytes, in `_s` seconds.",
+        "`folio check FILE` lists all faults of a file. Sizes are bytes, or texts such as `4GiB` and `500MB`; names",
+        "that end in `_s` are seconds.",
     ]
     for group in GROUPS:
         lines += ["", f'## <a id="{group.anchor}"></a>{group.title}', "", group.intro, "", _HEAD]

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from app.cli.plan import choose_target, plan_figures
-from app.cli.sizes import show_size
 from app.config.engine import EngineConfig
+from app.config.sizes import show_size
 from app.engine.model.size import ModelSize
 
 PAGE = Path(__file__).parents[1] / "docs" / "operate" / "gpu-sizing.md"

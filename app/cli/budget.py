@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from app.cli.connection import DEFAULT_URL, ApiKey, Json, Url, call
-from app.cli.sizes import parse_size, show_size
+from app.cli.sizes import parse_size
 from app.cli.text import console, counted, printable, table
+from app.config.sizes import show_size
 
 EXAMPLES = """
 folio budget

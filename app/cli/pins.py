@@ -10,8 +10,8 @@ from urllib.parse import quote, urlencode
 import typer
 
 from app.cli.connection import DEFAULT_URL, ApiKey, Json, Url, call
-from app.cli.sizes import show_size
 from app.cli.text import console, counted, printable, read_text, table
+from app.config.sizes import show_size
 
 EXAMPLES = """
 folio pins

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from app.cli.connection import Json
-from app.cli.sizes import parse_size, show_size
+from app.cli.sizes import parse_size
 from app.cli.text import console, table
+from app.config.sizes import show_size
 
 if TYPE_CHECKING:
     from app.engine.model.memory_profile import DevicePlan
@@ -150,16 +151,17 @@ def choose_target(device: str | None, memory: int | None) -> Target:
 
 
 def check_model(model: str) -> None:
-    """Raise `ModelError` for a path without a config.json; a Hub id is not looked up."""
-    from app.builtin import BUILTIN
+    """Raise `ModelError` for a path without a model, and for weights of other formats; a Hub id is not looked up."""
+    from app.builtin import resolve_model
+    from app.config.checkpoint import format_fault, name_fault
     from app.errors import ModelError
 
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        if model != BUILTIN and not (folder / "config.json").is_file():
-            raise ModelError(f"cannot plan {model!r}: it has no config.json")
-    elif model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelError(f"cannot plan {model!r}: there is no such folder")
+    folder = Path(resolve_model(model)).expanduser()
+    fault = format_fault(folder) if folder.is_dir() else name_fault(model)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        fault = fault or "it has no config.json"
+    if fault is not None:
+        raise ModelError(f"cannot plan {model!r}: {fault}")
 
 
 def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, Any]:

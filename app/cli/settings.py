@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.cli.address import HOST
-from app.cli.sizes import show_size
+from app.config.sizes import show_size
 from app.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from app.config.engine import EngineConfig, PolicyName
-from app.config.http import HttpSettings, Settings
+from app.config.http import HttpSettings, NonNegativeBytes, PositiveBytes, Settings
 from app.config.parsers import ReasoningParserName, ToolParserName
 from app.config.shelf import NEEDS_TOKENIZER, ModelConfig, ShelfConfig, shelf_problems
 from app.errors import ConfigError
@@ -83,14 +83,14 @@ class AppArgs(Settings):
 
     engine: EngineConfig | None = None
     models: list[ModelConfig] | None = None
-    device_memory_bytes: PositiveInt | None = None
-    host_memory_bytes: NonNegativeInt | None = None
+    device_memory_bytes: PositiveBytes | None = None
+    host_memory_bytes: NonNegativeBytes | None = None
     weights_dir: Path | None = None
-    weights_dir_bytes: PositiveInt | None = None
+    weights_dir_bytes: PositiveBytes | None = None
     models_dir: Path | None = None
     model_name: str | None = None
     model_aliases: dict[str, str] = Field(default_factory=dict)
-    shared_kv_memory_bytes: PositiveInt | None = None
+    shared_kv_memory_bytes: PositiveBytes | None = None
     tool_call_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     routing: RoutingArgs = RoutingArgs()

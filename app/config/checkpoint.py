@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -12,15 +13,58 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
-
 from app.chat_template.template import ChatTemplate
+from app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
 
 # Names of transformers' tables of model types.
 _CAUSAL, _MASKED, _SEQ2SEQ = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 _LFS_POINTER = b"version https://git-lfs"
+_GGUF_MAGIC = b"GGUF"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Of `quant_method`: transformers turns these into bfloat16 as it reads them.
+_READ_AS_BFLOAT16 = ("fp8", "mxfp8", "mxfp4")
+_READ = "Folio reads safetensors in float32, bfloat16 and float16"
+GGUF = f"GGUF files are not read yet: {_READ}; name the folder or Hub id that the file was made from"
+
+
+def name_fault(model: str) -> str | None:
+    """Why a name that is no folder's is no Hub id either; `None` if it may be one."""
+    path, has_form = Path(model), _HUB_ID.fullmatch(model) is not None
+    if path.is_file() and (path.suffix.lower() == ".gguf" or _starts_with(path, _GGUF_MAGIC)):
+        return f"it is a file of GGUF; {GGUF}"
+    if path.exists():
+        return "it is a file, and must be a folder with config.json, or a Hub id"
+    if not model.startswith((".", "/", "~")) and has_form:
+        return None
+    fault = "no such folder exists, and a Hub id has the form name or owner/name"
+    return f"{fault}; {GGUF}" if "gguf" in model.lower() else fault
+
+
+def quantization_fault(quantization: object) -> str | None:
+    """Why weights with this `quantization_config` cannot be read; `None` if they can, or have none."""
+    if quantization is None:
+        return None
+    method = str(quantization.get("quant_method", "an unknown method")) if isinstance(quantization, dict) else "?"
+    if method in _READ_AS_BFLOAT16:
+        return None
+    return (
+        f"its weights are quantized by {method.upper() if len(method) <= 4 else method} (quantization_config), which "
+        f"is not read yet: {_READ}; use the model that it was made from, on CPUs with quantization int8 for 8 bits"
+    )
+
+
+def format_fault(folder: Path) -> str | None:
+    """Why the weights of a folder cannot be read: they are of GGUF, or quantized; `None` where nothing says so."""
+    if not (path := folder / "config.json").exists():
+        files = sorted(folder.glob("*.[gG][gG][uU][fF]"))
+        return f"{str(folder)!r} has {files[0].name} and no config.json; {GGUF}" if files else None
+    try:
+        fault = quantization_fault(_json(path).get("quantization_config"))
+    except ValueError:
+        return None  # a fault of `checkpoint_faults`
+    return None if fault is None else f"{path}: {fault}"
 
 
 def checkpoint_faults(folder: Path, *, weights: bool = True) -> Iterator[str]:
@@ -29,6 +73,9 @@ def checkpoint_faults(folder: Path, *, weights: bool = True) -> Iterator[str]:
     Args:
         weights: check the weights, too.
     """
+    if (fault := format_fault(folder)) is not None:
+        yield fault
+        return
     try:
         config = _json(folder / "config.json")
     except ValueError as error:
@@ -195,7 +242,7 @@ def weight_faults(folder: Path) -> Iterator[str]:
         yield f"{str(folder)!r} has no weights: neither model.safetensors nor {_INDEX}"
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        if _is_pointer(file):
+        if _starts_with(file, _LFS_POINTER):
             yield f"{file} is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder"
             return
         try:
@@ -207,6 +254,6 @@ def weight_faults(folder: Path) -> Iterator[str]:
         yield from shape_faults(_json(folder / "config.json"), shapes, folder / "config.json")
 
 
-def _is_pointer(path: Path) -> bool:
+def _starts_with(path: Path, magic: bytes) -> bool:
     with path.open("rb") as file:
-        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+        return file.read(len(magic)) == magic

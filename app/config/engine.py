@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
+from app.config.sizes import Bytes
 from app.errors import ConfigError
 
 # Copies from `vmem` and `app.fleet.policies`, which take seconds to import; a test compares them.
@@ -171,8 +172,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_mixed_step_s: float | None = 0.25
     gpu_memory_utilization: float = 0.9
-    kv_memory_bytes: int | None = None
-    kv_memory_floor_bytes: int = 0
+    kv_memory_bytes: Bytes | None = None
+    kv_memory_floor_bytes: Bytes = 0
     kv_idle_release_s: float | None = None
     kv_dtype: KVDtype = "auto"
     expected_tokens: int = 1024
@@ -185,7 +186,7 @@ class EngineConfig:
     max_cache_ttl_s: float = 3600.0
     isolate_tenants: bool = True
     preemption: PreemptionPolicy = "auto"
-    swap_bytes: int = 1 << 30
+    swap_bytes: Bytes = 1 << 30
     block_tokens: int | None = None
     kv_layout: Literal["auto", LayoutKind] = "auto"
     kv_view: ViewPolicy = "auto"

@@ -18,7 +18,11 @@ from pydantic import (
     model_validator,
 )
 
+from app.config.sizes import WrittenSize
+
 UnknownFieldsMode = Literal["error", "ignore"]
+PositiveBytes = Annotated[PositiveInt, WrittenSize()]
+NonNegativeBytes = Annotated[NonNegativeInt, WrittenSize()]
 
 
 class Settings(BaseModel):
@@ -82,9 +86,9 @@ class BatchSettings(Settings):
     """
 
     store: Folder = None
-    max_bytes: PositiveInt = 8 << 30
-    max_bytes_per_key: PositiveInt = 2 << 30
-    max_file_bytes: PositiveInt = 200 << 20
+    max_bytes: PositiveBytes = 8 << 30
+    max_bytes_per_key: PositiveBytes = 2 << 30
+    max_file_bytes: PositiveBytes = 200 << 20
     keep_s: PositiveFloat = 30 * 86400.0
     concurrent_lines: PositiveInt = 64
 
@@ -101,7 +105,7 @@ class ResponseSettings(Settings):
     """
 
     store: Folder = None
-    max_bytes: NonNegativeInt = 256 << 20
+    max_bytes: NonNegativeBytes = 256 << 20
     keep_s: PositiveFloat = 86400.0
 
 
@@ -144,11 +148,11 @@ class HttpSettings(Settings):
     address_limits: RateLimits = RateLimits()
     max_addresses: PositiveInt = 10_000
     max_concurrent_requests: PositiveInt | None = None
-    max_body_bytes: PositiveInt = 8 << 20
+    max_body_bytes: PositiveBytes = 8 << 20
     body_timeout_s: PositiveFloat = 30.0
     max_headers: PositiveInt = 100
-    max_header_bytes: PositiveInt = 32 << 10
-    max_url_bytes: PositiveInt = 8 << 10
+    max_header_bytes: PositiveBytes = 32 << 10
+    max_url_bytes: PositiveBytes = 8 << 10
     unknown_fields: UnknownFieldsMode = "ignore"
     default_timeout_s: PositiveFloat | None = None
     max_timeout_s: PositiveFloat | None = None

@@ -16,6 +16,7 @@ import app.config.engine
 import app.fleet.policies
 import vmem
 from app.checks import check_args, load_config
+from app.cli.main import main
 from app.config.args import AppArgs
 from app.config.engine import EngineConfig
 from app.errors import ConfigError
@@ -59,6 +60,10 @@ def changed(change: Callable[[Any], object]) -> dict[str, Any]:
 
 def engine(**settings: Any) -> dict[str, Any]:
     return changed(lambda c: c["applications"][0]["args"]["engine"].update(settings))
+
+
+def http(**settings: Any) -> dict[str, Any]:
+    return application(args={"engine": {"model": "builtin"}, "http": settings})
 
 
 def replica(**settings: Any) -> dict[str, Any]:
@@ -119,6 +124,15 @@ def test_folios_own_files_are_valid(file: str, monkeypatch: pytest.MonkeyPatch) 
             application(deployments=[{"name": "EngineReplca"}]),
             f'{KEY}.deployments[0].name is "EngineReplca"; the nearest is EngineReplica',
         ),
+        (  # "ok", and Serve took the settings of the last one only
+            application(deployments=[{"name": "EngineReplica"}] * 2),
+            f'{KEY}.deployments[1].name is "EngineReplica", which deployments[0] is, too; write its settings into one',
+        ),
+        (  # "ok", and the ingress failed
+            http(api_keys={"file": "/nope/keys.yaml"}),
+            f"{KEY}.args.http.api_keys.file is '/nope/keys.yaml': the API keys in /nope/keys.yaml cannot be read: No",
+        ),
+        (http(max_body_bytes="4 gigs"), f'{KEY}.args.http.max_body_bytes is "4 gigs"; it must be a size such as 4GiB'),
         (
             replica(ray_actor_options={"num_cpu": 1}),
             f"{REPLICA}.ray_actor_options.num_cpu is not a setting; the nearest is num_cpus",
@@ -148,6 +162,10 @@ def test_folios_own_files_are_valid(file: str, monkeypatch: pytest.MonkeyPatch) 
         ),
         (changed(lambda c: c.update(http_option={})), "http_option is not a setting; the nearest is http_options"),
         (changed(lambda c: c["http_options"].update(prt=1)), "http_options.prt is not a setting; the nearest is port"),
+        (
+            changed(lambda c: c["http_options"].update(ssl_certfile="/no/such.pem", ssl_keyfile=__file__)),
+            "http_options.ssl_certfile is '/no/such.pem'; no such file exists",
+        ),
         (changed(lambda c: c["http_options"].update(port="x")), 'http_options.port is "x"; it must be a valid integer'),
         (
             changed(lambda c: c["applications"].append(c["applications"][0])),
@@ -196,21 +214,74 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_all_faults_at_once(tmp_path: Path) -> None:
     """Faults of keys, values, models and other applications do not hide each other."""
     second = {"name": "b", "route_prefix": "/b", "import_path": "app.main:build", "args": {"engine": {"model": "/y"}}}
-    content = engine(max_num_seq=8, model="/x", pin_quota=3, dtype="int4")
+    content = engine(max_num_seq=8, model="/x", pin_quota=3, dtype="int4", max_num_seqs=0, warm_up="maybe")
+    content["applications"][0]["args"]["engine"] |= {"num_threads": 10_000, "speculation": "draft"}
+    content["applications"][0]["args"]["routing"] = {"report_period_s": 10, "policy": "nearest"}
     content["applications"].append(second)
     content["aplications"] = []
     found = faults(tmp_path, content)
     assert [line.split(" is ")[0] for line in found] == [
         "aplications",
         f"{ENGINE}.max_num_seq",
+        f"{ENGINE}.warm_up",
         f"{ENGINE}.dtype",
+        f"{ENGINE}.max_num_seqs",
         f"{ENGINE}.pin_quota",
+        f"{ENGINE}.speculation",
+        f"{KEY}.args.routing.policy",
+        f"{KEY}.args.routing.stale_after_s",
+        f"{ENGINE}.num_threads",
         f"{ENGINE}.model",
         "applications[1].args.engine.model",
     ]
 
 
-def shelf(*engines: dict[str, Any], device_memory_bytes: int = 1 << 30, **settings: Any) -> dict[str, Any]:
+def test_sizes_are_written_with_units(tmp_path: Path) -> None:
+    """As on the command line: of engines, applications, models and HTTP."""
+    content = engine(kv_memory_bytes="64MiB", kv_memory_floor_bytes="1MiB", swap_bytes="1GB")
+    content["applications"][0]["args"]["http"] = {"max_body_bytes": "8MiB", "batches": {"max_bytes": "1TiB"}}
+    assert faults(tmp_path, content) == []
+    args = load_config(tmp_path / "config.yaml").applications[0].args
+    parsed = AppArgs.model_validate(args)
+    assert parsed.engine is not None
+    assert (parsed.engine.kv_memory_bytes, parsed.engine.swap_bytes) == (64 << 20, 10**9)
+    assert (parsed.http.max_body_bytes, parsed.http.batches.max_bytes) == (8 << 20, 1 << 40)
+    content = shelf({}, {}, device_memory_bytes="2GiB", host_memory_bytes="0", weights_dir_bytes="10GB")
+    assert faults(tmp_path, content) == []
+
+
+_OTHER_FORMATS = {  # files → what the fault names
+    "gguf": ({"m.Q4_K_M.gguf": "GGUF"}, "has m.Q4_K_M.gguf and no config.json; GGUF files are not read yet"),
+    "gptq": ({"config.json": '{"quantization_config": {"quant_method": "gptq"}}'}, "quantized by GPTQ (quantization_"),
+    "awq": ({"config.json": '{"quantization_config": {"quant_method": "awq"}}'}, "quantized by AWQ (quantization_con"),
+    "old": ({"config.json": '{"quantization_config": {"load_in_4bit": 1}}'}, "quantized by an unknown method (quan"),
+}
+
+
+@pytest.mark.parametrize("kind", _OTHER_FORMATS)
+def test_formats_that_are_not_read_are_named(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: a file of GGUF "must be a folder", a folder with one "has no config.json"."""
+    files, named = _OTHER_FORMATS[kind]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    [fault] = faults(tmp_path, engine(model=str(tmp_path)))
+    assert named in fault
+    assert main(["plan", str(tmp_path), "--memory", "1GiB"]) == 1
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "m.bin"])
+def test_a_gguf_file(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"GGUF\x03")
+    [fault] = faults(tmp_path, engine(model=str(path)))
+    assert "it is a file of GGUF; GGUF files are not read yet: Folio reads safetensors" in fault
+    assert main(["plan", str(path), "--memory", "1GiB"]) == 1
+    assert "GGUF files are not read yet" in capsys.readouterr().err
+    assert "GGUF" in faults(tmp_path, engine(model="Qwen/Qwen3-0.6B-GGUF:Q8_0"))[0]  # as llama.cpp names them
+
+
+def shelf(*engines: dict[str, Any], device_memory_bytes: int | str = 1 << 30, **settings: Any) -> dict[str, Any]:
     models = [{"name": f"m{i}", "engine": {"model": "builtin"} | engine} for i, engine in enumerate(engines)]
     return application(args={"models": models, "device_memory_bytes": device_memory_bytes} | settings)
 
@@ -226,6 +297,7 @@ def test_faults_of_models_begin_with_the_number_of_the_model(tmp_path: Path) -> 
         f"{models}[2].engine.max_num_seq",
         f"{models}[3].engine.dtype",
         f"{models}[1].engine.model",
+        f"{KEY}.args.models_dir",
     ]
     [line] = faults(tmp_path, shelf({}, models_dir=str(tmp_path / "gone")))
     assert line.startswith(f"{KEY}.args.models_dir is ")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.errors import StrictDataclassError
 
 from app.builtin import resolve_model
+from app.config.checkpoint import GGUF, quantization_fault
 from app.config.checkpoint_sizes import size_faults
 from app.engine.model.tokenizer import one_line
 from app.errors import ModelError
@@ -47,9 +48,13 @@ def read_config(model: str) -> PreTrainedConfig:
         found, _ = PreTrainedConfig.get_config_dict(folder)
         if faults := list(size_faults(found, "config.json")):  # before lists of as many items are made
             raise ModelError(f"cannot load {model!r}: {'; '.join(faults)}")
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except _NO_CONFIG as error:
-        raise ModelError(f"cannot load {model!r}: {one_line(error)}") from error
+        hint = f"; {GGUF}" if "gguf" in model.lower() else ""
+        raise ModelError(f"cannot load {model!r}: {one_line(error)}{hint}") from error
+    if (fault := quantization_fault(getattr(config, "quantization_config", None))) is not None:
+        raise ModelError(f"cannot load {model!r}: {fault}")
+    return config
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

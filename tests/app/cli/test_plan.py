@@ -86,4 +86,4 @@ def test_a_folder_without_a_model(tmp_path: object, capsys: pytest.CaptureFixtur
     assert main(["plan", str(tmp_path), "--memory", "1GiB"]) == 1
     assert f"cannot plan {str(tmp_path)!r}: it has no config.json" in capsys.readouterr().err
     assert main(["plan", "./nowhere", "--memory", "1GiB"]) == 1
-    assert "cannot plan './nowhere': there is no such folder" in capsys.readouterr().err
+    assert "cannot plan './nowhere': no such folder exists" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_without_options_the_default_is_served(printed: Callable[..., Any]) -> N
 
 def test_options_are_put_over_the_default(printed: Callable[..., Any], tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
-    keys.write_text("keys: []")
+    keys.write_text("keys: [{name: a, key: 0123456789abcdef}]")
     shown = printed(
         *("Qwen/Qwen2.5-0.5B-Instruct", "--port", "8001", "--host", "0.0.0.0", "--name", "qwen", "--kv-memory", "1GiB"),
         *("--max-model-len", "512", "--max-num-seqs", "8", "--device", "cuda", "--dtype", "float32"),

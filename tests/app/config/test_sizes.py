@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import typer
+from pydantic import TypeAdapter, ValidationError
 
-from app.cli.sizes import parse_size, show_size
+from app.config.sizes import Bytes, parse_size, show_size
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,15 @@ from app.cli.sizes import parse_size, show_size
     ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
+    assert parse_size(text) == TypeAdapter(Bytes).validate_python(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 gigs", "1e9", "4GiBB", "0x10", "9" * 400])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="such as 4GiB or 500MB"):
+    with pytest.raises(ValueError, match="such as 4GiB or 500MB"):
         parse_size(text)
+    with pytest.raises(ValidationError, match="such as 4GiB or 500MB"):
+        TypeAdapter(Bytes).validate_python(text)
 
 
 def test_shown() -> None:

@@ -100,9 +100,8 @@ async def break_off(port: int, what: Disconnect) -> str:
     """Send the request and disconnect. Returns the state of the answer: "nothing", "begun", "complete"."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(what.body).encode()
-    head = (
-        f"POST {what.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-    )
+    head = f"POST {what.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n"
     request = head.encode() + b"Connection: close\r\n\r\n" + content
     cut = {"headers": len(head) // 2, "body": len(request) - len(content) // 2}.get(what.phase, len(request))
     writer.write(request[:cut])

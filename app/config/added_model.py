@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from app.config.checkpoint import checkpoint_faults, weight_bytes
@@ -28,6 +30,25 @@ _OF_FIRST = (
 )
 
 
+# Of the content of all files of a model: a file up to this size is read whole, of others the beginning, which has the
+# header, and so many pages, evenly spaced.
+_WHOLE_BYTES, _START_BYTES = 16 << 20, 1 << 20
+_NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedModel(ModelConfig):
+    """A model that was added.
+
+    Attributes:
+        version: of its files, see `files_sample`.
+        revision: of the table since which it is there: a model that was removed and added again is another one.
+    """
+
+    version: str = ""
+    revision: int = 0
+
+
 def added_engine(
     shelf: ShelfConfig, path: str, max_model_len: int | None, dtype: str, quantization: str
 ) -> EngineConfig:
@@ -43,8 +64,8 @@ def added_engine(
     )
 
 
-def check_added(config: ModelConfig, shelf: ShelfConfig) -> tuple[ModelConfig, tuple[tuple[str, int], ...]]:
-    """The model with its folder's path, links followed; and names and sizes of its files.
+def check_added(config: ModelConfig, shelf: ShelfConfig) -> tuple[AddedModel, tuple[tuple[str, int], ...]]:
+    """The model with its folder's path, links followed, and its version; and names and sizes of its files.
 
     Args:
         config: `engine.model` is the folder, relative to `models_dir`.
@@ -65,6 +86,7 @@ def check_added(config: ModelConfig, shelf: ShelfConfig) -> tuple[ModelConfig, t
             raise RequestError(f"path is {given!r}, where {', '.join(outside)} links out of models_dir", "path")
         sizes = tuple((file.name, file.stat().st_size) for file in files)
         faults = [*checkpoint_faults(folder), *_shards_elsewhere(folder)]
+        version = files_sample(files)
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a circle of links
         raise RequestError(f"path is {given!r}, which cannot be read: {error}", "path") from error
     if faults:
@@ -76,7 +98,26 @@ def check_added(config: ModelConfig, shelf: ShelfConfig) -> tuple[ModelConfig, t
             "for them and the KV cache of a request",
             "path",
         )
-    return replace(config, engine=replace(config.engine, model=str(folder))), sizes
+    settings = {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
+    settings["engine"] = replace(config.engine, model=str(folder))
+    return AddedModel(**settings, version=version), sizes
+
+
+def files_sample(files: Sequence[Path]) -> str:
+    """Digest of names, sizes and samples of files, in a bounded time: not a proof that they are equal, as a load has
+    (`FileDigests`), but other weights nearly always differ in it. Raises `OSError`."""
+    digest = hashlib.sha256()
+    per_file = max(1, _NUM_SAMPLES // max(1, len(files)))
+    for path in files:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            digest.update(file.read(size if size <= _WHOLE_BYTES else _START_BYTES))
+            for i in range(per_file if size > _WHOLE_BYTES else 0):
+                file.seek((size - _SAMPLE_BYTES) * i // per_file)
+                digest.update(file.read(_SAMPLE_BYTES))
+            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, max(0, size - _SAMPLE_BYTES)))
+    return digest.hexdigest()
 
 
 def _shards_elsewhere(folder: Path) -> Iterator[str]:

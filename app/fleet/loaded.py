@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from app.config.shelf import ModelConfig
+from app.config.added_model import AddedModel
 from app.engine.lora.source import AdapterSource
 
 # Longest time of a change; then another one may begin, and the first can no longer be committed.
@@ -27,7 +27,7 @@ class LoadedTable:
 
     revision: int = 0
     sources: tuple[AdapterSource, ...] = ()
-    models: tuple[ModelConfig, ...] = ()
+    models: tuple[AddedModel, ...] = ()
 
     @property
     def ids(self) -> Mapping[str, str]:
@@ -56,12 +56,13 @@ class LoadedTable:
             models=tuple(model for model in self.models if model.name not in reserved),
         )
 
-    def find_model(self, name: str) -> ModelConfig | None:
+    def find_model(self, name: str) -> AddedModel | None:
         return next((model for model in self.models if model.name == name), None)
 
-    def with_model(self, model: ModelConfig) -> LoadedTable:
+    def with_model(self, model: AddedModel) -> LoadedTable:
         """The next table, with this model, whose name is new."""
-        return replace(self, revision=self.revision + 1, models=(*self.models, model))
+        revision = self.revision + 1
+        return replace(self, revision=revision, models=(*self.models, replace(model, revision=revision)))
 
     def without_model(self, name: str) -> LoadedTable:
         """The next table, without the model of this name and its adapters."""

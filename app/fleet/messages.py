@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from app.config.shelf import ModelConfig
+from app.config.added_model import AddedModel
 from app.engine.delta import Delta, FinishReason, TokenLogprobs
 from app.engine.pooled import PooledKind, PoolingParams
 from app.engine.report import ReplicaReport, StepTimes
@@ -137,7 +137,7 @@ class ExpectedPrefix:
 class CheckedModel:
     """A model that a replica can serve, with its folder's path. `files`: names and sizes of its files."""
 
-    config: ModelConfig
+    config: AddedModel
     files: tuple[tuple[str, int], ...]
 
 

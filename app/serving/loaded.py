@@ -200,10 +200,12 @@ class LoadedTables:
                 raise RequestError(f"{model.name!r} is the name of an adapter; choose another one", "name")
             checked: CheckedModel = await self._checked("check_model", "path", model)
             known = table.find_model(model.name)
-            if known not in (None, checked.config):
+            if known is not None and replace(known, revision=0) != checked.config:
+                differs = (
+                    "or with other settings" if known.version == checked.config.version else "and its files differ"
+                )
                 raise RequestError(
-                    f"there is a model {model.name!r} already, from {known.engine.model!r} or with other settings; "
-                    "remove it first",
+                    f"there is a model {model.name!r} already, from {known.engine.model!r} {differs}; remove it first",
                     "name",
                 )
             if known is None:

@@ -130,6 +130,8 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[0]),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[1]),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
+        # On a busy machine it takes over slowly from the one before; it would be killed, and both would be gone.
+        "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
         # HAProxy takes a tenth of a core where an engine takes all.
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),

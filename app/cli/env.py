@@ -34,9 +34,11 @@ ENVIRONMENT = {
     # Ray's idle processes take a seventh less.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     # On a busy machine a proxy starts slowly; it would be killed, and the start would fail.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    # A dead proxy is replaced after three checks; Serve's default is a check every 10 s.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "150",
+    # A dead proxy is replaced after three checks; Serve's default is a check every 10 s. One that answers late is not
+    # dead, unless its machine starves for three times 5 s.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
     # Waiting threads of a step soon yield their core: by default they spin for milliseconds, and with another replica
     # on the same cores a step takes ten times as long. libgomp reads the count (up to 60 us of spinning; without any, a
     # step takes a tenth longer), other OpenMP libraries the policy.

@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
@@ -50,6 +50,15 @@ _ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 1.0, 4.0
 # Beyond the grace period, for all of them together.
 _LONGEST_END_S = 15.0
 _ROUTED_S, _RAYLET_LOOK_S = 10.0, 5.0
+# Of Ray's start, where the first attempt had Ray's own: for the GCS's port, the raylet, its agents and its workers.
+LONGER_LIMITS = {
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_gcs_rpc_server_connect_timeout_s": "30",
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_agent_register_timeout_ms": "180000",
+    "RAY_worker_register_timeout_seconds": "240",
+}
+_TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 # Last line of our exceptions in a traceback, as Serve's messages contain them.
 _OUR_ERROR = re.compile(r"app\.errors\.(?:ConfigError|ModelError)(?:\(\w+\))?: (.*)")
 
@@ -130,7 +139,7 @@ def join_ray(*, is_local: bool, dashboard: bool = False, num_gpus: int | None = 
         num_gpus: of a cluster that is started; `None`: Ray counts them.
     """
     try:
-        ray.init(
+        _start_ray(
             namespace="serve",
             job_config=own_search_path() if is_local else JobConfig(),
             include_dashboard=dashboard if is_local else None,
@@ -146,6 +155,35 @@ def join_ray(*, is_local: bool, dashboard: bool = False, num_gpus: int | None = 
         elif isinstance(error, OSError) and ".ray" in Path(str(error.filename)).parts:
             remedy = "it keeps a token there; set HOME to a folder that can be written, or RAY_AUTH_TOKEN to a secret"
         raise UnavailableError(f"Ray {where} ({reason}): {remedy}") from error
+
+
+def _start_ray(**options: Any) -> None:
+    """`ray.init`. On a busy machine Ray's processes may not be up in its time: they are ended, and started once more,
+    with longer limits."""
+    others = _children()
+    try:
+        ray.init(**options)
+        return
+    except Exception as error:
+        if "RAY_ADDRESS" in os.environ or not _TIMED_OUT.search(str(error)):
+            raise
+        logger.warning("Ray has not started in time; trying once more, with longer limits")
+    for child in _children() - others:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    for name, value in LONGER_LIMITS.items():
+        os.environ.setdefault(name, value)
+    ray.init(**options)
+
+
+def _children() -> set[int]:
+    """Ids of the processes that this process has started, on Linux."""
+    children = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                children.add(int(stat.parent.name))
+    return children
 
 
 def serve_until_signal(

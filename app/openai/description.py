@@ -3,12 +3,18 @@ those for embeddings and scores with `pooling: mean`."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
+import threading
 from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.models import Example
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
 
 from app.error_json import AnthropicErrorBody
 from app.http_errors import ErrorBody
@@ -36,7 +42,7 @@ def _errors(body: type[BaseModel], descriptions: dict[int | str, str]) -> Respon
 _DESCRIPTIONS: dict[int | str, str] = {
     400: "The request is invalid: `param` names the field.",
     401: "The API key is missing or invalid.",
-    403: "The API key does not allow the request.",
+    403: "The API key, the host or the origin of the page is not allowed.",
     404: "There is no such model, request, response, pinned prefix, file, batch or route.",
     408: "The request did not finish within its `timeout_s`.",
     413: "The body is too large.",
@@ -93,9 +99,9 @@ MESSAGE_STREAM = _stream_of(
 
 
 def describe(api: FastAPI, *, allow_unknown: bool) -> None:
-    """Add the schemas of chunks and events, which no route declares, to the page. `allow_unknown`: objects may have
-    unknown fields."""
-    build_page = api.openapi
+    """Add `/openapi.json`, with the schemas of chunks and events, which no route declares. It is built at the first
+    request, outside of the event loop: that takes a second. `allow_unknown`: objects may have unknown fields."""
+    build_page, lock = api.openapi, threading.Lock()
 
     def openapi() -> dict[str, Any]:
         if api.openapi_schema is None:
@@ -113,7 +119,21 @@ def describe(api: FastAPI, *, allow_unknown: bool) -> None:
         assert api.openapi_schema is not None
         return api.openapi_schema
 
+    @functools.cache
+    def written(root_path: str) -> bytes:
+        servers = {"servers": [{"url": root_path}]} if root_path else {}
+        return json.dumps(api.openapi() | servers, ensure_ascii=False, separators=(",", ":")).encode()
+
+    def written_once(root_path: str) -> bytes:
+        with lock:
+            return written(root_path)
+
+    async def openapi_json(request: Request) -> Response:
+        root_path = request.scope.get("root_path", "").rstrip("/")
+        return Response(await asyncio.to_thread(written_once, root_path), media_type="application/json")
+
     api.openapi = openapi  # type: ignore[method-assign]  # the way of FastAPI's documentation
+    api.add_route("/openapi.json", openapi_json, include_in_schema=False)
 
 
 _KEYS = "The key of room 417 is 93. The key of room 256 is 12."

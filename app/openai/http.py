@@ -108,6 +108,7 @@ def build_api(
         summary="OpenAI-compatible LLM server",
         description=DESCRIPTION,
         version=VERSION,
+        openapi_url=None,  # `describe` adds it
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -218,7 +219,9 @@ def test_ray_that_does_not_start_is_a_line(monkeypatch: pytest.MonkeyPatch, is_l
     def init(**_: Any) -> None:
         raise Exception("The current node timed out\n  during startup.")
 
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    if not is_local:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    monkeypatch.setattr(lifetime, "LONGER_LIMITS", {})
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(UnavailableError, match=where) as caught:
         lifetime.join_ray(is_local=is_local)
@@ -237,3 +240,41 @@ def test_a_home_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch)
         UnavailableError, match=r"/home/user/\.ray.*set HOME to a folder that can be written, or RAY_AUTH"
     ):
         lifetime.join_ray(is_local=True)
+
+
+@pytest.mark.processes
+def test_a_start_that_times_out_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six of eight starts on a starved machine failed. What the first attempt has started ends; other failures, and
+    those of clusters that run already, are not repeated."""
+    started: list[subprocess.Popen[bytes]] = []
+    ours = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    def init(**options: Any) -> None:
+        assert options["include_dashboard"] is False
+        started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        if len(started) == 1:
+            assert "RAY_LIMIT" not in os.environ
+            raise Exception("The current node timed out during startup.")
+        assert os.environ["RAY_LIMIT"] == "9"
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_LIMIT", "")  # which restores it
+    monkeypatch.delenv("RAY_LIMIT")
+    monkeypatch.setattr(lifetime, "LONGER_LIMITS", {"RAY_LIMIT": "9"})
+    lifetime.join_ray(is_local=True)
+    assert started[0].wait() == -signal.SIGKILL
+    assert [process.poll() for process in (ours, started[1])] == [None, None]
+    for process in (ours, started[1]):
+        process.kill()
+        process.communicate()
+    tries: list[None] = []
+
+    def fails(**_: Any) -> None:
+        tries.append(None)
+        raise Exception("Permission denied")
+
+    monkeypatch.setattr(ray, "init", fails)
+    with pytest.raises(UnavailableError):
+        lifetime.join_ray(is_local=True)
+    assert len(tries) == 1

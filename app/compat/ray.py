@@ -56,6 +56,13 @@ def own_search_path() -> JobConfig:
     return JobConfig(_client_job=True, _py_driver_sys_path=sys.path[::-1])
 
 
+def cluster_address() -> str:
+    """RAY_ADDRESS for other programs of this machine. They replace 127.0.0.1 and localhost by an address at which
+    others reach the machine, where a cluster of its own does not listen; this spelling they keep."""
+    host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
+    return f"{'LOCALHOST' if host == '127.0.0.1' else host}:{port}"
+
+
 class ServeInstance:
     """Serve on this cluster, started by this process unless it runs already."""
 

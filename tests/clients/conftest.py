@@ -109,7 +109,8 @@ def _entry(config: pytest.Config, client: Client) -> dict[str, Any]:
 
 def _version(package: str) -> str:
     if package.startswith("npm:"):
-        return json.loads((NODE / "package.json").read_text())["dependencies"][package.removeprefix("npm:")]
+        versions = json.loads((NODE / "package.json").read_text())["dependencies"]
+        return versions[package.removeprefix("npm:")].rpartition("@")[2]  # of an alias, what it stands for
     return importlib.metadata.version(package)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,12 +24,14 @@ EXPECTED: dict[str, Any] = {
 }
 
 
-def check(script: str, url: str, feature: str) -> None:
+def check(script: str, url: str, feature: str, **environment: str) -> None:
     """Run a script for a feature, and check its result."""
     node = shutil.which("node")
     if node is None or not (FOLDER / "node_modules").exists():
         pytest.skip("needs Node and its packages: installed by `make clients` where there is npm")
-    done = subprocess.run([node, script, url, MODEL, feature], cwd=FOLDER, capture_output=True, text=True, timeout=120)
+    command = [node, script, url, MODEL, feature]
+    variables = os.environ | environment
+    done = subprocess.run(command, cwd=FOLDER, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     if feature == "structured":

@@ -48,6 +48,21 @@ def test_tools(model: Any) -> None:
     assert result.final_output == ANSWER
 
 
+@pytest.mark.parametrize("model", ["OpenAIResponsesModel"], indirect=True)
+def test_tools_with_stored_responses(model: Any) -> None:
+    """Each request has the new items alone, and the id of the response before them."""
+    agent = agents.Agent(name="a", model=model, tools=[agents.function_tool(add_numbers)])
+
+    async def two_turns() -> tuple[Any, Any]:
+        first = await agents.Runner.run(agent, QUESTION, auto_previous_response_id=True)
+        return first, await agents.Runner.run(agent, QUESTION, previous_response_id=first.last_response_id)
+
+    first, second = asyncio.run(two_turns())
+    assert "tool_call_output_item" in [item.type for item in first.new_items]
+    assert first.final_output == second.final_output == ANSWER
+    assert "tool_call_output_item" not in [item.type for item in second.new_items]  # it knows the result
+
+
 def test_structured(model: Any) -> None:
     assert isinstance(_run(agents.Agent(name="a", model=model, output_type=Total)).final_output, Total)
 

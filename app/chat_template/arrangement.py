@@ -71,7 +71,7 @@ class Arrangement:
 
     def _converted(self, messages: Sequence[Message]) -> Iterator[Message]:
         """Each message by itself."""
-        begins, known = True, set()
+        begins, known = True, set[str]()
         for message in messages:
             role = message["role"]
             if role == "system":

@@ -61,7 +61,7 @@ def probe(render: Render) -> Probed:
             break
         error = error or found
         if getattr(found, "is_slow", False):
-            return Probed(Arrangement(), found)
+            return Probed(Arrangement(), error)
     else:
         return Probed(Arrangement(), error)
     for field, values, conversations in _PLAIN:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import wraps
 from types import FunctionType
@@ -21,11 +21,12 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
@@ -189,9 +190,6 @@ def _counted(context: _Context) -> bool:
     return True
 
 
-_OWN = frozenset({_joined, _built, _counted})
-
-
 @pass_context
 def _shown(context: _Context, value: Any) -> Any:
     """A value before it is written."""
@@ -229,11 +227,30 @@ def _tojson(
     return "".join(pieces)
 
 
+def _limited(items: Iterable[Any]) -> Iterator[Any]:
+    """Items that a filter makes one by one, as far as they do not weigh too much together."""
+    total = 0
+    for item in items:
+        total += _weight(item)
+        _check_product(total)
+        yield item
+
+
+def _spread(context: _Context, items: Iterable[Any]) -> list[Any]:
+    """`*items` of a call."""
+    return list(_limited(items))
+
+
+_OWN: tuple[Any, ...] = (_joined, _built, _counted, _spread)
+
+
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter of Jinja's with bounds."""
 
     @wraps(function)  # also keeps the mark of filters that want the context
     def bounded(*args: Any, **kwargs: Any) -> Any:
+        limited = (_limited(arg) if isinstance(arg, Iterator) else arg for arg in args)
+        args = tuple(list(arg) if name == "join" and isinstance(arg, Iterator) else arg for arg in limited)
         given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str | list | tuple | dict)]
         total = _weight(*given)
         if name in ("batch", "center", "indent", "round", "slice"):
@@ -244,10 +261,9 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             widths += [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]
             _check_product(str(args[0]).count("\n") + 1, max(widths, default=4))
         elif name == "replace" and len(given) > 2:
-            _check_method(given[0], name, tuple(given[1:]))
+            _check_method(str(given[0]), name, tuple(given[1:]))
         elif name == "join" and len(given) > 1:
-            _check_product(total, 1)
-            _check_product(len(given[0]) * len(given[-1]))
+            _check_product(total + len(given[0]) * len(given[-1]))
         elif name == "format":
             _check_format(str(args[0]))
         elif name == "sum" and any(isinstance(arg, list | tuple) for arg in given[1:]):
@@ -282,12 +298,19 @@ class _Bounds(NodeTransformer):
     """Routes expressions through the functions above."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        return _call("joined", self.generic_visit(node).nodes, node)
+        self.generic_visit(node)
+        return _call("joined", node.nodes, node)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         if node.test is not None:
             node.test = nodes.And(_call("counted", [], node), node.test, lineno=node.lineno)
+        return node
+
+    def _visit_call(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        if node.dyn_args is not None:
+            node.dyn_args = _call("spread", [node.dyn_args], node)
         return node
 
     def _visit_literal(self, node: Any) -> nodes.Node:
@@ -297,6 +320,7 @@ class _Bounds(NodeTransformer):
         return _call("built", [node], node)
 
     visit_List = visit_Tuple = visit_Dict = _visit_literal  # noqa: N815 (the names that Jinja calls)
+    visit_Call = visit_Filter = visit_Test = _visit_call  # noqa: N815
 
 
 def _parts(literal: nodes.Node) -> Iterable[nodes.Node]:
@@ -337,7 +361,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    made = dict(*args, **kwargs)
+    made = dict(*(arg if isinstance(arg, dict) else _limited(arg) for arg in args), **kwargs)
     _weight(made)
     return made
 
@@ -349,7 +373,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     context_class = _Context
     concat = staticmethod(_concat)
     intercepted_binops = frozenset({"+", *_OPERATORS})
-    joined, built, counted = staticmethod(_joined), staticmethod(_built), staticmethod(_counted)
+    joined, built = staticmethod(_joined), staticmethod(_built)
+    counted, spread = staticmethod(_counted), staticmethod(_spread)
 
     def __init__(self) -> None:
         super().__init__(
@@ -377,14 +402,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if type(function) is FunctionType and function in _OWN:
+        if type(function) is FunctionType and any(function is own for own in _OWN):
             return function(context, *args)
         owner = getattr(function, "__self__", None)
         if isinstance(owner, str) and type(function) is not FunctionType:
             kwargs = {key: value for key, value in kwargs.items() if not key.startswith("_")}  # Jinja's own
             name = function.__name__
             if name == "join" and args:
-                args = (list(args[0]), *args[1:])
+                args = (list(_limited(args[0])), *args[1:])
                 _check_product(_weight(args[0]) + len(owner) * len(args[0]))
             else:
                 _check_method(owner, name, args)

@@ -116,6 +116,8 @@ class ChatTemplate:
 
     def _rendered_probe(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None) -> str:
         limit_s = min(_PROBE_LIMIT_S, self._probed_until - time.thread_time())
+        if limit_s <= 0:
+            raise RenderError(f"small conversations take more than {_PROBES_LIMIT_S:g} s", is_slow=True)
         return self.render(messages, tools, add_generation_prompt=True, limit_s=limit_s)
 
     def _failure(self, error: Exception) -> RenderError:

@@ -70,6 +70,12 @@ HOSTILE = {
     "shared lists by batch": NEST.replace("STEP", "(n.x + n.x) | batch(2) | list") + "{{ n.x }}",
     "shared lists by arguments": "{% set n = namespace(x=['a']) %}{% macro f() %}{% set n.x = varargs %}{% endmacro %}"
     "{% for i in range(60) %}{{ f(n.x, n.x) }}{% endfor %}{{ n.x }}",
+    "items made one by one": "{{ ('a' * 99999) | map('replace', 'a', 'x' * 9999999) | list | length }}",
+    "items made one by one, joined": "{{ ('a' * 99999) | map('replace', 'a', 'x' * 9999999) | join('y' * 9999999) }}",
+    "items made one by one, spread": "{% macro f() %}{{ varargs | length }}{% endmacro %}"
+    "{{ f(*(('a' * 99999) | map('replace', 'a', 'x' * 9999999))) }}",
+    "a long separator": "{{ range(99999) | map('string') | join('y' * 9999999) | length }}",
+    "a long separator of a method": "{{ ('y' * 9999999).join(range(99999) | map('string')) | length }}",
     "summed lists": "{{ ([[1] * 10] * 8000) | sum(start=[]) | length }}",
     "random text": "{{ lipsum(n=1000000000) }}",
     "split": "{{ ('x ' * 8000000).split() | length }}",

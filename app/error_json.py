@@ -23,8 +23,12 @@ _TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-# By these words Claude Code knows that it has to shorten the conversation.
-TOO_LONG = "prompt is too long"
+# The numbers in a `ContextLengthError`. By Anthropic's words Claude Code knows that it has to shorten the conversation,
+# or to ask for fewer tokens.
+_OVERFLOW = re.compile(
+    r"length is (\d+) tokens\. However, (?:.* resulted in .*?(\d+) tokens|.*\((\d+) in .*, (\d+) in the)"
+)
+_TOO_LONG = "prompt is too long"
 
 
 class ErrorDetails(BaseModel):
@@ -58,6 +62,19 @@ def error_json(path: str, status: int, answer: ErrorBody) -> str:
     return json.dumps(body.model_dump(mode="json"))
 
 
+def _overflow(message: str) -> str:
+    """The message of a `ContextLengthError` in Anthropic's words."""
+    if (numbers := _OVERFLOW.search(message)) is None:
+        return f"{_TOO_LONG}: {message}"
+    context, prompt, beside, limit = numbers.groups()
+    if prompt is not None:
+        return f"{_TOO_LONG}: {prompt} tokens > {int(context) - 1} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {beside} + {limit} > {context}, decrease input length or "
+        "`max_tokens` and try again"
+    )
+
+
 def anthropic_error(status: int, answer: ErrorBody) -> AnthropicErrorBody:
     """An error in Anthropic's form."""
     detail, context = answer.error, current_context()
@@ -65,8 +82,8 @@ def anthropic_error(status: int, answer: ErrorBody) -> AnthropicErrorBody:
     if detail.code == "overloaded":  # 429, too; but not because of the caller's own limits
         kind = "overloaded_error"
     message = detail.message
-    if detail.code == ContextLengthError.code and not message.startswith(TOO_LONG):
-        message = f"{TOO_LONG}: {message}"
+    if detail.code == ContextLengthError.code:
+        message = _overflow(message)
     # By this code Anthropic's client knows that it has to send the whole conversation again.
     details = ErrorDetails(error_code=detail.code) if detail.code == UnknownThreadError.code else None
     return AnthropicErrorBody(

@@ -56,9 +56,39 @@ class RequestError(_FieldError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt and requested output are longer than the context."""
+    """Prompt and requested output are longer than the context. The messages have OpenAI's words, by which agents know
+    what to do."""
 
     code = "context_length_exceeded"
+
+    @staticmethod
+    def of_prompt(
+        num_tokens: int, context_tokens: int, param: str, *, num_bytes: int | None = None, advice: str = ""
+    ) -> ContextLengthError:
+        """The prompt alone is too long.
+
+        Args:
+            num_bytes: of a text that was not tokenised and has at least `num_tokens`.
+            advice: a further sentence.
+        """
+        number = f"{num_tokens} tokens" if num_bytes is None else f"at least {num_tokens} tokens ({num_bytes} bytes)"
+        return ContextLengthError(
+            f"This model's maximum context length is {context_tokens} tokens. However, your {param} resulted in "
+            f"{number}. Please reduce the length of the {param}.{advice}",
+            param,
+        )
+
+    @staticmethod
+    def of_output(
+        num_tokens: int, max_tokens: int, context_tokens: int, prompt: str, param: str, advice: str = ""
+    ) -> ContextLengthError:
+        """The output has too little room beside the prompt. `prompt` and `param` are the fields of both."""
+        return ContextLengthError(
+            f"This model's maximum context length is {context_tokens} tokens. However, you requested "
+            f"{num_tokens + max_tokens} tokens ({num_tokens} in the {prompt}, {max_tokens} in the completion). Please "
+            f"reduce the length of the {prompt}, or {param}.{advice}",
+            param,
+        )
 
 
 class UnknownModelError(RequestError):

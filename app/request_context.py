@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _MAX_HEADER_CHARS = 2000
 
 
+# Of `x-folio-ignored-fields`.
+MOST_IGNORED_CHARS = 1100
+
+
 class Quota(Protocol):
     """What a caller may still use, see `app.edge.quota.Quota`, which is not imported from here."""
 
@@ -171,6 +175,12 @@ class RequestContext:
         self.cached_tokens = num_cached_tokens
         if self._quota is not None:
             self._quota.owe_tokens(num_tokens)
+
+    def note_ignored(self, field: str) -> None:
+        """Name a field of the body in the answer's header, if there is room: its value is not heeded as it is."""
+        named = [] if self.ignored_fields is None else self.ignored_fields.split(", ")
+        if field not in named and len(header := ", ".join([*named, field])) <= MOST_IGNORED_CHARS:
+            self.ignored_fields = header
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The answer's headers about the caller's limits, and about dropped fields of the body."""

@@ -126,6 +126,8 @@ class HttpSettings(Settings):
         max_url_bytes: path and query; longer ones are answered 414.
         unknown_fields: of bodies; "ignore": dropped, logged once for each field and client, counted, and named in the
             header `x-folio-ignored-fields`; "error": answered 400, as fields near a known one always are.
+        max_tokens: what becomes of an output limit beyond the context's room: "cut": the output may fill the room, and
+            the header `x-folio-ignored-fields` names the field; "refuse": answered 400.
         default_timeout_s: `timeout_s` of requests without one; by default `max_timeout_s`.
         max_timeout_s: requests with a longer `timeout_s` are refused.
         allowed_hosts: names by which requests may call this server (`Host`), beside localhost; others are answered 403.
@@ -154,6 +156,7 @@ class HttpSettings(Settings):
     max_header_bytes: PositiveBytes = 32 << 10
     max_url_bytes: PositiveBytes = 8 << 10
     unknown_fields: UnknownFieldsMode = "ignore"
+    max_tokens: Literal["cut", "refuse"] = "cut"
     default_timeout_s: PositiveFloat | None = None
     max_timeout_s: PositiveFloat | None = None
     allowed_hosts: tuple[str, ...] | None = None

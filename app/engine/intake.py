@@ -85,11 +85,17 @@ class RequestValidator:
             return 0
         context_tokens = self._memory.context_tokens
         room = context_tokens - len(prompt_token_ids)
-        if room < 1 or (params.max_tokens or 1) > room:
-            raise ContextLengthError(
-                f"the context is {context_tokens} tokens, but the prompt has {len(prompt_token_ids)} "
-                f"and {params.max_tokens or 1} are to be generated{self._why_short(context_tokens)}",
-                "prompt" if room < 1 else "max_tokens",
+        if room < 1:
+            why = self._why_short(context_tokens)
+            raise ContextLengthError.of_prompt(len(prompt_token_ids), context_tokens, "prompt", advice=why)
+        if (params.max_tokens or 1) > room:
+            raise ContextLengthError.of_output(
+                len(prompt_token_ids),
+                params.max_tokens or 1,
+                context_tokens,
+                "prompt",
+                "max_tokens",
+                self._why_short(context_tokens),
             )
         max_tokens = params.max_tokens or room
         if params.num_sequences > 1:
@@ -114,20 +120,17 @@ class RequestValidator:
             )
         self._pooling.check_params(params, self._hidden_size)
         if num_tokens > (context_tokens := self._memory.context_tokens):
-            raise ContextLengthError(
-                f"the context is {context_tokens} tokens, but the input has {num_tokens}; send less, or let "
-                f"truncate_prompt_tokens cut it{self._why_short(context_tokens)}",
-                "input",
-            )
+            why = f" Or let truncate_prompt_tokens cut it.{self._why_short(context_tokens)}"
+            raise ContextLengthError.of_prompt(num_tokens, context_tokens, "input", advice=why)
 
     def _why_short(self, context_tokens: int) -> str:
         if context_tokens == self._memory.max_tokens:
             return ""
         pages = self._memory.pages
         return (
-            f"; it is {self._memory.max_tokens} where there is memory: weights, a step's workspace, pinned prefixes, "
+            f" It is {self._memory.max_tokens} where there is memory: weights, a step's workspace, pinned prefixes, "
             f"and models with keep: always leave {(pages.attainable - pages.num_pinned) * pages.page_bytes} bytes of "
-            "KV memory; send less, or raise device_memory_bytes"
+            "KV memory; send less, or raise device_memory_bytes."
         )
 
     def prefix_keys(self, options: RequestOptions) -> tuple[str, ...]:

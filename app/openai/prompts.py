@@ -106,10 +106,12 @@ class PromptEncoder:
             add_special_tokens=request.add_special_tokens,
         )
 
-    def encode_pin(self, request: PinRequest) -> list[int]:
+    def encode_pin(self, request: PinRequest, max_model_len: int) -> list[int]:
         """The token ids with which all prompts begin that begin with the pinned text or messages."""
         _check_one_kind(request)
         if request.messages is not None:
+            text = "".join(joined_text(message.content) for message in request.messages)
+            self._bounds.check_length(text, max_model_len, "messages")
             shown = template_messages(request.messages)
             if self._encoder.shielded(shown, "messages") != shown:  # no conversation's token ids would begin so
                 raise RequestError("messages to pin cannot spell control tokens of this model", "messages")
@@ -117,6 +119,7 @@ class PromptEncoder:
         if isinstance(request.prompt, list):
             return request.prompt
         assert request.prompt is not None
+        self._bounds.check_length(request.prompt, max_model_len, "prompt")
         return text_prefix(self._tokenizer, request.prompt)
 
     def end_of(self, prompt: Sequence[int]) -> str:

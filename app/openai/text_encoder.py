@@ -111,11 +111,7 @@ class TextBounds:
         num_bytes = len(text) if text.isascii() else len(text.encode())
         longest = self._longest * (_NFC_SHRINKS if self._shrinks and not text.isascii() else 1)
         if num_bytes > max_model_len * longest:
-            raise ContextLengthError(
-                f"{param} has {num_bytes} bytes, which cannot fit into the context of {max_model_len} tokens; send "
-                "less text",
-                param,
-            )
+            raise ContextLengthError.of_prompt(-(-num_bytes // longest), max_model_len, param, num_bytes=num_bytes)
 
 
 def _longest_token(state: Mapping[str, Any]) -> int | None:

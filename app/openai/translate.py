@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from app.engine.sampling.params import SamplingParams
 from app.engine.turn import COMPLETION, Turn
-from app.error_json import TOO_LONG
 from app.errors import ContextLengthError, RequestError, UnknownModelError, UnknownRequestError
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
 from app.openai.answers import ChatAnswer, CompletionAnswer
@@ -49,6 +48,9 @@ _LOOP_BYTES = 2048
 MAX_PROMPT_LOGPROBS = 200_000
 # Answers with log probabilities of more tokens are built in threads, like bodies of so many bytes a token.
 _LOOP_TOKENS, _TOKEN_BYTES = 200, 64
+
+# The field with the output limit, by the prefix of the answer's id.
+_LIMITS = {"resp": "max_output_tokens", "msg": "max_tokens"}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,8 +114,9 @@ class Translator:
         _check_entries(sum(map(len, prompts)) * request.num_outputs, *tops)
         params = request.sampling_params()
         request_id = _new_id("cmpl")
+        fitted = [_fitted(params, prompt, max_model_len, "prompt", "max_tokens") for prompt in prompts]
         calls = [
-            self._call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session, i)
+            self._call_of(f"{request_id}-{i}" if i else request_id, prompt, fitted[i], request, adapter, session, i)
             for i, prompt in enumerate(prompts)
         ]
         if request.include_progress and len(calls) == 1:
@@ -133,17 +136,11 @@ class Translator:
     def translate_message(
         self, request: MessagesRequest, session: str | None, max_model_len: int
     ) -> tuple[list[GenerateRequest], MessageAnswer]:
-        """The one call, and the answer. `max_tokens` is bounded by the room in the context: clients that do not know
-        this model ask for more."""
+        """The one call, and the answer."""
         note_ignored(request.ignored_fields)
         with in_terms_of_messages():
-            [call], chat = self.translate_chat(request.as_chat(), session, max_model_len, "msg")
-        num_tokens = len(call.prompt_token_ids)
-        if num_tokens >= max_model_len:
-            raise ContextLengthError(f"{TOO_LONG}: {num_tokens} tokens > {max_model_len - 1} maximum", "messages")
-        if num_tokens + request.max_tokens > max_model_len:
-            call = replace(call, params=replace(call.params, max_tokens=None))
-        return [call], MessageAnswer(request, chat)
+            calls, chat = self.translate_chat(request.as_chat(), session, max_model_len, "msg")
+        return calls, MessageAnswer(request, chat)
 
     def count_tokens(self, request: CountTokensRequest, max_model_len: int) -> TokenCount:
         """The tokens of a conversation."""
@@ -161,7 +158,10 @@ class Translator:
         prompt = self.prompts.encode_chat(request, max_model_len)
         end = partial(self.prompts.end_of, prompt)
         plan = plan_output(self._format, tools, end, request.reasoning_budget, request.continued_text)
-        params = request.sampling_params(plan)
+        limit = _LIMITS.get(kind) or (
+            "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        )
+        params = _fitted(request.sampling_params(plan), prompt, max_model_len, "messages", limit)
         _check_entries(len(prompt) * params.n, params.prompt_logprobs)
         call = self._call_of(_new_id(kind), prompt, params, request, adapter, session, turn=plan.turn)
         if request.include_progress:
@@ -260,6 +260,24 @@ class Translator:
             repeat_key=repeat_key,
             model=self._model_name,
         )
+
+
+def _fitted(
+    params: SamplingParams, prompt: Sequence[int], max_model_len: int, prompt_field: str, limit_field: str
+) -> SamplingParams:
+    """The parameters without an output limit that exceeds the room in the context, since clients that do not know this
+    model ask for more; the answer's header names its field. Raises `ContextLengthError`, by the setting also for such a
+    limit."""
+    num_tokens, max_tokens = len(prompt), params.max_tokens or 1
+    if num_tokens >= max_model_len:
+        raise ContextLengthError.of_prompt(num_tokens, max_model_len, prompt_field)
+    if num_tokens + max_tokens <= max_model_len:
+        return params
+    if (context := current_context()) is not None:
+        if context.settings.max_tokens == "refuse":
+            raise ContextLengthError.of_output(num_tokens, max_tokens, max_model_len, prompt_field, limit_field)
+        context.note_ignored(limit_field)
+    return replace(params, max_tokens=None)
 
 
 def _new_id(kind: str) -> str:

@@ -50,7 +50,8 @@ class Pins:
         named, model = await self._names.resolve(request)
         if named.model not in (None, model.name):
             raise _only_for_models(model.name, "model")
-        prefix = await model.translator.in_thread(model.translator.prompts.encode_pin, named)
+        encode, max_model_len = model.translator.prompts.encode_pin, await model.max_model_len()
+        prefix = await model.translator.in_thread(encode, named, max_model_len)
         await self._replicas.call_all("pin", request.name, prefix, request.cache_salt, tenant, model.name)
         return model.name
 

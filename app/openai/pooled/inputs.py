@@ -72,8 +72,6 @@ class InputEncoder:
 
     def _check_length(self, token_ids: list[int], param: str) -> None:
         if len(token_ids) > self._max_model_len:
-            raise ContextLengthError(
-                f"the context is {self._max_model_len} tokens, but {param} has {len(token_ids)}; send less, or let "
-                "truncate_prompt_tokens cut it",
-                param,
+            raise ContextLengthError.of_prompt(
+                len(token_ids), self._max_model_len, param, advice=" Or let truncate_prompt_tokens cut it."
             )

@@ -213,7 +213,7 @@ def test_a_prompt_may_fill_the_context(make_checkpoint: MakeCheckpoint) -> None:
     engine = make_engine(folder, max_model_len=64)
     [actual] = embed(engine, [tokens(64)])
     assert_close(actual, expected(folder, tokens(64), "last"))
-    with pytest.raises(ContextLengthError, match=r"input has 65.*truncate_prompt_tokens"):
+    with pytest.raises(ContextLengthError, match=r"input resulted in 65.*truncate_prompt_tokens"):
         engine.submit("long", tokens(65), ONE, pooling=EMBED)
     with pytest.raises(ContextLengthError):
         engine.submit("text", tokens(64), ONE)

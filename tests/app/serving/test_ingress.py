@@ -48,10 +48,16 @@ class Engines(Handle):
     """A handle of replicas: each output of call number i is `text`, or i and the output's index."""
 
     def __init__(
-        self, error: Exception | None = None, fails_at: int = 0, hangs: bool = False, text: str | None = None
+        self,
+        error: Exception | None = None,
+        fails_at: int = 0,
+        hangs: bool = False,
+        text: str | None = None,
+        context: int = 64,
     ) -> None:
         super().__init__(self._items)
         self._error, self._fails_at, self._hangs, self._text = error, fails_at, hangs, text
+        self._context = context
         self.max_model_len = SimpleNamespace(remote=lambda model: self._max_model_len())
 
     def _items(self, call: GenerateRequest | ForkCall) -> list[Any]:
@@ -66,7 +72,7 @@ class Engines(Handle):
         return [pieces[0], None] if self._hangs else pieces
 
     async def _max_model_len(self) -> int:
-        return 64
+        return self._context
 
 
 def ingress_with(engines: Engines, **settings: Any) -> Any:
@@ -237,7 +243,9 @@ async def test_texts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.Monke
         (ingress.tokenize(TokenizeRequest.model_validate({"prompt": long})), "prompt"),
         (ingress.tokenize(TokenizeRequest.model_validate({"messages": messages})), "messages"),
     ):
-        with pytest.raises(ContextLengthError, match=f"^{param} has .* context of 64 tokens") as refused:
+        with pytest.raises(
+            ContextLengthError, match=rf"length is 64 tokens\. .* {param} resulted in at least"
+        ) as refused:
             await asked
         assert refused.value.param == param
 
@@ -248,7 +256,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properti
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
 async def test_tools(choice: Any) -> None:
-    ingress = ingress_with(engines := Engines(text=CALL))
+    ingress = ingress_with(engines := Engines(text=CALL, context=400))
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": choice}
     request = ChatCompletionRequest.model_validate(body)
     [whole] = (await ingress.chat(request)).choices

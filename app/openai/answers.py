@@ -312,7 +312,9 @@ class ChatAnswer(Answer):
     def ending(self, piece: Piece) -> dict[str, Any]:
         """The fields of a choice that its piece decides."""
         reason: ChoiceEnd | None = piece.finish_reason
-        if reason == "stop" and self._output(piece).num_calls:
+        output = self._output(piece)
+        # A stop string may end an output in the middle of a call, which must not run then.
+        if reason == "stop" and output.num_calls and not (output.is_cut and isinstance(piece.stop_reason, str)):
             reason = "tool_calls"
         return {
             "index": piece.index,
@@ -345,6 +347,10 @@ class _Output:
         self._reasoning = None if marks is None else ReasoningTokens(*marks, tokens.bytes_of)
         self._parser = plan.parser()
         self._new_call_id = plan.format.new_call_id
+
+    @property
+    def is_cut(self) -> bool:
+        return self._parser is not None and self._parser.is_cut
 
     @property
     def num_reasoning_tokens(self) -> int:

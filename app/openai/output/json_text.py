@@ -113,6 +113,7 @@ def stream_object(r: Reader, emit: Emit) -> Reading[None]:
         emit("arguments", r.take(len(r.text) if end is None else end))
         if end is not None:
             return
+    r.is_cut = True
 
 
 class Scan:

@@ -56,7 +56,8 @@ class OutputParser:
 
     Args:
         reasons: the prompt has begun the reasoning.
-        forced: the output is constrained to calls, so the first marker may be missing.
+        forced: the output is constrained to calls, so the first marker may be missing, and text that is no call is the
+            begin of one.
 
     Attributes:
         is_reasoning: at the end of the text so far.
@@ -78,8 +79,14 @@ class OutputParser:
         self._functions = functions
         self._forced = forced
         self._parts: list[Part] = []
+        self._begun = ""  # of a forced call
         self._arguments = PairedSurrogates()
         self._parsing = self._parse()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the output has ended within a call."""
+        return self._reader.is_cut
 
     @property
     def num_held(self) -> int:
@@ -97,6 +104,10 @@ class OutputParser:
         """End the output; returns the rest."""
         self._reader.ended = True
         self._advance()
+        if begun := self._begun:
+            self._reader.is_cut = True
+            if (name := self._name_in(begun)) in self._functions:
+                self._emit("call", name)
         self._end_arguments()
         return self._take_parts()
 
@@ -110,9 +121,24 @@ class OutputParser:
     def _emit(self, kind: Kind, text: str) -> None:
         if kind == "arguments":
             self._append(kind, self._arguments.push(text))
+        elif kind == "content" and self._forced:
+            self._begun += text
         else:
+            self._begun = ""
             self._end_arguments()
             self._append(kind, text)
+
+    def _name_in(self, begun: str) -> str:
+        """The function of a call that has begun, and whose arguments have not; empty if it is not known."""
+        if len(self._functions) == 1:
+            return next(iter(self._functions))
+        found = self._named.search(begun)
+        return found["name"] if found is not None else ""
+
+    @property
+    def _named(self) -> re.Pattern[str]:
+        assert self._tools is not None
+        return self._tools.named
 
     def _end_arguments(self) -> None:
         self._append("arguments", self._arguments.finish())
@@ -210,6 +236,10 @@ _MAX_HEAD = 256
 
 class HarmonyParser(OutputParser):
     """gpt-oss: messages in channels. "analysis" is reasoning; messages to functions are calls; all else is content."""
+
+    @property
+    def _named(self) -> re.Pattern[str]:
+        return re.compile(r" to=functions\.(?P<name>[A-Za-z0-9_.-]+)(?![A-Za-z0-9_.-]|\Z)")
 
     def _parse(self) -> Reading[None]:
         r = self._reader

@@ -73,7 +73,7 @@ class OutputPlan:
         """A parser for one output; `None`: all of it is content."""
         known = self.format
         if known.is_harmony:
-            return HarmonyParser(None, None, self.functions)
+            return HarmonyParser(None, None, self.functions, forced=self.forced)
         tools = known.tools if self.functions else None
         if tools is None and known.reasoning is None:
             return None

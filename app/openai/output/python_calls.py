@@ -42,6 +42,10 @@ class PythonCalls:
     def literals(self) -> tuple[str, ...]:
         return (*self.markers, self.close)
 
+    @property
+    def named(self) -> re.Pattern[str]:
+        return _PYTHON_NAME
+
     def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
         at = yield from r.behind_space(at)
         before, num_calls = "[", 0
@@ -64,7 +68,11 @@ class PythonCalls:
         before = "{"
         while (match := (yield from matched(r, 0, _PYTHON_KEY))) is not None:
             r.take(match.end())
-            value = _from_python(r.take((yield from _python_end(r))).strip(SPACE))
+            written = r.take((yield from _python_end(r))).strip(SPACE)
+            if not (yield from r.character(0)):
+                r.is_cut = True
+                return
+            value = _from_python(written)
             emit("arguments", f"{before}{json.dumps(match['key'])}: {value}")
             before = ", "
             if (yield from r.character(0)) != ",":

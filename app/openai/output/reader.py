@@ -26,12 +26,14 @@ class Reader:
     Attributes:
         text: not taken yet.
         ended: no more will come.
+        is_cut: the text ended within the arguments of a call.
         looked_ahead: characters that were read in search of a call, since a parser has set it to 0.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.ended = False
+        self.is_cut = False
         self.looked_ahead = 0
 
     def take(self, count: int) -> str:

@@ -39,6 +39,7 @@ class ToolSyntax(Protocol):
         markers: precede calls within content.
         bare: characters with which an answer may begin as a call, without a marker.
         literals: texts that are part of calls. Detokenisation must keep those that are special tokens.
+        named: pattern of a call's begin up to behind its name, with the group `name`.
     """
 
     @property
@@ -47,6 +48,8 @@ class ToolSyntax(Protocol):
     def bare(self) -> str: ...
     @property
     def literals(self) -> tuple[str, ...]: ...
+    @property
+    def named(self) -> re.Pattern[str]: ...
 
     def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
         """Take the calls that begin at `at`, behind a marker, and emit them. False if there is none: then nothing has
@@ -135,6 +138,10 @@ class JsonCalls:
     @property
     def literals(self) -> tuple[str, ...]:
         return (*self.markers, self.close)
+
+    @property
+    def named(self) -> re.Pattern[str]:
+        return re.compile(rf'"name": "{NAME}"')
 
     def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
         at = yield from r.behind_space(at)
@@ -236,6 +243,11 @@ class NamedJson:
     @property
     def literals(self) -> tuple[str, ...]:
         return (*self.markers, self.begin, *re.findall(r"<[^<>()?]+>", self.name), self.mark, *self.ends, self.close)
+
+    @property
+    def named(self) -> re.Pattern[str]:
+        begin = re.escape(self.begin or self.markers[0])
+        return re.compile(rf"{begin}\s*{self.name}\s*{re.escape(self.mark[0])}")
 
     def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
         begin, num_calls = self.begin, 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.engine.sampling.token_text import overlap
-from app.openai.output.reader import Emit, Reader, Reading
+from app.openai.output.reader import SPACE, Emit, Reader, Reading
 from app.openai.output.syntaxes import (
     NEWLINE,
     Functions,
@@ -49,6 +49,10 @@ class TaggedParameters:
     def literals(self) -> tuple[str, ...]:
         return (*self.markers, *re.findall(r"<[^<>{}]+>", "".join(self.written)), self.end, self.close)
 
+    @property
+    def named(self) -> re.Pattern[str]:
+        return self.name
+
     def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
         num_calls = 0
         while True:
@@ -82,7 +86,10 @@ class TaggedParameters:
                     pass
                 text = r.take(len(r.text) if at < 0 else at)
                 r.take(len(self.value_end))
-                emit("arguments", as_json(text))
+                r.is_cut = at < 0
+                emit("arguments", text.strip(SPACE) if r.is_cut else as_json(text))
+            if r.is_cut:
+                return
         emit("arguments", "{}" if before == "{" else "}")
         yield from r.take_literal(self.end)
 
@@ -96,7 +103,8 @@ class TaggedParameters:
             held = 0 if r.ended else max(overlap(r.text, end), overlap(r.text, self.value_end))
             emit("arguments", _escaped(r.take(len(r.text) - held)))
             if not (yield from r.has(len(r.text))):
-                emit("arguments", _escaped(r.take(len(r.text))) + '"')
+                emit("arguments", _escaped(r.take(len(r.text))))
+                r.is_cut = True
                 return
         emit("arguments", _escaped(r.take(at).removesuffix("\n")) + '"')
         r.take(len(self.value_end))

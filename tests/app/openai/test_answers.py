@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -237,6 +238,31 @@ def test_tool_calls_of_a_full_answer(text: str, end: Any, content: str | None, n
     assert len({call.pop("id") for call in calls}) == len(names)
     assert calls == [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in names]
     assert (message, choice.finish_reason) == ({"role": "assistant", "content": content}, reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "reason", "arguments"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": "x', "STOP", "stop", '{"a": "x'),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n', "</tool_call>", "tool_calls", '{"a": 1}'),
+        ('<tool_call>{"name": "f", "arguments": {"a": "x', None, "length", '{"a": "x'),
+        ('<tool_call>{"name": "f", "arg', None, "length", ""),
+        ('<tool_call>{"na', None, "length", None),
+    ],
+)
+def test_forced_calls_that_are_cut(text: str, stop: str | None, reason: str, arguments: str | None) -> None:
+    """Their syntax was the content, and one that a stop string had cut had the reason "tool_calls"."""
+    plan = dataclasses.replace(TOOLS, forced=True)
+    last = piece(text, A, finish_reason="length" if stop is None else "stop", stop_reason=stop)
+    [choice] = chat(plan=plan).full_answer([[last]]).choices
+    chunk = chat(plan=plan).chunk(last)
+    assert chunk is not None
+    for one, message in ((choice, choice.message), (chunk.choices[0], chunk.choices[0].delta)):
+        assert (one.finish_reason, message.content or "") == (reason, "")
+        calls = message.tool_calls or []
+        assert [call.function and call.function.arguments for call in calls] == (
+            [] if arguments is None else [arguments]
+        )
 
 
 def test_tool_calls_of_streamed_outputs() -> None:

@@ -230,6 +230,31 @@ def test_forced_calls_are_found_without_their_marker() -> None:
         assert calls_of(parse(parser_of("mistral", forced=True), [shown])) == CALLS
 
 
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_forced_call_that_is_cut_is_the_begun_call(name: str) -> None:
+    """Its syntax was the content, and arguments between tags looked complete."""
+    text = OUTPUTS[name][1].lstrip("\n")
+    for cut in range(1, len(text)):
+        parser = parser_of(name, forced=True)
+        parts = parse(parser, list(text[:cut]))
+        assert {part.kind for part in parts} <= {"call", "arguments"}, text[:cut]
+        called = [part.text for part in parts if part.kind == "call"]
+        assert called in ([], ["weather"], ["weather", "now"])
+        assert parse(parser_of(name, forced=True), [text[:cut]]) == parts
+    parser = parser_of(name, forced=True)
+    parts = parse(parser, [text[: text.index("São") + 2]])
+    assert (text_of(parts, "call"), parser.is_cut) == ("weather", True)
+    with pytest.raises(ValueError, match="."):
+        json.loads(text_of(parts, "arguments"))
+    whole = parser_of(name, forced=True)
+    assert calls_of(parse(whole, [text])) == CALLS
+    assert not whole.is_cut
+    known = OutputFormat(is_harmony=True) if name == HARMONY else OutputFormat(tools=TOOL_SYNTAXES[name][1])
+    only = OutputPlan(known, {"now": {}}, forced=True).parser()
+    assert only is not None
+    assert parse(only, [text[:1]]) == [Part("call", "now")]
+
+
 def test_content_is_held_back_only_while_it_may_be_a_marker() -> None:
     parser = parser_of("hermes")
     assert parser.push("a <to") == [Part("content", "a")]

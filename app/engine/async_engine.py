@@ -180,7 +180,7 @@ class AsyncEngine:
             return lambda unique_id: self._engine.add_request(unique_id, prompt_token_ids, params, max_tokens, options)
 
         load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
-        name, compiles = request_id or "request", params.structure is not None
+        name, compiles = request_id or "request", params.compiles
         return self._deltas(name, prepare, load, slow=compiles, check_queue=True, pace=pace, owner=owner)
 
     def fork(
@@ -220,7 +220,7 @@ class AsyncEngine:
             self._engine.vocabulary.check_params(params)  # compiles the structure outside of the engine's thread
             return begin
 
-        name, compiles = fork_id or f"fork of {request_id}", params.structure is not None
+        name, compiles = fork_id or f"fork of {request_id}", params.compiles
         return self._deltas(name, prepare, (0, 0), slow=compiles, pace=pace, owner=owner)
 
     async def pin(self, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 from app.engine.model.loader import LoadedModel
-from app.engine.sampling.logits import BadWords, encode_bad_words
+from app.engine.sampling.bad_words import BadWords, TokenSearch, encode_word
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.reasoning import Matcher
 from app.engine.sampling.state import SamplingState, check_token_ids
 from app.engine.sampling.structure import StructureCompiler, is_available
-from app.engine.sampling.token_text import IncrementalDetokenizer, has_independent_tokens
+from app.engine.sampling.token_text import IncrementalDetokenizer, has_independent_tokens, token_bytes
 from app.errors import RequestError
 
 _KNOWN_BAD_WORDS = 64
@@ -112,4 +112,14 @@ class Vocabulary:
 
     def _encode(self, words: tuple[str, ...]) -> BadWords:
         assert self._tokenizer is not None
-        return encode_bad_words(words, partial(self._tokenizer.encode, add_special_tokens=False), self._size)
+        if not has_independent_tokens(self._tokenizer):
+            raise RequestError(
+                "bad_words needs a tokenizer whose tokens have bytes of their own; leave it out", "bad_words"
+            )
+        return BadWords(map(encode_word, words), self._token_search)
+
+    @cached_property
+    def _token_search(self) -> TokenSearch:
+        assert self._tokenizer is not None
+        known = token_bytes(self._tokenizer)
+        return TokenSearch([b"" if i in known.special else text for i, text in enumerate(known.tokens)])

@@ -145,7 +145,7 @@ class SamplingBody(StrictBody):
     logit_bias: Annotated[dict[str, float], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
     """Token id, as a string → number added to its logit, between -100 and 100."""
     bad_words: Annotated[ListOf[Text], at_most(MAX_BAD_WORDS, "strings")] | None = None
-    """Strings that the output may not contain."""
+    """Strings that the text of the output never contains, however it is cut into tokens. Case counts."""
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1), at_most(MAX_ALLOWED_TOKENS, "tokens")] | None = None
     """The only tokens that the output may contain. It ends by itself only if the end-of-sequence token is one."""
     seed: int | None = None

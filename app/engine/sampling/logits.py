@@ -6,87 +6,18 @@ The host gathers them for many rows at once; they are applied where the logits a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from app.engine.sampling.settings import BIASED, FORBIDDING, MASKED
-from app.errors import RequestError
 
 if TYPE_CHECKING:
     from app.engine.sampling.state import SamplingState
 
 _Array = TypeVar("_Array", np.ndarray, torch.Tensor)
-
-# Text before a word, for tokenizers that treat the beginning of a text like a space.
-_PREFIX = "\n"
-
-
-class BadWords:
-    """Immutable set of token sequences that must not occur in an output.
-
-    Args:
-        sequences: none of them empty.
-    """
-
-    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        distinct = {tuple(sequence) for sequence in sequences}
-        assert () not in distinct
-        # A sequence that ends with another one is redundant.
-        lengths = {len(sequence) for sequence in distinct}
-        kept = sorted(s for s in distinct if not any(s[-n:] in distinct for n in lengths if n < len(s)))
-        self.single = tuple(s[0] for s in kept if len(s) == 1)
-        self._longer: dict[int, list[tuple[int, ...]]] = {}  # by the token before the last
-        for sequence in kept:
-            if len(sequence) > 1:
-                self._longer.setdefault(sequence[-2], []).append(sequence)
-
-    @property
-    def depend_on_output(self) -> bool:
-        """Whether forbidden tokens depend on preceding ones."""
-        return bool(self._longer)
-
-    def completing(self, output: list[int]) -> list[int]:
-        """Tokens that would complete a sequence of two or more after `output`; `single` has the sequences of one."""
-        if not output:
-            return []
-        return [s[-1] for s in self._longer.get(output[-1], ()) if tuple(output[1 - len(s) :]) == s[:-1]]
-
-
-def encode_bad_words(words: Iterable[str], encode: Callable[[str], list[int]], vocab_size: int) -> BadWords:
-    """Encode words as at the beginning of a text, inside one, and after a space.
-
-    Args:
-        encode: text → tokens without special ones.
-        vocab_size: the model's; sequences with larger token ids cannot occur.
-
-    Raises:
-        RequestError: a word has no tokens, or is not valid Unicode.
-    """
-    sequences = []
-    for word in words:
-        try:
-            word.encode()
-        except UnicodeEncodeError as error:  # a lone surrogate, which tokenizers reject
-            raise RequestError(f"bad_words is not valid Unicode at character {error.start}", "bad_words") from error
-        variants = [variant for variant in _variants(word, encode) if variant]
-        if not variants:
-            raise RequestError(f"the tokenizer has no tokens for the bad word {word!r}; leave it out", "bad_words")
-        sequences += [variant for variant in variants if max(variant) < vocab_size]
-    return BadWords(sequences)
-
-
-def _variants(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    bare = word.lstrip()
-    if not bare:  # white space only
-        return [encode(word)]
-    variants = [encode(bare), encode(" " + bare)]
-    before, inside = encode(_PREFIX), encode(_PREFIX + bare)
-    if inside[: len(before)] == before:
-        variants.append(inside[len(before) :])
-    return variants
 
 
 class Edits(NamedTuple, Generic[_Array]):
@@ -124,13 +55,12 @@ def gather_edits(
     masks = np.empty((len(masked), -(-vocab_size // 32)), np.int32)
     for mask, row in zip(masks, masked, strict=True):
         _fill_mask(mask, states[row], vocab_size)
-    forbidden = [
-        row * width + token_id for row in rows(FORBIDDING) for token_id in states[row].forbidden(positions[row])
-    ]
+    forbidding = rows(FORBIDDING)
+    forbidden = [states[row].forbidden(positions[row]) for row in forbidding]
     return Edits(
         np.array(masked, np.int64),
         masks,
-        np.array(forbidden, np.int64),
+        _places(forbidding, forbidden, width),
         _places(biased, [states[row].bias_ids for row in biased], width),
         _joined([states[row].bias for row in biased], np.float32),
     )

@@ -99,7 +99,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens in the output.
         frequency_penalty: subtracted once for each occurrence in the output.
         logit_bias: token id → addend of its logit.
-        bad_words: strings that must not occur in the output, after a space or not.
+        bad_words: strings that the output's text never contains, however it is cut into tokens.
         allowed_token_ids: the only tokens that may occur; none: all.
         seed: the same seed and request give the same tokens; `None`: a random seed.
         stop: strings that end the output; not part of it unless `include_stop_str`.
@@ -216,3 +216,8 @@ class SamplingParams:
     def penalises(self) -> bool:
         """Whether a repetition, presence or frequency penalty is set."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a model's first look at the parameters may take long."""
+        return self.structure is not None or bool(self.bad_words)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 
 import numpy as np
 
-from app.engine.sampling.logits import BadWords
+from app.engine.sampling.bad_words import BadWords
 from app.engine.sampling.noise import noise_key
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.penalties import TokenCounts
@@ -35,7 +36,7 @@ class SamplingState:
         prompt_token_ids: not copied.
         index: of the output among the request's; each has its own noise.
         matcher: for `params.structure`.
-        bad_words: the tokens of `params.bad_words` (`encode_bad_words`).
+        bad_words: of `params.bad_words`.
         eos_token_ids: the model's; only `params.min_tokens` needs them.
 
     Attributes:
@@ -63,6 +64,7 @@ class SamplingState:
         self._allowed: np.ndarray | None = None  # `allowed`, for one vocabulary
         self._index = index
         self._bad_words = bad_words
+        self._word_state = 0  # of `bad_words`
         self._eos_token_ids = eos_token_ids
         self._prompt_token_ids = prompt_token_ids
         self._output: list[int] = []
@@ -99,31 +101,40 @@ class SamplingState:
         return self._counts
 
     def allowed(self, vocab_size: int) -> np.ndarray | None:
-        """Bits of `params.allowed_token_ids`, `[ceil(vocab_size / 32)]` int32; `None`: all are allowed."""
-        if self.params.allowed_token_ids and (self._allowed is None or len(self._allowed) != -(-vocab_size // 32)):
-            bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-            bits[list(self.params.allowed_token_ids)] = 1
-            self._allowed = np.packbits(bits, bitorder="little").view("<i4")
+        """Bits of `params.allowed_token_ids`, without tokens that have a bad word in them: `[ceil(vocab_size / 32)]`
+        int32; `None`: all are allowed."""
+        if self._bad_words is None and not self.params.allowed_token_ids:
+            return None
+        if self._allowed is None or len(self._allowed) != -(-vocab_size // 32):
+            mask = np.full(-(-vocab_size // 32), -1, "<i4")
+            if self.params.allowed_token_ids:
+                bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+                bits[list(self.params.allowed_token_ids)] = 1
+                mask = np.packbits(bits, bitorder="little").view("<i4")
+            if self._bad_words is not None:
+                mask = mask & self._bad_words.mask(vocab_size)
+            self._allowed = mask
         return self._allowed
 
-    def forbidden(self, position: int = 0) -> list[int]:
-        """Tokens that would complete a bad word, or end the output before `min_tokens`, after `position` further
-        tokens."""
+    def forbidden(self, position: int = 0) -> np.ndarray:
+        """Tokens that would complete a bad word that has begun, or end the output before `min_tokens`, after `position`
+        further tokens."""
         tokens: list[int] = []
-        if self.params.bad_words:
-            assert self._bad_words is not None, "bad words without their tokens"
-            tokens += self._bad_words.single
-            tokens += self._bad_words.completing(self._output)
         if len(self._output) + position < self.params.min_tokens:
             tokens += self.params.stop_token_ids
             if not self.params.ignore_eos:
                 assert self._eos_token_ids is not None, "min_tokens without the tokens that end an output"
                 tokens += self._eos_token_ids
-        return tokens
+        if self._bad_words is None:
+            assert not self.params.bad_words, "bad words without their tokens"
+            return np.array(tokens, np.int64)
+        return np.concatenate([self._bad_words.completing(self._word_state), np.array(tokens, np.int64)])
 
     def append(self, token_id: int) -> None:
         """Add a sampled token."""
         self._output.append(token_id)
+        if self._bad_words is not None:
+            self._word_state = self._bad_words.advance(self._word_state, token_id)
         if self._counts is not None:
             self._counts.add(token_id)
         if self.matcher is not None:
@@ -159,6 +170,10 @@ class SamplingState:
             eos_token_ids=self._eos_token_ids,
         )
         other._output = self._output.copy()
+        if bad_words is self._bad_words:
+            other._word_state = self._word_state
+        elif bad_words is not None:
+            other._word_state = functools.reduce(bad_words.advance, self._output, 0)
         same = (params.repetition_penalty == 1) == (self.params.repetition_penalty == 1)
         if params.penalises and self.params.penalises and same:
             other._counts = self.counts.fork()  # so that outputs of one prompt count it once
@@ -173,7 +188,11 @@ class SamplingState:
             (GREEDY if self.is_greedy else 0)
             | (TRUNCATED if params.top_k > 0 or params.top_p < 1 else 0)
             | (MIN_P if params.min_p else 0)
-            | (MASKED if params.structure or self.matcher is not None or params.allowed_token_ids else 0)
+            | (
+                MASKED
+                if params.structure or self.matcher is not None or params.allowed_token_ids or params.bad_words
+                else 0
+            )
             | (FORBIDDING if params.bad_words or len(self._output) < params.min_tokens else 0)
             | (BIASED if params.logit_bias else 0)
             | (PENALISED if params.penalises else 0)

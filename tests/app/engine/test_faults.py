@@ -403,7 +403,7 @@ CASES = [
     *cases("sampling.state", "noise_key", "plain", by_seed, REFUSED),
     *cases("sampling.state.SamplingState", "allowed", "structured"),
     *cases("sampling.logits", "_fill_mask", "structured"),
-    *cases("sampling.logits.BadWords", "completing", "rich"),
+    *cases("sampling.bad_words.BadWords", "completing", "rich"),
     *cases("sampling.sampler", "gather_settings gather_edits", "rich", with_params),
     *cases("sampling.sampler", "_choose _choose_on_cpu", "plain", with_params),
     *cases("sampling.penalties.TokenCounts", "fork", "rich"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from app.engine.sampling.bad_words import BadWords, TokenSearch
 from app.engine.sampling.params import SamplingParams
 
 
@@ -83,3 +84,8 @@ def exact_distribution(
         mass += probs[token]
     result: np.ndarray = probs / probs.sum()
     return result
+
+
+def bad_words_of(sequences: Iterable[Sequence[int]]) -> BadWords:
+    """Sequences of token ids as bad words: the text of each token is a byte."""
+    return BadWords(map(bytes, sequences), TokenSearch([bytes([token_id]) for token_id in range(128)]))

@@ -1,95 +1,86 @@
-"""Bad words are encoded as at the beginning of a text, inside one, and after a space."""
+"""The text of an output never contains a bad word, however it is cut into tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase
 
-from app.engine.model.tokenizer import load_tokenizer
-from app.engine.sampling.logits import BadWords, encode_bad_words
+from app.engine import LLM
+from app.engine.sampling.bad_words import BadWords, TokenSearch, encode_word
+from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.token_text import token_bytes
+from app.engine.vocabulary import Vocabulary
 from app.errors import RequestError
+from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
+from tests.nightly import examples
+
+PIECES = st.lists(st.text("ab c", min_size=1, max_size=4), min_size=1, max_size=12, unique=True)
 
 
-def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+@settings(max_examples=examples(150, nightly=5000), deadline=None)
+@given(PIECES, st.lists(st.text("ab c", min_size=1, max_size=5), min_size=1, max_size=4), st.data())
+def test_exactly_the_tokens_that_complete_a_word_are_forbidden(
+    pieces: list[str], words: list[str], data: st.DataObject
+) -> None:
+    """At every step a token is forbidden if and only if the text would contain a word with it."""
+    texts = [piece.encode() for piece in pieces] + [b""]
+    bad = BadWords(map(str.encode, words), TokenSearch(texts))
+    state, text = 0, b""
+    for _ in range(12):
+        bits = np.unpackbits(bad.mask(len(texts)).view(np.uint8), bitorder="little")
+        forbidden = {*np.flatnonzero(bits[: len(texts)] == 0).tolist(), *bad.completing(state).tolist()}
+        assert forbidden == {i for i, more in enumerate(texts) if any(word.encode() in text + more for word in words)}
+        token_id = data.draw(st.sampled_from(sorted({*range(len(texts))} - forbidden)))
+        state, text = bad.advance(state, token_id), text + texts[token_id]
+    assert bad.depend_on_output == any(len(word) > 1 for word in words)
 
 
-@pytest.fixture(scope="module")
-def builtin() -> PreTrainedTokenizerBase:
-    return load_tokenizer("builtin")
+@pytest.mark.parametrize("words", [["e"], ["the", " a"], ["ey of ro", "lo", "é€"], ["\n", " "]])
+def test_no_text_has_a_bad_word(words: list[str]) -> None:
+    """`["e"]` left every "e" that was part of a longer token, and a word that began in the token before."""
+    with LLM("builtin", kv_memory_bytes=16 << 20) as llm:
+        for temperature in (0.0, 1.5):
+            params = SamplingParams(max_tokens=60, temperature=temperature, seed=1, ignore_eos=True, bad_words=words)
+            free = SamplingParams(max_tokens=60, temperature=temperature, seed=1, ignore_eos=True)
+            prompts = ["The key of room", "Once upon a"]
+            for output in llm.generate(prompts, params):
+                assert not [word for word in words if word in output.text]
+            if words == ["e"]:
+                assert "e" in llm.generate(prompts, free)[0].text
 
 
-@pytest.fixture(scope="module")
-def sentences() -> Tokenizer:
-    """Like Llama 2's: every text begins with an implied space."""
-    merges = [("w", "o"), ("wo", "r"), ("wor", "d"), ("▁", "word")]
-    pieces = ["<unk>", "▁", "w", "o", "r", "d", "▁word", "word", "wo", "wor", "\n"]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Metaspace()
-    return tokenizer
+def test_a_word_of_a_sentencepiece_tokenizer() -> None:
+    """Spaces are part of tokens, and bytes are tokens."""
+    tokenizer = sentencepiece()
+    bad = BadWords([b" w", "é".encode()], TokenSearch(token_bytes(tokenizer).tokens))
+    for begin, end in (("▁", "w"), ("<0xC3>", "<0xA9>")):
+        first, second = tokenizer.convert_tokens_to_ids([begin, end])
+        assert second in bad.completing(bad.advance(0, first))
+        assert second not in bad.completing(0)
+    whole = tokenizer.convert_tokens_to_ids("▁w")
+    assert not bad.mask(len(tokenizer))[whole // 32] >> whole % 32 & 1
 
 
-@pytest.mark.parametrize("word", ["key", " key", "room", "417", "été"])
-def test_a_word_cannot_be_completed_wherever_it_stands(builtin: PreTrainedTokenizerBase, word: str) -> None:
-    encode = encoder(builtin.backend_tokenizer)
-    words = encode_bad_words([word], encode, len(builtin))
-    bare = word.strip()
-    for text in (bare, f" {bare}", f"\n{bare}", f"a {bare}", f"a\n{bare}"):
-        tokens = encode(text)
-        met = [token in words.single or token in words.completing(tokens[:i]) for i, token in enumerate(tokens)]
-        assert met == [False] * (len(tokens) - 1) + [True], text
+@pytest.mark.parametrize("name", ["byte_level", "wordpiece"])
+def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_is_refused(name: str) -> None:
+    with LLM("builtin", kv_memory_bytes=16 << 20) as llm:
+        model = dataclasses.replace(
+            llm.engine.model, tokenizer={"byte_level": byte_level, "wordpiece": wordpiece}[name]()
+        )
+    vocabulary, params = Vocabulary(model), SamplingParams(bad_words=["a"])
+    if name == "byte_level":
+        vocabulary.check_params(params)
+    else:
+        with pytest.raises(RequestError, match="bytes of their own"):
+            vocabulary.check_params(params)
 
 
-def test_a_word_inside_a_text_of_sentence_pieces(sentences: Tokenizer) -> None:
-    """Its tokens at the beginning of a text are those after a space, so a third way is needed to find the others."""
-    encode = encoder(sentences)
-    assert encode("word") == [6]
-    words = encode_bad_words(["word"], encode, 11)
-    assert set(words.single) == {6, 7}
-
-
-def test_tokens_that_the_model_never_chooses_are_left_out(sentences: Tokenizer) -> None:
-    words = encode_bad_words(["word"], encoder(sentences), 7)
-    assert set(words.single) == {6}
-
-
-def test_a_word_without_tokens_is_refused() -> None:
-    with pytest.raises(RequestError, match="'ghost'") as error:
-        encode_bad_words(["ghost"], lambda text: [], 10)
-    assert error.value.param == "bad_words"
-
-
-def test_white_space_is_a_word_too(builtin: PreTrainedTokenizerBase) -> None:
-    encode = encoder(builtin.backend_tokenizer)
-    assert encode_bad_words(["\n"], encode, len(builtin)).single == tuple(encode("\n"))
-
-
-SEQUENCES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=8)
-
-
-@settings(deadline=None)
-@given(SEQUENCES, st.lists(st.integers(0, 3), max_size=12))
-def test_completing_is_what_ends_with_a_sequence(sequences: list[list[int]], output: list[int]) -> None:
-    """Unless a shorter sequence ends there already."""
-    words = BadWords(sequences)
-    assert words.depend_on_output == any(
-        len(s) > 1 and not any(s[i:] in sequences for i in range(1, len(s))) for s in sequences
-    )
-    forbidden = {*words.single, *words.completing(output)}
-    for token in range(4):
-        after = [*output, token]
-        assert (token in forbidden) == any(after[-len(s) :] == s for s in sequences)
-
-
-def test_half_a_character_is_refused(builtin: PreTrainedTokenizerBase) -> None:
+def test_half_a_character_is_refused() -> None:
     """The tokenizer's TypeError became status 500."""
     with pytest.raises(RequestError, match="not valid Unicode at character 1") as raised:
-        encode_bad_words(["a\ud800"], encoder(builtin.backend_tokenizer), len(builtin))
+        encode_word("a\ud800")
     assert raised.value.param == "bad_words"

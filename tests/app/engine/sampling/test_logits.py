@@ -18,14 +18,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from app.engine.sampling.logits import BadWords, Edits, apply_edits, gather_edits
+from app.engine.sampling.bad_words import BadWords
+from app.engine.sampling.logits import Edits, apply_edits, gather_edits
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.penalties import counts_of, penalise
 from app.engine.sampling.sampler import sample
 from app.engine.sampling.settings import gather_settings
 from app.engine.sampling.state import SamplingState
 from app.engine.sampling.transfer import to_device
-from tests.app.engine.sampling.helpers import Allowed, chi_square_excess
+from tests.app.engine.sampling.helpers import Allowed, bad_words_of, chi_square_excess
 
 VOCAB_SIZE = 300
 EOS = frozenset({2, 5})
@@ -102,7 +103,7 @@ def test_bad_words(output: list[int]) -> None:
     sequences = [[3], [10, 11], [9, 10, 12], [10, 13], [9, 10, 11, 14], [4, 9]]
     logits = random_logits(1)
     expected = by_transformers(logits, output or [0], NoBadWordsLogitsProcessor(sequences))
-    changed = processed(logits, state([9, 10], output, BadWords(sequences)))
+    changed = processed(logits, state([9, 10], output, bad_words_of(sequences)))
     assert torch.equal(changed, expected)
 
 
@@ -159,7 +160,7 @@ def test_structures_allow_what_their_bits_say(vocab_size: int) -> None:
 
 def test_rows_do_not_mix() -> None:
     """Each of many different rows changes as it does alone."""
-    bad = BadWords([[3], [7, 8]])
+    bad = bad_words_of([[3], [7, 8]])
     states = [
         state([1, 2], [7], bad),
         state([1], []),

@@ -13,12 +13,11 @@ import torch
 
 from app.engine.delta import TokenLogprobs
 from app.engine.sampling import choice, logprobs, noise, sampler
-from app.engine.sampling.logits import BadWords
 from app.engine.sampling.logprobs import prompt_logprobs
 from app.engine.sampling.params import SamplingParams, Structure
 from app.engine.sampling.state import SamplingState
 from app.errors import RequestError
-from tests.app.engine.sampling.helpers import Allowed, chi_square_excess, exact_distribution
+from tests.app.engine.sampling.helpers import Allowed, bad_words_of, chi_square_excess, exact_distribution
 
 NUM_DRAWS = 4000
 
@@ -66,7 +65,7 @@ def state_with(features: tuple[str, ...], index: int, **more: object) -> Samplin
         SamplingParams(**params),  # type: ignore[arg-type]
         PROMPT,
         matcher=Allowed(range(0, 16, 3)) if "structure" in features else None,
-        bad_words=BadWords(WORDS) if "bad_words" in features else None,
+        bad_words=bad_words_of(WORDS) if "bad_words" in features else None,
         eos_token_ids=EOS,
     )
     if state.matcher is not None:
@@ -182,7 +181,7 @@ def test_tokens_sampled_ahead_equal_those_sampled_later() -> None:
         return SamplingState(
             SamplingParams(**params),  # type: ignore[arg-type]
             [1],
-            bad_words=BadWords([(4,), (0,)]),
+            bad_words=bad_words_of([(4,), (0,)]),
             eos_token_ids=frozenset({15}),
         )
 
@@ -206,7 +205,7 @@ def test_contradictory_parameters_are_distinguished_from_broken_logits() -> None
             SamplingParams(temperature=t, structure=Structure("choice", "[]"), bad_words=["x"], top_k=k),
             [1],
             matcher=Allowed([3, 4]),
-            bad_words=BadWords([(3,), (4,)]),
+            bad_words=bad_words_of([(3,), (4,)]),
         )
         for t, k in ((0.0, 0), (1.0, 5))
     ]

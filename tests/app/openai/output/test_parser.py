@@ -244,7 +244,7 @@ def test_a_forced_call_that_is_cut_is_the_begun_call(name: str) -> None:
     parser = parser_of(name, forced=True)
     parts = parse(parser, [text[: text.index("São") + 2]])
     assert (text_of(parts, "call"), parser.is_cut) == ("weather", True)
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated|Invalid"):
         json.loads(text_of(parts, "arguments"))
     whole = parser_of(name, forced=True)
     assert calls_of(parse(whole, [text])) == CALLS

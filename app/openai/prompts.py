@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from app.engine.text_prefix import conversation_prefix, text_prefix
 from app.errors import RequestError
+from app.openai.base import joined_text
 from app.openai.bodies import CompletionRequest, GenerationBody
 from app.openai.chat_body import ChatCompletionRequest, Message, TemplateFields
 from app.openai.conversations import ConversationTemplate, template_messages
 from app.openai.operation.bodies import PinRequest
-from app.openai.output.formats import tool_template
+from app.openai.output.formats import shows_tools
 from app.openai.text_encoder import TextBounds, TextEncoder
 from app.openai.token_bodies import TokenizeRequest
 from app.openai.tools.bodies import Tool
+from app.openai.tools.shown import with_tools_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,8 +164,9 @@ class PromptEncoder:
         if tools is not None:  # without `strict`, which has no effect here: templates show all fields
             described = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
             described = self._encoder.shielded(described, "tools")
-        if tools is not None or any(message.role == "tool" or message.tool_calls for message in messages):
-            tool_template(self._tokenizer)
+        has_calls = any(message.role == "tool" or message.tool_calls for message in messages)
+        if (tools is not None or has_calls) and not shows_tools(self._tokenizer):
+            shown, described = with_tools_as_text(shown, described), None
         variables = self._template_variables(options, messages)
         given = [name for name in ("chat_template_kwargs", "documents") if getattr(options, name) is not None]
         text = self.template.render(

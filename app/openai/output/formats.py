@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from app.errors import RequestError
 from app.openai.output.parser import HARMONY_LITERALS, ReasoningSyntax
 from app.openai.output.python_calls import PythonCalls
 from app.openai.output.syntaxes import NAME, JsonCalls, NamedJson, ToolSyntax
@@ -164,14 +163,15 @@ def output_format(tokenizer: PreTrainedTokenizerBase, tools: str = "auto", reaso
 
     Args:
         tools, reasoning: a name of `TOOL_SYNTAXES` and `REASONING_SYNTAXES`, `HARMONY`, "none", or "auto": by the chat
-            template.
+            template; calls of an unknown syntax are those of "hermes".
     """
     templates = tokenizer.chat_template
     template = "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
     is_harmony = HARMONY in (tools, reasoning) or ("auto" in (tools, reasoning) and _HARMONY_MARK in template)
     if tools == "auto":
         known = (name for name, (mark, _) in TOOL_SYNTAXES.items() if mark and mark in template)
-        tools = next(known, "none")
+        # Models that nothing is known of see the tools in the words of this syntax, and can be forced to it.
+        tools = next(known, "hermes" if template else "none")
     if reasoning == "auto":
         known = (name for name, one in REASONING_SYNTAXES.items() if one.begin in template or one.end in template)
         reasoning = next(known, "none")
@@ -184,12 +184,8 @@ def output_format(tokenizer: PreTrainedTokenizerBase, tools: str = "auto", reaso
     return OutputFormat(between, syntax, is_harmony, special, tools.startswith("mistral"))
 
 
-def tool_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template for conversations with tools. Raises `RequestError` if there is none that shows them."""
+def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template for conversations with tools, of which a model may have several, shows them."""
     if tokenizer.chat_template is None:
-        raise RequestError("this model has no chat template for tools; leave tools out", "tools")
-    # A model may have several, one of them for tools.
-    template: str = tokenizer.get_chat_template(tools=[{}])
-    if not re.search(r"\btools\b", template):
-        raise RequestError("this model's chat template does not use tools; leave tools out", "tools")
-    return template
+        return False
+    return re.search(r"\btools\b", tokenizer.get_chat_template(tools=[{}])) is not None

@@ -114,7 +114,7 @@ def test_min_tokens_by_position() -> None:
         assert not state.is_plain_greedy
         state.append(7)
     assert state.is_plain_greedy
-    assert not state.forbidden()
+    assert not len(state.forbidden())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.errors import RequestError
 from app.openai.chat_body import ChatCompletionRequest
+from app.openai.output.formats import TOOL_SYNTAXES, output_format
 from app.openai.prompts import PromptEncoder
 from app.openai.tools.bodies import FunctionCallDelta, ToolCallDelta, ToolChoice, Tools
 from app.openai.tools.choice import ChosenTools, chosen_tools
@@ -159,6 +160,23 @@ def test_invalid_calls_and_answers_are_refused(messages: list[dict[str, Any]], m
         prompt(model(TEMPLATE), messages=messages)
 
 
-def test_calls_need_a_template_with_tools() -> None:
-    with pytest.raises(RequestError, match="does not use tools"):
-        prompt(model("{{ messages }}"))
+NO_TOOLS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+
+
+def test_a_template_without_tools_gets_them_in_the_system_message() -> None:
+    """They were refused, and so was every conversation with a call."""
+    answered = [*CONVERSATION, {"role": "user", "content": "Thanks"}]
+    for messages, system in ((answered, "Be brief.\n\n# Tools"), (answered[1:], "# Tools")):
+        text = prompt(model(NO_TOOLS), messages=messages, tools=[tool.model_dump() for tool in TOOLS])
+        assert text.startswith(f"<|system|>{system}")
+        assert '<tools>\n{"type": "function", "function": {"name": "get_weather", ' in text
+        assert text.endswith(
+            '<|user|>Weather?<|assistant|><tool_call>\n{"name": "now", "arguments": {"a": "é"}}\n</tool_call>'
+            "<|user|><tool_response>\nnoon\n</tool_response>\nThanks<|assistant|>"
+        )
+    later = prompt(model(NO_TOOLS), tools=[tool.model_dump() for tool in TOOLS], tool_choice="none")
+    assert "# Tools" not in later
+    assert "<tool_response>" in later
+    assert output_format(model(NO_TOOLS)).tools is TOOL_SYNTAXES["hermes"][1]
+    assert output_format(model("{{ tools }}{{ messages }}")).tools is TOOL_SYNTAXES["hermes"][1]
+    assert output_format(model(NO_TOOLS), "none").tools is None

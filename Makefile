@@ -15,13 +15,13 @@ CLIENTS := .venv-clients
 CLIENT_TESTS := $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients --server-python $(BIN)/python \
   --record tests/clients/results.json
 
-.PHONY: serve test test-fast clients mutants check docs bench bench-full proto clean compiler
+.PHONY: serve test test-fast clients mutants check docs bench bench-full proto clean compiler kernels
 
-serve: $(VENV)/.base compiler
+serve: $(VENV)/.base kernels
 	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001 MODEL=Qwen/Qwen2.5-0.5B-Instruct ARGS='--kv-memory 2GiB': with options of folio serve; Ctrl-C stops it when requests under way have ended, a second one at once)"
 	@RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/folio serve $(MODEL) --config serve_config.yaml $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: $(VENV)/.dev $(VENV)/.oldest compiler
+test: $(VENV)/.dev $(VENV)/.oldest kernels
 	@echo "==> Running the tests"
 	$(PYTEST) $(WITHOUT_RAY)
 	@echo "==> Running the tests on Ray clusters, two at a time"
@@ -31,17 +31,17 @@ test: $(VENV)/.dev $(VENV)/.oldest compiler
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n auto --shard 0/3 \
 	  tests/app/engine/model/test_models.py tests/app/engine/model/test_fusion.py tests/app/engine/execution/test_recurrent.py
 
-test-fast: $(VENV)/.dev compiler
+test-fast: $(VENV)/.dev kernels
 	@echo "==> Running the tests that are fast and start no processes"
 	$(PYTEST) $(WITHOUT_RAY) -m "not slow and not processes"
 
-clients: $(VENV)/.dev $(CLIENTS)/.installed compiler
+clients: $(VENV)/.dev $(CLIENTS)/.installed kernels
 	@echo "==> Running other people's clients against a server (five minutes); then docs/clients.md has what worked"
 	$(CLIENT_TESTS) tests/clients
 	$(subst $(CLIENTS),$(VENV),$(CLIENT_TESTS)) tests/clients/test_openai.py
 	$(BIN)/python -m tools.clients
 
-mutants: $(VENV)/.dev compiler
+mutants: $(VENV)/.dev kernels
 	@echo "==> Changing the code at 300 places, one at a time, to see whether the tests notice (an hour on 2 cores)"
 	OMP_NUM_THREADS=1 nice -n 10 $(BIN)/python -m tests.mutation
 
@@ -52,11 +52,11 @@ check: $(VENV)/.dev
 	@echo "==> Types (mypy, strict)"
 	$(BIN)/mypy
 
-bench: $(VENV)/.bench compiler
+bench: $(VENV)/.bench kernels
 	@echo "==> Running the benchmarks, quick versions; then benchmarks/results/quick/cpu/report.md has all figures"
 	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m benchmarks.all
 
-bench-full: $(VENV)/.bench compiler
+bench-full: $(VENV)/.bench kernels
 	@echo "==> Running the whole benchmarks: hours, on a machine that does nothing else (make bench-full RIVALS=1: installs vLLM and OpenVINO beside it first)"
 	$(if $(RIVALS),$(BIN)/python -m benchmarks.rival_servers --install)
 	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m benchmarks.all --full
@@ -81,6 +81,10 @@ compiler:
 	  echo "==> No C++ compiler found; installing g++ for the CPU attention kernel"; \
 	  apt-get update -qq && apt-get install -y -qq g++ || \
 	  echo "==> Could not install g++ (not root?): attention falls back to torch, several times slower"; }
+
+kernels: $(VENV)/.base compiler
+	@echo "==> Compiling the C++ kernels for this processor, unless they are there (a minute)"
+	@$(BIN)/python -m kernels.cpu || echo "==> Without them torch computes, several times slower"
 
 $(VENV)/.python:
 	@echo "==> Creating $(VENV)"

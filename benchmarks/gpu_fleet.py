@@ -23,7 +23,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -349,21 +348,15 @@ class Features:
                 raise RuntimeError(f"nothing was preempted by {way}: {counts}")
 
 
-CPU_KERNELS = ("attention", "layer", "linear", "sampling", "elementwise", "rotary", "copy", "row_max")
 FEATURES = ("plain", "preemption", "adapter", "draft_model", "embeddings", "fp8_cache", "int8_weights")
 
 
-def compile_cpu_kernels() -> None:
-    """Compile side by side what a CPU engine, on a machine that never had one, compiles one after the other."""
-    from kernels import KernelError
-    from kernels.cpu.build import load_library
-
-    with ThreadPoolExecutor(len(CPU_KERNELS)) as pool, suppress(KernelError):  # without a compiler, torch computes
-        list(pool.map(load_library, CPU_KERNELS))
-
-
 def measure_features(parts: Parts, folder: Path, fake: bool) -> None:
-    compile_cpu_kernels()
+    from kernels import KernelError
+    from kernels.cpu.build import compile_all
+
+    with suppress(KernelError):  # without a compiler, torch computes
+        compile_all()
     features = Features(folder, "cpu" if fake else "cuda")
     for name in FEATURES:
         start = time.monotonic()

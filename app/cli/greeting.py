@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +23,13 @@ def base_url(config: ServeDeploySchema) -> str:
     return f"{'https' if http.ssl_certfile else 'http'}://{from_here(http.host)}:{http.port}"
 
 
-def greeting(config: ServeDeploySchema, *, ray_dashboard: bool = False) -> str:
-    """What to do now, with commands that work in another terminal of the same directory. `ray_dashboard`: it runs."""
+def greeting(config: ServeDeploySchema, ray_address: str, *, ray_dashboard: bool = False) -> str:
+    """What to do now, with commands that work in any other terminal.
+
+    Args:
+        ray_address: of the cluster.
+        ray_dashboard: it runs.
+    """
     folio = _command("folio")
     paragraphs = [f"\n==> Folio is ready at {base_url(config)}. Ctrl-C stops it. Try, in another terminal:"]
     has_toy = False
@@ -38,10 +42,13 @@ def greeting(config: ServeDeploySchema, *, ray_dashboard: bool = False) -> str:
     if has_toy:
         paragraphs.append(
             "The built-in model is a toy of 3 million parameters. To serve a real model:\n"
-            f"{folio} serve Qwen/Qwen2.5-0.5B-Instruct    (or: make serve MODEL=Qwen/Qwen2.5-0.5B-Instruct)"
+            f"{folio} serve Qwen/Qwen2.5-0.5B-Instruct"
         )
-    if ray_dashboard and os.environ.get("RAY_AUTH_MODE") == "token":  # set by Ray 2.60 for a cluster that it starts
-        paragraphs.append(f"Ray's own commands need a variable: RAY_AUTH_MODE=token {_command('serve')} status")
+    # The mode is set by Ray 2.60 for a cluster that it starts.
+    variables = f"RAY_ADDRESS={ray_address}" + " RAY_AUTH_MODE=token" * (os.environ.get("RAY_AUTH_MODE") == "token")
+    paragraphs.append(f"Other Ray apps join with: {variables} python app.py")
+    if ray_dashboard:
+        paragraphs.append(f"Ray's own commands: {variables} {_command('serve')} status")
     return "\n\n".join(paragraphs) + "\n"
 
 
@@ -58,9 +65,6 @@ def _curl(url: str, args: AppArgs) -> str:
 
 
 def _command(name: str) -> str:
-    """How to call a command installed beside this Python: by its name where that finds it, else by its path, relative
-    to the working directory if inside it."""
+    """How to call a command installed beside this Python from any folder and environment."""
     path = Path(sys.executable).parent / name
-    if shutil.which(name) == str(path):
-        return name
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    return shlex.quote(str(path)) if path.exists() else f"{shlex.quote(sys.executable)} -m app.cli"

@@ -35,8 +35,18 @@ from app.cli.address import reserve_address
 from app.cli.env import prepared_environment
 from app.cli.gpus import fit_replicas, gpus_of_nodes, unseen_gpus
 from app.cli.greeting import base_url, greeting
-from app.compat.ray import ServeInstance, by_value, own_search_path, raylet_has_ended
+from app.cli.start_log import StartLog
+from app.compat.ray import (
+    ServeInstance,
+    by_value,
+    cluster_address,
+    filter_worker_lines,
+    own_search_path,
+    raylet_has_ended,
+)
 from app.errors import UnavailableError
+from kernels import KernelError
+from kernels.cpu.build import compile_all, missing_libraries
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +114,7 @@ def run(
     is_local: bool,
     ray_dashboard: bool = False,
     is_default_scale: bool = False,
+    start_log: StartLog | None = None,
 ) -> int:
     """Serve a configuration's applications until a signal; returns the exit status.
 
@@ -111,6 +122,7 @@ def run(
         is_local: start a cluster, instead of connecting to that of RAY_ADDRESS.
         ray_dashboard: of a cluster that is started. Its ten processes delay all others by their imports.
         is_default_scale: nobody has chosen the number of replicas; it follows the GPUs, if there are any.
+        start_log: of the command.
 
     Raises:
         ConfigError: the address is in use, or the machine has too few GPUs.
@@ -120,23 +132,45 @@ def run(
     # In a cluster that runs already, the port is its own.
     reserved = reserve_address(http.host, http.port) if is_local else None
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    log = start_log or StartLog()
+    log.lap("packages are imported")
+    if is_local:
+        compile_kernels(log)
     with prepared_environment(has_tls=bool(http.ssl_certfile)) if is_local else nullcontext():
         try:
-            join_ray(is_local=is_local, dashboard=ray_dashboard, num_gpus=unseen_gpus() if is_local else None)
+            gpus_of_ray = unseen_gpus() if is_local else None
+            join_ray(is_local=is_local, dashboard=ray_dashboard, num_gpus=gpus_of_ray, log_level=log.ray_level)
+            filter_worker_lines(log.visible)
+            log.lap("Ray runs")
             gpus = gpus_of_nodes(ray.nodes())
             fit_replicas(config, gpus, is_default=is_default_scale, is_local=is_local)
-            return serve_until_signal(config, Signals(grace_s + _LONGEST_END_S), grace_s, ray_dashboard=ray_dashboard)
+            signals = Signals(grace_s + _LONGEST_END_S)
+            return serve_until_signal(config, signals, grace_s, ray_dashboard=ray_dashboard, log=log)
         finally:
             ray.shutdown()
             if reserved is not None:
                 reserved.close()
 
 
-def join_ray(*, is_local: bool, dashboard: bool = False, num_gpus: int | None = None) -> None:
+def compile_kernels(log: StartLog) -> None:
+    """Compile the C++ kernels that this processor lacks: in a replica nobody sees why its start takes a minute more."""
+    try:
+        if missing := missing_libraries():
+            log.say(f"compiling {len(missing)} C++ kernels for this processor, once; this takes a minute")
+            compile_all()
+            log.lap("C++ kernels are compiled")
+    except KernelError as error:
+        logger.warning("the C++ kernels cannot be compiled, so torch computes, several times slower: %s", error)
+
+
+def join_ray(
+    *, is_local: bool, dashboard: bool = False, num_gpus: int | None = None, log_level: int = logging.INFO
+) -> None:
     """Start a cluster, or connect to that of RAY_ADDRESS. Raises `UnavailableError` if Ray does not answer in time.
 
     Args:
         num_gpus: of a cluster that is started; `None`: Ray counts them.
+        log_level: of Ray's lines of this process.
     """
     try:
         _start_ray(
@@ -144,6 +178,7 @@ def join_ray(*, is_local: bool, dashboard: bool = False, num_gpus: int | None = 
             job_config=own_search_path() if is_local else JobConfig(),
             include_dashboard=dashboard if is_local else None,
             num_gpus=num_gpus,
+            logging_level=log_level,
         )
     except Exception as error:  # for a node that is slow to start, Ray raises no more special one
         logger.debug("ray.init", exc_info=True)
@@ -187,20 +222,23 @@ def _children() -> set[int]:
 
 
 def serve_until_signal(
-    config: ServeDeploySchema, signals: Signals, grace_s: float, *, ray_dashboard: bool = False
+    config: ServeDeploySchema, signals: Signals, grace_s: float, *, ray_dashboard: bool = False, log: StartLog
 ) -> int:
     """Serve the applications of a configuration until a signal comes; returns the exit status."""
     names = [application.name for application in config.applications]
     instance = ServeInstance(config)
     status, has_ended = 1, True
+    log.lap("Serve runs")
     try:
         instance.deploy(config)
         status = wait_until_running(names, signals)
         if status:
+            log.fail()
             return status
         wait_until_routed(base_url(config), signals)
+        log.end()
         if not signals.came:
-            print(greeting(config, ray_dashboard=ray_dashboard), flush=True)
+            print(greeting(config, cluster_address(), ray_dashboard=ray_dashboard), flush=True)
         ingresses = folio_ingresses()
         watch(signals)
         has_ended = drain_ingresses(grace_s, ingresses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -118,6 +119,7 @@ def serve(
     ray_dashboard: Annotated[
         bool, typer.Option("--ray-dashboard", help="Start Ray's dashboard, too, which `serve status` needs.")
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show all lines of Ray, Serve and HAProxy.")] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration; start nothing.")
     ] = False,
@@ -126,6 +128,7 @@ def serve(
 
     Without --config, the options are put over the packaged defaults.
     """
+    begun_at = time.monotonic()
     from app.cli.env import stay_on_this_machine
     from app.cli.search_path import add_working_directory
 
@@ -164,6 +167,7 @@ def serve(
         print(yaml.safe_dump(settings.value, sort_keys=False, allow_unicode=True), end="")
         return 0
     from app.cli.lifetime import run  # not before: Ray takes seconds
+    from app.cli.start_log import StartLog
 
     return run(
         checked,
@@ -171,4 +175,5 @@ def serve(
         is_local=is_local,
         ray_dashboard=ray_dashboard,
         is_default_scale=config is None and replicas is None,
+        start_log=StartLog(verbose=verbose, begun_at=begun_at),
     )

@@ -6,6 +6,7 @@ Seen to work with `VERSION`. `tests/app/compat/test_ray.py` fails first when Ray
   for configurations needs the dashboard.
 - `JobConfig(_client_job=, _py_driver_sys_path=)`: otherwise Ray's workers look for modules in the working directory
   first, where a user's folder `app` would hide ours.
+- `global_worker_stdstream_dispatcher`, `print_to_stdstream`: a driver prints all lines of its workers, or none.
 - `ServeControllerClient._controller`, `_shutdown`: `serve.shutdown` has no timeout, and logs "infinite retries" when
   the controller ends before it answers.
 - `DeploymentBroadcastResponse._fetch_replica_results_async`: `results_async` has one timeout for all replicas, and
@@ -29,7 +30,7 @@ import asyncio
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -61,6 +62,20 @@ def cluster_address() -> str:
     others reach the machine, where a cluster of its own does not listen; this spelling they keep."""
     host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
     return f"{'LOCALHOST' if host == '127.0.0.1' else host}:{port}"
+
+
+def filter_worker_lines(visible: Callable[[str, Sequence[str]], list[str]]) -> None:
+    """Have Ray print those lines of the workers' output that `visible(actor, lines)` returns. After `ray.init`."""
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher
+    from ray._private.worker import print_to_stdstream
+
+    def show(data: dict[str, Any]) -> None:
+        if lines := visible(data.get("actor_name") or data.get("task_name") or str(data["pid"]), data["lines"]):
+            print_to_stdstream(data | {"lines": lines}, ignore_prefix=False)
+
+    name = "ray_print_logs"  # Ray removes it at its end
+    global_worker_stdstream_dispatcher.remove_handler(name)
+    global_worker_stdstream_dispatcher.add_handler(name, show)
 
 
 class ServeInstance:

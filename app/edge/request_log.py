@@ -16,8 +16,10 @@ from app.request_context import RequestContext
 logger = logging.getLogger(__name__)
 
 _MAX_PATH_CHARS = 200
-# Endpoint pickers ask for it many times a second: a line for each failure only.
-_FREQUENT_PATH = "/metrics/load"
+# Endpoint pickers and probes ask many times a second: a line for each failure only. That a server is not ready is
+# none; changes of that are logged where they are noted.
+_FREQUENT_PATHS = ("/metrics/load", "/ready", "/health", "/ping")
+_NOT_READY = 503
 
 
 def log_request(scope: Scope, context: RequestContext, is_complete: bool) -> None:
@@ -25,7 +27,7 @@ def log_request(scope: Scope, context: RequestContext, is_complete: bool) -> Non
     if not logger.isEnabledFor(logging.INFO):
         return
     failed = context.error_code is not None or context.status is None or context.status >= 400
-    if not failed and scope["path"].endswith(_FREQUENT_PATH):
+    if scope["path"].endswith(_FREQUENT_PATHS) and (not failed or context.status == _NOT_READY):
         return
     first: dict[str, str | int] = {
         "method": scope["method"] if scope["method"].isalpha() else "?",

@@ -92,14 +92,16 @@ class WarmedPrefixes:
 
 def get_ready(engine: Engine, prefixes_of_others: PeerPrefixes | None) -> None:
     """Warm up, and compute the prefixes of peer engines, as the settings ask."""
-    config = engine.config
+    config, times = engine.config, engine.start_times
+    logger.info("model %s is loaded (%.1f s)", config.model, times.ready_s)
     if config.warm_up:
         warm_up(engine)
+        logger.info("model %s is warmed up (%.1f s)", config.model, times.warm_up_s)
     if prefixes_of_others is not None and config.prefix_cache and config.restore_prefixes_s:
         reports = prefixes_of_others(prefix_fingerprint(config, engine.model))
         if any(reports):
             logger.info("%s", warm_prefixes(engine, reports, config.restore_prefixes_s))
-        engine.start_times.lap("prefixes_s")
+        times.lap("prefixes_s")
 
 
 def warm_up(engine: Engine) -> None:

@@ -248,7 +248,9 @@ def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         status, answer = errors.error_response(error)
-        if status == 503:  # expected while replicas are replaced, for many requests at once
+        if status == 503 and request.url.path.endswith("/ready"):
+            pass  # its changes are logged
+        elif status == 503:  # expected while replicas are replaced, for many requests at once
             logger.warning("%s %s: %s", request.method, request.url.path, answer.error.message)
         elif status >= 500:
             logger.error("request %s failed: %s %s", request_id(), request.method, request.url.path, exc_info=error)

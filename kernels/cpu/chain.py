@@ -21,7 +21,7 @@ class CpuChain:
     """
 
     def __init__(self) -> None:
-        self._hash = ctypes.PyDLL(load_library("chain", openmp=False)._name).folio_hash_chain
+        self._hash = ctypes.PyDLL(load_library("chain")._name).folio_hash_chain
         self._hash.argtypes = [ctypes.py_object, *[_INT64] * 2, *[_POINTER] * 2, _INT64]
         self._hash.restype = _INT64
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Protocol
 
 from fastapi import Body, FastAPI, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
-from app.errors import UnknownModelError, UnknownPinError
+from app.errors import UnavailableError, UnknownModelError, UnknownPinError
 from app.openai import description as examples
 from app.openai.operation.bodies import (
     AddModelRequest,
@@ -30,6 +31,8 @@ from app.openai.operation.replies import (
 from app.request_context import current_context
 from app.version import VERSION
 from vmem import MemoryReport
+
+logger = logging.getLogger(__name__)
 
 _PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
 
@@ -117,7 +120,25 @@ def _add_adapters(api: FastAPI, service: OperationService) -> None:
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
 
+class _Readiness:
+    """Logs changes of the answer of `/ready`: probes ask for it more than once a second."""
+
+    def __init__(self) -> None:
+        self._has_been_ready = False
+        self._reason: str | None = None
+
+    def note(self, reason: str | None) -> None:
+        """An answer: ready, or the reason why not."""
+        if reason != self._reason:
+            level = logging.WARNING if reason is not None and self._has_been_ready else logging.INFO
+            logger.log(level, "%s", "ready" if reason is None else f"not ready: {reason}")
+        self._reason = reason
+        self._has_been_ready |= reason is None
+
+
 def _add_health(api: FastAPI, service: OperationService) -> None:
+    readiness = _Readiness()
+
     @api.head("/health", include_in_schema=False)
     @api.get("/health", response_class=Response, tags=["operation"])
     async def health() -> Response:
@@ -141,7 +162,12 @@ def _add_health(api: FastAPI, service: OperationService) -> None:
     @api.get("/ready", response_class=Response, tags=["operation"])
     async def ready() -> Response:
         """Whether requests are accepted: an engine replica answers, and the server is not draining."""
-        await service.ready()
+        try:
+            await service.ready()
+        except UnavailableError as error:
+            readiness.note(str(error))
+            raise
+        readiness.note(None)
         return Response(status_code=200)
 
 

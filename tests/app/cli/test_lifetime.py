@@ -23,6 +23,7 @@ from ray.serve.schema import ApplicationStatus
 from app.checks import load_config
 from app.cli import lifetime
 from app.cli.greeting import greeting
+from app.cli.start_log import StartLog
 from app.errors import UnavailableError
 
 ROOT = Path(__file__).parents[3]
@@ -88,13 +89,18 @@ def test_the_greeting(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str
     """Regression: `serve status` ended in a traceback of Ray's token authentication, and nothing said why."""
     loaded = load_config(Path(config({}, host="0.0.0.0", port=8123)))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    assert "RAY_AUTH_MODE" not in greeting(loaded)  # `serve status` asks Ray's dashboard
-    shown = greeting(loaded, ray_dashboard=True)
+    monkeypatch.chdir("/")
+    folio = Path(sys.executable).parent / "folio"
+    monkeypatch.setattr(Path, "exists", lambda path: path == folio or path.name == "serve")
+    address = "127.0.0.1:6379"
+    assert "serve status" not in greeting(loaded, address)  # it asks Ray's dashboard
+    shown = greeting(loaded, address, ray_dashboard=True)
     url = "http://127.0.0.1:8123"
     for part in (
         f"curl {url}/v1/chat/completions",
         '"model": "builtin"',
-        f"folio chat --url {url}\n",
+        f"\n{folio} chat --url {url}\n",  # regression: only in an activated environment, or in the same folder
+        f"Other Ray apps join with: RAY_ADDRESS={address} RAY_AUTH_MODE=token python app.py",
         f"Dashboard: {url}/dashboard\n",
         "a toy of 3 million parameters",
         "RAY_AUTH_MODE=token",
@@ -103,7 +109,7 @@ def test_the_greeting(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str
     loaded.applications[0].args["engine"]["model"] = "owner/model"
     loaded.applications[0].args["http"] = {"api_keys": {"env": "KEYS"}}
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    shown = greeting(loaded, ray_dashboard=True)
+    shown = greeting(loaded, address, ray_dashboard=True)
     assert "Authorization: Bearer" in shown
     for part in ("RAY_AUTH_MODE", "a toy"):
         assert part not in shown
@@ -122,7 +128,8 @@ def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..
     monkeypatch.setattr(lifetime, "drain_ingresses", lambda grace_s, ingresses: has_ended)
     monkeypatch.setattr(lifetime, "end_within", lambda seconds, status: done.append((seconds, status)))
     signals: Any = SimpleNamespace(came=True, wait=lambda timeout_s: True)
-    assert lifetime.serve_until_signal(load_config(Path(config({}))), signals, 60.0) == 0
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
+    assert lifetime.serve_until_signal(load_config(Path(config({}))), signals, 60.0, log=StartLog()) == 0
     (seconds, status), timeout_s = done
     assert seconds + lifetime._ANSWER_S <= 10
     assert status == 0

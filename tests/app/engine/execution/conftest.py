@@ -18,6 +18,6 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise KernelError("no C++ compiler")
 
     build.load_library.cache_clear()
-    monkeypatch.setattr(build, "_build", refuse)
+    monkeypatch.setattr(build, "_library", refuse)
     yield
     build.load_library.cache_clear()

@@ -1,0 +1,5 @@
+"""`python -m kernels.cpu`: compile the libraries that this machine lacks."""
+
+from kernels.cpu.build import compile_all
+
+compile_all()

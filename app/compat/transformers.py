@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 def uses_attention_interface(model: PreTrainedModel | type[PreTrainedModel]) -> bool:
@@ -23,8 +26,9 @@ def uses_attention_interface(model: PreTrainedModel | type[PreTrainedModel]) -> 
 
 
 @contextmanager
-def weights_copied() -> Iterator[None]:
-    """Let `from_pretrained` copy weights out of their files. In one thread at a time.
+def weights_copied(most_bytes: int) -> Iterator[None]:
+    """Let `from_pretrained` copy weights out of their files, as far as these have at most so many bytes. In one thread
+    at a time.
 
     transformers maps the files, and on a CPU tensors go on reading them: if such a file is overwritten in place later,
     the model changes, and if it is truncated, the process ends (SIGBUS). Its option `disable_mmap` needs memory for a
@@ -34,10 +38,17 @@ def weights_copied() -> Iterator[None]:
     module: Any = importlib.import_module("transformers.modeling_utils")
     safe_open, is_zipfile = module.safe_open, module.is_zipfile
 
-    def copying(path: str, **options: Any) -> Any:
-        return safe_open(path, **options | {"backend": "pread"})
+    def takes(path: str) -> bool:
+        nonlocal most_bytes
+        most_bytes -= os.stat(path).st_size
+        if most_bytes < 0:
+            logger.info("%s stays mapped, as memory is short: do not overwrite it while its model is served", path)
+        return most_bytes >= 0
 
-    module.safe_open, module.is_zipfile = copying, lambda _: False
+    def open_file(path: str, **options: Any) -> Any:
+        return safe_open(path, **options | ({"backend": "pread"} if takes(path) else {}))
+
+    module.safe_open, module.is_zipfile = open_file, lambda path: is_zipfile(path) and not takes(path)
     try:
         yield
     finally:

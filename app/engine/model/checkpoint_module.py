@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from app.builtin import resolve_model
 from app.compat.transformers import uses_attention_interface, weights_copied
 from app.config.engine import ResolvedConfig
+from app.config.machine import Machine
 from app.engine.execution import attention, recurrent
 from app.engine.model.fused_layer import fuse_layers
 from app.engine.model.fusion import fuse_attention, fuse_modules
@@ -34,6 +35,8 @@ from kernels import KernelError, select_elementwise, select_product
 logger = logging.getLogger(__name__)
 
 _DUMMY_SEED = 0
+# Weights are copied up to this part of the memory that is available; quantised or packed ones need memory beside them.
+_COPIED = 2
 # Exceptions from reading damaged weight files.
 _DAMAGED = (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError)
 _load_turn = LoadTurn()
@@ -122,7 +125,7 @@ def _load_module(
                 module = random_model(hf_config, device, **settings)
             elif comm is None:
                 options = {"config": hf_config, "output_loading_info": True}
-                with weights_copied():
+                with weights_copied(Machine.detect().available_bytes // _COPIED):
                     module, loading = AutoModelForCausalLM.from_pretrained(folder, **options, **settings)  # type: ignore[misc]
             else:
                 module, loading, plan = load_share(folder, hf_config, comm, **settings)

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, modeling_utils
 
 from app.config.engine import EngineConfig
+from app.config.machine import Machine
 from app.engine import LLM, SamplingParams
 from app.engine.model.checkpoint_module import random_model
 from app.engine.model.loader import load_model
@@ -113,6 +115,19 @@ def test_a_loaded_model_does_not_read_its_checkpoint_any_more(
     for path in folder.iterdir():
         os.truncate(path, 100)
     assert torch.equal(model.module.get_input_embeddings().weight, expected)
+
+
+def test_files_stay_mapped_where_memory_is_short(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy might end the process, too: weights of 14 GB that are quantised to 7 GB load on a machine with 12 GB."""
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    machine = replace(Machine.detect(), available_bytes=1000)
+    monkeypatch.setattr(Machine, "detect", lambda: machine)
+    with caplog.at_level(logging.INFO):
+        model = load_model(EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu"))
+    assert "model.safetensors stays mapped, as memory is short" in caplog.text
+    assert torch.isfinite(model.module.get_input_embeddings().weight).all()
 
 
 def test_a_checkpoint_that_is_truncated_while_it_is_read(

@@ -16,6 +16,7 @@ from app.errors import (
     UnknownModelError,
     UnknownPinError,
     UnknownRequestError,
+    UnknownResponseError,
 )
 from app.openai.base import joined_text
 from app.openai.bodies import CompletionRequest, ForkRequest
@@ -111,6 +112,15 @@ class FakeService:
     ) -> AsyncIterator[StreamEvent]:
         yield ArgumentsDeltaEvent(item_id="i", output_index=0, delta="{", sequence_number=4)
         raise ZeroDivisionError("secret detail")
+
+    async def response(self, response_id: str) -> ResponseObject:
+        raise UnknownResponseError("no such response", "response_id")
+
+    async def response_input(self, response_id: str) -> list[dict[str, Any]]:
+        return [{"id": "msg_1", "type": "message"}]
+
+    async def delete_response(self, response_id: str) -> None:
+        return None
 
     async def fork(self, request: ForkRequest) -> Completion:
         self._fail(request.model)

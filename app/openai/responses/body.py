@@ -143,7 +143,7 @@ class ResponsesRequest(GenerationBody, TemplateFields):
                 found.append(f"input[].{item.type}")
             elif isinstance(item, ItemReference):
                 found.append("input[].item_reference")
-            elif isinstance(item, InputMessage) and not isinstance(item.content, str):
+            elif isinstance(item, InputMessage) and isinstance(item.content, list):
                 others = (part for part in item.content if isinstance(part, OtherPart))
                 found += [f"input[].content[].{part.type}" for part in others]
         known = (_LOGPROBS, "reasoning.encrypted_content")
@@ -153,12 +153,22 @@ class ResponsesRequest(GenerationBody, TemplateFields):
         return list(dict.fromkeys(found))
 
     def as_chat(self) -> ChatCompletionRequest:
-        """The chat completion with the same output. Raises `RequestError` without a conversation."""
+        """The chat completion with the same output.
+
+        Raises:
+            RequestError: there is no conversation, or there are too many messages or tools.
+        """
         messages = messages_of(self.instructions, self.items)
         if not messages:
             raise RequestError("input is empty; it needs an item, or send instructions", "input")
-        shared = {name: getattr(self, name) for name in _SHARED}
         shown = self.shown_tools
+        for param, what, number, most in (
+            ("input", "messages", len(messages), MAX_MESSAGES),
+            ("tools", "tools in all namespaces", len(shown.tools), MAX_TOOLS),
+        ):
+            if number > most:
+                raise RequestError(f"there are {number} {what}; at most {most} are allowed", param)
+        shared = {name: getattr(self, name) for name in _SHARED}
         return ChatCompletionRequest(
             **shared,
             messages=messages,

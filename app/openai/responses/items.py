@@ -90,10 +90,13 @@ class InputMessage(StrictBody):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[Text, Tag("text")] | Annotated[ListOf[Part], at_most(MAX_PARTS, "parts"), Tag("parts")],
-        text_or("parts"),
-    ]
+    content: (
+        Annotated[
+            Annotated[Text, Tag("text")] | Annotated[ListOf[Part], at_most(MAX_PARTS, "parts"), Tag("parts")],
+            text_or("parts"),
+        ]
+        | None
+    ) = None
     id: Text | None = None
     status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -101,8 +104,8 @@ class InputMessage(StrictBody):
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         return "".join(part.text for part in self.content if not isinstance(part, OtherPart))
 
 

@@ -1,10 +1,11 @@
 """Store of responses in a folder, for the routes of every ingress.
 
-    OWNER/KEY.json      a response with the conversation before it
+    OWNER/KEY.json      a response
+    OWNER/KEY.input     the conversation before it; it exists if the response does
 
 An owner's name is a hash, and a key is the hash of the response's id (`document_key`), which is part of the ids of its
-items. A document is written as a whole and never changed, so that ingresses need no locks. A store that is full loses
-the oldest documents of the owner with the most bytes.
+items. Files are written as a whole and never changed, so that ingresses need no locks. A store that is full loses the
+oldest responses of the owner with the most bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,7 +29,7 @@ from pydantic import BaseModel
 
 from app.config.http import ResponseSettings
 from app.errors import ConfigError, UnknownResponseError
-from app.openai.batches.documents import read_document, write_document
+from app.openai.batches.documents import Model, read_document, write_document
 from app.openai.batches.store import owner_folder
 from app.openai.responses.answers import document_key
 from app.openai.responses.replies import ResponseObject
@@ -36,20 +38,27 @@ logger = logging.getLogger(__name__)
 
 # The folder is read for old documents when so many seconds have passed, or so large a part of the store was written.
 _SWEEP_S, _SWEEP_PART = 60.0, 64
-_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]+")
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(i?)[0-9]+")
+
+_INPUT = ".input"
+
+Items = list[dict[str, Any]]
 
 
-class StoredResponse(BaseModel):
-    """A response on disk, and the items of its conversation before it, each with an id."""
+class StoredInput(BaseModel):
+    """The items before a response, each with an id."""
 
-    input: list[dict[str, Any]]
-    response: ResponseObject
+    items: Items
 
-    @property
-    def conversation(self) -> list[dict[str, Any]]:
-        """All items, as a next request has them."""
-        output = self.response.model_dump(mode="json", include={"output"}, exclude_none=True)["output"]
-        return [*self.input, *output]
+
+@dataclass(slots=True)
+class _Document:
+    """The files of a response."""
+
+    owner: str
+    written_at: float = 0.0
+    num_bytes: int = 0
+    paths: list[Path] = field(default_factory=list)
 
 
 class ResponseStore:
@@ -79,13 +88,15 @@ class ResponseStore:
                 "folder of the server's user"
             ) from error
 
-    def add(self, owner: str, stored: StoredResponse) -> bool:
-        """Keep a response; returns whether there is room for one of this size. Raises `OSError`."""
-        path = self._path(owner, document_key(stored.response.id))
+    def add(self, owner: str, response: ResponseObject, given: Items) -> bool:
+        """Keep a response and the items before it; returns whether there is room for them. Raises `OSError`."""
+        path = self._path(owner, document_key(response.id))
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_document(path, stored, durable=False)
-        if (size := path.stat().st_size) > self._settings.max_bytes:
-            path.unlink()
+        before = path.with_suffix(_INPUT)
+        write_document(before, StoredInput(items=given), durable=False)
+        write_document(path, response, durable=False)
+        if (size := before.stat().st_size + path.stat().st_size) > self._settings.max_bytes:
+            _unlink([path, before])
             return False
         with self._lock:
             self._num_unswept_bytes += size
@@ -95,62 +106,92 @@ class ResponseStore:
             self.delete_old()
         return True
 
-    def response(self, owner: str, response_id: str) -> StoredResponse:
+    def response(self, owner: str, response_id: str) -> ResponseObject:
         """Raises `UnknownResponseError`."""
-        found = self._read(owner, document_key(response_id))
-        if found is None:
-            raise UnknownResponseError(
-                f"there is no stored response {response_id!r}: it was not stored, was deleted, or is older than "
-                f"{self._settings.keep_s:g} s (http.responses.keep_s)",
-                "response_id",
-            )
-        return found
+        return _found(self._read(owner, document_key(response_id), ".json", ResponseObject), response_id)
+
+    def input_of(self, owner: str, response_id: str) -> Items:
+        """The items before a response. Raises `UnknownResponseError`."""
+        return _found(self._read(owner, document_key(response_id), _INPUT, StoredInput), response_id).items
+
+    def conversation(self, owner: str, response_id: str) -> Items:
+        """The items before a response and its own, as a next request has them. Raises `UnknownResponseError`."""
+        return [*self.input_of(owner, response_id), *_output_of(self.response(owner, response_id))]
 
     def delete(self, owner: str, response_id: str) -> None:
         """Raises `UnknownResponseError`."""
         self.response(owner, response_id)
-        self._path(owner, document_key(response_id)).unlink(missing_ok=True)
+        path = self._path(owner, document_key(response_id))
+        _unlink([path, path.with_suffix(_INPUT)])
 
     def items(self, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Stored items by their ids; those that are not stored are left out."""
         found: dict[str, dict[str, Any]] = {}
-        for key in {match[1] for item_id in ids if (match := _ITEM_ID.fullmatch(item_id))}:
-            stored = self._read(owner, key)
-            for item in stored.conversation if stored is not None else ():
-                found.setdefault(item["id"], item)
+        for key, is_input in {match.groups() for item_id in ids if (match := _ITEM_ID.fullmatch(item_id))}:
+            if not is_input:
+                response = self._read(owner, key, ".json", ResponseObject)
+                items = [] if response is None else _output_of(response)
+            else:
+                before = self._read(owner, key, _INPUT, StoredInput)
+                items = [] if before is None else before.items
+            found |= {item["id"]: item for item in items}
         return {item_id: found[item_id] for item_id in ids if item_id in found}
 
     def delete_old(self) -> None:
-        """Delete documents that are too old, and the oldest ones of the largest owners until the others have room."""
+        """Delete responses that are too old, and the oldest ones of the largest owners until the others have room."""
         with self._lock:
             self._swept_at, self._num_unswept_bytes = self._clock(), 0
         born_after = self._clock() - self._settings.keep_s
-        documents: defaultdict[str, list[tuple[float, int, Path]]] = defaultdict(list)
+        kept: dict[Path, _Document] = {}  # by the path without suffix
         for path in self._root.glob("*/*"):
-            with suppress(FileNotFoundError):  # documents come and go
+            with suppress(FileNotFoundError):  # files come and go
                 about = path.stat()
-                if about.st_mtime <= born_after:
-                    path.unlink()
-                else:
-                    documents[path.parent.name].append((about.st_mtime, about.st_size, path))
-        sizes = {owner: sum(size for _, size, _ in found) for owner, found in documents.items()}
-        for found in documents.values():
-            found.sort(reverse=True)
+                document = kept.setdefault(path.with_suffix(""), _Document(path.parent.name))
+                document.written_at = max(document.written_at, about.st_mtime)
+                document.num_bytes += about.st_size
+                document.paths.append(path)
+        by_owner: defaultdict[str, list[_Document]] = defaultdict(list)
+        for document in sorted(kept.values(), key=lambda document: document.written_at, reverse=True):
+            if document.written_at > born_after:
+                by_owner[document.owner].append(document)
+            else:
+                _unlink(document.paths)
+        sizes = {owner: sum(document.num_bytes for document in found) for owner, found in by_owner.items()}
         while sum(sizes.values()) > self._settings.max_bytes:
             largest = max(sizes, key=lambda owner: sizes[owner])
-            _, size, path = documents[largest].pop()
-            sizes[largest] -= size
-            path.unlink(missing_ok=True)
+            oldest = by_owner[largest].pop()
+            sizes[largest] -= oldest.num_bytes
+            _unlink(oldest.paths)
 
-    def _read(self, owner: str, key: str) -> StoredResponse | None:
-        path = self._path(owner, key)
+    def _read(self, owner: str, key: str, suffix: str, kind: type[Model]) -> Model | None:
+        path = self._path(owner, key).with_suffix(suffix)
         with suppress(FileNotFoundError):
             if path.stat().st_mtime > self._clock() - self._settings.keep_s:
-                return read_document(path, StoredResponse)
+                return read_document(path, kind)
         return None
 
     def _path(self, owner: str, key: str) -> Path:
         return self._root / owner_folder(owner) / f"{key}.json"
+
+
+def _found(value: Model | None, response_id: str) -> Model:
+    if value is None:
+        raise UnknownResponseError(
+            f"there is no stored response {response_id!r}: it was not stored, was deleted, or is too old "
+            "(http.responses)",
+            "response_id",
+        )
+    return value
+
+
+def _output_of(response: ResponseObject) -> Items:
+    output: Items = response.model_dump(mode="json", include={"output"}, exclude_none=True)["output"]
+    return output
+
+
+def _unlink(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def open_store(settings: ResponseSettings, application: str) -> ResponseStore | None:

@@ -15,7 +15,7 @@ from app.openai.responses.answers import document_key
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.items import InputItem, InputMessage, ItemReference
 from app.openai.responses.replies import ResponseObject
-from app.openai.responses.store import ResponseStore, StoredResponse
+from app.openai.responses.store import ResponseStore
 from app.request_context import current_context, note_ignored
 
 logger = logging.getLogger(__name__)
@@ -58,17 +58,14 @@ class StoredResponses:
             response.store = await asyncio.to_thread(self._keep, _owner(), request, response)
 
     async def response(self, response_id: str) -> ResponseObject:
-        return (await self._read(response_id)).response
+        return await asyncio.to_thread(self._opened().response, _owner(), response_id)
 
     async def input_of(self, response_id: str) -> list[dict[str, Any]]:
         """The items of the conversation before a response, the first one first."""
-        return (await self._read(response_id)).input
+        return await asyncio.to_thread(self._opened().input_of, _owner(), response_id)
 
     async def delete(self, response_id: str) -> None:
         await asyncio.to_thread(self._opened().delete, _owner(), response_id)
-
-    async def _read(self, response_id: str) -> StoredResponse:
-        return await asyncio.to_thread(self._opened().response, _owner(), response_id)
 
     def _opened(self) -> ResponseStore:
         if self._store is None:
@@ -102,15 +99,14 @@ class StoredResponses:
         if self._store is None:
             raise PreviousResponseError(f"{name} is {response_id!r}, but {_OFF}; send the whole conversation", name)
         try:
-            return _ITEMS.validate_python(self._store.response(owner, response_id).conversation)
+            return _ITEMS.validate_python(self._store.conversation(owner, response_id))
         except UnknownResponseError as error:
             raise PreviousResponseError(f"{error.message}; send the whole conversation as input", name) from error
 
     def _keep(self, owner: str, request: ResponsesRequest, response: ResponseObject) -> bool:
         assert self._store is not None
-        stored = StoredResponse(input=list(_written(request, response.id)), response=response)
         try:
-            return self._store.add(owner, stored)
+            return self._store.add(owner, response, list(_written(request, response.id)))
         except OSError as error:
             logger.warning("a response could not be stored: %s", error.strerror)
             return False
@@ -138,8 +134,8 @@ def _written(request: ResponsesRequest, response_id: str) -> Iterator[dict[str, 
         fields = item.model_dump(mode="json", exclude_none=True)
         if isinstance(item, InputMessage):
             fields["type"] = "message"
-            if isinstance(item.content, str):
+            if not isinstance(item.content, list):
                 kind = "output_text" if item.role == "assistant" else "input_text"
-                fields["content"] = [{"type": kind, "text": item.content}]
+                fields["content"] = [{"type": kind, "text": item.text}]
         kind = "msg" if isinstance(item, InputMessage) else "item"
         yield {"id": f"{kind}_{document_key(response_id)}_i{number}"} | fields

@@ -13,8 +13,9 @@ from starlette.testclient import TestClient
 
 from app.config.http import HttpSettings, ResponseSettings
 from app.errors import ConfigError, UnknownResponseError
+from app.openai.responses.answers import document_key
 from app.openai.responses.replies import ResponseObject
-from app.openai.responses.store import ResponseStore, StoredResponse, open_store
+from app.openai.responses.store import ResponseStore, open_store
 from tests.app.openai.responses.test_responses import FUNCTION
 from tests.app.openai.responses.test_tools import PATCH, Long, call_of, prompt_of
 from tests.app.serving.test_ingress import TOKENIZER, ingress_with
@@ -122,7 +123,7 @@ def test_nothing_is_stored_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert TOKENIZER.decode(engines.calls[0].prompt_token_ids) == prompt_of(engines)
 
 
-def stored(name: str, num_bytes: int = 0) -> StoredResponse:
+def stored(name: str, num_bytes: int = 0) -> tuple[ResponseObject, list[dict[str, Any]]]:
     fields = dict.fromkeys(ResponseObject.model_fields)
     given = {
         "id": name,
@@ -146,23 +147,24 @@ def stored(name: str, num_bytes: int = 0) -> StoredResponse:
         "service_tier": "default",
     }
     response = ResponseObject.model_validate(fields | given)
-    return StoredResponse(input=[{"id": "x", "text": "x" * num_bytes}], response=response)
+    return response, [{"id": "x", "text": "x" * num_bytes}]
 
 
 def test_a_full_store_loses_the_oldest_of_the_largest_owner(tmp_path: Path) -> None:
     store = ResponseStore(tmp_path / "s", ResponseSettings(max_bytes=100_000))
-    store.add("small", stored("resp-s", 9_000))
+    store.add("small", *stored("resp-s", 9_000))
     begun = time.time() - 1000
     for number in range(12):
-        store.add("large", stored(f"resp-{number}", 9_000))
-        newest = max(tmp_path.glob("s/*/*"), key=lambda path: path.stat().st_mtime)
-        os.utime(newest, (begun + number, begun + number))
+        store.add("large", *stored(f"resp-{number}", 9_000))
+        for path in tmp_path.glob(f"s/*/{document_key(f'resp-{number}')}.*"):
+            os.utime(path, (begun + number, begun + number))
     store.delete_old()
     left = {number for number in range(12) if _has(store, "large", f"resp-{number}")}
     assert left
     assert left == set(range(min(left), 12))
     assert min(left) > 0
     assert _has(store, "small", "resp-s")
+    assert len(list(tmp_path.glob("s/*/*"))) == 2 * (len(left) + 1)  # a response loses both files
     assert sum(path.stat().st_size for path in tmp_path.glob("s/*/*")) <= 100_000
 
 
@@ -177,11 +179,11 @@ def _has(store: ResponseStore, owner: str, name: str) -> bool:
 def test_responses_expire(tmp_path: Path) -> None:
     now = [time.time()]
     store = ResponseStore(tmp_path / "s", ResponseSettings(keep_s=60.0), lambda: now[0])
-    store.add("a", stored("resp-1"))
+    store.add("a", *stored("resp-1"))
     assert _has(store, "a", "resp-1")
     now[0] += 100
     assert not _has(store, "a", "resp-1")
-    store.add("a", stored("resp-2"))  # more than a sweep's period later
+    store.add("a", *stored("resp-2"))  # more than a sweep's period later
     assert len(list(tmp_path.glob("s/*/*"))) == 0  # by this clock both are old
 
 
@@ -189,7 +191,7 @@ def test_the_folder_is_the_servers_alone(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     store = open_store(ResponseSettings(), "a/b")
     assert store is not None
-    store.add("o", stored("resp-1"))
+    store.add("o", *stored("resp-1"))
     [document] = tmp_path.glob("folio-responses-*/app-a%2Fb/*/*.json")
     for path in [document.parent, document.parent.parent, document.parent.parent.parent]:
         assert path.stat().st_mode & 0o077 == 0

@@ -11,10 +11,12 @@ from openai.types.responses import Response
 from starlette.testclient import TestClient
 
 from app.config.http import HttpSettings
+from app.openai.chat_body import MAX_MESSAGES
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.call_text import CallText
 from app.openai.responses.grammar import pattern_of
 from app.openai.responses.tools import qualified_name
+from app.openai.tools.bodies import MAX_TOOLS
 from tests.app.openai.responses.test_responses import Pieces
 from tests.app.serving.test_ingress import TOKENIZER, ingress_with
 from tests.local_server import guarded_api
@@ -273,6 +275,7 @@ def test_outputs_of_tools_may_have_parts() -> None:
         ({"truncation": "auto"}, 1),
         ({"input": [], "instructions": "Be brief."}, 0),
         ({"input": None, "instructions": "Be brief."}, 0),
+        ({"input": [{"role": "assistant", "content": None}, {"role": "user"}]}, 0),
         ({"reasoning": {"effort": "low", "summary": "detailed"}, "text": {"verbosity": "low"}}, 0),
         ({"safety_identifier": "s", "service_tier": "flex", "prompt_cache_retention": "24h"}, 0),
     ],
@@ -282,6 +285,33 @@ def test_settings_are_accepted_or_named(fields: dict[str, Any], ignored: int) ->
     assert answer.status_code == 200, answer.text
     named = answer.headers.get("x-folio-ignored-fields", "")
     assert len(named.split(", ") if named else []) == ignored
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": [USER] * MAX_MESSAGES}, "input"),
+        (
+            {"input": [{"type": "mcp_call", "id": f"{i}", "name": "n", "arguments": "{}"} for i in range(2100)]},
+            "input",
+        ),
+        (
+            {
+                "tools": [
+                    NAMESPACE | {"name": f"n{n}", "tools": [FUNCTION | {"name": f"f{i}"} for i in range(MAX_TOOLS)]}
+                    for n in range(2)
+                ]
+            },
+            "tools",
+        ),
+    ],
+    ids=["messages", "calls with results", "namespaces"],
+)
+def test_what_becomes_too_much_is_refused(fields: dict[str, Any], param: str) -> None:
+    """Regression: 4,096 items with instructions were answered 500."""
+    answer = ask(Long("x"), **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
 
 
 def test_calls_beyond_the_most_are_left_out() -> None:

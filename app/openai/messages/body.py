@@ -10,22 +10,22 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from app.engine.sampling.params import MAX_STOP_STRINGS
 from app.errors import UnknownThreadError
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, in_terms_of, unsupported_field
+from app.openai.base import (
+    JsonObject,
+    ListOf,
+    StrictBody,
+    Text,
+    at_most,
+    in_terms_of,
+    left_out_kind,
+    unsupported_field,
+)
 from app.openai.bodies import GenerationBody
 from app.openai.chat_body import MAX_MESSAGES, ChatCompletionRequest, ReasoningEffort, Thinking
 from app.openai.messages.blocks import Cacheable, CacheControl, LeftOutBlock, TextBlocks, ToolResultBlock
 from app.openai.messages.conversation import MessageParam, chat_messages
 from app.openai.sampling_body import JsonSchema, JsonSchemaFormat
 from app.openai.tools.bodies import MAX_TOOLS, ChosenFunction, FunctionDefinition, FunctionName, NamedToolChoice, Tool
-
-
-def _refuse_server_tool(tool: Any) -> Any:
-    if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
-        raise ValueError(
-            f"tools of the type {tool['type']!r} are Anthropic's own and not known here; leave it out, or describe it "
-            "as a custom tool with an input_schema"
-        )
-    return tool
 
 
 class ToolParam(Cacheable):
@@ -46,6 +46,26 @@ class ToolParam(Cacheable):
     """Ignored."""
     allowed_callers: list[Text] | None = None
     """Ignored: the model itself is the only caller."""
+
+
+class LeftOutTool(ToolParam):
+    """A tool that Anthropic's servers run: no tools run here."""
+
+    kind: str
+
+
+def _leave_out(tools: Any) -> Any:
+    if not isinstance(tools, list):
+        return tools
+    return [_left_out(tool) if isinstance(tool, dict) and _is_of_a_server(tool) else tool for tool in tools]
+
+
+def _is_of_a_server(tool: dict[str, Any]) -> bool:
+    return tool.get("type") not in (None, "custom") and "input_schema" not in tool
+
+
+def _left_out(tool: dict[str, Any]) -> LeftOutTool:
+    return LeftOutTool.model_construct(name=str(tool.get("name")), input_schema={}, kind=left_out_kind(tool)[0])
 
 
 class ToolChoiceParam(StrictBody):
@@ -120,10 +140,8 @@ class ConversationBody(StrictBody):
     system: TextBlocks | None = None
     """The system prompt: text, or a list of text blocks. A first line `x-anthropic-billing-header: …`, which Claude
     Code changes with every request, is left out."""
-    tools: Annotated[
-        ListOf[Annotated[ToolParam, BeforeValidator(_refuse_server_tool)]] | None, at_most(MAX_TOOLS, "tools")
-    ] = None
-    """Tools that the model may call. No tools run on the server."""
+    tools: Annotated[ListOf[ToolParam] | None, BeforeValidator(_leave_out), at_most(MAX_TOOLS, "tools")] = None
+    """Tools that the model may call. No tools run on the server: those of Anthropic's servers are left out."""
     tool_choice: ToolChoiceParam | None = None
     """Whether tools are used. By default the model decides."""
     thinking: ThinkingConfig | None = None
@@ -160,6 +178,10 @@ class ConversationBody(StrictBody):
                 f"no message {self.thread.previous_message_id!r} is stored here; send the whole conversation", "thread"
             )
         given, config, choice = self.thinking, self.output_config or OutputConfig(), self.tool_choice
+        tools = [tool for tool in self.tools or () if not isinstance(tool, LeftOutTool)]
+        if choice is not None and len(tools) < len(self.tools or ()):
+            chosen = choice.name is None or any(tool.name == choice.name for tool in tools)
+            choice = choice if tools and chosen else None  # not of a tool that was left out
         thinking = None
         if given is not None:
             thinking = Thinking(
@@ -168,7 +190,7 @@ class ConversationBody(StrictBody):
         return {
             "messages": chat_messages(self.system, self.messages),
             "continue_final_message": self.messages[-1].role == "assistant" or None,
-            "tools": [_as_chat(tool) for tool in self.tools or ()] or None,
+            "tools": [_as_chat(tool) for tool in tools] or None,
             "tool_choice": None if choice is None else choice.as_chat,
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
             "thinking": thinking,
@@ -178,8 +200,9 @@ class ConversationBody(StrictBody):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Blocks of the history that were left out."""
-        found: dict[str, None] = {}
+        """Tools and blocks of the history that were left out."""
+        kept_out = (tool.kind for tool in self.tools or () if isinstance(tool, LeftOutTool))
+        found: dict[str, None] = dict.fromkeys(f"tools[].{kind}" for kind in kept_out)
         for block in (
             block for message in self.messages if isinstance(message.content, list) for block in message.content
         ):

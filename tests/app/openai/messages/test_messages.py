@@ -549,7 +549,6 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
         ({"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]}, "blocks here are of the type"),
         ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "belongs to a message of the user"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "of the assistant"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "Anthropic's own and not known here"),
         ({"tools": [{"name": "f"}]}, r"tools\[0\].input_schema: is missing"),
         ({"tools": [TOOL, TOOL]}, "two tools have the name 'f'"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
@@ -627,6 +626,27 @@ def test_histories_of_other_servers_are_shown(message: Any, shown: str, ignored:
     assert answer.headers.get("x-folio-ignored-fields") == ignored
     orphan = transport.post("/v1/messages", json=body | {"messages": body["messages"][2:]})
     assert orphan.status_code == 200, orphan.text
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice"),
+    [
+        ([], {"type": "tool", "name": "web_search"}),
+        ([], {"type": "any"}),
+        ([TOOL], {"type": "tool", "name": "web_search"}),
+        ([TOOL], {"type": "auto"}),
+    ],
+)
+def test_tools_of_anthropics_servers_are_left_out(tools: list[Any], choice: Any) -> None:
+    """Claude Code's search asks for one that nobody here runs: 400, and the end of its turn."""
+    transport = transport_of(engines := Long("x"))
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    body = {"model": "m", "max_tokens": 9, "messages": [USER], "tools": [*tools, search], "tool_choice": choice}
+    answer = transport.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-folio-ignored-fields"] == "tools[].web_search_20250305"
+    assert "web_search" not in prompt_of(engines)
+    assert engines.calls[-1].params.structure is None
 
 
 def test_an_image_of_the_user_is_refused_also_beside_a_result() -> None:

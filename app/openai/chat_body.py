@@ -127,7 +127,8 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 class Thinking(StrictBody):
     """Whether the model reasons before it answers, where its chat template lets one choose."""
 
-    type: Literal["enabled", "disabled"]
+    type: Literal["enabled", "adaptive", "disabled"]
+    """"adaptive" is "enabled": the model decides how much."""
     budget_tokens: Annotated[int | None, Field(ge=0)] = None
     """Tokens of reasoning at most."""
 
@@ -220,7 +221,7 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
         if self.reasoning_effort is not None:
             reasons = self.reasoning_effort != "none"
         if self.thinking is not None:
-            reasons = self.thinking if isinstance(self.thinking, bool) else self.thinking.type == "enabled"
+            reasons = self.thinking if isinstance(self.thinking, bool) else self.thinking.type != "disabled"
         settings: dict[str, Any] = {} if reasons is None else {"enable_thinking": reasons, "thinking": reasons}
         if self.reasoning_effort is not None:
             settings["reasoning_effort"] = self.reasoning_effort

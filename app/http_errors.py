@@ -78,6 +78,7 @@ _UNREAD_CODES = {
     408: "timeout",
     413: "body_too_large",
     414: "url_too_long",
+    415: "unsupported_media_type",
     431: "headers_too_large",
 }
 

@@ -17,7 +17,17 @@ from app.edge.keys import KeyRing
 from app.edge.limits import IngressLimits
 from app.edge.origins import OriginPolicy
 from app.edge.quota import AddressQuotas, Quota
-from app.edge.request_body import BodyBounds, Head, check_size, limited, path_of, read_body, read_head, replay
+from app.edge.request_body import (
+    BodyBounds,
+    Head,
+    check_coding,
+    check_size,
+    limited,
+    path_of,
+    read_body,
+    read_head,
+    replay,
+)
 from app.edge.request_log import log_request
 from app.error_json import error_json, is_anthropic
 from app.errors import ForbiddenError, RateLimitError
@@ -92,10 +102,11 @@ class Guard:
                 is_running = True
             if head.has_body:
                 bounds, timeout_s = BodyBounds.of(scope, self._settings), self._settings.body_timeout_s
+                check_coding(head.coding, bounds)
                 if bounds.is_streamed:
                     receive = limited(receive, bounds, self._settings.max_body_bytes, timeout_s)
                 else:
-                    body = await read_body(scope, receive, bounds, timeout_s)
+                    body = await read_body(scope, receive, bounds, timeout_s, head.coding)
                     context.num_body_bytes = len(body)
                     receive = replay(body, receive)
             await self._app(scope, receive, reply)

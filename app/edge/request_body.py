@@ -13,13 +13,22 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config.http import HttpSettings
+from app.edge.compression import decompressed, known_codings
 from app.haproxy import ATTEMPT_HEADER, REQUEST_ID
 from app.http_errors import HttpRefusal
 
 _REQUEST_ID = re.compile(REQUEST_ID.encode())
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _ATTEMPT = ATTEMPT_HEADER.encode()
-_READ_HEADERS = {b"x-request-id", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", _ATTEMPT}
+_READ_HEADERS = {
+    b"x-request-id",
+    b"authorization",
+    b"x-api-key",
+    b"content-length",
+    b"content-encoding",
+    b"transfer-encoding",
+    _ATTEMPT,
+}
 _WITHOUT_BODY = {"GET", "HEAD", "OPTIONS"}
 # Room for a form's fields and boundaries beside its file.
 _FORM_BYTES = 64 << 10
@@ -34,6 +43,7 @@ class Head:
     Attributes:
         attempt_of: names all of HAProxy's attempts at this request; `None` without HAProxy.
         key: as presented.
+        coding: of the body (`Content-Encoding`), in lower case; empty: none.
         has_body: the request may have a body.
     """
 
@@ -41,6 +51,7 @@ class Head:
     attempt_of: str | None
     key: str | None
     content_length: bytes | None
+    coding: str
     has_body: bool
 
 
@@ -61,6 +72,7 @@ def read_head(scope: Scope) -> Head:
         attempt_of=attempt_of.decode() if _REQUEST_ID.fullmatch(attempt_of) else None,
         key=key.strip().decode("latin-1") or None,
         content_length=length,
+        coding=found.get(b"content-encoding", b"").strip().lower().decode("latin-1"),
         has_body=scope["method"] not in _WITHOUT_BODY or length is not None or b"transfer-encoding" in found,
     )
 
@@ -116,11 +128,21 @@ def check_size(scope: Scope, head: Head, settings: HttpSettings) -> None:
             raise bounds.too_large()
 
 
-async def read_body(scope: Scope, receive: Receive, bounds: BodyBounds, timeout_s: float) -> bytes:
-    """The whole body, so that a refusal comes before any route sees a part of it.
+def check_coding(coding: str, bounds: BodyBounds) -> None:
+    """Raise `HttpRefusal` for a body in a coding that is not read here."""
+    known = () if bounds.is_streamed else known_codings()
+    if coding and coding not in ("identity", *known):
+        readable = f"{', '.join(known)} and no coding are" if known else "no coding is"
+        refusal = HttpRefusal.of_unread(415, f"Content-Encoding is {coding[:100]!r}; {readable} read here")
+        refusal.headers.append((b"accept-encoding", ", ".join(known or ("identity",)).encode()))
+        raise refusal
+
+
+async def read_body(scope: Scope, receive: Receive, bounds: BodyBounds, timeout_s: float, coding: str = "") -> bytes:
+    """The whole body, decompressed, so that a refusal comes before any route sees a part of it.
 
     Raises:
-        HttpRefusal: the body is too long, or takes too long.
+        HttpRefusal: the body is too long, compressed or not, takes too long, or is broken.
         ClientDisconnect: the client has left.
     """
     chunks: list[bytes] = []
@@ -134,7 +156,15 @@ async def read_body(scope: Scope, receive: Receive, bounds: BodyBounds, timeout_
                 chunks.append(chunk)
     except TimeoutError:
         raise _too_slow(timeout_s) from None
-    return b"".join(chunks)
+    body = b"".join(chunks)
+    if not coding or coding == "identity":
+        return body
+    try:
+        return await asyncio.to_thread(decompressed, body, coding, bounds.max_bytes)
+    except ValueError as error:
+        raise HttpRefusal.of_unread(400, f"the body is not valid {coding}: {error}") from None
+    except OverflowError:
+        raise bounds.too_large() from None
 
 
 def limited(receive: Receive, bounds: BodyBounds, bytes_per_timeout: int, timeout_s: float) -> Receive:

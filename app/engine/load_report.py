@@ -119,6 +119,7 @@ def begin_s(
     free_tokens: int,
     now: float,
     share: float = 1.0,
+    ends_s: float = math.inf,
 ) -> float:
     """Expected time until a share of queued requests has begun, and their prompts are computed.
 
@@ -131,10 +132,13 @@ def begin_s(
         step_tokens: most tokens of a step.
         free_tokens: tokens for which the KV cache has room.
         now: on the meter's clock.
+        ends_s: time after which as many requests have ended in any case.
     """
     seconds = share * step.seconds(-(-num_tokens // step_tokens), num_tokens, num_attended)
-    if num_requests > 0 and (rate := meter.ended_requests.at(now)):
-        seconds = max(seconds, share * num_requests / rate)
+    if num_requests > 0:
+        rate = meter.ended_requests.at(now)
+        until_s = min(share * num_requests / rate if rate else math.inf, ends_s)
+        seconds = max(seconds, until_s) if until_s < math.inf else seconds
     missing_tokens = share * num_tokens - free_tokens
     if missing_tokens > 0:
         rate = meter.freed_tokens.at(now)
@@ -294,20 +298,25 @@ class LoadReporter:
         coming += [(place, name, tokens, 0, cached) for place, (name, (tokens, cached)) in later]
         found: dict[str, Progress] = {}
         num_tokens = num_attended = 0
+        step_s = self._recovery.step_times.seconds(1, len(begun), sum(request.num_computed for request in begun))
+        left = sorted(request.max_tokens - request.num_output_tokens for request in begun) or [0]
         for place, name, tokens, num_computed, cached in coming:
             num_tokens += tokens - cached
             num_attended += attended_tokens(tokens - cached, cached)
+            num_ends = max(place - num_free, 0)  # of those that run, and then of as many others
+            rounds, last = divmod(max(num_ends - 1, 0), len(left))
             seconds = begin_s(
                 num_tokens,
                 num_attended,
-                place - num_free,
+                num_ends,
                 self._recovery.step_times,
                 self._meter,
                 step_tokens=self._step_tokens,
                 free_tokens=free_tokens,
                 now=now,
+                ends_s=(rounds * left[-1] + left[last]) * step_s,
             )
-            found[name] = Progress(place, seconds, num_computed, tokens)
+            found[name] = Progress(place, round(seconds, 1), num_computed, tokens)
         return found
 
     def take_activity(self) -> Activity:

@@ -195,3 +195,29 @@ def test_tenants_take_turns(engine: Engine) -> None:
     while engine.has_work:
         order += [delta.request_id for delta in engine.step() if delta.finished]
     assert order == ["a0", "b", "a1"]
+
+
+def test_places_in_the_queue(engine: Engine) -> None:
+    """Requests by turns of tenants, and one that has not arrived in the engine; those with a token are not told."""
+    assert engine.load.progress({}) == {}
+    engine.submit("running", [1] * 8, LONG, tenant="a")
+    engine.step()
+    engine.submit("a 1", [1] * 100, GREEDY, tenant="a")
+    engine.submit("a 2", [1] * 10, GREEDY, tenant="a")
+    engine.submit("b 1", [1] * 300, GREEDY, tenant="b")
+    told = engine.load.progress({"arriving": (50, 20)})
+    places = {name: (one.queue, one.computed_tokens, one.prompt_tokens) for name, one in told.items()}
+    assert places == {"a 2": (1, 0, 10), "b 1": (2, 0, 300), "a 1": (3, 0, 100), "arriving": (4, 0, 50)}
+    expected = [one.expected_s for one in told.values()]
+    assert expected == sorted(expected)
+    # A request of 900 tokens runs, and may have ended long before: the time is that of its remaining steps at most.
+    step_s = engine.recovery.step_times.seconds(1, 1, 9)
+    assert told["a 2"].expected_s <= 900 * step_s + engine.recovery.step_times.prefill_s(10, 0, 32) + 0.1
+    for name in ("running", "a 1", "a 2"):
+        engine.cancel(name)
+    engine.step()
+    [(name, begun)] = engine.load.progress({}).items()
+    assert (name, begun.queue, begun.prompt_tokens) == ("b 1", 0, 300)
+    assert 0 < begun.computed_tokens <= 32
+    engine.cancel(name)
+    assert engine.load.progress({}) == {}

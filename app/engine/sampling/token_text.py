@@ -118,6 +118,8 @@ def byte_level_bytes(name: str) -> bytes | None:
 
 # The context that can change the output's text is a token or two.
 _CONTEXT_TOKENS = 8
+# Tokens without a complete character that are held back; the last ones, of up to three bytes, may be part of one.
+_MOST_HELD, _OF_CHARACTER = 16, 3
 
 
 class IncrementalDetokenizer:
@@ -154,6 +156,7 @@ class IncrementalDetokenizer:
         self._include_stop_str = include_stop_str
         self._kept = frozenset(kept)
         self._held = ""  # text that may begin a stop string
+        self._incomplete: list[int] = []  # tokens whose bytes are no complete character yet
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """Add a token; return the text that is now certain, and whether a stop string ended it."""
@@ -174,20 +177,41 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_id: int) -> str | None:
         if token_id in self._kept:
-            return self._tokenizer.id_to_token(token_id)
+            name = self._tokenizer.id_to_token(token_id)
+            return self._restart([]) + name if self._incomplete else name
         try:
-            return self._decoder.step(self._tokenizer, token_id)
+            piece = self._decoder.step(self._tokenizer, token_id)
         except Exception as error:
             if "Invalid prefix" not in str(error):
                 raise
             # Bytes did not complete a character, and already emitted text would change: start again.
-            self._decoder = DecodeStream(ids=[], skip_special_tokens=True)
-            return self._decoder.step(self._tokenizer, token_id)
+            return self._restart([token_id]) or None
+        if piece is not None:
+            if self._incomplete:
+                self._incomplete = []
+            return piece
+        if self._tokenizer.decode([token_id], skip_special_tokens=True):  # else it never is text
+            self._incomplete.append(token_id)
+        if len(self._incomplete) <= _MOST_HELD:
+            return None
+        self._incomplete, last = self._incomplete[:-_OF_CHARACTER], self._incomplete[-_OF_CHARACTER:]
+        return self._restart(last)
+
+    def _restart(self, token_ids: list[int]) -> str:
+        """The text of the incomplete tokens as they are, and of these, with which decoding begins again."""
+        text: str = self._tokenizer.decode(self._incomplete, skip_special_tokens=True)
+        self._decoder, self._incomplete = DecodeStream(ids=[], skip_special_tokens=True), []
+        for token_id in token_ids:
+            piece = self._decoder.step(self._tokenizer, token_id)
+            self._incomplete = [*self._incomplete, token_id] if piece is None else []
+            text += piece or ""
+        return text
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the output."""
-        held, self._held = self._held, ""
-        return held
+        """Return the text held back, at the end of the output: bytes that are no character, too, as U+FFFD."""
+        text = self._held + self._tokenizer.decode(self._incomplete, skip_special_tokens=True)
+        self._held, self._incomplete = "", []
+        return text
 
 
 def overlap(text: str, mark: str) -> int:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
 from app.engine.model.tokenizer import load_tokenizer
-from app.engine.sampling.token_text import IncrementalDetokenizer
+from app.engine.sampling.token_text import _BYTE_OF, IncrementalDetokenizer
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_half_a_character_is_never_emitted(tokenizer: PreTrainedTokenizerBase) -
     assert len(tokens) > 1
     output = IncrementalDetokenizer(tokenizer.backend_tokenizer, [], [])
     assert [output.push(token)[0] for token in tokens[:-1]] == [""] * (len(tokens) - 1)
-    assert output.flush() == ""
+    assert output.flush() == "\ufffd"  # the output ends there
 
 
 def test_special_tokens_are_text_only_where_they_are_kept(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -153,12 +153,34 @@ def test_a_prompt_cut_inside_a_character_is_not_echoed(tokenizer: PreTrainedToke
     assert emitted.endswith(" and on")
 
 
-def test_bytes_that_are_no_character_do_not_stop_the_stream() -> None:
-    """A byte-fallback tokenizer can rewrite emitted text; the library raises then."""
+def byte_fallback() -> Tokenizer:
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"a": 256, "b": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    output = IncrementalDetokenizer(tokenizer, [256], [])
+    return tokenizer
+
+
+def test_bytes_that_are_no_character_do_not_stop_the_stream() -> None:
+    """A byte-fallback tokenizer can rewrite emitted text; the library raises then."""
+    output = IncrementalDetokenizer(byte_fallback(), [256], [])
     emitted = "".join(output.push(token)[0] for token in (0x0A, 0xE2, 256, 257, 257))
-    assert emitted.startswith("\n")
-    assert emitted.endswith("bb")
+    assert emitted == "\n\ufffdabb"
+
+
+@given(st.lists(st.sampled_from([b"\xff", b"\x80", b"a", "é".encode(), "日".encode(), "🙂".encode(), b"\xff" * 20])))
+@settings(max_examples=60, deadline=None)
+def test_bytes_that_never_become_a_character_are_text(parts: list[bytes]) -> None:
+    """Seen: 200 tokens billed, and the text was empty. Characters between such bytes are whole."""
+    backend, whole = load_tokenizer("builtin").backend_tokenizer, b"".join(parts)
+    ids = {byte: backend.token_to_id(name) for name, byte in _BYTE_OF.items()}
+    output = IncrementalDetokenizer(backend, [], [])
+    pieces = [output.push(ids[byte])[0] for byte in whole]
+    assert "".join(pieces) + output.flush() == whole.decode(errors="replace")
+    assert not any(set(run) == {""} for run in zip(*(pieces[start:] for start in range(17)), strict=False))
+
+
+def test_bytes_of_a_byte_fallback_that_never_become_a_character_are_text() -> None:
+    output = IncrementalDetokenizer(byte_fallback(), [256], [])
+    pieces = [output.push(token)[0] for token in [0xFF] * 200 + [256]]
+    assert "".join(pieces) + output.flush() == "\ufffd" * 200 + "a"
+    assert len([piece for piece in pieces if piece]) > 10

@@ -147,6 +147,8 @@ def test_a_cluster_that_is_started_has_the_gpus(
     monkeypatch.setattr(lifetime, "Signals", lambda longest_s: None)
     monkeypatch.setattr(lifetime, "prepared_environment", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(lifetime, "reserve_address", lambda *_: SimpleNamespace(close=lambda: None))
+    for name in ("compile_kernels", "filter_worker_lines"):
+        monkeypatch.setattr(lifetime, name, lambda _: None)
     served: list[Any] = []
     monkeypatch.setattr(lifetime, "serve_until_signal", lambda config, *_, **__: served.append(config) or 0)
     settings = compose(None, {}).check(is_local=True)

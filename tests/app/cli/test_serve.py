@@ -82,13 +82,15 @@ def test_the_host_is_this_machine_unless_it_is_set(
     """Regression: with a port only, every address of the machine was served."""
     served: list[ServeDeploySchema] = []
 
-    def run(config: ServeDeploySchema, *_: Any, ray_dashboard: bool) -> int:
+    def run(config: ServeDeploySchema, *_: Any, ray_dashboard: bool, log: Any) -> int:
         served.append(config)
         assert ray_dashboard == ("--ray-dashboard" in arguments)
         return 0
 
     monkeypatch.setattr(lifetime, "reserve_address", lambda *address: claimed.append(address))
     monkeypatch.setattr(lifetime, "serve_until_signal", run)
+    for name in ("compile_kernels", "filter_worker_lines"):
+        monkeypatch.setattr(lifetime, name, lambda _: None)
     monkeypatch.setattr(lifetime, "Signals", lambda: None)
     monkeypatch.setattr(lifetime, "unseen_gpus", lambda: None)  # which asks torch where libcuda is found
     monkeypatch.setattr(lifetime, "prepared_environment", lambda **_: contextlib.nullcontext())

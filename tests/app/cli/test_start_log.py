@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from app.cli.start_log import StartLog
@@ -12,15 +10,6 @@ AT = "2026-11-28 03:50:03,091"
 ADVICE = f"WARNING {AT} controller 13357 -- HTTPOptions.host='127.0.0.1' … Set host to '0.0.0.0' or omit it"
 REQUEST = f"{AT} INFO app.edge.request_log: POST /v1/completions 200"
 STARTING, READY = "while it starts", "when it is ready"
-
-
-@pytest.fixture(autouse=True)
-def levels() -> object:
-    names = ("ray", "ray.serve", "kernels")
-    before = {name: logging.getLogger(name).level for name in names}
-    yield
-    for name, level in before.items():
-        logging.getLogger(name).setLevel(level)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,28 @@ def test_health_and_readiness(client: TestClient) -> None:
         assert client.get(path).status_code == status
         answer = client.head(path)  # regression: HEAD got 405
         assert (answer.status_code, answer.headers.get("allow")) == (status, None)
+
+
+def test_probes_are_logged_when_their_answer_changes(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: each probe during a start was a warning and a line for the request, twice a second."""
+    service = FakeService()
+    answers = iter([UnavailableError("starting")] * 3 + [None] * 2 + [UnavailableError("gone")] * 2 + [None])
+
+    async def ready() -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    service.ready = ready  # type: ignore[method-assign]
+    client = TestClient(guarded_api(service), raise_server_exceptions=False)
+    with caplog.at_level(logging.INFO, "app"):
+        statuses = [client.get("/ready").status_code for _ in range(8)]
+    assert statuses == [503] * 3 + [200] * 2 + [503] * 2 + [200]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "not ready: starting"),
+        ("INFO", "ready"),
+        ("WARNING", "not ready: gone"),
+        ("INFO", "ready"),
+    ]
 
 
 def test_the_version_is_the_packages(client: TestClient) -> None:

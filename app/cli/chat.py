@@ -35,6 +35,11 @@ Ctrl-C during an answer ends that answer. A line that ends with \\ goes on in th
 between two lines of \"\"\"."""
 
 _PROMPT, _CONTINUED, _FENCE = "> ", "… ", '"""'
+# Of a Folio whose model has no `generation_config`: at temperature 1 small models babble otherwise.
+_SAMPLING = {"top_p": 0.95, "top_k": 64}
+# Asked for one after the other, until a server takes them.
+_STREAM_OPTIONS = ({"include_usage": True, "include_progress": True}, {"include_usage": True}, None)
+_LOOK_S = 1.0
 
 
 def chat(
@@ -43,7 +48,7 @@ def chat(
     model: Model = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Of sampling; 0 is greedy. By default the server's.")
+        float | None, typer.Option(min=0.0, help="Of sampling; 0 is greedy. By default the model's.")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer. By default the server's limit.")
@@ -131,7 +136,7 @@ class Conversation:
 
     Attributes:
         model: `None` until the first call.
-        sampling: fields of each request's body.
+        sampling: fields of each request's body, which override the model's own sampling.
     """
 
     server: Server
@@ -139,7 +144,8 @@ class Conversation:
     system: str | None
     sampling: dict[str, Any]
     messages: list[dict[str, str]] = field(default_factory=list)
-    _has_usage: bool = True
+    _options: int = 0  # of `_STREAM_OPTIONS`
+    _of_models: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     async def connect(self) -> None:
         """Choose the model. Raises `FolioError`."""
@@ -161,13 +167,10 @@ class Conversation:
         try:
             async with self.server as server:
                 self.model = await server.choose_model(self.model)
-                try:
-                    await self._stream(server, reply, write)
-                except RequestError as error:
-                    if not self._has_usage or "stream_options" not in str(error):
-                        raise
-                    self._has_usage = False
-                    await self._stream(server, reply, write)
+                if self.model not in self._of_models:
+                    self._of_models[self.model] = model_sampling(await server.card(self.model))
+                with Waiting() as waiting:
+                    await self._try_to_stream(server, reply, write, waiting)
         except asyncio.CancelledError:
             reply.was_cancelled = True  # the interrupt that cancels this task is the caller's
         except BaseException:
@@ -179,15 +182,88 @@ class Conversation:
             self.messages.pop()  # many templates refuse two messages of the user in succession
         return reply
 
-    async def _stream(self, server: Server, reply: Reply, write: Callable[[str], None]) -> None:
-        body = {"model": self.model, "messages": self.with_system(), "stream": True} | self.sampling
-        if self._has_usage:
-            body["stream_options"] = {"include_usage": True}
+    async def _try_to_stream(
+        self, server: Server, reply: Reply, write: Callable[[str], None], waiting: Waiting
+    ) -> None:
+        while True:
+            try:
+                return await self._stream(server, reply, write, waiting)
+            except RequestError as error:
+                is_known = any(name in str(error) for name in ("stream_options", "include_progress"))
+                if not is_known or self._options == len(_STREAM_OPTIONS) - 1:
+                    raise
+                self._options += 1
+
+    async def _stream(self, server: Server, reply: Reply, write: Callable[[str], None], waiting: Waiting) -> None:
+        assert self.model is not None
+        sampling = self._of_models[self.model] | self.sampling
+        body: dict[str, Any] = {"model": self.model, "messages": self.with_system(), "stream": True} | sampling
+        if (options := _STREAM_OPTIONS[self._options]) is not None:
+            body["stream_options"] = options
         begun = time.perf_counter()
-        async with aclosing(server.stream("/v1/chat/completions", body)) as events:
+        async with aclosing(server.stream("/v1/chat/completions", body, waiting.note)) as events:
             async for event in events:
                 if text := reply.take(event, time.perf_counter() - begun):
+                    waiting.end()
                     write(printable(text))
+
+
+def model_sampling(card: dict[str, Any]) -> dict[str, Any]:
+    """Sampling as a Folio's model wants it by its `generation_config`; other servers have their own."""
+    if card.get("owned_by") != "folio":
+        return {}
+    return card.get("sampling") or _SAMPLING
+
+
+class Waiting:
+    """A line on the terminal, on standard error, until an answer begins: the seconds, and what the server says of its
+    queue and of the prompt. A context, within a running event loop."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._progress: dict[str, Any] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Waiting:
+        if sys.stderr.isatty():
+            self._task = asyncio.create_task(self._show())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def note(self, progress: dict[str, Any]) -> None:
+        """A comment of the server's stream."""
+        self._progress = {name: value for name, value in progress.items() if isinstance(value, int | float)}
+
+    def end(self) -> None:
+        """Remove the line."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+            self._write("")
+
+    async def _show(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._write(self.text())
+
+    def text(self) -> str:
+        """What is waited for."""
+        waited, of = f"waiting {time.monotonic() - self._begun:.0f} s", self._progress
+        if queue := of.get("queue"):
+            return f"{waited}: place {queue} in the queue{_about(of)}"
+        if of.get("prompt_tokens"):
+            return f"{waited}: {of.get('computed_tokens', 0):,} of {of['prompt_tokens']:,} prompt tokens{_about(of)}"
+        return waited
+
+    def _write(self, text: str) -> None:
+        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _about(progress: dict[str, Any]) -> str:
+    expected = progress.get("expected_s", 0)
+    return f", about {expected:.0f} s more" if expected >= 1 else ""
 
 
 class Terminal:

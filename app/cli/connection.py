@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,16 +83,19 @@ class Server:
             raise self._no_such_path(path)
         return answer
 
-    async def stream(self, path: str, body: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(
+        self, path: str, body: Any = None, on_progress: Callable[[dict[str, Any]], None] | None = None
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """The events of an answer. Raises `FolioError`, also for an error event.
 
         Args:
             body: of a POST, whose answer must have an end mark; `None`: a GET, whose answer may just end.
+            on_progress: called with the fields of a Folio's comments.
         """
         from app.http_errors import error_of
 
         async with self.answer("GET" if body is None else "POST", path, body) as response:
-            async for data in event_data(response.content.iter_any()):
+            async for data in event_data(response.content.iter_any(), on_progress):
                 if data == DONE:
                     return
                 if (event := _json_object(data)) is None:
@@ -130,6 +133,11 @@ class Server:
         """Names of the served models. Raises `FolioError`."""
         answer = await self.call("GET", "/v1/models")
         return [printable(str(card["id"])) for card in answer.get("data") or ()]
+
+    async def card(self, name: str) -> dict[str, Any]:
+        """A model's entry in the server's list; empty for names that it does not list. Raises `FolioError`."""
+        answer = await self.call("GET", "/v1/models")
+        return next((card for card in answer.get("data") or () if card.get("id") == name), {})
 
     async def choose_model(self, name: str | None) -> str:
         """The name, or that of the server's first model. Raises `FolioError`."""

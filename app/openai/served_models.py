@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from app.compat.transformers import imported_without_torch
 from app.config.shelf import ModelConfig
-from app.engine.model.context import context_length, read_config
+from app.engine.model.context import context_length, read_config, sampling_defaults
 from app.engine.model.tokenizer import load_tokenizer
 from app.engine.shelf.status import ModelState
 from app.errors import ModelError, ModelUnavailableError, UnknownModelError
@@ -72,6 +72,7 @@ class ServedModel:
         self.shedder = LoadShedder()
         self.created = int(time.time())
         self.context_tokens: int | None = None
+        self.sampling: Mapping[str, float] | None = None
         self._adapters: Mapping[str, str] = {}
         self._replicas = replicas
         self._pooling: ServedPooling | None = None
@@ -98,6 +99,7 @@ class ServedModel:
         with imported_without_torch():
             tokenizer = load_tokenizer(engine.model)
             self._longest_tokens = engine.max_model_len or context_length(read_config(engine.model))
+            self.sampling = sampling_defaults(engine.model)
         parsers = self.config.tool_call_parser, self.config.reasoning_parser
         adapters = tuple(self.config.engine.adapters)
         self.translator = Translator(tokenizer, self.name, adapters, output_format(tokenizer, *parsers))

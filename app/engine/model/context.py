@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -23,6 +25,7 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 DEFAULT_CONTEXT = 2048
 # What transformers raises of a file that is missing, is no JSON, or has values of other types.
 _NO_CONFIG = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, StrictDataclassError)
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -55,6 +58,22 @@ def read_config(model: str) -> PreTrainedConfig:
     if (fault := quantization_fault(getattr(config, "quantization_config", None))) is not None:
         raise ModelError(f"cannot load {model!r}: {fault}")
     return config
+
+
+def sampling_defaults(model: str) -> dict[str, float] | None:
+    """Temperature, top-p, top-k and min-p of a model's `generation_config.json`; `None` if it has none of them."""
+    from transformers.utils import cached_file
+
+    quiet = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
+    settings: Any = {f"_raise_exceptions_for_{kind}": value for kind, value in quiet.items()}
+    try:
+        path = cached_file(resolve_model(model), "generation_config.json", **settings)
+        values = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+        found = {name: values[name] for name in _SAMPLING if isinstance(values.get(name), int | float)}
+    except (OSError, ValueError, AttributeError) as error:
+        logger.warning("generation_config.json of %r cannot be read: %s", model, one_line(error))
+        return None
+    return found or None
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

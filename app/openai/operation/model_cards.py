@@ -71,4 +71,5 @@ class ModelCards:
             parent=model.name if is_adapter else None,
             description=BUILTIN_DESCRIPTION if model.config.engine.model == BUILTIN and not is_adapter else None,
             state=None if of_replicas is None else of_replicas.state,
+            sampling=None if model.sampling is None else dict(model.sampling),
         )

@@ -20,7 +20,8 @@ class ModelCard(BaseModel):
 
     `max_model_len` is the context in tokens; null: the model has not been loaded yet. `description` says of the
     built-in model that it is a toy. `state`: of one of several models, at the engine replica where it is the most
-    ready.
+    ready. `sampling`: what the model's `generation_config` says of it. It is not applied to requests; `folio chat`
+    sends it.
     """
 
     id: str
@@ -31,6 +32,7 @@ class ModelCard(BaseModel):
     parent: str | None = None
     description: str | None = None
     state: Omitted[ModelState] = None
+    sampling: Omitted[dict[str, float]] = None
 
 
 class ModelDeleted(BaseModel):

@@ -71,6 +71,60 @@ def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     ]
 
 
+@pytest.mark.parametrize(
+    ("card", "options", "sent"),
+    [
+        ({"owned_by": "folio"}, (), {"top_p": 0.95, "top_k": 64}),  # regression: word salad at temperature 1
+        ({"owned_by": "folio", "sampling": {"temperature": 0.6, "top_k": 20}}, (), {"temperature": 0.6, "top_k": 20}),
+        (
+            {"owned_by": "folio", "sampling": {"temperature": 0.6, "top_k": 20}},
+            ("--temperature", "0"),
+            {"temperature": 0.0, "top_k": 20},
+        ),
+        ({"owned_by": "openai"}, (), {}),  # which refuses top_k
+    ],
+)
+def test_the_models_own_sampling(
+    card: dict[str, Any], options: tuple[str, ...], sent: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies: list[Any] = []
+    type_lines(monkeypatch, "hi")
+    with serving(echo(bodies), cards=[{"id": "one"} | card]) as url:
+        assert main(["chat", "--url", url, *options]) == 0
+    assert {name: bodies[0][name] for name in bodies[0] if name in ("temperature", "top_p", "top_k")} == sent
+
+
+def test_a_wait_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the place in the queue and the tokens of the prompt, until the answer begins."""
+    asked: list[Any] = []
+    comments = (
+        b': keep-alive {"queue": 3, "expected_s": 12.4, "computed_tokens": 0, "prompt_tokens": 7300}\n\n',
+        b': keep-alive {"queue": 0, "expected_s": 0.4, "computed_tokens": 1024, "prompt_tokens": 7300}\n\n',
+        b": keep-alive\n\n",
+    )
+
+    async def slow(request: web.Request, body: Any) -> web.StreamResponse:
+        asked.append(body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for part in (*comments, text("Hello."), DONE):
+            await response.write(part)
+            await asyncio.sleep(0.15)
+        return response
+
+    monkeypatch.setattr(chat_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    type_lines(monkeypatch, "hi")
+    with serving(slow) as url:
+        assert main(["chat", "--url", url]) == 0
+    shown = capsys.readouterr()
+    assert asked[0]["stream_options"] == {"include_usage": True, "include_progress": True}
+    assert "s: place 3 in the queue, about 12 s more\x1b[K" in shown.err
+    assert "s: 1,024 of 7,300 prompt tokens\x1b[K" in shown.err
+    assert shown.err.endswith("\r\x1b[K")  # the line is gone
+    assert "Hello." in shown.out
+
+
 def test_errors_are_shown_and_the_session_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from app.config.added_model import AddedModel
 from app.config.engine import DeviceName
-from app.config.shelf import ModelConfig, ShelfConfig
+from app.config.shelf import ShelfConfig
 from app.engine.lora.source import AdapterSource
 from app.errors import ModelUnavailableError, UnavailableError
 from app.fleet.loaded import LoadedTable
@@ -104,7 +105,7 @@ class ShelfAdditions:
         if self._newest is not None and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.create_task(self._refresh(self._newest))
 
-    async def _set_models(self, models: Sequence[ModelConfig]) -> None:
+    async def _set_models(self, models: Sequence[AddedModel]) -> None:
         """Remove and add models, so that those added at run time are these."""
         kept = [model for model in self._table.models if model in models]
         for model in self._table.models:

@@ -13,12 +13,14 @@ import os
 import secrets
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from app.engine.model.weight_key import SUFFIX, WeightKey
+if TYPE_CHECKING:
+    from app.engine.model.weight_key import WeightKey
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED = ".tmp"
+SUFFIX, UNFINISHED = ".weights", ".tmp"
 # Bound of all files without a setting, as a share of the space that is free or theirs: a full disk harms others, too.
 _DISK_SHARE = 0.8
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

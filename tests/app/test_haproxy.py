@@ -387,6 +387,13 @@ def test_the_clients_address_by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
             assert [seen["x-forwarded-for"] for seen in peer.received()] == [counts, "127.0.0.1"]
 
 
+def test_names_of_applications_are_not_told_by_grpc() -> None:
+    with grpc_front("answers") as (channel, [peer]):
+        assert call(channel, "/ray.serve.RayServeAPIService/Healthz") is grpc.StatusCode.OK
+        assert call(channel, "/ray.serve.RayServeAPIService/ListApplications") is grpc.StatusCode.UNAUTHENTICATED
+        assert not peer.received()
+
+
 def test_a_call_to_an_ingress_that_dies() -> None:
     """Another ingress gets an idempotent call under the same id, which no client can forge."""
     with grpc_front("dies", "answers") as (channel, [bad, good]):

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 import ray
+from ray import serve
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 from ray.serve import context, request_router
 from ray.serve._private import router as serve_router
@@ -24,6 +25,7 @@ from ray.serve._private.handle_options import DynamicHandleOptions
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
+from ray.serve.schema import ServeDeploySchema
 
 from app.compat import ray as compat
 from app.errors import EngineError, FolioError, NoReplicaError, OverloadedError, RequestError, UnavailableError
@@ -142,6 +144,28 @@ async def test_the_routers_hooks() -> None:
     compat.back_off(pending)
     assert pending.routing_context.should_backoff
     assert "routing_context.should_backoff" in inspect.getsource(router._choose_replicas_with_backoff)
+
+
+@pytest.mark.parametrize("given", [None, True])
+def test_reflection_is_off_unless_the_file_sets_it(given: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's default is on, and nobody who asks needs a key."""
+    options = {"port": 9000} | ({} if given is None else {"enable_reflection": given})
+    config = ServeDeploySchema.model_validate({"applications": [], "grpc_options": options})
+    assert config.grpc_options.enable_reflection
+    started: list[Any] = []
+    monkeypatch.setattr(serve, "start", lambda *, grpc_options, **_: started.append(grpc_options))
+    monkeypatch.setattr(context, "_get_global_client", lambda: None)
+    compat.ServeInstance(config)
+    assert (started[0]["enable_reflection"], started[0]["port"]) == (bool(given), 9000)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"), [("127.0.0.1:6379", "LOCALHOST:6379"), ("10.0.0.7:6379", "10.0.0.7:6379")]
+)
+def test_the_address_for_others(address: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own spelling of a cluster's address on this machine reaches nobody: `tests/e2e/test_lifetime.py`."""
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
+    assert compat.cluster_address() == expected
 
 
 class Controller:

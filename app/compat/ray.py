@@ -131,7 +131,7 @@ def by_value(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
 def raylet_has_ended() -> bool:
     """Whether the raylet that this process started has ended. It stays a zombie: once nothing is left of it, all Ray
     workers of this node end, in the middle of their requests."""
-    node: Any = ray._private.worker._global_node  # type: ignore[attr-defined]
+    node: Any = ray._private.worker._global_node
     if node is None or not (raylets := node.all_processes.get("raylet")):
         return False
     with suppress(ChildProcessError):  # it has been waited for

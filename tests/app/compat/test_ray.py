@@ -75,7 +75,7 @@ def test_a_raylet_that_has_ended_is_not_reaped(monkeypatch: pytest.MonkeyPatch) 
     assert not compat.raylet_has_ended()  # none is started here
     raylet = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     node = SimpleNamespace(all_processes={"raylet": [SimpleNamespace(process=raylet)]})
-    monkeypatch.setattr(ray._private.worker, "_global_node", node)  # type: ignore[attr-defined]
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
     assert not compat.raylet_has_ended()
     raylet.kill()
     until(compat.raylet_has_ended)

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from app.engine.model.tokenizer import load_tokenizer
-from app.errors import RequestError
 from app.openai import base as json_body
 from app.openai.base import MAX_JSON_DEPTH, check_json, parse_json, too_much
 from app.openai.chat_body import ChatCompletionRequest
-from app.openai.prompts import PromptEncoder
 from tests.local_server import guarded_api
 
 from .test_http import FakeService, complete, failure, post_json
@@ -49,16 +46,6 @@ def test_nesting_has_a_bound() -> None:
     for deeper in ({"a": deepest}, {"a": [deepest]}):
         with pytest.raises(ValueError, match=f"deeper than {MAX_JSON_DEPTH}"):
             check_json(deeper)
-
-
-@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a":' * 200 + "1" + "}" * 200, '{"a": NaN}'])
-def test_arguments_of_earlier_calls_must_be_strict_json(arguments: str) -> None:
-    """They are text in the body, so only their own JSON has the unpaired surrogate."""
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [*BODY["messages"], {"role": "assistant", "tool_calls": [call]}]
-    request = ChatCompletionRequest.model_validate(BODY | {"messages": messages})
-    with pytest.raises(RequestError, match="arguments of the tool call '1' cannot be written into the prompt"):
-        PromptEncoder(load_tokenizer("builtin")).encode_chat(request, 4096)
 
 
 @pytest.fixture(scope="module")

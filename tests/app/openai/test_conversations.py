@@ -63,7 +63,7 @@ def client_with(template: str, folder: Path, engines: Engines) -> TestClient:
 
 
 def prompt_of(engines: Engines) -> str:
-    return TOKENIZER.decode(engines.calls[-1].prompt_token_ids)
+    return str(TOKENIZER.decode(engines.calls[-1].prompt_token_ids))
 
 
 TOKENIZER = load_tokenizer("builtin")

@@ -614,7 +614,7 @@ def test_histories_of_other_servers_are_shown(message: Any, shown: str, ignored:
         if kind.startswith("tool_") and kind != "tool_use"
         else "assistant"
     )
-    body = {
+    body: dict[str, Any] = {
         "model": "m",
         "max_tokens": 9,
         "thinking": {"type": "adaptive", "display": "updates"},

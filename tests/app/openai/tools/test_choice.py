@@ -147,19 +147,6 @@ def test_messages_as_templates_expect_them() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([{"role": "tool", "tool_call_id": "c2", "content": "x"}], "no earlier message has the tool call 'c2'"),
-        ([{**CONVERSATION[2], "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}], "not JSON"),
-        ([{**CONVERSATION[2], "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "1"}}]}], "object"),
-    ],
-)
-def test_invalid_calls_and_answers_are_refused(messages: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        prompt(model(TEMPLATE), messages=messages)
-
-
 NO_TOOLS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 
 

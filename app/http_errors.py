@@ -203,8 +203,9 @@ def _written(place: Sequence[str | int]) -> str:
 
 def _message(error: Any) -> str:
     if (known := _MESSAGES.get(error["type"])) is not None:
-        return known.format(**error.get("ctx", {}))
-    message: str = error["msg"].removeprefix("Value error, ")
+        message = known.format(**error.get("ctx", {}))
+        return message.replace(" items", " characters") if isinstance(error.get("input"), str) else message
+    message = error["msg"].removeprefix("Value error, ")
     return message.replace("Input should be", "must be").replace(" a valid ", " a ")
 
 

@@ -32,6 +32,8 @@ _WHOLE_S: list[float] = [0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 60, 12
 _LENGTHS: list[float] = [float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)]
 # Half integers: Ray adds the middle of the bucket to a sum for each value, and that is the value itself up to 4.
 _OUTPUTS: list[float] = [0.5, 1.5, 2.5, 3.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5]
+# Outcomes of requests whose prompts no replica has taken, if they have no output.
+_REFUSED = frozenset({"invalid", "refused", "unavailable"})
 _TAGS: Any = ("route", "model")  # Ray's annotation allows one name only
 
 
@@ -133,7 +135,10 @@ class RequestMeter:
     def _record(self, route: str, measured: Measured) -> None:
         tags = {"route": route, "model": measured.served_by}
         self._requests.inc(1, tags | {"outcome": measured.outcome})
-        counts = (self._prompt, measured.prompt_tokens), (self._cached, measured.cached_tokens)
+        counts = (
+            (self._prompt, 0 if measured.is_refused else measured.prompt_tokens),
+            (self._cached, measured.cached_tokens),
+        )
         for counter, number in (*counts, (self._output, measured.output_tokens)):
             if number:  # Ray refuses an increase by 0
                 counter.inc(number, tags)
@@ -150,7 +155,7 @@ class RequestMeter:
         if self._traffic.is_on:
             self._traffic.note(
                 is_ok=measured.outcome == "ok",
-                prompt_tokens=measured.prompt_tokens,
+                prompt_tokens=0 if measured.is_refused else measured.prompt_tokens,
                 cached_tokens=measured.cached_tokens,
                 output_tokens=measured.output_tokens,
                 first_s=measured.first_s,
@@ -158,7 +163,7 @@ class RequestMeter:
             )
 
     def _record_lengths(self, measured: Measured, tags: dict[str, str]) -> None:
-        for tokens in measured.prompt_lengths:
+        for tokens in () if measured.is_refused else measured.prompt_lengths:
             self._prompt_length.observe(tokens, tags)
         if (params := measured.params) is not None:
             self._num_outputs.observe(params.n, tags)
@@ -209,6 +214,11 @@ class Measured:
     @property
     def prompt_tokens(self) -> int:
         return sum(self.prompt_lengths)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether no replica has computed the prompt, as far as is known."""
+        return self.outcome in _REFUSED and not self._outputs
 
     @property
     def cached_tokens(self) -> int:

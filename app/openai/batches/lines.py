@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ class InputReader:
 
     def __init__(self, file: BinaryIO, endpoint: str, max_line_bytes: int, unknown: UnknownFields) -> None:
         self._file = file
+        _skip_bom(file)
         self._endpoint = endpoint
         self._unknown = unknown
         self._max_line_bytes = max_line_bytes
@@ -150,10 +152,18 @@ class InputReader:
         self.errors.append(BatchError(code=code, message=message, param=param, line=self._number or None))
 
 
+def _skip_bom(file: BinaryIO) -> int:
+    """Skip the mark with which some programs begin a file in UTF-8; returns its length. At the file's beginning."""
+    if file.read(len(BOM_UTF8)) == BOM_UTF8:
+        return len(BOM_UTF8)
+    file.seek(0)
+    return 0
+
+
 def places_in(path: Path) -> Iterator[LinePlace]:
     """The requests of a file that was valid when its batch began, without validating their bodies again."""
     with path.open("rb") as file:
-        offset = 0
+        offset = _skip_bom(file)
         for line in file:
             if line.strip():
                 yield LinePlace(RequestLine.model_validate(parse_json(line)).custom_id, offset, len(line))

@@ -67,6 +67,7 @@ class _Form:
         self._name = ""
         self._filename: str | None = None
         self._fields: dict[str, bytearray] = {}
+        self._names: set[str] = set()
         self._is_complete = False
 
     def callbacks(self) -> MultipartCallbacks:
@@ -115,14 +116,15 @@ class _Form:
             _, options = parse_options_header(self._value)
             self._name = options.get(b"name", b"").decode(errors="replace")
             if self._name == "file" and b"filename" in options:
-                if self._filename is not None:
-                    raise RequestError("the form has two files; send them one by one", "file")
                 self._filename = options[b"filename"].decode(errors="replace")[:_MAX_NAME_CHARS]
         self._header = self._value = b""
 
     def _begin_content(self) -> None:
         if self._name not in _FIELDS:
             raise RequestError(f"the form has a part {self._name[:100]!r}; there are {', '.join(_FIELDS)}")
+        if self._name in self._names:  # which also bounds the number of parts, as each takes microseconds
+            raise RequestError(f"the form has two parts {self._name!r}; send each once", self._name)
+        self._names.add(self._name)
         if self._name != "file":
             self._fields[self._name] = bytearray()
 

@@ -170,14 +170,16 @@ def test_waits_of_minutes_are_told_apart() -> None:
     ],
 )
 def test_the_error_of_a_request_is_its_outcome(recorded: Recorded, error: BaseException, outcome: str) -> None:
-    """Tokens count, the time of whole requests does not."""
+    """The time of whole requests does not count, and tokens only if a replica has taken the prompt."""
     meter = RequestMeter()
     with pytest.raises(type(error)), meter.measure("chat") as measured:  # noqa: PT012
         measured.sends(CALLS, "m")
         raise error
     assert ("folio_requests", 1, {"route": "chat", "model": "", "outcome": outcome}) in recorded
     assert ("folio_requests_in_flight", 0, {"route": "chat"}) in recorded
-    assert sums(recorded)["folio_prompt_tokens"] == 5
+    is_refused = outcome in ("invalid", "refused", "unavailable")
+    assert sums(recorded).get("folio_prompt_tokens") == (None if is_refused else 5)
+    assert ("folio_prompt_length_tokens" in sums(recorded)) != is_refused
     assert "folio_request_seconds" not in sums(recorded)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from codecs import BOM_UTF8
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.openai.batches import lines as lines_module
-from app.openai.batches.lines import MAX_ERRORS, InputReader, answer_line
+from app.openai.batches.lines import MAX_ERRORS, InputReader, answer_line, places_in
 from app.openai.replies import Completion
 from app.openai.unknown_fields import UnknownFields
 
@@ -29,10 +31,11 @@ def codes(content: bytes) -> list[tuple[int | None, str]]:
     return [(error.line, error.code) for error in read(content).errors]
 
 
+@pytest.mark.parametrize("mark", [b"", BOM_UTF8])
 @pytest.mark.parametrize("piece", [1, 100, 1 << 20])
-def test_places_of_requests(piece: int) -> None:
-    """Empty lines, line ends of Windows, and a last line without an end are allowed."""
-    content = request_line("a").encode() + b"\r\n\n  \n" + request_line("b", "\u2028\n").encode()
+def test_places_of_requests(piece: int, mark: bytes, tmp_path: Path) -> None:
+    """Empty lines, line ends and the first mark of Windows, and a last line without an end are allowed."""
+    content = mark + request_line("a").encode() + b"\r\n\n  \n" + request_line("b", "\u2028\n").encode()
     reader = read(content, piece)
     assert reader.errors == []
     file = io.BytesIO(content)
@@ -42,6 +45,8 @@ def test_places_of_requests(piece: int) -> None:
         ("b", "b"),
     ]
     assert bodies[1].body["messages"][0]["content"] == "\u2028\n"
+    (tmp_path / "input.jsonl").write_bytes(content)
+    assert list(places_in(tmp_path / "input.jsonl")) == reader.places
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ def test_places_of_requests(piece: int) -> None:
         (b"[" * 5_000, "invalid_json", "recursion"),
         (b'{"a": NaN}', "invalid_json", "JSON"),
         (request_line("").encode(), "invalid_value", "custom_id"),
-        (request_line("x" * 513).encode(), "invalid_value", "custom_id"),
+        (request_line("x" * 513).encode(), "invalid_value", "custom_id: must have at most 512 characters"),
         (request_line("b", method="GET").encode(), "invalid_value", "method: must be 'POST'"),
         (request_line("b", url="/v1/completions").encode(), "mismatched_url", CHAT),
         (request_line("b", more=1).encode(), "invalid_value", "more: unknown field"),

@@ -83,8 +83,9 @@ class RequestContext:
         if self._quota is None or not self._is_running:
             return
         self._quota.end()
-        refused = self.error_code not in (None, "timeout")  # also within a stream that had begun
-        if refused and not self.output_tokens:
+        refused = self.status is not None and self.status >= 400 and self.status != 408
+        failed = self.error_code not in (None, "timeout")  # in a stream that had begun
+        if (refused or failed) and not self.output_tokens:
             self._quota.owe_tokens(-self.prompt_tokens)
 
     def authorize(

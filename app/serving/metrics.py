@@ -52,7 +52,9 @@ class RequestMeter:
             ("route", "model", "outcome"),  # type: ignore[arg-type]
         )
         self._running = metrics.Gauge("folio_requests_in_flight", "Requests that have not ended.", ("route",))
-        self._prompt = metrics.Counter("folio_prompt_tokens", "Tokens of prompts, cached ones included.", _TAGS)
+        self._prompt = metrics.Counter(
+            "folio_prompt_tokens", "Tokens of prompts that a replica has taken, cached ones included.", _TAGS
+        )
         self._cached = metrics.Counter(
             "folio_prompt_cached_tokens", "Tokens of prompts found in the prefix cache.", _TAGS
         )

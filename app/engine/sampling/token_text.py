@@ -178,7 +178,7 @@ class IncrementalDetokenizer:
     def _decode(self, token_id: int) -> str | None:
         if token_id in self._kept:
             name = self._tokenizer.id_to_token(token_id)
-            return self._restart([]) + name if self._incomplete else name
+            return name if name is None or not self._incomplete else self._restart([]) + name
         try:
             piece = self._decoder.step(self._tokenizer, token_id)
         except Exception as error:

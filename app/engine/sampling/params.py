@@ -68,12 +68,14 @@ class Structure:
             `budget`.
         frame: Lark grammar of the output, in which `@answer` is the structure that kind and spec describe.
         budget: of the reasoning, whose end must be part of `frame` or of the grammar.
+        begun: text at the end of the prompt with which the structure begins; if it cannot, the output begins it.
     """
 
     kind: StructureKind
     spec: str
     frame: str | None = None
     budget: ReasoningBudget | None = None
+    begun: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,17 +87,27 @@ class StructureCompiler:
         if structure.kind == "any":  # a budget of reasoning alone needs the tokens' bytes
             self._built()
         else:
-            self._compiled(replace(structure, budget=None))
+            self._compiled(replace(structure, budget=None, begun=""))
 
     def matcher(self, structure: Structure) -> Matcher:
         """A matcher at the beginning of an output. Raises `RequestError` as `check_structure`."""
-        budget, structure = structure.budget, replace(structure, budget=None)
-        matcher = self._compiled(structure).fork() if structure.kind != "any" else None
+        budget, begun, structure = structure.budget, structure.begun, replace(structure, budget=None, begun="")
+        matcher = self._behind(begun, self._compiled(structure)) if structure.kind != "any" else None
         if budget is None:
             assert matcher is not None, "any output, without a budget"
             return matcher
         end = self._tokenizer.encode(budget.end, add_special_tokens=False)
         return BudgetedMatcher(matcher, budget, self._built().texts, end)
+
+    def _behind(self, begun: str, matcher: StructureMatcher) -> StructureMatcher:
+        """A matcher behind this text; at the beginning if the text does not follow the structure."""
+        behind = matcher.fork()
+        try:
+            for token_id in self._tokenizer.encode(begun, add_special_tokens=False) if begun else ():
+                behind.accept(token_id)
+        except EngineError:
+            return matcher.fork()
+        return matcher.fork() if behind.error is not None or behind.finished else behind
 
     def _compile(self, structure: Structure) -> StructureMatcher:
         from llguidance import LLMatcher, LLParserLimits

@@ -58,6 +58,7 @@ class OutputParser:
         reasons: the prompt has begun the reasoning.
         forced: the output is constrained to calls, so the first marker may be missing, and text that is no call is the
             begin of one.
+        begun: the begin of a call with which the prompt ends. The call is part of the output.
 
     Attributes:
         is_reasoning: at the end of the text so far.
@@ -71,6 +72,7 @@ class OutputParser:
         *,
         reasons: bool = False,
         forced: bool = False,
+        begun: str = "",
     ) -> None:
         self.is_reasoning = reasons
         self._reader = Reader()
@@ -82,6 +84,9 @@ class OutputParser:
         self._begun = ""  # of a forced call
         self._arguments = PairedSurrogates()
         self._parsing = self._parse()
+        if begun:
+            self._reader.text = begun
+            self._advance()
 
     @property
     def is_cut(self) -> bool:

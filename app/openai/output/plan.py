@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ class OutputPlan:
         budget_tokens: most tokens of reasoning; `None`: no bound.
         continues: an output continues a message's content.
         strict: functions whose arguments follow their schema also in calls that are not forced.
+        begun: the begin of a call with which the prompt ends.
     """
 
     format: OutputFormat = field(default_factory=OutputFormat)
@@ -43,6 +44,7 @@ class OutputPlan:
     budget_tokens: int | None = None
     continues: bool = False
     strict: Collection[str] = ()
+    begun: str = ""
 
     @property
     def kept_token_ids(self) -> Collection[int]:
@@ -78,7 +80,7 @@ class OutputPlan:
         if tools is None and known.reasoning is None:
             return None
         begun = self.reasoning == "begun"
-        return OutputParser(known.reasoning, tools, self.functions, reasons=begun, forced=self.forced)
+        return OutputParser(known.reasoning, tools, self.functions, reasons=begun, forced=self.forced, begun=self.begun)
 
     def structure(self, content: Structure | None) -> Structure | None:
         """The structure of an output.
@@ -91,7 +93,7 @@ class OutputPlan:
         if self.forced:
             return Structure("calls", f"start: {self._lead} calls\n{self._rules}", budget=budget)
         if content is None and self.strict:
-            return Structure("calls", self._text_with_calls(), budget=budget)
+            return Structure("calls", self._text_with_calls(), budget=budget, begun=self.begun)
         if content is None:
             return None if budget is None else Structure("any", "", budget=budget)
         if not self._rules or (self.continues and self.reasoning == "closed"):
@@ -237,4 +239,19 @@ def plan_output(
             reasoning = "begun"
     strict = tools.strict if functions and not tools.required else ()
     continues = continued is not None
-    return OutputPlan(known, functions, tools.required, tools.several, reasoning, budget_tokens, continues, strict)
+    plan = OutputPlan(known, functions, tools.required, tools.several, reasoning, budget_tokens, continues, strict)
+    if not functions or continued is None or reasoning == "begun" or tools.required or known.tools is None:
+        return plan
+    return replace(plan, begun=_begun_call(plan, known.tools.markers, continued))
+
+
+def _begun_call(plan: OutputPlan, markers: Sequence[str], text: str) -> str:
+    """The end of a text from the last marker on, if it ends within the arguments of a call; else empty."""
+    begun = text[max((text.rfind(marker) for marker in markers), default=-1) :]
+    parser = plan.parser()
+    assert parser is not None
+    if not begun.startswith(tuple(markers)) or not markers:
+        return ""
+    parser.push(begun)
+    parser.finish()
+    return begun if parser.is_cut else ""

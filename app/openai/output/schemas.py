@@ -275,7 +275,7 @@ def _is_number(value: Any) -> bool:
 
 
 # Whether a keyword with this value can be enforced.
-_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+_CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("$anchor", "$id", "$schema", "const", "id", "x-guidance"), lambda _: True),
     **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), lambda value: isinstance(value, int | float)),
     **dict.fromkeys(("maximum", "minimum", "multipleOf"), _is_number),

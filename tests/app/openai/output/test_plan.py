@@ -189,6 +189,37 @@ def test_a_call_that_has_begun_follows_the_schema_of_a_strict_function(name: str
             assert accepts(tokenizer, begun, f"a {mention}</think>{text}", compiler)
 
 
+BEGUN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa'
+
+
+@pytest.mark.parametrize(
+    ("continued", "begun", "follows"),
+    [
+        ("Well. " + BEGUN, BEGUN, True),
+        (f"{TEXTS['hermes']} {BEGUN}", BEGUN, True),
+        (BEGUN.replace('"city": "Pa', '"days": "Pa'), BEGUN.replace('"city": "Pa', '"days": "Pa'), False),
+        (TEXTS["hermes"], "", False),
+        ("Well. <tool_call>", "", False),
+        ("Well.", "", False),
+    ],
+)
+def test_a_call_that_the_prompt_has_begun_goes_on(continued: str, begun: str, follows: bool) -> None:
+    """It was content from its middle on, and followed no schema."""
+    tokenizer = tokenizer_with(())
+    tools = ChosenTools(FUNCTIONS, strict=frozenset({"weather"}))
+    plan = plan_output(format_of("hermes", tokenizer), tools, str, None, continued)
+    structure = plan.structure(None)
+    assert structure is not None
+    assert plan.begun == structure.begun == begun
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    compiler.check_structure(structure)
+    assert accepts(tokenizer, structure, 'ris", "days": "x"}}', compiler) != follows
+    assert accepts(tokenizer, structure, 'ris", "days": 3}}\n</tool_call> So.', compiler)
+    parts = parsed(plan, 'ris", "days": 3}}\n</tool_call> So.')
+    assert calls_of(parts) == ([("weather", {"city": "Paris", "days": 3})] if follows else calls_of(parts))
+    assert text_of(parts, "content").endswith("So.")
+
+
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_random_calls_of_a_strict_function_follow_its_schema(name: str) -> None:
     tokenizer = tokenizer_with(literals(name))

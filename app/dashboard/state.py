@@ -260,6 +260,7 @@ class Traffic(State):
         output_tokens_per_s: of these requests. The replicas' `steps` tell what is generated now.
         prompt_tokens, cached_tokens: of these requests; their quotient is the hit rate.
         ttft_s: of streams, time to the first token. tpot_s: of each output, mean time of its further tokens.
+        whole_s: of complete answers, time from the request to the end.
     """
 
     watched_s: float = 0.0
@@ -271,6 +272,7 @@ class Traffic(State):
     cached_tokens: int = 0
     ttft_s: Percentiles = Percentiles()
     tpot_s: Percentiles = Percentiles()
+    whole_s: Percentiles = Percentiles()
 
 
 class Candidate(State):

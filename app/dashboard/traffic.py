@@ -18,7 +18,7 @@ _MOST_REQUESTS, _MOST_OUTPUTS = 4096, 64
 
 
 class EndedRequest(NamedTuple):
-    """What is kept of a request. `token_s`: time per further token of each output."""
+    """What is kept of a request. `token_s`: time per further token of each output; `whole_s`: until now."""
 
     at: float
     is_ok: bool
@@ -27,6 +27,7 @@ class EndedRequest(NamedTuple):
     output_tokens: int
     first_s: float | None
     token_s: Sequence[float]
+    whole_s: float
 
 
 class TrafficLog:
@@ -64,11 +65,14 @@ class TrafficLog:
         output_tokens: int,
         first_s: float | None,
         token_s: Sequence[float],
+        whole_s: float,
     ) -> None:
         """Record a request that ends now."""
         now = time.monotonic()
         kept = token_s[:_MOST_OUTPUTS]
-        self._requests.append(EndedRequest(now, is_ok, prompt_tokens, cached_tokens, output_tokens, first_s, kept))
+        self._requests.append(
+            EndedRequest(now, is_ok, prompt_tokens, cached_tokens, output_tokens, first_s, kept, whole_s)
+        )
 
     def summary(self) -> Traffic:
         """The figures of now."""
@@ -90,6 +94,7 @@ class TrafficLog:
             cached_tokens=sum(request.cached_tokens for request in self._requests),
             ttft_s=_percentiles([r.first_s for r in self._requests if r.first_s is not None]),
             tpot_s=_percentiles([seconds for r in self._requests for seconds in r.token_s]),
+            whole_s=_percentiles([r.whole_s for r in self._requests if r.is_ok]),
         )
 
 

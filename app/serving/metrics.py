@@ -152,8 +152,9 @@ class RequestMeter:
         for seconds in measured.decode_s:
             self._decode_s.observe(seconds, tags)
         self._record_lengths(measured, tags)
+        whole_s = time.perf_counter() - measured.begun_at
         if measured.outcome == "ok":
-            self._whole_s.observe(time.perf_counter() - measured.begun_at, tags)
+            self._whole_s.observe(whole_s, tags)
         if self._traffic.is_on:
             self._traffic.note(
                 is_ok=measured.outcome == "ok",
@@ -162,6 +163,7 @@ class RequestMeter:
                 output_tokens=measured.output_tokens,
                 first_s=measured.first_s,
                 token_s=token_s,
+                whole_s=whole_s,
             )
 
     def _record_lengths(self, measured: Measured, tags: dict[str, str]) -> None:

@@ -3,6 +3,7 @@ import { Chart, charts, recolour } from "./charts.js";
 import { BlockMap, COLOURED, blocksOf, drawMini, drawRegion, readColours } from "./map.js";
 import { GpuTable, ModelTable } from "./models.js";
 import { Playground } from "./playground.js";
+import { Movement } from "./stall.js";
 import { States, keepKey } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
@@ -40,7 +41,7 @@ const memoryChart = new Chart("chart-memory", [
   { label: "budget", colour: "soft", dash: [4, 4] }, { label: "free", colour: "free", fill: true }, { label: "parked", colour: "parked", fill: true },
   { label: "cached", colour: "cached", fill: true }, { label: "pinned", colour: "pinned", fill: true }, { label: "in use", colour: "active", fill: true },
   { label: "swapped", colour: "swapped" },
-], { stacked: true, format: bytes, floor: 1 << 20, increments: Array.from({ length: 40 }, (_, i) => 2 ** (i + 10)) });
+], { stacked: true, format: bytes, floor: 1 << 20, height: ([, , ...held]) => Math.max(held.slice(0, -1).reduce((a, b) => a + b), held.at(-1)), increments: Array.from({ length: 40 }, (_, i) => 2 ** (i + 10)) });
 const mappingChart = new Chart("chart-mapping", [{ label: "steps waited", colour: "bad", fill: true }, { label: "hidden", colour: "cached", fill: true }], { stacked: true, format: seconds, floor: 0.001 });
 const batchChart = new Chart("chart-batch", [{ label: "batch", colour: "active", fill: true }, { label: "waiting", colour: "pinned" }], { format: number, floor: 4, steps: true });
 const stepChart = new Chart("chart-steps", [{ label: "longest", colour: "shared", fill: true }], { format: seconds, floor: 0.005, steps: true });
@@ -91,6 +92,8 @@ const deviceTables = [new ModelTable($("models-panel"), { bytes, seconds }), new
 const modelChoice = $("model-choice").querySelector("select");
 const replicaOf = (now) => now.replicas.find((r) => r.name === chosen);
 
+const queueOf = (decision) => decision?.candidates.find((c) => c.replica === decision.chosen)?.queued_s;
+
 function figures(now) {
   const t = now.traffic, sum = (f) => now.replicas.reduce((a, r) => a + (r.memory ? f(r.memory) : 0), 0);
   const running = now.replicas.reduce((a, r) => a + r.load.num_running, 0), waiting = now.replicas.reduce((a, r) => a + r.load.num_waiting, 0);
@@ -101,6 +104,7 @@ function figures(now) {
     ["KV memory of budget", bytes(sum((m) => m.physical_bytes)), " / " + bytes(sum((m) => m.budget_bytes))],
     ["first token, p50 / p99", seconds(t.ttft_s.p50), " / " + seconds(t.ttft_s.p99)], ["per token, p50 / p99", seconds(t.tpot_s.p50), " / " + seconds(t.tpot_s.p99)],
     ["requests per second", number(t.requests_per_s), t.failed_per_s ? ` (${number(t.failed_per_s)} failed)` : ""],
+    ["end to end, p50 / p99", seconds(t.whole_s.p50), " / " + seconds(t.whole_s.p99)], ["expected queue, latest request", seconds(queueOf(now.decisions[0])), ""],
     ["prefix hits, last minute", hit, ""], ["replicas", `${now.replicas.length}`, others ? " " + others : ""],
   ];
   for (const [label, value, rest] of list) {
@@ -270,9 +274,9 @@ function lists(now) {
     return item;
   }));
   $("events").replaceChildren(...(now.events.length ? now.events : [null]).map((e) => {
-    if (!e) return element("li", "", "Nobody has come or gone since you watch.");
+    if (!e) return element("li", "", "No replica has started or stopped since this page was opened.");
     const item = element("li");
-    item.append(element("span", "ago", ago(e.ago_s)), element("span", e.kind === "silent" ? "silent-event" : e.kind, { came: "came", went: "gone", silent: "silent", back: "back" }[e.kind]), element("span", "", e.replica));
+    item.append(element("span", "ago", ago(e.ago_s)), element("span", e.kind === "silent" ? "silent-event" : e.kind, { came: "started", went: "stopped", silent: "silent", back: "answers again" }[e.kind]), element("span", "", e.replica));
     return item;
   }));
 }
@@ -362,9 +366,15 @@ function askKey(reason) {
 }
 $("key-dialog").addEventListener("cancel", (event) => event.preventDefault());
 
+function tell(kind, text) {
+  $("connection").className = kind;
+  if ($("connection-text").textContent !== text) $("connection-text").textContent = text;
+}
+
+const movement = new Movement();
 const states = new States(wish, {
-  onState: show,
-  onStatus: (kind, text) => { $("connection").className = kind; if ($("connection-text").textContent !== text) $("connection-text").textContent = text; },
+  onState: (now) => { show(now); tell(...movement.status(now, ago)); },
+  onStatus: tell,
   askKey,
 });
 

@@ -10,11 +10,11 @@ function colour(name) {
 export class Chart {
   /**
    * @param series [{label, colour, fill, dash, points}]
-   * @param options {stacked, format, floor, increments}: `floor` is the least height of the scale, `increments` are the
-   *   distances of its lines to choose from
+   * @param options {stacked, format, floor, increments, height}: `floor` is the least height of the scale, `increments`
+   *   are the distances of its lines to choose from, `height` tells a row's, where not all series decide
    */
-  constructor(id, series, { stacked = false, format = (v) => v, floor = 1, steps = false, most = null, increments } = {}) {
-    Object.assign(this, { element: document.getElementById(id), series, stacked, format, floor, steps, most, increments });
+  constructor(id, series, { stacked = false, format = (v) => v, floor = 1, steps = false, most = null, increments, height } = {}) {
+    Object.assign(this, { element: document.getElementById(id), series, stacked, format, floor, steps, most, increments, height });
     this.rows = [];
     this.make();
     charts.push(this);
@@ -37,7 +37,7 @@ export class Chart {
       ...this.size(),
       padding: [8, 8, 0, 0],
       cursor: { points: { show: false }, y: false },
-      scales: { x: { time: true }, y: { range: (u, low, high) => [0, this.most ?? Math.max((high ?? 0) * 1.08, this.floor)] } },
+      scales: { x: { time: true }, y: { range: (u, low, high) => [0, this.most ?? Math.max(this.highest(high ?? 0) * 1.08, this.floor)] } },
       axes: [{ ...axis, size: 26, space: 80, values: clock }, heights],
       series: [{ label: "time", value: "{HH}:{mm}:{ss}" }, ...this.series.map((s) => ({
         label: s.label, stroke: colour(s.colour), width: this.stacked && s.fill ? 0.5 : 1.5, dash: s.dash,
@@ -47,6 +47,8 @@ export class Chart {
     }, this.data(), this.element);
     this.element.setAttribute("role", "img");
   }
+
+  highest(shown) { return this.height ? Math.max(0, ...this.rows.map(this.height)) : shown; }
 
   /** Stacked series are drawn from the highest sum down, so that each covers the one behind it. */
   data() {

@@ -61,7 +61,6 @@ export class States {
           for await (const data of events("dashboard/events" + (query && "?" + query), { signal: this.abort.signal })) {
             alive();
             this.pause = 500;
-            this.onStatus("live", "live");
             this.onState(JSON.parse(data));
           }
         } finally {

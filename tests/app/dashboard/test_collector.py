@@ -284,6 +284,7 @@ def test_traffic_has_rates_and_percentiles() -> None:
             output_tokens=7,
             first_s=number / 100,
             token_s=[0.5] * 200,
+            whole_s=number,
         )
     found = traffic.summary()
     assert found.requests_per_s == 100
@@ -293,6 +294,7 @@ def test_traffic_has_rates_and_percentiles() -> None:
     assert found.ttft_s.p50 == pytest.approx(0.495)
     assert found.ttft_s.num == 100
     assert found.tpot_s.p99 == 0.5
+    assert found.whole_s.num == 90  # of complete answers
     traffic.stop()
     assert not traffic.is_on
     assert traffic.summary().prompt_tokens == 0

@@ -1,4 +1,4 @@
-"""The page's tables of a device, in Node, with elements that only keep what they are given."""
+"""Parts of the page in Node, with elements that only keep what they are given."""
 
 from __future__ import annotations
 
@@ -62,3 +62,42 @@ def test_a_gpus_memory_is_drawn_by_part() -> None:
     ]
     assert [row[0] for row in again[2]] == ["kv", "graphs"]
     assert gone[0] is True
+
+
+_STALL = """
+const [source, states] = JSON.parse(require("fs").readFileSync(0));
+import("data:text/javascript;base64," + Buffer.from(source).toString("base64")).then(({ Movement }) => {
+  const movement = new Movement();
+  console.log(JSON.stringify(states.map((state) => movement.status(state, (s) => s + " s"))));
+});
+"""
+
+
+def test_a_replica_that_ends_no_step_is_told() -> None:
+    """Regression: "live" while nothing moved for 26 s."""
+    assert NODE is not None
+    # (time, steps ended since, running, waiting) of two replicas
+    seen = [
+        (0, [1], 1, 0),
+        (2, [], 1, 0),
+        (3, [], 1, 4),
+        (26, [], 0, 4),
+        (27, [2], 1, 0),
+        (40, [], 0, 0),
+        (42, [], 1, 0),
+        (43, [], 1, 0),
+    ]
+    states = [
+        {
+            "at": at,
+            "replicas": [
+                {"name": "a", "steps": {"num": steps}, "load": {"num_running": running, "num_waiting": waiting}},
+                {"name": "b", "steps": {"num": []}, "load": {"num_running": 0, "num_waiting": 0}},
+            ],
+        }
+        for at, steps, running, waiting in seen
+    ]
+    given = json.dumps([(STATIC / "stall.js").read_text(), states])
+    done = subprocess.run([NODE, "-e", _STALL], input=given, capture_output=True, text=True, timeout=60, check=True)
+    texts = [text for _, text in json.loads(done.stdout)]
+    assert texts == ["live", "live", "stalled for 3 s", "stalled for 26 s", "live", "live", "live", "stalled for 3 s"]

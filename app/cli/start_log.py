@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 _OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>[A-Z]+) (?P<logger>[\w.]+): (?P<message>.*)")
 _SERVES = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d{4}-\d\d-\d\d ")
 _MINOR = ("DEBUG", "INFO")
+# Of Serve's warnings, one for the user: the cluster has too few CPUs or GPUs, and the start waits for ever.
+_WAITS_FOR_EVER = "to be scheduled"
 # Loggers whose lines tell a phase of a replica's start.
 _PHASES = ("app.engine.startup", "kernels.cpu.build")
 _MOST_HIDDEN = 200  # lines that are kept for a failed start
@@ -78,7 +80,7 @@ class StartLog:
                     self.say(match["message"])
                     continue
             elif match := _SERVES.match(line):
-                is_hidden = match["level"] in (*_MINOR, "WARNING")
+                is_hidden = match["level"] in (*_MINOR, "WARNING") and _WAITS_FOR_EVER not in line
                 if match["level"] in _MINOR:
                     continue  # would push out what matters
             if not is_hidden:

@@ -17,6 +17,7 @@ STARTING, READY = "while it starts", "when it is ready"
     [
         (f"INFO {AT} proxy 192.0.2.2 -- HAProxy started successfully.", ()),
         (ADVICE, ()),  # regression: the advice to listen on all addresses
+        (f"WARNING {AT} controller 1 -- 1 replicas that have taken more than 30s to be scheduled.", (STARTING, READY)),
         (f"ERROR {AT} controller 1 -- Exception in the control loop", (STARTING, READY)),
         (f"{AT} INFO app.engine.model.kv_plan: KV cache: up to 64.0 MiB", (READY,)),
         (REQUEST, (READY,)),

@@ -21,6 +21,7 @@ _MINOR = ("DEBUG", "INFO")
 _WAITS_FOR_EVER = "to be scheduled"
 # Loggers whose lines tell a phase of a replica's start.
 _PHASES = ("app.engine.startup", "kernels.cpu.build")
+_PROGRESS_BAR = "Loading weights:"  # of transformers; those of downloads are shown
 _MOST_HIDDEN = 200  # lines that are kept for a failed start
 
 
@@ -83,6 +84,8 @@ class StartLog:
                 is_hidden = match["level"] in (*_MINOR, "WARNING") and _WAITS_FOR_EVER not in line
                 if match["level"] in _MINOR:
                     continue  # would push out what matters
+            elif line.startswith(_PROGRESS_BAR):
+                continue
             if not is_hidden:
                 yield line
             elif self._is_starting:

@@ -91,7 +91,7 @@ def test_the_host_is_this_machine_unless_it_is_set(
     monkeypatch.setattr(lifetime, "serve_until_signal", run)
     for name in ("compile_kernels", "filter_worker_lines"):
         monkeypatch.setattr(lifetime, name, lambda _: None)
-    monkeypatch.setattr(lifetime, "Signals", lambda: None)
+    monkeypatch.setattr(lifetime, "Signals", lambda longest_s: None)
     monkeypatch.setattr(lifetime, "unseen_gpus", lambda: None)  # which asks torch where libcuda is found
     monkeypatch.setattr(lifetime, "prepared_environment", lambda **_: contextlib.nullcontext())
     dashboards: list[bool | None] = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -62,17 +60,14 @@ def read_config(model: str) -> PreTrainedConfig:
 
 def sampling_defaults(model: str) -> dict[str, float] | None:
     """Temperature, top-p, top-k and min-p of a model's `generation_config.json`; `None` if it has none of them."""
-    from transformers.utils import cached_file
+    from transformers import GenerationConfig  # not with this module, for `imported_without_torch`
 
-    quiet = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
-    settings: Any = {f"_raise_exceptions_for_{kind}": value for kind, value in quiet.items()}
     try:
-        path = cached_file(resolve_model(model), "generation_config.json", **settings)
-        values = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-        found = {name: values[name] for name in _SAMPLING if isinstance(values.get(name), int | float)}
-    except (OSError, ValueError, AttributeError) as error:
-        logger.warning("generation_config.json of %r cannot be read: %s", model, one_line(error))
+        settings = GenerationConfig.from_pretrained(resolve_model(model)).to_diff_dict()
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # there is none, or it is damaged
+        logger.debug("generation_config.json of %r: %s", model, one_line(error))
         return None
+    found = {name: settings[name] for name in _SAMPLING if isinstance(settings.get(name), int | float)}
     return found or None
 
 

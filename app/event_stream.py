@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 _FIELD, DONE = b"data:", b"[DONE]"
@@ -25,4 +26,5 @@ async def event_data(
             if line.startswith(_FIELD):
                 yield line[len(_FIELD) :].strip()
             elif on_progress is not None and line.startswith(_PROGRESS):
-                on_progress(json.loads(line[len(_PROGRESS) - 1 :]))
+                with suppress(ValueError):  # a comment of another server
+                    on_progress(json.loads(line[len(_PROGRESS) - 1 :]))

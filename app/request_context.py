@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     from app.engine.report import Progress
 
 # Of the header of ignored fields: proxies bound all headers.
-_MAX_HEADER_CHARS = 2000
-
-
-# Of `x-folio-ignored-fields`.
-MOST_IGNORED_CHARS = 1100
+_MOST_IGNORED_CHARS = 1100
 
 
 class Quota(Protocol):
@@ -177,11 +173,14 @@ class RequestContext:
         if self._quota is not None:
             self._quota.owe_tokens(num_tokens)
 
-    def note_ignored(self, field: str) -> None:
-        """Name a field of the body in the answer's header, if there is room: its value is not heeded as it is."""
+    def note_ignored(self, fields: Iterable[str]) -> None:
+        """Name parts of the body in the answer's header, as far as there is room: their values are not heeded as they
+        are. The names are printable ASCII."""
         named = [] if self.ignored_fields is None else self.ignored_fields.split(", ")
-        if field not in named and len(header := ", ".join([*named, field])) <= MOST_IGNORED_CHARS:
-            self.ignored_fields = header
+        for field in fields:
+            if field not in named and len(header := ", ".join([*named, field])) <= _MOST_IGNORED_CHARS:
+                named.append(field)
+                self.ignored_fields = header
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The answer's headers about the caller's limits, and about dropped fields of the body."""
@@ -212,7 +211,7 @@ def note_error(code: str | None) -> None:
 
 
 def note_ignored(fields: Sequence[str]) -> None:
-    """Name further parts of the body that were dropped in the answer's header. The names are printable ASCII.
+    """Name parts of the body that were dropped in the answer's header, in printable ASCII.
 
     Raises:
         RequestError: the settings refuse unknown fields.
@@ -221,8 +220,7 @@ def note_ignored(fields: Sequence[str]) -> None:
         return
     if context.settings.unknown_fields == "error":
         raise RequestError(f"{fields[0]} has no meaning here, and unknown fields are refused (unknown_fields)")
-    known = [] if context.ignored_fields is None else [context.ignored_fields]
-    context.ignored_fields = ", ".join((*known, *fields))[:_MAX_HEADER_CHARS]
+    context.note_ignored(fields)
 
 
 class EdgeObserver:

@@ -276,7 +276,7 @@ def _fitted(
     if (context := current_context()) is not None:
         if context.settings.max_tokens == "refuse":
             raise ContextLengthError.of_output(num_tokens, max_tokens, max_model_len, prompt_field, limit_field)
-        context.note_ignored(limit_field)
+        context.note_ignored([limit_field])
     return replace(params, max_tokens=None)
 
 

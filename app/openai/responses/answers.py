@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 from app.engine.delta import FinishReason, TokenLogprobs
-from app.errors import OverloadedError, RequestError
+from app.errors import ContextLengthError, OverloadedError, RequestError
 from app.fleet.messages import Piece
 from app.http_errors import error_response
 from app.openai.answers import ChatAnswer
@@ -130,7 +130,8 @@ class ResponseAnswer:
         if isinstance(error, OverloadedError):
             response.error.code = "rate_limit_exceeded"
         elif isinstance(error, RequestError):
-            response.error.code = "invalid_prompt"
+            is_too_long = isinstance(error, ContextLengthError)  # agents shorten the conversation
+            response.error.code = "context_length_exceeded" if is_too_long else "invalid_prompt"
         return self._event(ResponseEvent, type="response.failed", response=response)
 
     def full_answer(self, outputs: Sequence[Sequence[Piece]]) -> ResponseObject:

@@ -102,7 +102,7 @@ class ResponseUsage(BaseModel):
 class FailureDetail(BaseModel):
     """The error of a response that had begun."""
 
-    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt", "context_length_exceeded"]
     message: str
 
 

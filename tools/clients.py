@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tools.agents import agents_section
+
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "clients" / "results.json"
+AGENTS = ROOT / "tests" / "agents" / "results.json"
 PAGE = ROOT / "docs" / "clients.md"
 
 Record = Mapping[str, Mapping[str, Any]]
@@ -25,7 +28,7 @@ _SHOWN = {"passed": "✓", "failed": "**✗**"}
 _HEAD = """\
 # Clients
 
-<!-- Made from tests/clients/results.json by `python -m tools.clients`. -->
+<!-- Made from tests/clients/results.json and tests/agents/results.json by `python -m tools.clients`. -->
 
 `make clients` runs other people's clients, unchanged, against a real server, and writes this page. They have an
 environment of their own (`.venv-clients`), and are pointed at Folio by its base URL alone. The model is a checkpoint
@@ -46,14 +49,15 @@ _MEANINGS = """\
 """
 
 
-def clients_page(record: Record) -> str:
-    """The page of a record: client → versions, outcomes, absent features and notes."""
+def clients_page(record: Record, agents: Record) -> str:
+    """The page of two records: client → versions, outcomes, absent features and notes; agent → see `agents_section`."""
     notes: list[str] = []
     clients = [_row(name, entry, notes) for name, entry in record.items() if not _is_tool(entry)]
     tools = [_tool_row(name, entry) for name, entry in record.items() if _is_tool(entry)]
     lines = [_HEAD, "", f"| Client | Version | {' | '.join(FEATURES.values())} |", f"|---|---|{'---|' * len(FEATURES)}"]
     lines += [*clients, "", *(f"{place}. {note}" for place, note in enumerate(notes, start=1)), "", _MEANINGS]
     lines += ["## Load and evaluation tools", "", "| Tool | Version | Runs unchanged |", "|---|---|---|", *tools]
+    lines += ["", agents_section(agents)]
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
@@ -97,7 +101,8 @@ def _versions(entry: Mapping[str, Any]) -> str:
 
 def main() -> None:
     record: Record = json.loads(RECORD.read_text(encoding="utf-8"))
-    PAGE.write_text(clients_page(record), encoding="utf-8")
+    agents: Record = json.loads(AGENTS.read_text(encoding="utf-8"))
+    PAGE.write_text(clients_page(record, agents), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,221 @@
+"""Run coding agents against a server, without a network: `python -m tests.agents [AGENT …]`; `make agents` does.
+
+The whole run is in a namespace of its own, whose only network device is the loopback. Each agent has a relay to the server, which
+keeps what both say: `--bodies FOLDER` writes the requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.agents import script
+from tests.agents.agents import AGENTS, Agent, filled, steps
+from tests.agents.server import ROOT, Server, served
+from tests.agents.wire import Connection, Wire
+
+HERE = Path(__file__).parent
+PATHS = [HERE / "node_modules" / ".bin", ROOT / ".venv-agents" / "bin"]
+RECORD = HERE / "results.json"
+# Processes that agents leave behind end with the namespace.
+_NAMESPACE = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+_INSIDE = "FOLIO_AGENTS_INSIDE"
+_TIMEOUT_S = 300.0
+_STREAMED_EVENTS = 20
+_CACHED_SHARE = 0.8
+# How an agent tells its user that a conversation is too long.
+_TOO_LONG = ("context", "too long", "token limit", "maximum length", "compact")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an agent printed. `status`: its exit status, `None` if it had to be killed."""
+
+    status: int | None
+    output: str
+
+    def says(self, *texts: str) -> bool:
+        return any(text.lower() in self.output.lower() for text in texts)
+
+
+class Run:
+    """One agent's checks: each returns "passed", with what the agent did where there is a choice, or what went wrong."""
+
+    def __init__(self, agent: Agent, server: Server, folder: Path, bodies: Path | None) -> None:
+        self.agent, self._server, self._bodies = agent, server, bodies
+        self.wire = Wire(server.port)
+        self._home = folder / agent.name.replace(" ", "-")
+        self.work = self._home / "work"
+        self.work.mkdir(parents=True)
+        (self.work / "one.txt").write_text(f"The word is {script.FIRST}.\n")
+        (self.work / "two.txt").write_text(f"The word is {script.SECOND}.\n")
+        subprocess.run(["git", "init", "--quiet", self.work], check=True)
+
+    def outcomes(self) -> Iterator[tuple[str, str]]:
+        """Check → outcome, as they become known."""
+        checks: list[Callable[[], str]] = [
+            self.chat,
+            self.cached,
+            self.overflow,
+            self.stream,
+            self.tools,
+            self.killed,
+            self.real,
+        ]
+        for check in checks:
+            self.wire.clear()
+            outcome = check()
+            if self._bodies is not None:
+                sent = [body for one in self.wire.connections for body in one.bodies()]
+                name = f"{self.agent.name.replace(' ', '-')}-{check.__name__}.json"
+                (self._bodies / name).write_text(json.dumps(sent, indent=1, ensure_ascii=False))
+            yield check.__name__, outcome
+
+    def chat(self) -> str:
+        return self._expect(self._turn("Say hello."), script.HELLO)
+
+    def cached(self) -> str:
+        """The second turn of `chat`'s session finds the first one's prefix."""
+        turn = self._turn("Say hello again.", again=True)
+        cached, prompt = self.wire.cached_tokens, self.wire.prompt_tokens
+        prompt += cached if self.agent.api == "messages" else 0
+        if cached < _CACHED_SHARE * prompt:
+            return f"{cached} of {prompt} prompt tokens were cached"
+        return self._expect(turn, script.HELLO)
+
+    def overflow(self) -> str:
+        """The third turn exceeds the context: the agent says so, or makes room and goes on."""
+        noise = random.Random(0).randbytes(60_000).hex()
+        turn = self._turn(f"Say hello. Ignore this: {noise}", again=True)
+        if turn.status is None:
+            return f"hangs for {_TIMEOUT_S:.0f} s"
+        if turn.says(script.HELLO):
+            return "passed: makes room"
+        return "passed: says so" if turn.says(*_TOO_LONG) else self._failure(turn)
+
+    def stream(self) -> str:
+        turn = self._turn(f"Count {script.SLOW}.")
+        if self.wire.num_events < _STREAMED_EVENTS:
+            return f"{self.wire.num_events} events: " + self._failure(turn)
+        return self._expect(turn, script.COUNTED)
+
+    def tools(self) -> str:
+        """Two calls in a row; the answer needs the results of both."""
+        return self._expect(self._turn(f"Do the {self.agent.errand}."), script.READ)
+
+    def killed(self) -> str:
+        """The replica is killed in the middle of an answer: the agent asks again, or tells its user."""
+        self._server.await_replicas()
+        killed_at: list[float] = []
+
+        def kill(connection: Connection) -> None:
+            if connection.num_events > 3 and not killed_at:
+                killed_at.append(time.monotonic())
+                self._server.kill_busy()
+
+        self.wire.on_event = kill
+        turn = self._turn(f"Count {script.SLOW}.")
+        self.wire.on_event = lambda _: None
+        if not killed_at or turn.status is None:
+            return "nothing to kill: " + self._failure(turn) if not killed_at else f"hangs for {_TIMEOUT_S:.0f} s"
+        if turn.says(script.COUNTED):
+            return "passed: asks again"
+        return "passed: says so" if turn.status or turn.says("error", "failed") else self._failure(turn)
+
+    def real(self) -> str:
+        turn = self._turn("What is the capital of France?", model="smollm2")
+        if turn.status != 0 or set(self.wire.statuses) != {200} or self.wire.num_events < 4:
+            return self._failure(turn)
+        return "passed"
+
+    def _turn(self, prompt: str, *, model: str = "scripted", again: bool = False) -> Turn:
+        url = f"http://127.0.0.1:{self.wire.port}"
+        for name, text in self.agent.files.items():
+            path = self._home / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(filled(text, model=model, url=url))
+        environment = {name: filled(value, model=model, url=url) for name, value in self.agent.env.items()}
+        environment |= {"HOME": str(self._home), "PATH": ":".join([*map(str, PATHS), os.environ["PATH"]])}
+        environment |= {"NO_PROXY": "127.0.0.1", "TERM": "dumb", "LANG": "C.UTF-8"}
+        command = self.agent.command(prompt, model, url, again)
+        process = subprocess.Popen(
+            command,
+            cwd=self.work,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output, status = process.communicate(timeout=_TIMEOUT_S)[0], process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            output, status = process.communicate()[0], None
+        return Turn(status, output.decode(errors="replace"))
+
+    def _expect(self, turn: Turn, text: str) -> str:
+        return "passed" if turn.status == 0 and turn.says(text) else self._failure(turn)
+
+    def _failure(self, turn: Turn) -> str:
+        statuses = [status for status in self.wire.statuses if status >= 400]
+        return f"exit status {turn.status}, HTTP {statuses}: {' '.join(turn.output.split())[-400:]}"
+
+
+def versions() -> dict[str, str]:
+    """Package → version, as it is pinned."""
+    pinned = json.loads((HERE / "package.json").read_text())["dependencies"]
+    lines = (HERE / "requirements.txt").read_text().splitlines()
+    return pinned | dict(line.split("==") for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.agents", description=__doc__.partition("\n")[0])
+    parser.add_argument("agents", nargs="*", metavar="AGENT", help="names of some agents; by default all")
+    parser.add_argument("--real", type=Path, help="folder of the real model (tests/agents/real.py)")
+    parser.add_argument("--bodies", type=Path, help="folder for the requests")
+    options = parser.parse_args()
+    chosen = [agent for agent in AGENTS if not options.agents or agent.name in options.agents]
+    if _INSIDE not in os.environ:
+        if subprocess.run([*_NAMESPACE, "true"], capture_output=True).returncode:
+            sys.exit(f"skipped: {', '.join(agent.name for agent in chosen)}: this machine allows no namespaces")
+        os.environ[_INSIDE] = "1"
+        up = ["sh", "-c", 'ip link set lo up && exec "$0" "$@"', sys.executable, "-m", "tests.agents", *sys.argv[1:]]
+        os.execvp(_NAMESPACE[0], [*_NAMESPACE, *up])
+    with TemporaryDirectory(prefix="agents-") as name, ExitStack() as stack:
+        folder = Path(name)
+        errands = {agent.errand: steps(agent, folder / agent.name.replace(" ", "-") / "work") for agent in chosen}
+        server = stack.enter_context(served(folder, errands, options.real))
+        for agent in chosen:
+            run, outcomes = Run(agent, server, folder, options.bodies), {}
+            for check, outcome in run.outcomes():
+                outcomes[check] = outcome
+                print(f"{agent.name}: {check}: {outcome}", flush=True)
+            run.wire.close()
+            day = datetime.now(UTC).date().isoformat()
+            record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+            record[agent.name] = {
+                "version": versions()[agent.package],
+                "day": day,
+                "api": agent.api,
+                "outcomes": outcomes,
+                "env": agent.env,
+                "files": agent.files,
+                "command": agent.first,
+            }
+            RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

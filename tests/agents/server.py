@@ -1,0 +1,102 @@
+"""`folio serve` with the scripted and the real model on two replicas, one of which can be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.agents.script import Step, write_checkpoint
+from tests.processes import until
+
+ROOT = Path(__file__).parents[2]
+_START_S = 600.0
+_REPLICA = b"ray::ServeReplica:folio:EngineReplica"
+
+
+class Server:
+    """A server that runs."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._seconds: dict[int, float] = {}
+
+    def await_replicas(self) -> None:
+        """Wait until both replicas answer; note how long each has computed."""
+        until(lambda: len(self._state().get("replicas", ())) == 2, _START_S, self._state)
+        self._seconds = _replicas()
+
+    def kill_busy(self) -> None:
+        """Kill the replica that has computed most since `await_replicas`."""
+        worked = {pid: seconds - self._seconds.get(pid, 0.0) for pid, seconds in _replicas().items()}
+        os.kill(max(worked, key=worked.__getitem__), signal.SIGKILL)
+
+    def _state(self) -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/dashboard/state", timeout=10) as answer:
+                state: dict[str, Any] = json.load(answer)
+                return state
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return {}
+
+
+@contextmanager
+def served(folder: Path, errands: Mapping[str, tuple[Step, Step]], real: Path | None) -> Iterator[Server]:
+    """A server until the block ends. `folder`: for its files. `real`: the folder of the real model."""
+    write_checkpoint(folder / "scripted", errands, [path.read_text() for path in ROOT.glob("docs/**/*.md")])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = Server(free.getsockname()[1])
+    models = {"scripted": folder / "scripted"} | ({"smollm2": real} if real else {})
+    config, log = folder / "folio.yaml", folder / "server.log"
+    config.write_text(json.dumps(_configuration(models, server.port)))  # JSON is YAML
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    with log.open("w") as out:
+        command = [sys.executable, "-m", "app.cli", "serve", "--config", config]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+        try:
+            server.await_replicas()
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=120)
+
+
+def _configuration(models: Mapping[str, Path], port: int) -> dict[str, Any]:
+    """Prefixes stay cached however long an agent takes for its next turn."""
+    shelf = [
+        {"name": name, "keep": "always", "engine": {"model": str(path), "prefix_cache_release_s": 3600}}
+        for name, path in models.items()
+    ]
+    deployments = [
+        {"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}},
+        {"name": "EngineReplica", "num_replicas": 2},
+    ]
+    args = {"device_memory_bytes": 4 << 30, "models": shelf}
+    application = {"name": "folio", "route_prefix": "/", "import_path": "app.main:build", "args": args}
+    return {
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [application | {"deployments": deployments}],
+    }
+
+
+def _replicas() -> dict[int, float]:
+    """Process → seconds of processor time. Other servers of the machine are not in this process namespace."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "cmdline").read_bytes().startswith(_REPLICA):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                found[int(folder.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # it has ended
+    return found

@@ -27,11 +27,11 @@ _MEANINGS = """\
 |---|---|
 | Chat | a question and its answer |
 | Stream | an answer of 400 tokens, in at least 20 pieces |
-| Two tools | the model calls a tool, gets its result, calls another one, and answers; aider, which has none, edits a file, runs a test, and edits it again |
+| Two tools | a call, its result, another call, its result, an answer; aider, without tools, edits, tests, edits again |
 | Second turn | the session goes on, and at least 80 % of the prompt is found in the prefix cache |
 | Too long | a message that exceeds the context: the agent makes room and answers, or tells its user |
 | Replica killed | `kill -9` in the middle of an answer: the agent asks again, or tells its user |
-| Real model | a question to SmolLM2-135M-Instruct, streamed; its context of 8,192 tokens needs options that shorten some agents' prompts |
+| Real model | a question to SmolLM2-135M-Instruct, streamed; options shorten prompts that exceed its 8,192 tokens |
 """
 _URL, _MODEL = "http://127.0.0.1:8000", "qwen3-coder"
 

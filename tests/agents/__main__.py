@@ -1,7 +1,7 @@
 """Run coding agents against a server, without a network: `python -m tests.agents [AGENT …]`; `make agents` does.
 
-The whole run is in a namespace of its own, whose only network device is the loopback. Each agent has a relay to the server, which
-keeps what both say: `--bodies FOLDER` writes the requests.
+The whole run is in a namespace of its own, whose only network device is the loopback. Each agent has a relay to the
+server, which keeps what both say: `--bodies FOLDER` writes the requests.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from tests.agents import script
 from tests.agents.agents import AGENTS, Agent, filled, steps
@@ -31,6 +33,7 @@ RECORD = HERE / "results.json"
 # Processes that agents leave behind end with the namespace.
 _NAMESPACE = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 _INSIDE = "FOLIO_AGENTS_INSIDE"
+CALM = ("chat", "cached", "overflow", "stream", "tools", "real")  # in this order: the first three are one session
 _TIMEOUT_S = 300.0
 _STREAMED_EVENTS = 20
 _CACHED_SHARE = 0.8
@@ -50,11 +53,11 @@ class Turn:
 
 
 class Run:
-    """One agent's checks: each returns "passed", with what the agent did where there is a choice, or what went wrong."""
+    """One agent's checks: each returns "passed", with the agent's choice if it has one, or what went wrong."""
 
     def __init__(self, agent: Agent, server: Server, folder: Path, bodies: Path | None) -> None:
         self.agent, self._server, self._bodies = agent, server, bodies
-        self.wire = Wire(server.port)
+        self.wire, self.outcomes = Wire(server.port), dict[str, str]()
         self._home = folder / agent.name.replace(" ", "-")
         self.work = self._home / "work"
         self.work.mkdir(parents=True)
@@ -62,25 +65,28 @@ class Run:
         (self.work / "two.txt").write_text(f"The word is {script.SECOND}.\n")
         subprocess.run(["git", "init", "--quiet", self.work], check=True)
 
-    def outcomes(self) -> Iterator[tuple[str, str]]:
-        """Check → outcome, as they become known."""
-        checks: list[Callable[[], str]] = [
-            self.chat,
-            self.cached,
-            self.overflow,
-            self.stream,
-            self.tools,
-            self.killed,
-            self.real,
-        ]
-        for check in checks:
+    def check(self, names: Iterable[str]) -> None:
+        """Run checks, one after the other, and note their outcomes."""
+        for name in names:
             self.wire.clear()
-            outcome = check()
+            check: Callable[[], str] = getattr(self, name)
+            self.outcomes[name] = check()
+            print(f"{self.agent.name}: {name}: {self.outcomes[name]}", flush=True)
             if self._bodies is not None:
                 sent = [body for one in self.wire.connections for body in one.bodies()]
-                name = f"{self.agent.name.replace(' ', '-')}-{check.__name__}.json"
-                (self._bodies / name).write_text(json.dumps(sent, indent=1, ensure_ascii=False))
-            yield check.__name__, outcome
+                path = self._bodies / f"{self.agent.name.replace(' ', '-')}-{name}.json"
+                path.write_text(json.dumps(sent, indent=1, ensure_ascii=False))
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "version": versions()[self.agent.package],
+            "day": datetime.now(UTC).date().isoformat(),
+            "api": self.agent.api,
+            "outcomes": self.outcomes,
+            "env": self.agent.env,
+            "files": self.agent.files,
+            "command": self.agent.first,
+        }
 
     def chat(self) -> str:
         return self._expect(self._turn("Say hello."), script.HELLO)
@@ -184,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.agents", description=__doc__.partition("\n")[0])
     parser.add_argument("agents", nargs="*", metavar="AGENT", help="names of some agents; by default all")
     parser.add_argument("--real", type=Path, help="folder of the real model (tests/agents/real.py)")
+    parser.add_argument("--jobs", type=int, default=2, help="agents at a time")
     parser.add_argument("--bodies", type=Path, help="folder for the requests")
     options = parser.parse_args()
     chosen = [agent for agent in AGENTS if not options.agents or agent.name in options.agents]
@@ -197,24 +204,14 @@ def main() -> None:
         folder = Path(name)
         errands = {agent.errand: steps(agent, folder / agent.name.replace(" ", "-") / "work") for agent in chosen}
         server = stack.enter_context(served(folder, errands, options.real))
-        for agent in chosen:
-            run, outcomes = Run(agent, server, folder, options.bodies), {}
-            for check, outcome in run.outcomes():
-                outcomes[check] = outcome
-                print(f"{agent.name}: {check}: {outcome}", flush=True)
-            run.wire.close()
-            day = datetime.now(UTC).date().isoformat()
-            record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-            record[agent.name] = {
-                "version": versions()[agent.package],
-                "day": day,
-                "api": agent.api,
-                "outcomes": outcomes,
-                "env": agent.env,
-                "files": agent.files,
-                "command": agent.first,
-            }
-            RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1, ensure_ascii=False) + "\n")
+        runs = [Run(agent, server, folder, options.bodies) for agent in chosen]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(lambda run: run.check(CALM), runs))
+        for run in runs:  # one at a time: a killed replica has the requests of all
+            run.check(["killed"])
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        record |= {run.agent.name: run.record() for run in runs}
+        RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

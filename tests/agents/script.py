@@ -99,7 +99,8 @@ def _model(
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    id_of = dict(zip(known, tokenizer.convert_tokens_to_ids(known), strict=True))
+    vocabulary = tokenizer.get_vocab()
+    id_of = {text: vocabulary[text] for text in known}
     own = {text: place for place, text in enumerate(known, start=1)}  # dimensions; 0 is always 1
     seen = {mark: 1 + len(known) + place for place, mark in enumerate(marks)}
     unit = 16 * len(marks)

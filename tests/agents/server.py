@@ -32,7 +32,7 @@ class Server:
 
     def await_replicas(self) -> None:
         """Wait until both replicas answer; note how long each has computed."""
-        until(lambda: len(self._state().get("replicas", ())) == 2, _START_S, self._state)
+        until(self.is_whole, _START_S)
         self._seconds = _replicas()
 
     def kill_busy(self) -> None:
@@ -40,13 +40,13 @@ class Server:
         worked = {pid: seconds - self._seconds.get(pid, 0.0) for pid, seconds in _replicas().items()}
         os.kill(max(worked, key=worked.__getitem__), signal.SIGKILL)
 
-    def _state(self) -> dict[str, Any]:
+    def is_whole(self) -> bool:
+        """Whether both replicas answer."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/dashboard/state", timeout=10) as answer:
-                state: dict[str, Any] = json.load(answer)
-                return state
+                return len(json.load(answer)["replicas"]) == 2
         except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return {}
+            return False
 
 
 @contextmanager
@@ -61,10 +61,11 @@ def served(folder: Path, errands: Mapping[str, tuple[Step, Step]], real: Path | 
     config.write_text(json.dumps(_configuration(models, server.port)))  # JSON is YAML
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
     with log.open("w") as out:
-        command = [sys.executable, "-m", "app.cli", "serve", "--config", config]
+        command = [sys.executable, "-m", "app.cli", "serve", "--config", str(config)]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
         try:
-            server.await_replicas()
+            until(lambda: server.is_whole() or process.poll() is not None, _START_S, log.read_text)
+            assert process.poll() is None, log.read_text()
             yield server
         finally:
             process.send_signal(signal.SIGTERM)

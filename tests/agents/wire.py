@@ -45,7 +45,7 @@ class Connection:
 
 
 class Wire:
-    """Listens on a port of its own, in a thread of its own, until it is closed.
+    """Listens on a port of its own, in a thread of its own.
 
     Attributes:
         connections: since the last `clear`.
@@ -57,17 +57,12 @@ class Wire:
         self.on_event: Callable[[Connection], None] = lambda _: None
         self._to = port
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
         starting = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._relay, "127.0.0.1", 0), self._loop)
         self.port: int = starting.result().sockets[0].getsockname()[1]
 
     def clear(self) -> None:
         self.connections = []
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
 
     @property
     def statuses(self) -> list[int]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from tests.agents.script import CONTEXT, Step
 
 # In texts below: {url} is the server's, {model} the model's name, {prompt} what the user says.
-_OUTPUT_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +63,12 @@ _OPENCODE = {
     "small_model": "folio/{model}",
     "permission": "allow",
     "autoupdate": False,
+    "agent": {"plain": {"mode": "primary", "prompt": "Be brief.", "tools": {"*": False}}},
     "provider": {
         "folio": {
             "npm": "@ai-sdk/openai-compatible",
             "options": {"baseURL": "{url}/v1", "apiKey": "none"},
-            "models": {
-                "scripted": {"limit": {"context": CONTEXT, "output": _OUTPUT_TOKENS}},
-                "smollm2": {"limit": {"context": 8192, "output": 512}},
-            },
+            "models": {"{model}": {"limit": {"context": CONTEXT, "output": 4096}}},
         }
     },
 }
@@ -147,6 +144,7 @@ AGENTS = (
         (*_CODEX_RUN, "resume", "--last", "{prompt}"),
         (_call("exec_command", cmd="cat one.txt"), _call("exec_command", cmd="cat two.txt", login=False)),
         files={".codex/config.toml": _CODEX},
+        real=("--disable", "multi_agent", "--disable", "goals"),
     ),
     Agent(
         "opencode",
@@ -155,7 +153,8 @@ AGENTS = (
         ("opencode", "run", "{prompt}"),
         ("opencode", "run", "-c", "{prompt}"),
         (_call("bash", command="cat one.txt"), _call("read", filePath="two.txt")),
-        files={".config/opencode/opencode.json": json.dumps(_OPENCODE)},
+        files={".config/opencode/opencode.json": json.dumps(_OPENCODE, indent=2)},
+        real=("--agent", "plain"),
     ),
     Agent(
         "Qwen Code",
@@ -180,7 +179,7 @@ AGENTS = (
             _call("run_commands", commands=["cat one.txt"]),
             _call("read_files", files=[{"path": "{work}/two.txt"}]),
         ),
-        files={".cline/data/settings/providers.json": json.dumps(_CLINE)},
+        files={".cline/data/settings/providers.json": json.dumps(_CLINE, indent=2)},
     ),
     Agent(
         "Continue",

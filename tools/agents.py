@@ -77,7 +77,7 @@ def _setup(entry: Mapping[str, Any]) -> Iterator[str]:
         return text.replace("{url}", _URL).replace("{model}", _MODEL).replace("{prompt}", "Say hello.")
 
     for path, text in entry["files"].items():
-        yield f"`~/{path}`:\n\n```text\n{shown(text).strip()}\n```\n"
+        yield f"`{path}`:\n\n```text\n{shown(text).strip()}\n```\n"
     exports = [f"export {name}={shlex.quote(shown(value))}" for name, value in entry["env"].items()]
     yield "<!-- not run: needs the agent -->\n```bash"
     yield "\n".join([*exports, shlex.join(map(shown, entry["command"]))])

@@ -148,7 +148,7 @@ class Run:
     def _turn(self, prompt: str, *, model: str = "scripted", again: bool = False) -> Turn:
         url = f"http://127.0.0.1:{self.wire.port}"
         for name, text in self.agent.files.items():
-            path = self._home / name
+            path = self._home / name.removeprefix("~/") if name.startswith("~/") else self.work / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(filled(text, model=model, url=url))
         environment = {name: filled(value, model=model, url=url) for name, value in self.agent.env.items()}

@@ -22,7 +22,7 @@ class Agent:
             with a home directory of their own.
         real: arguments for the real model, whose context of 8,192 tokens the agent's instructions and tools exceed.
         steps: what the scripted model says for the first and the second file.
-        env, files: environment, and files below the home directory.
+        env, files: environment, and files, of the home directory (`~/…`) or of the working folder.
     """
 
     name: str
@@ -143,7 +143,7 @@ AGENTS = (
         (*_CODEX_RUN, "{prompt}"),
         (*_CODEX_RUN, "resume", "--last", "{prompt}"),
         (_call("exec_command", cmd="cat one.txt"), _call("exec_command", cmd="cat two.txt", login=False)),
-        files={".codex/config.toml": _CODEX},
+        files={"~/.codex/config.toml": _CODEX},
         real=("--disable", "multi_agent", "--disable", "goals"),
     ),
     Agent(
@@ -153,7 +153,7 @@ AGENTS = (
         ("opencode", "run", "{prompt}"),
         ("opencode", "run", "-c", "{prompt}"),
         (_call("bash", command="cat one.txt"), _call("read", filePath="two.txt")),
-        files={".config/opencode/opencode.json": json.dumps(_OPENCODE, indent=2)},
+        files={"~/.config/opencode/opencode.json": json.dumps(_OPENCODE, indent=2)},
         real=("--agent", "plain"),
     ),
     Agent(
@@ -179,14 +179,14 @@ AGENTS = (
             _call("run_commands", commands=["cat one.txt"]),
             _call("read_files", files=[{"path": "{work}/two.txt"}]),
         ),
-        files={".cline/data/settings/providers.json": json.dumps(_CLINE, indent=2)},
+        files={"~/.cline/data/settings/providers.json": json.dumps(_CLINE, indent=2)},
     ),
     Agent(
         "Continue",
         "@continuedev/cli",
         "chat",
-        ("cn", "--config", "../folio.yaml", "--auto", "-p", "{prompt}"),
-        ("cn", "--config", "../folio.yaml", "--auto", "--resume", "-p", "{prompt}"),
+        ("cn", "--config", "folio.yaml", "--auto", "-p", "{prompt}"),
+        ("cn", "--config", "folio.yaml", "--auto", "--resume", "-p", "{prompt}"),
         (_call("Bash", command="cat one.txt"), _call("Read", filepath="two.txt")),
         files={"folio.yaml": _CONTINUE},
     ),

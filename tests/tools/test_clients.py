@@ -58,7 +58,7 @@ def test_an_agents_row_says_what_it_did_and_what_failed() -> None:
         "api": "chat",
         "outcomes": dict.fromkeys(CHECKS, "passed") | {"overflow": "passed: says so", "real": "exit status 1"},
         "env": {"KEY": "{url}/v1"},
-        "files": {".one/config": "model = {model}"},
+        "files": {"~/.one/config": "model = {model}"},
         "command": ["one", "-p", "{prompt}"],
     }
     section = agents_section({"One": entry})

@@ -58,6 +58,7 @@ class Run:
     def __init__(self, agent: Agent, server: Server, folder: Path, bodies: Path | None) -> None:
         self.agent, self._server, self._bodies = agent, server, bodies
         self.wire, self.outcomes = Wire(server.port), dict[str, str]()
+        self._usual = set[str]()  # lines that the agent prints in each turn
         self._home = folder / agent.name.replace(" ", "-")
         self.work = self._home / "work"
         self.work.mkdir(parents=True)
@@ -89,7 +90,9 @@ class Run:
         }
 
     def chat(self) -> str:
-        return self._expect(self._turn("Say hello."), script.HELLO)
+        turn = self._turn("Say hello.")
+        self._usual = set(turn.output.splitlines())
+        return self._expect(turn, script.HELLO)
 
     def cached(self) -> str:
         """The second turn of `chat`'s session finds the first one's prefix."""
@@ -106,9 +109,10 @@ class Run:
         turn = self._turn(f"Say hello. Ignore this: {noise}", again=True)
         if turn.status is None:
             return f"hangs for {_TIMEOUT_S:.0f} s"
-        if turn.says(script.HELLO):
+        if turn.says(script.HELLO) and self.wire.statuses[-1] == 200:
             return "passed: makes room"
-        return "passed: says so" if turn.says(*_TOO_LONG) else self._failure(turn)
+        new = Turn(turn.status, "\n".join(set(turn.output.splitlines()) - self._usual))
+        return "passed: says so" if new.says(*_TOO_LONG) else self._failure(turn)
 
     def stream(self) -> str:
         turn = self._turn(f"Count {script.SLOW}.")

@@ -109,7 +109,7 @@ class Run:
         turn = self._turn(f"Say hello. Ignore this: {noise}", again=True)
         if turn.status is None:
             return f"hangs for {_TIMEOUT_S:.0f} s"
-        if turn.says(script.HELLO) and self.wire.statuses[-1] == 200:
+        if turn.says(script.HELLO) and self.wire.statuses[-1:] == [200]:
             return "passed: makes room"
         new = Turn(turn.status, "\n".join(set(turn.output.splitlines()) - self._usual))
         return "passed: says so" if new.says(*_TOO_LONG) else self._failure(turn)

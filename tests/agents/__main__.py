@@ -13,7 +13,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,7 +33,8 @@ RECORD = HERE / "results.json"
 # Processes that agents leave behind end with the namespace.
 _NAMESPACE = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 _INSIDE = "FOLIO_AGENTS_INSIDE"
-CALM = ("chat", "cached", "overflow", "stream", "tools", "real")  # in this order: the first three are one session
+# In this order: the first three are one session. The last one disturbs other agents.
+CHECKS = ("chat", "cached", "overflow", "stream", "tools", "real", "killed")
 _TIMEOUT_S = 300.0
 _STREAMED_EVENTS = 20
 _CACHED_SHARE = 0.8
@@ -190,10 +191,20 @@ def versions() -> dict[str, str]:
     return pinned | dict(line.split("==") for line in lines)
 
 
+def write_record(runs: Sequence[Run]) -> None:
+    """Put outcomes over the file's; agents and checks that did not run keep what the file has."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for run in runs:
+        before = record.get(run.agent.name, {}).get("outcomes", {})
+        record[run.agent.name] = run.record() | {"outcomes": before | run.outcomes}
+    RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1, ensure_ascii=False) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.agents", description=__doc__.partition("\n")[0])
     parser.add_argument("agents", nargs="*", metavar="AGENT", help="names of some agents; by default all")
     parser.add_argument("--real", type=Path, help="folder of the real model (tests/agents/real.py)")
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS, help="some checks; by default all")
     parser.add_argument("--jobs", type=int, default=2, help="agents at a time")
     parser.add_argument("--bodies", type=Path, help="folder for the requests")
     options = parser.parse_args()
@@ -210,12 +221,11 @@ def main() -> None:
         server = stack.enter_context(served(folder, errands, options.real))
         runs = [Run(agent, server, folder, options.bodies) for agent in chosen]
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(lambda run: run.check(CALM), runs))
-        for run in runs:  # one at a time: a killed replica has the requests of all
+            list(pool.map(lambda run: run.check(name for name in options.checks if name != "killed"), runs))
+        write_record(runs)
+        for run in runs if "killed" in options.checks else ():
             run.check(["killed"])
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        record |= {run.agent.name: run.record() for run in runs}
-        RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1, ensure_ascii=False) + "\n")
+        write_record(runs)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,12 @@ server, which keeps what both say: `--bodies FOLDER` writes the requests.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -33,6 +36,7 @@ RECORD = HERE / "results.json"
 # Processes that agents leave behind end with the namespace.
 _NAMESPACE = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 _INSIDE = "FOLIO_AGENTS_INSIDE"
+_SET_FLAGS, _UP = 0x8914, 1  # SIOCSIFFLAGS, IFF_UP
 # In this order: the first three are one session. The last one disturbs other agents.
 CHECKS = ("chat", "cached", "overflow", "stream", "tools", "real", "killed")
 _TIMEOUT_S = 300.0
@@ -213,8 +217,9 @@ def main() -> None:
         if subprocess.run([*_NAMESPACE, "true"], capture_output=True).returncode:
             sys.exit(f"skipped: {', '.join(agent.name for agent in chosen)}: this machine allows no namespaces")
         os.environ[_INSIDE] = "1"
-        up = ["sh", "-c", 'ip link set lo up && exec "$0" "$@"', sys.executable, "-m", "tests.agents", *sys.argv[1:]]
-        os.execvp(_NAMESPACE[0], [*_NAMESPACE, *up])
+        os.execvp(_NAMESPACE[0], [*_NAMESPACE, sys.executable, "-m", "tests.agents", *sys.argv[1:]])
+    with socket.socket() as device:
+        fcntl.ioctl(device, _SET_FLAGS, struct.pack("16sh", b"lo", _UP))
     with TemporaryDirectory(prefix="agents-") as name, ExitStack() as stack:
         folder = Path(name)
         errands = {agent.errand: steps(agent, folder / agent.name.replace(" ", "-") / "work") for agent in chosen}

@@ -28,7 +28,7 @@ _MEANINGS = """\
 | Chat | a question and its answer |
 | Stream | an answer of 400 tokens, in at least 20 pieces |
 | Two tools | a call, its result, another call, its result, an answer; aider, without tools, edits, tests, edits again |
-| Second turn | the session goes on, and at least 80 % of the prompt is found in the prefix cache |
+| Second turn | the session goes on (Cline: a tool's result goes back), and 80 % of the prompt or more is cached |
 | Too long | a message that exceeds the context: the agent makes room and answers, or tells its user |
 | Replica killed | `kill -9` in the middle of an answer: the agent asks again, or tells its user |
 | Real model | a question to SmolLM2-135M-Instruct, streamed; options shorten prompts that exceed its 8,192 tokens |

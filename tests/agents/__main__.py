@@ -39,7 +39,7 @@ _INSIDE = "FOLIO_AGENTS_INSIDE"
 _SET_FLAGS, _UP = 0x8914, 1  # SIOCSIFFLAGS, IFF_UP
 # In this order: the first three are one session. The last one disturbs other agents.
 CHECKS = ("chat", "cached", "overflow", "stream", "tools", "real", "killed")
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 600.0
 _STREAMED_EVENTS = 20
 _CACHED_SHARE = 0.8
 # How an agent tells its user that a conversation is too long.
@@ -100,18 +100,19 @@ class Run:
         return self._expect(turn, script.HELLO)
 
     def cached(self) -> str:
-        """The second turn of `chat`'s session finds the first one's prefix."""
-        turn = self._turn("Say hello again.", again=True)
+        """The second turn of `chat`'s session, or else the second request of a loop, finds the prefix."""
+        goes_on = bool(self.agent.again)
+        turn = self._turn("Say hello again." if goes_on else f"Do the {self.agent.errand}.", again=goes_on)
         cached, prompt = self.wire.cached_tokens, self.wire.prompt_tokens
         prompt += cached if self.agent.api == "messages" else 0
         if cached < _CACHED_SHARE * prompt:
             return f"{cached} of {prompt} prompt tokens were cached"
-        return self._expect(turn, script.HELLO)
+        return self._expect(turn, script.HELLO if goes_on else script.READ)
 
     def overflow(self) -> str:
-        """The third turn exceeds the context: the agent says so, or makes room and goes on."""
+        """A further turn exceeds the context: the agent says so, or makes room and goes on."""
         noise = random.Random(0).randbytes(60_000).hex()
-        turn = self._turn(f"Say hello. Ignore this: {noise}", again=True)
+        turn = self._turn(f"Say hello. Ignore this: {noise}", again=bool(self.agent.again))
         if turn.status is None:
             return f"hangs for {_TIMEOUT_S:.0f} s"
         if turn.says(script.HELLO) and self.wire.statuses[-1:] == [200]:

@@ -18,8 +18,8 @@ class Agent:
 
     Attributes:
         package: as `package.json` or `requirements.txt` has it.
-        first, again: command lines of a session's first turn, and of further ones. They run in a folder of their own,
-            with a home directory of their own.
+        first, again: command lines of a session's first turn, and of further ones if that needs no terminal. They run
+            in a folder of their own, with a home directory of their own.
         real: arguments for the real model, whose context of 8,192 tokens the agent's instructions and tools exceed.
         steps: what the scripted model says for the first and the second file.
         env, files: environment, and files, of the home directory (`~/…`) or of the working folder.
@@ -174,7 +174,7 @@ AGENTS = (
         "cline",
         "chat",
         ("cline", "{prompt}"),
-        ("sh", "-c", 'cline --id "$(ls -t ~/.cline/data/sessions | head -1)" "$0"', "{prompt}"),
+        (),
         (
             _call("run_commands", commands=["cat one.txt"]),
             _call("read_files", files=[{"path": "{work}/two.txt"}]),

@@ -20,6 +20,7 @@ _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 class Connection:
     sent: bytearray = field(default_factory=bytearray)
     received: bytearray = field(default_factory=bytearray)
+    is_open: bool = True
 
     @property
     def num_events(self) -> int:
@@ -62,7 +63,11 @@ class Wire:
         self.port: int = starting.result().sockets[0].getsockname()[1]
 
     def clear(self) -> None:
-        self.connections = []
+        """Forget what was said; connections of programs in the background stay."""
+        self.connections = [one for one in self.connections if one.is_open]
+        for one in self.connections:
+            one.sent.clear()
+            one.received.clear()
 
     @property
     def statuses(self) -> list[int]:
@@ -93,6 +98,7 @@ class Wire:
             self._pass(reader, to_server, connection.sent, lambda: None),
             self._pass(from_server, writer, connection.received, lambda: self.on_event(connection)),
         )
+        connection.is_open = False
 
     async def _pass(
         self, source: asyncio.StreamReader, to: asyncio.StreamWriter, kept: bytearray, noted: Callable[[], None]

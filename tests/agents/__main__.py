@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import socket
 import struct
 import subprocess
@@ -42,6 +43,7 @@ CHECKS = ("chat", "cached", "overflow", "stream", "tools", "real", "killed")
 _TIMEOUT_S = 600.0
 _STREAMED_EVENTS = 20
 _CACHED_SHARE = 0.8
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # How an agent tells its user that a conversation is too long.
 _TOO_LONG = ("context", "too long", "token limit", "maximum length", "compact")
 
@@ -179,7 +181,7 @@ class Run:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             output, status = process.communicate()[0], None
-        return Turn(status, output.decode(errors="replace"))
+        return Turn(status, _COLOUR.sub("", output.decode(errors="replace")))
 
     def _expect(self, turn: Turn, text: str) -> str:
         return "passed" if turn.status == 0 and turn.says(text) else self._failure(turn)

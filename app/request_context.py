@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,6 +45,7 @@ class RequestContext:
         generation_id: the engine's id for the request; of a batch, the first.
         error_code: of a failure, even after the status was sent.
         ignored_fields: what was dropped of the body and of its schemas, as a header's value.
+        is_being_checked: its prompt is being made, which may refuse it.
         progress: of the request's prompt, as its replica last told.
         silent_events: makes the events to send when a stream has been silent; `None`: a comment is sent.
     """
@@ -62,6 +64,7 @@ class RequestContext:
     output_tokens: int = 0
     error_code: str | None = None
     ignored_fields: str | None = None
+    is_being_checked: bool = False
     progress: Progress | None = None
     silent_events: Callable[[], Iterable[Any]] | None = None
     _quota: Quota | None = None
@@ -208,6 +211,19 @@ def note_error(code: str | None) -> None:
     """Note for the log that the request being answered has failed."""
     if (context := CURRENT.get()) is not None:
         context.error_code = code
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Meanwhile the request's prompt is being made."""
+    context = CURRENT.get()
+    if context is not None:
+        context.is_being_checked = True
+    try:
+        yield
+    finally:
+        if context is not None:
+            context.is_being_checked = False
 
 
 def note_ignored(fields: Sequence[str]) -> None:

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 # Time without an item after which the head is sent; until then an error has its HTTP status. And time between signs of
 # life of a stream, later and where they tell the progress: programs and proxies give up on silent connections.
 _HEAD_S, _SILENCE_S, _PROGRESS_S = 1.0, 10.0, 2.0
+# Time between looks at whether a request is still being checked, on a busy machine: its error is to have a status.
+_CHECK_S = 0.25
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -122,6 +124,10 @@ class _Heart:
     def _look(self) -> None:
         """Send a sign of life if it is due, and look again when the next one may be."""
         now = self._loop.time()
+        context = current_context()
+        if context is not None and context.is_being_checked and now < self._sent_at + self._interval_s:
+            self._timer = self._loop.call_at(now + _CHECK_S, self._look)
+            return
         due_at = self._sent_at + self._interval_s if self._has_items else now
         if now < due_at:
             self._timer = self._loop.call_at(due_at, self._look)

@@ -33,7 +33,7 @@ from app.openai.responses.answers import ResponseAnswer
 from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.tools.choice import chosen_tools
-from app.request_context import current_context, note_ignored
+from app.request_context import checked, current_context, note_ignored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,8 @@ class Translator:
         if 0 < num_bytes <= _LOOP_BYTES:
             with suppress(SlowTemplateError):
                 return method(*args, **kwargs)
-        return await self._executor.run(num_bytes, method, *args, **kwargs)
+        with checked():
+            return await self._executor.run(num_bytes, method, *args, **kwargs)
 
     async def build_answer(self, build: Callable[[list[list[Piece]]], T], outputs: list[list[Piece]]) -> T:
         """Call `build` with complete outputs, in a thread if they have many log probabilities or long vectors."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from app.errors import DeadlineError, FolioError, UnavailableError
 from app.fleet.messages import Piece
 from app.openai import event_response
 from app.openai.event_response import EventResponse
+from app.openai.translate import Translator
 from app.serving import replica
 from tests.app.serving.test_calls import stopped
 from tests.app.serving.test_ingress import Engines, ingress_with
@@ -103,6 +105,22 @@ def test_signs_of_life_before_the_first_token_and_later(path: str, kinds: str, b
     with server_with([SILENCE, RayTaskError("f", "t", DeadlineError("too slow"))]) as url:
         status, events = events_of(url, path)
     assert (status, kinds_of(events), "too slow" in events[-1]) == (200, broken, True)
+
+
+def test_a_request_that_is_checked_slowly_is_refused_with_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen on a busy machine: a prompt that is too long was 200 and an error event, which agents do not retry."""
+    monkeypatch.setattr(event_response, "_SILENCE_S", 5.0)
+    translate = Translator.translate_chat
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(SILENCE)
+        return translate(*args)
+
+    monkeypatch.setattr(Translator, "translate_chat", slowly)
+    long = {"role": "user", "content": "x " * 100_000}
+    with server_with([BEGUN, ENDED]) as url:
+        status, events = events_of(url, "/v1/chat/completions", messages=[long])
+    assert (status, "context_length_exceeded" in events[0]) == (400, True)
 
 
 def test_official_clients_read_them() -> None:

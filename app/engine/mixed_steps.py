@@ -39,8 +39,8 @@ class MixedSteps:
         """Begin a step with these decodes."""
         self._left_s = math.inf
         if decodes and self._longest_s != math.inf:
-            self._step = step = self._recovery.step_times
-            alone_s = step.seconds(1, sum(s.num_tokens for s in decodes), sum(s.num_attended for s in decodes))
+            self._step = self._recovery.step_times
+            alone_s = _seconds(self._step, decodes)
             self._left_s = max(STRETCH * alone_s, self._longest_s / self._slower) - alone_s
 
     def fitting_tokens(self, num_cached: int, num_tokens: int) -> int:
@@ -66,9 +66,13 @@ class MixedSteps:
 
     def note(self, scheduled: Sequence[Scheduled], seconds: float) -> None:
         """Note the time of a step with prompts."""
-        if all(s.num_tokens > 1 or not s.samples for s in scheduled):
+        if not any(s.samples and s.num_tokens == 1 + len(s.drafts) for s in scheduled):
             return
-        attended = sum(s.num_attended for s in scheduled)
-        expected = self._recovery.step_times.seconds(1, sum(s.num_tokens for s in scheduled), attended)
-        if expected > 0:
+        if (expected := _seconds(self._recovery.step_times, scheduled)) > 0:
             self._slower = max((self._slower + min(seconds / expected, _MOST_SLOWER)) / 2, 1.0)
+
+
+def _seconds(step: StepTimes, scheduled: Sequence[Scheduled]) -> float:
+    """Expected time of a step with these tokens."""
+    num_tokens, attended = sum(s.num_tokens for s in scheduled), sum(s.num_attended for s in scheduled)
+    return step.seconds(1, num_tokens, attended) + step.verify_s * any(s.drafts for s in scheduled)

@@ -87,8 +87,24 @@ def test_a_few_prompts_share_a_step() -> None:
     assert STRETCH > 1
 
 
-def _decode() -> Any:
-    return type("Decode", (), {"num_tokens": 1, "num_attended": 1})()
+def test_decodes_with_drafts_are_decodes() -> None:
+    recovery = PreemptionCostModel(512)
+    for tokens in (1, 100, 400):
+        recovery.observe_step(tokens, 0, 0.009 + 0.001 * tokens)
+    prompt, verified = _decode(num_tokens=100, samples=False), _decode(num_tokens=4, drafts=(1, 2, 3))
+    fitting = []
+    for decode in (_decode(num_tokens=100), verified, _decode()):
+        steps = MixedSteps(recovery, 0.1)
+        for _ in range(8):
+            steps.note([decode, prompt], 1.0)
+        steps.begin([_decode()])
+        fitting.append(steps.fitting_tokens(0, 400))
+    assert fitting[0] == pytest.approx(90, abs=1), "the end of a prompt waits for nothing"
+    assert fitting[1:] == [30, 30], "steps took longer than expected: the share of the decodes is left"
+
+
+def _decode(**changed: Any) -> Any:
+    return type("Decode", (), {"num_tokens": 1, "num_attended": 0, "samples": True, "drafts": ()} | changed)()
 
 
 def _greedy(max_tokens: int) -> SamplingParams:

@@ -50,6 +50,8 @@ from app.errors import EngineError, FolioError, OverloadedError, UnavailableErro
 
 VERSION = "2.60"
 
+_CONNECT_S = 3.0
+
 
 def own_search_path() -> JobConfig:
     """A job whose workers on this machine import from this process's `sys.path`, in its order."""
@@ -152,22 +154,35 @@ class _Replica(RunningReplica):
     """
 
     is_gone = is_cut_off = False
+    _asking: asyncio.Task[None] | None = None
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         """The number of its requests, unknown and taken for 0 while it is cut off."""
         try:
             number = await super().get_queue_len(deadline_s=deadline_s)
-        except ActorDiedError as died:
-            try:
-                _, writer = await asyncio.open_connection(self._replica_info.node_ip, self._replica_info.port)
-            except OSError:
-                self.is_gone = True
-                raise died from None
-            writer.close()
+        except ActorDiedError:
+            if not self.is_gone:
+                if self._asking is None or self._asking.done():
+                    self._asking = asyncio.create_task(self._ask())
+                # Serve cancels this call at its deadline; that a machine is silent counts in a later one.
+                await asyncio.shield(self._asking)
+            if self.is_gone:
+                raise
             self.is_cut_off = True
             return 0
         self.is_cut_off = False
         return number
+
+    async def _ask(self) -> None:
+        """Note whether its process listens. A kernel takes a connection at once, however busy its machine is; one that
+        is gone says nothing for minutes."""
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, writer = await asyncio.open_connection(self._replica_info.node_ip, self._replica_info.port)
+        except OSError:  # of which TimeoutError is one
+            self.is_gone = True
+        else:
+            writer.close()
 
 
 class BoundedWaitRouter(FIFOMixin, RequestRouter):

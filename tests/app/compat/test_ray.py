@@ -85,15 +85,18 @@ def test_a_raylet_that_has_ended_is_not_reaped(monkeypatch: pytest.MonkeyPatch) 
     assert compat.raylet_has_ended()
 
 
-@pytest.mark.parametrize("listens", [True, False])
-async def test_a_replica_is_dropped_when_its_process_is_gone(listens: bool) -> None:
+@pytest.mark.parametrize("case", ["it listens", "its process is gone", "its machine is gone"])
+async def test_a_replica_is_dropped_when_its_process_is_gone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: when a raylet dies, Ray calls the actors of its node dead. Polling `/ready` made the ingress drop its
     only replica, which answered all requests. Such a replica is called by value from then on."""
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1")
     port = server.sockets[0].getsockname()[1]
-    if not listens:
+    if case != "it listens":
         server.close()
         await server.wait_closed()
+    if case == "its machine is gone":
+        monkeypatch.setattr(compat, "_CONNECT_S", 0.3)
+        monkeypatch.setattr(asyncio, "open_connection", lambda *_: asyncio.Event().wait())
     replica_id = ReplicaID("a", DeploymentID("EngineReplica", "test"))
     dead = ActorDiedError()
 
@@ -120,7 +123,7 @@ async def test_a_replica_is_dropped_when_its_process_is_gone(listens: bool) -> N
     router.on_replica_actor_died(replica_id)  # a call by reference has failed
     pending = request_router.PendingRequest([], {}, RequestMetadata("x", "internal", call_method="ready"))
     assert pending.metadata._by_reference
-    if listens:
+    if case == "it listens":
         chosen = await router._choose_replica_for_request(pending)
         assert (chosen.replica_id, pending.metadata._by_reference) == (replica_id, False)
         server.close()

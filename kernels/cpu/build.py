@@ -19,8 +19,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -77,12 +78,8 @@ def load_library(name: str, march: str = _NATIVE) -> ctypes.CDLL:
     if name not in _WITHOUT_OPENMP:
         importlib.import_module("torch")
     source = _FOLDER / f"{name}.cpp"
-    try:
+    with _in_cache(source.name):
         library = ctypes.CDLL(str(_library(source, march).make()))
-    except (OSError, subprocess.SubprocessError) as error:
-        raise KernelError(
-            f"{source.name} cannot be compiled in {_cache()}: {error}; set XDG_CACHE_HOME to another folder"
-        ) from error
     note_compilation(source.name)
     return library
 
@@ -100,8 +97,10 @@ def load_function(name: str, function: str, *arguments: Any, result: Any = None,
 
 
 def missing_libraries() -> list[str]:
-    """Names of the libraries that are to be compiled on this machine, by `compile_all` or at their first use."""
-    return [source.stem for source in _sources() if not _library(source, _NATIVE).path.exists()]
+    """Names of the libraries that are to be compiled on this machine, by `compile_all` or at their first use. Raises as
+    `compile_all`."""
+    with _in_cache("a kernel"):
+        return [source.stem for source in _sources() if not _library(source, _NATIVE).path.exists()]
 
 
 def compile_all() -> None:
@@ -110,11 +109,17 @@ def compile_all() -> None:
     Raises:
         KernelError: there is no compiler, it failed, or the cache folder cannot be used.
     """
-    _compile_each([_library(source, _NATIVE) for source in _sources()])
+    with _in_cache("a kernel"):
+        _compile_each([_library(source, _NATIVE) for source in _sources()])
 
 
 def compile_packaged(folder: Path) -> None:
-    """Compile the libraries of each of `INSTRUCTION_SETS` into a wheel's folder, on x86-64. Raises `KernelError`."""
+    """Compile the libraries of each of `INSTRUCTION_SETS` into a wheel's folder, on x86-64.
+
+    Raises:
+        KernelError: there is no compiler, or it failed; older ones do not know all of the sets.
+        OSError: the folder cannot be used.
+    """
     _compile_each(
         [
             _compiled(source, chosen.march, folder, f"{source.stem}.{chosen.name}")
@@ -178,10 +183,18 @@ def _compiled(source: Path, march: Sequence[str], folder: Path, name: str, *, pr
 
 def _compile_each(libraries: Sequence[_Library]) -> None:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        try:
-            list(pool.map(_Library.make, libraries))
-        except (OSError, subprocess.SubprocessError) as error:
-            raise KernelError(f"the kernels cannot be compiled in {libraries[0].path.parent}: {error}") from error
+        list(pool.map(_Library.make, libraries))
+
+
+@contextmanager
+def _in_cache(what: str) -> Iterator[None]:
+    """Raise `KernelError` for a cache folder, or a compiler, that cannot be used."""
+    try:
+        yield
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelError(
+            f"{what} cannot be compiled in {_cache()}: {error}; set XDG_CACHE_HOME to another folder"
+        ) from error
 
 
 def _cache() -> Path:

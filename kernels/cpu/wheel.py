@@ -1,7 +1,7 @@
 """The wheel's part of the C++ kernels: on x86-64 a library of each for every instruction set, compiled as it is built.
 
-Without a compiler, for an editable installation, and on other processors the wheel has none, and fits every machine:
-kernels are compiled where they run (`kernels.cpu.build`).
+Without a compiler, with one older than g++ 11, which does not know all of these sets, for an editable installation, and
+on other processors the wheel has none: kernels are compiled where they run (`kernels.cpu.build`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,15 @@ class BuildKernels(build_py):
         if self.editable_mode or not has_libraries():
             return
         sys.path.insert(0, str(Path(__file__).parents[2]))  # setuptools loads this file alone
+        from kernels import KernelError
         from kernels.cpu.build import compile_packaged
 
-        compile_packaged(Path(self.build_lib) / "kernels" / "cpu" / "lib")
+        folder = Path(self.build_lib) / "kernels" / "cpu" / "lib"
+        try:
+            compile_packaged(folder)
+        except (KernelError, OSError) as error:
+            shutil.rmtree(folder, ignore_errors=True)  # some of them would be used in place of better ones
+            self.warn(f"the wheel has no C++ kernels, which are compiled where they run: {error}")
 
 
 class PlatformWheel(bdist_wheel):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,35 @@ def test_libraries_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     build.compile_packaged(tmp_path / "lib")
     made = sorted(path.name.partition("-")[0] for path in (tmp_path / "lib").iterdir())
     assert made == ["copy.avx2", "copy.avx512", "copy.avx512bf16"]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("call", [build.missing_libraries, build.compile_all])
+def test_a_cache_that_cannot_be_used(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: `folio serve` ended where its user may not look into the home folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"/tmp/{'x' * 300}")
+    with pytest.raises(KernelError, match="set XDG_CACHE_HOME to another folder"):
+        call()
+
+
+def test_a_wheel_by_an_old_compiler_has_no_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: the installation failed, as g++ 10 knows no x86-64-v3."""
+    wheel = pytest.importorskip("kernels.cpu.wheel")
+
+    def fail(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "copy.avx2-1.so").touch()
+        raise KernelError("g++ failed")
+
+    monkeypatch.setattr(wheel, "has_libraries", lambda: True)
+    monkeypatch.setattr(build, "compile_packaged", fail)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    command = wheel.BuildKernels(pytest.importorskip("setuptools").Distribution())
+    command.ensure_finalized()
+    command.build_lib = str(tmp_path)
+    command.run()
+    assert not (tmp_path / "kernels" / "cpu" / "lib").exists()
 
 
 def _only_versions(run):  # type: ignore[no-untyped-def]

@@ -62,9 +62,8 @@ class StartLog:
     def fail(self) -> None:
         """Show what was hidden: the reason may be in it."""
         self._is_starting = False
-        for line in self._hidden:
-            print(line, file=sys.stderr)
-        self._hidden.clear()
+        while self._hidden:  # to which Ray's thread may still append
+            print(self._hidden.popleft(), file=sys.stderr)
 
     def visible(self, actor: str, lines: Sequence[str]) -> list[str]:
         """The lines of a worker's output to show. Lines without a head belong to the line before."""

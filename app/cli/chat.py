@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -168,7 +168,8 @@ class Conversation:
             async with self.server as server:
                 self.model = await server.choose_model(self.model)
                 if self.model not in self._of_models:
-                    self._of_models[self.model] = model_sampling(await server.card(self.model))
+                    with suppress(FolioError):  # the request itself tells what is wrong, if anything is
+                        self._of_models[self.model] = model_sampling(await server.card(self.model))
                 with Waiting() as waiting:
                     await self._try_to_stream(server, reply, write, waiting)
         except asyncio.CancelledError:
@@ -196,7 +197,7 @@ class Conversation:
 
     async def _stream(self, server: Server, reply: Reply, write: Callable[[str], None], waiting: Waiting) -> None:
         assert self.model is not None
-        sampling = self._of_models[self.model] | self.sampling
+        sampling = self._of_models.get(self.model, {}) | self.sampling
         body: dict[str, Any] = {"model": self.model, "messages": self.with_system(), "stream": True} | sampling
         if (options := _STREAM_OPTIONS[self._options]) is not None:
             body["stream_options"] = options

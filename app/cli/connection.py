@@ -135,7 +135,8 @@ class Server:
         return [printable(str(card["id"])) for card in answer.get("data") or ()]
 
     async def card(self, name: str) -> dict[str, Any]:
-        """A model's entry in the server's list; empty for names that it does not list. Raises `FolioError`."""
+        """A model's entry in the server's list; empty for names that it does not list. Raises `FolioError`, also where
+        there is no list, as servers of other kinds may have none."""
         answer = await self.call("GET", "/v1/models")
         return next((card for card in answer.get("data") or () if card.get("id") == name), {})
 

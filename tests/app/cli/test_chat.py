@@ -16,8 +16,10 @@ from aiohttp import web
 
 from app.cli import chat as chat_module
 from app.cli.chat import Reply, read_message
+from app.cli.connection import Server
 from app.cli.main import main
 from app.cli.text import printable
+from app.errors import UnavailableError
 from tests.app.cli.fake_server import DONE, Answer, error, event, serving, stream, text, usage
 
 
@@ -92,6 +94,20 @@ def test_the_models_own_sampling(
     with serving(echo(bodies), cards=[{"id": "one"} | card]) as url:
         assert main(["chat", "--url", url, *options]) == 0
     assert {name: bodies[0][name] for name in bodies[0] if name in ("temperature", "top_p", "top_k")} == sent
+
+
+def test_a_server_without_a_list_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the model's sampling is in the list, without which nothing was asked."""
+
+    async def no_list(*_: Any) -> dict[str, Any]:
+        raise UnavailableError("no /v1/models")
+
+    bodies: list[Any] = []
+    type_lines(monkeypatch, "hi")
+    monkeypatch.setattr(Server, "call", no_list)
+    with serving(echo(bodies)) as url:
+        assert main(["chat", "--url", url, "--model", "one"]) == 0
+    assert (bodies[0]["model"], "top_k" in bodies[0]) == ("one", False)
 
 
 def test_a_wait_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

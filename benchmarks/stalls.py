@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 from app.config.engine import EngineConfig
 from app.engine import LLM, SamplingParams
@@ -72,7 +71,7 @@ def measure(llm: LLM, prompt_tokens: int, seed: int) -> Run:
         mixed.append(_step(llm))
     ttft_s = time.perf_counter() - begun
     engine.cancel_all()
-    return Run(statistics.median(usual[NUM_STREAMS:]), mixed, ttft_s)
+    return Run(median(usual[NUM_STREAMS:]), mixed, ttft_s)
 
 
 def _step(llm: LLM) -> float:
@@ -114,18 +113,14 @@ def _llm(folder: str, device: str, bound: float | None) -> LLM:
 
 
 def _figures(runs: dict[str, list[Run]]) -> dict[str, float]:
-    figures = {"usual_step_ms": 1e3 * _median([run.usual_s for of in runs.values() for run in of])}
+    figures = {"usual_step_ms": 1e3 * median([run.usual_s for of in runs.values() for run in of])}
     for name, of in runs.items():
-        figures[f"{name}_longest_step_ms"] = 1e3 * _median([max(run.mixed_s) for run in of])
-        figures[f"{name}_step_ms"] = 1e3 * _median([_median(run.mixed_s) for run in of])
-        figures[f"{name}_ttft_s"] = _median([run.ttft_s for run in of])
-    figures["longest_over_bound"] = _median([run.over_bound() for run in runs["bounded"]])
+        figures[f"{name}_longest_step_ms"] = 1e3 * median([max(run.mixed_s) for run in of])
+        figures[f"{name}_step_ms"] = 1e3 * median([median(run.mixed_s) for run in of])
+        figures[f"{name}_ttft_s"] = median([run.ttft_s for run in of])
+    figures["longest_over_bound"] = median([run.over_bound() for run in runs["bounded"]])
     pairs = [[run.ttft_s for run in runs[name]] for name in ENGINES]
     return figures | {"ttft_vs_unbounded": harness.median_ratio(*pairs)}
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)
 
 
 if __name__ == "__main__":

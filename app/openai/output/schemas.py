@@ -55,8 +55,14 @@ _FORMAT_PATTERNS = {
 }
 # With these a schema is more than its own keywords.
 _COMBINING = {"$ref", "allOf", "anyOf", "if", "oneOf", "patternProperties"}
+# Longer patterns are not enforced; those that have been checked are remembered.
+MAX_PATTERN_CHARS = 32 << 10
 # Of the different arrays of a set of values, with `uniqueItems`.
 _MAX_ARRAYS = 256
+# Schemas of a `oneOf`, and values of an `enum`, that are compared with one another.
+_MAX_COMPARED = 64
+_DRAFT = re.compile(r"(http://json-schema\.org/draft-0[4-7]|https://json-schema\.org/draft/20(19-09|20-12))/schema#?")
+_ID = re.compile(r'"(?:\$id|id)": ("(?:[^"\\]|\\.)*")')
 
 
 def enforceable(schema: Any, field: str) -> dict[str, Any]:
@@ -113,7 +119,10 @@ class _Walk:
     def _kept(self, key: str, value: Any, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """A keyword as it can be enforced."""
         if key in _NAMED_SCHEMAS and isinstance(value, dict):
-            yield key, {name: self.cleaned(one) for name, one in value.items()}
+            named = {n: self.cleaned(one) for n, one in value.items() if key != "patternProperties" or is_pattern(n)}
+            if len(named) < len(value):
+                self._drop(key)
+            yield key, named
         elif key in (*_SCHEMAS, "items") and isinstance(value, list):
             schemas = [self.cleaned(one) for one in value]
             self.is_approximate |= key == "oneOf"
@@ -149,7 +158,7 @@ class _Walk:
     def _is_reference(self, value: Any) -> bool:
         """Whether it is a pointer into the schema or a name in it; nothing is fetched."""
         if not isinstance(value, str) or not value.startswith("#/"):
-            return value == "#" or any(f'"{key}": {json.dumps(value)}' in self._text for key in ("$id", "id"))
+            return value == "#" or value in self._ids
         parts = value[2:].split("/")
         node = self._root if parts[0] in _NAMED_SCHEMAS | _SCHEMAS | _SCHEMA else None
         for part in parts:
@@ -161,15 +170,15 @@ class _Walk:
         return isinstance(node, dict | bool)
 
     @functools.cached_property
-    def _text(self) -> str:
-        return json.dumps(self._root)
+    def _ids(self) -> set[str]:
+        return {json.loads(name) for name in _ID.findall(json.dumps(self._root))}
 
     def _format(self, value: Any, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if schema.get("type") in ("array", "boolean", "integer", "null", "number", "object"):
             return  # of a text
-        if value in _FORMATS:
+        if isinstance(value, str) and value in _FORMATS:
             yield "format", value
-        elif value in _FORMAT_PATTERNS and "pattern" not in schema:
+        elif isinstance(value, str) and value in _FORMAT_PATTERNS and "pattern" not in schema:
             yield "pattern", _FORMAT_PATTERNS[value]
         else:
             self._drop("format")
@@ -197,7 +206,7 @@ def _in_other_words(schema: Mapping[str, Any]) -> dict[str, Any]:
     needs, required = schema.get("dependentRequired"), schema.get("required")
     if isinstance(needs, dict) and isinstance(required, list) and needs.keys() <= {*map(str, required)}:
         del same["dependentRequired"]
-        same["required"] = [*required, *itertools.chain.from_iterable(needs.values())]
+        same["required"] = sum((names for names in needs.values() if isinstance(names, list)), required)
     return same
 
 
@@ -221,20 +230,23 @@ def _names(names: Any) -> str | None:
     if isinstance(allowed, list) and all(isinstance(name, str) for name in allowed):
         return f"^({'|'.join(map(re.escape, allowed))})$"
     pattern = names.get("pattern")
-    return pattern if isinstance(pattern, str) and names.keys() <= {"pattern", "type"} else None
+    is_all = isinstance(pattern, str) and is_pattern(pattern) and names.keys() <= {"pattern", "type"}
+    return pattern if is_all else None
 
 
 def _are_disjoint(schemas: Sequence[dict[str, Any] | bool]) -> bool:
     """Whether no value follows two of the schemas, as far as types and constants tell."""
-    return all(_differ(one, other) for one, other in itertools.combinations(schemas, 2))
+    return len(schemas) <= _MAX_COMPARED and all(itertools.starmap(_differ, itertools.combinations(schemas, 2)))
 
 
 def _differ(one: Any, other: Any) -> bool:
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return False in (one, other)
     values = _values(one), _values(other)
-    if None not in values:
-        return not any(value in (values[1] or ()) for value in values[0] or ())
+    if values[0] is not None and values[1] is not None:
+        if len(values[0]) * len(values[1]) > _MAX_COMPARED**2:
+            return False
+        return not any(value in values[1] for value in values[0])
     types = [_types(schema) for schema in (one, other)]
     if not types[0] & types[1]:
         return True
@@ -256,12 +268,16 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def is_pattern(pattern: str) -> bool:
+    """Whether the pattern can be enforced: it is not too long, and has no look-around, back references or faults."""
+    return len(pattern) <= MAX_PATTERN_CHARS and _is_regular(pattern)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_pattern(pattern: str) -> bool:
-    """Whether the pattern has no look-around, back references or faults."""
+def _is_regular(pattern: str) -> bool:
     if importlib.util.find_spec("llguidance") is None:
         return True  # structures are refused altogether
     from llguidance import LLMatcher
@@ -271,15 +287,19 @@ def _is_pattern(pattern: str) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
 # Whether a keyword with this value can be enforced.
 _CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("$anchor", "$id", "$schema", "const", "id", "x-guidance"), lambda _: True),
-    **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), lambda value: isinstance(value, int | float)),
-    **dict.fromkeys(("maximum", "minimum", "multipleOf"), _is_number),
+    **dict.fromkeys(("$anchor", "$id", "const", "id", "x-guidance"), lambda _: True),
+    "$schema": lambda value: isinstance(value, str) and _DRAFT.fullmatch(value) is not None,
+    **dict.fromkeys(
+        ("exclusiveMaximum", "exclusiveMinimum"), lambda value: _is_number(value) or isinstance(value, bool)
+    ),
+    **dict.fromkeys(("maximum", "minimum"), _is_number),
+    "multipleOf": lambda value: _is_number(value) and value > 0,
     **dict.fromkeys(("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"), _is_count),
     "enum": lambda value: isinstance(value, list) and len(value) > 0,
-    "pattern": lambda value: isinstance(value, str) and _is_pattern(value),
+    "pattern": lambda value: isinstance(value, str) and is_pattern(value),
 }

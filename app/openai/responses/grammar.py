@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-# Rules that are used often grow the expression: longer ones are not enforced.
-_MAX_PATTERN_CHARS = 32 << 10
+from app.openai.output.schemas import MAX_PATTERN_CHARS, is_pattern
+
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r\f]+|//[^\n]*|\#[^\n]*|\\\n)
     |(?P<line>\n)
     |(?P<text>"(?:\\.|[^"\\\n])*"i?)
-    |(?P<regex>/(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n])+/[imslux]*)
+    |(?P<regex>/(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n\[])+/[imslux]*)
     |(?P<word>[%?!]*[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)
     |(?P<number>[0-9]+)
     |(?P<mark>->|\.\.|[|()\[\]?*+~:,{}])""",
@@ -61,15 +60,7 @@ def pattern_of(syntax: Literal["lark", "regex"], definition: str) -> str | None:
     except (_NotRegularError, RecursionError):
         return None
     pattern = f"^(?:{expression})$"
-    return pattern if len(pattern) <= _MAX_PATTERN_CHARS and _is_enforceable(pattern) else None
-
-
-def _is_enforceable(pattern: str) -> bool:
-    from llguidance import LLMatcher
-
-    schema = {"type": "string", "pattern": pattern}
-    message = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)), None)
-    return not message
+    return pattern if is_pattern(pattern) else None
 
 
 class _Lark:
@@ -110,8 +101,6 @@ class _Lark:
             self._open.append(name)
             expression = _Expansion(self._rules[name], self._rule).parsed()
             self._open.pop()
-            if len(expression) > _MAX_PATTERN_CHARS:
-                raise _NotRegularError(name)
             self._known[name] = f"(?:{expression})"
         return self._known[name]
 
@@ -127,6 +116,7 @@ class _Expansion:
         self._tokens = tokens
         self._at = 0
         self._rule = rule
+        self._num_chars = 0
 
     def parsed(self) -> str:
         expression = self._alternatives()
@@ -157,7 +147,11 @@ class _Expansion:
             if self._take("->"):  # an alternative's name
                 self._take()
                 continue
+            before = len(atoms)
             atoms += self._repeated(self._atom())
+            self._num_chars += len(atoms) - before
+            if self._num_chars > MAX_PATTERN_CHARS:  # rules that are used often grow the expression
+                raise _NotRegularError(token)
         return atoms
 
     def _repeated(self, atom: str) -> str:
@@ -194,13 +188,14 @@ class _Expansion:
 
 
 def _tokens(text: str) -> Iterator[str]:
-    at = 0
+    """Tokens, with one line end instead of several."""
+    at, last = 0, ""
     while at < len(text):
         if (match := _TOKEN.match(text, at)) is None:
             raise _NotRegularError(text[at])
         at = match.end()
-        if match.lastgroup != "skip":
-            yield match[0]
+        if match.lastgroup != "skip" and (match[0] != "\n" or last != "\n"):
+            yield (last := match[0])
 
 
 def _statements(tokens: list[str]) -> Iterator[list[str]]:
@@ -212,8 +207,7 @@ def _statements(tokens: list[str]) -> Iterator[list[str]]:
             depth += (token in ("(", "[")) - (token in (")", "]"))
             statement.append(token)
             continue
-        following = next((later for later in tokens[at:] if later != "\n"), None)
-        if statement and depth <= 0 and following != "|":
+        if statement and depth <= 0 and tokens[at + 1 : at + 2] != ["|"]:
             yield statement
             statement = []
     if statement:

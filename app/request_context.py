@@ -42,6 +42,7 @@ class RequestContext:
     Attributes:
         attempt_of: names all of HAProxy's attempts at this request; `None` without HAProxy.
         first_byte_at: of a streamed answer.
+        num_body_bytes: with the stored conversation that the body continues.
         generation_id: the engine's id for the request; of a batch, the first.
         error_code: of a failure, even after the status was sent.
         ignored_fields: what was dropped of the body and of its schemas, as a header's value.

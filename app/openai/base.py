@@ -111,7 +111,12 @@ def _refuse_media(part: Any) -> Any:
 
 # For a part of a message.
 only_text = BeforeValidator(_refuse_media)
-_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_-]")
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+def plain_name(name: str) -> str:
+    """A client's name of something, as the header of ignored fields can have it."""
+    return _NOT_PLAIN.sub("_", name)[:64]
 
 
 def left_out_kind(part: object) -> tuple[str, str]:
@@ -121,7 +126,7 @@ def left_out_kind(part: object) -> tuple[str, str]:
     """
     kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
     noun = "image" if "image" in kind else kind
-    return _NOT_PLAIN.sub("_", kind)[:64], f"[{noun} left out: this model reads text only]" if kind in _MEDIA else ""
+    return plain_name(kind), f"[{noun} left out: this model reads text only]" if kind in _MEDIA else ""
 
 
 def text_or(kind: str) -> Discriminator:

@@ -8,7 +8,18 @@ from typing import Annotated, Literal
 from pydantic import Field, Tag
 
 from app.errors import RequestError
-from app.openai.base import JsonObject, ListOf, Name, StrictBody, Text, at_most, in_terms_of, text_or, unsupported_field
+from app.openai.base import (
+    JsonObject,
+    ListOf,
+    Name,
+    StrictBody,
+    Text,
+    at_most,
+    in_terms_of,
+    plain_name,
+    text_or,
+    unsupported_field,
+)
 from app.openai.bodies import GenerationBody
 from app.openai.chat_body import (
     MAX_MESSAGES,
@@ -147,7 +158,7 @@ class ResponsesRequest(GenerationBody, TemplateFields):
                 others = (part for part in item.content if isinstance(part, OtherPart))
                 found += [f"input[].content[].{part.type}" for part in others]
         known = (_LOGPROBS, "reasoning.encrypted_content")
-        found += [f"include.{name}" for name in self.include or () if name not in known]
+        found += [f"include.{plain_name(name)}" for name in self.include or () if name not in known]
         if self.truncation == "auto":
             found.append("truncation")
         return list(dict.fromkeys(found))

@@ -127,6 +127,7 @@ class ResponseStore:
     def items(self, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Stored items by their ids; those that are not stored are left out."""
         found: dict[str, dict[str, Any]] = {}
+        wanted = {*ids}  # alone: other items of as many responses would fill the memory
         for key, is_input in {match.groups() for item_id in ids if (match := _ITEM_ID.fullmatch(item_id))}:
             if not is_input:
                 response = self._read(owner, key, ".json", ResponseObject)
@@ -134,8 +135,8 @@ class ResponseStore:
             else:
                 before = self._read(owner, key, _INPUT, StoredInput)
                 items = [] if before is None else before.items
-            found |= {item["id"]: item for item in items}
-        return {item_id: found[item_id] for item_id in ids if item_id in found}
+            found |= {item["id"]: item for item in items if item["id"] in wanted}
+        return found
 
     def delete_old(self) -> None:
         """Delete responses that are too old, and the oldest ones of the largest owners until the others have room."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -73,8 +74,11 @@ class StoredResponses:
         return self._store
 
     def _conversation(self, owner: str, request: ResponsesRequest, references: Sequence[str]) -> list[InputItem]:
-        items = [*self._earlier(owner, request.previous_response_id)]
+        earlier = self._earlier(owner, request.previous_response_id)
         known = {} if self._store is None else self._store.items(owner, references)
+        if (context := current_context()) is not None:  # where to translate it depends on its size
+            context.num_body_bytes += len(json.dumps([earlier, known]))
+        items = _ITEMS.validate_python(earlier)
         for item in request.items:
             if not isinstance(item, ItemReference):
                 items.append(item)
@@ -92,14 +96,14 @@ class StoredResponses:
             raise RequestError(f"the conversation has {len(items)} items; at most {MAX_MESSAGES} are allowed", "input")
         return items
 
-    def _earlier(self, owner: str, response_id: str | None) -> list[InputItem]:
+    def _earlier(self, owner: str, response_id: str | None) -> list[dict[str, Any]]:
         if response_id is None:
             return []
         name = "previous_response_id"
         if self._store is None:
             raise PreviousResponseError(f"{name} is {response_id!r}, but {_OFF}; send the whole conversation", name)
         try:
-            return _ITEMS.validate_python(self._store.conversation(owner, response_id))
+            return self._store.conversation(owner, response_id)
         except UnknownResponseError as error:
             raise PreviousResponseError(f"{error.message}; send the whole conversation as input", name) from error
 

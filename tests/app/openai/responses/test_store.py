@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from app.errors import ConfigError, UnknownResponseError
 from app.openai.responses.answers import document_key
 from app.openai.responses.replies import ResponseObject
 from app.openai.responses.store import ResponseStore, open_store
+from app.openai.translate import Translator
 from tests.app.openai.responses.test_responses import FUNCTION
 from tests.app.openai.responses.test_tools import PATCH, Long, call_of, prompt_of
 from tests.app.serving.test_ingress import TOKENIZER, ingress_with
@@ -99,6 +101,25 @@ def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
     with pytest.raises(openai.BadRequestError, match="`store: false`"):
         create(model="m", input=[unknown])
     create(model="m", input=[{"type": "item_reference", "id": "rs_1"}, {"role": "user", "content": "x"}])
+
+
+def test_a_long_stored_conversation_is_not_translated_in_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of a hundred bytes may continue one of megabytes."""
+    [client] = clients_of(Long("x"), tmp_path, "alice")
+    threads: list[str] = []
+
+    def translated(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return translate(*args)
+
+    translate = Translator.translate_response
+    monkeypatch.setattr(Translator, "translate_response", translated)
+    first = client.responses.create(model="m", input="x" * 500)
+    long = client.responses.create(model="m", input="x " * 1000, previous_response_id=first.id)
+    client.responses.create(model="m", input="x", previous_response_id=long.id)
+    assert [name.startswith("translator") for name in threads] == [False, True, True]
 
 
 def test_nothing_is_stored_unless_it_is_asked_for(tmp_path: Path) -> None:

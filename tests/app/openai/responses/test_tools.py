@@ -274,6 +274,7 @@ def test_outputs_of_tools_may_have_parts() -> None:
     ("fields", "ignored"),
     [
         ({"include": ["web_search_call.action.sources", "file_search_call.results"]}, 2),
+        ({"include": ["web_sé\r\nx-evil: 1"]}, 1),
         ({"truncation": "auto"}, 1),
         ({"input": [], "instructions": "Be brief."}, 0),
         ({"input": None, "instructions": "Be brief."}, 0),
@@ -369,20 +370,30 @@ def test_lark_grammars_are_regular_expressions(definition: str, right: list[str]
         ),
         ("regex", "a(?=b)"),
         ("regex", "["),
-        # These took seconds to hours of the event loop.
-        ("lark", "start: /" + "[a]" * 10_000),
-        ("lark", "a: /" + "x" * 30_000 + "/\nstart: " + "a " * 14_000),
-        ("lark", "start: missing" + "\n" * 60_000),
     ],
 )
 def test_grammars_that_cannot_be_enforced_are_named(syntax: Any, definition: str) -> None:
-    begun = time.process_time()
     assert pattern_of(syntax, definition) is None
-    assert time.process_time() - begun < 2
     tool = PATCH | {"format": {"type": "grammar", "syntax": syntax, "definition": definition}}
     answer = ask(engines := Long("x"), tools=[tool], tool_choice="required")
     assert (answer.status_code, answer.headers["x-folio-ignored-fields"]) == (200, "tools[].format")
     assert engines.calls[0].params.structure is not None  # a text
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "start: /" + "[a]" * 10_000,
+        "a: /" + "x" * 30_000 + "/\nstart: " + "a " * 14_000,
+        "start: missing" + "\n" * 60_000,
+    ],
+    ids=["no end", "a rule used often", "empty lines"],
+)
+def test_grammars_are_read_in_linear_time(definition: str) -> None:
+    """Regression: these took from seconds to hours, in the event loop."""
+    begun = time.process_time()
+    assert pattern_of("lark", definition) is None
+    assert time.process_time() - begun < 2
 
 
 def text_of(arguments: str, step: int) -> str:

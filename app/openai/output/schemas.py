@@ -157,7 +157,9 @@ class _Walk:
 
     def _is_reference(self, value: Any) -> bool:
         """Whether it is a pointer into the schema or a name in it; nothing is fetched."""
-        if not isinstance(value, str) or not value.startswith("#/"):
+        if not isinstance(value, str):
+            return False
+        if not value.startswith("#/"):
             return value == "#" or value in self._ids
         parts = value[2:].split("/")
         node = self._root if parts[0] in _NAMED_SCHEMAS | _SCHEMAS | _SCHEMA else None

@@ -89,6 +89,7 @@ def follows(schema: dict[str, Any], text: str) -> bool:
         ({"type": "string", "enum": []}, "enum", '"a"', "1"),
         ({"anyOf": [], "title": "t", "x-vendor": {"type": 1}, "nullable": True}, "anyOf", "1", "x"),
         ({"const": None}, "", "null", "1"),
+        ({"type": "integer", "$ref": {"a": []}}, "$ref", "5", '"a"'),
         ({"type": "string", "format": ["email"]}, "format", '"x"', "1"),
         (OBJECT | {"required": ["a"], "dependentRequired": {"a": 5}}, "", '{"a": "x"}', '{"a": 1}'),
         ({"patternProperties": {"^(?!a)": TEXT, "^b": INTEGER}}, "patternProperties", '{"b": 1}', '{"b": "x'),

@@ -30,6 +30,8 @@ MAX_MESSAGES = 4096
 # Of one message; also the most tool calls of one message.
 MAX_PARTS = 1024
 MAX_TOP_LOGPROBS = 20
+# Text parts of `/v1/responses`, in histories that clients have converted.
+_TEXTS = ("input_text", "output_text")
 MAX_TEMPLATE_VARIABLES, MAX_DOCUMENTS = 64, 1024
 
 
@@ -51,6 +53,8 @@ def _readable(part: Any) -> Any:
         return part
     if part.get("type") == "refusal":
         return {"type": "text", "text": part.get("refusal")}
+    if part.get("type") in _TEXTS:
+        return {"type": "text", "text": part.get("text")}
     kind, text = left_out_kind(part)
     return LeftOutPart(type="text", text=text, kind=kind)
 

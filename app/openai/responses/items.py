@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, only_text, text_or
 from app.openai.chat_body import MAX_PARTS
+from app.openai.tools.bodies import Arguments
 
 ItemStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 # Of a part of a tool's output that is not text. The conversation goes on without it.
@@ -115,7 +116,7 @@ class GivenFunctionCall(StrictBody):
     type: Literal["function_call"]
     call_id: Text
     name: Text
-    arguments: Text
+    arguments: Arguments
     namespace: Text | None = None
     """Of the tool, if it has one."""
     id: Text | None = None
@@ -152,7 +153,7 @@ class GivenMcpCall(StrictBody):
     id: Text
     server_label: Text | None = None
     name: Text
-    arguments: Text
+    arguments: Arguments
     output: Text | None = None
     error: JsonObject | Text | None = None
     approval_request_id: Text | None = None

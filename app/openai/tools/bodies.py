@@ -78,11 +78,14 @@ def _as_json(arguments: object) -> object:
     return arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
 
 
+Arguments = Annotated[Text, BeforeValidator(_as_json)]
+
+
 class FunctionCall(StrictBody):
     """`arguments` is JSON as text. Unless the call was forced or the function strict, it may not follow the schema."""
 
     name: Text
-    arguments: Annotated[Text, BeforeValidator(_as_json)]
+    arguments: Arguments
 
     dropped = frozenset({"parsed_arguments"})  # added to the calls of answers by OpenAI's client
 

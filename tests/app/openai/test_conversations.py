@@ -155,6 +155,7 @@ LEFT_OUT = "[image left out: this model reads text only]"
         ([{"role": "assistant", "content": None}], "<Assistant><eos>", None),
         ([{"role": "assistant", "content": ""}], "<Assistant><eos>", None),
         ([{"role": "assistant"}], "<Assistant><eos>", None),
+        ([{"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}], "<Assistant>a<eos>", None),
         ([{"role": "assistant", "refusal": "No."}], "<Assistant>No.<eos>", None),
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}], "<Assistant>No.<eos>", None),
         (

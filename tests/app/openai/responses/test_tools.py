@@ -220,6 +220,8 @@ def test_choices(choice: Any, may_call: list[str] | None, ignored: str | None) -
             '"ls", "-q"',
             None,
         ),
+        ({"type": "function_call", "call_id": "c1", "name": "shell", "arguments": {"x": "yes"}}, '"x": "yes"', None),
+        ({"type": "function_call", "call_id": "c1", "name": "shell", "arguments": None}, "shell", None),
         ({"type": "apply_patch_call", "call_id": "c1", "operation": {"path": "a.txt"}}, "a.txt", None),
         (
             {"type": "mcp_call", "id": "m", "server_label": "s", "name": "n", "arguments": "{}", "output": "five"},

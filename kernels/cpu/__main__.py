@@ -2,4 +2,5 @@
 
 from kernels.cpu.build import compile_all
 
-compile_all()
+if __name__ == "__main__":
+    compile_all()

@@ -215,7 +215,8 @@ async def test_heads_of_uploads(tmp_path: Path, headers: dict[str, str], status:
 
 
 async def test_web_pages_cannot_upload_without_a_preflight_request(tmp_path: Path) -> None:
-    """A form is sent to another origin without asking, also to a server without keys."""
+    """A form is sent to another origin without asking, also to a server without keys. Pages of others are refused there
+    in any case."""
     store = store_in(tmp_path)
     http = HttpSettings(batches=BatchSettings(store=tmp_path))
     service: Any = FakeService()
@@ -226,7 +227,9 @@ async def test_web_pages_cannot_upload_without_a_preflight_request(tmp_path: Pat
     headers = {"content-type": "multipart/form-data; boundary=b", "origin": "https://evil.example"}
     body = form(IN_FORM, FILE_PART)
     assert (await client.http.post("/v1/files", content=body, headers=headers)).status_code == 403
-    assert (await client.http.post("/v1/files", content=body, headers=headers | {"x-api-key": "k"})).status_code == 200
+    assert (await client.http.post("/v1/files", content=body, headers=headers | {"x-api-key": "k"})).status_code == 403
+    headers = {"content-type": headers["content-type"], "x-api-key": "k"}
+    assert (await client.http.post("/v1/files", content=body, headers=headers)).status_code == 200
     await client.http.aclose()
 
 

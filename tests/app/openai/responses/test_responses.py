@@ -14,7 +14,7 @@ from ray.exceptions import RayTaskError
 from starlette.testclient import TestClient
 
 from app.engine.delta import TokenLogprobs
-from app.errors import ContextLengthError, EngineError, OverloadedError
+from app.errors import ContextLengthError, EngineError, OverloadedError, RequestError
 from app.fleet.messages import Piece
 from app.openai.responses.body import ResponsesRequest
 from tests.app.serving.test_ingress import CALL, TOKENIZER, Engines, ingress_with
@@ -30,7 +30,7 @@ class Pieces(Engines):
     def __init__(
         self, *texts: str, finish_reason: Any = "stop", error: Exception | None = None, encodes: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(context=400)
         self._encodes = encodes
         self._texts, self._finish_reason, self._late_error = texts, finish_reason, error
 
@@ -51,7 +51,7 @@ def client_of(engines: Engines, **settings: Any) -> openai.OpenAI:
 
 
 def test_a_response_as_the_client_reads_it() -> None:
-    client = client_of(engines := Engines(text="Hello"))
+    client = client_of(engines := Engines(text="Hello", context=400))
     answer = client.responses.create(
         model="m", input="Who?", instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=9, top_p=0.5
     )
@@ -203,7 +203,8 @@ def test_reasoning_is_the_summary_that_a_request_asks_for() -> None:
     [
         (EngineError("a step failed"), "server_error"),
         (OverloadedError("too many"), "rate_limit_exceeded"),
-        (ContextLengthError("too long", "prompt"), "invalid_prompt"),
+        (RequestError("wrong", "prompt"), "invalid_prompt"),
+        (ContextLengthError("too long", "prompt"), "context_length_exceeded"),
     ],
 )
 def test_a_stream_that_fails_later_ends_with_a_failed_response(

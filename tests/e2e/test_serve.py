@@ -124,7 +124,7 @@ def test_ctrl_c_finishes_streams_and_refuses_new_requests(
     until(lambda: f"Folio is ready at {url}" in written.read_text(errors="replace"), DEADLINE_S)
     assert httpx.get(f"{url}/desk", timeout=DEADLINE_S).text == "desk"
     body = {"model": "builtin", "prompt": "a", "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    mistake = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 10**6}, timeout=DEADLINE_S)
+    mistake = httpx.post(f"{url}/v1/completions", json=body | {"temperature": -1}, timeout=DEADLINE_S)
     assert mistake.status_code == 400
     stream = body | {"stream": True, "stream_options": {"include_usage": True}}
     traced = {"traceparent": f"00-{TRACE}-{CALLER}-01"}

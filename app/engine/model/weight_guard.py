@@ -25,16 +25,24 @@ from vmem import MapError
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
+# For a process that has a file open for writing to close it, as the one that has just published the file does at once.
+_WRITER_S = 1.0
 
 
 @dataclass(slots=True)
 class _Watched:
-    """An open file. `has_lease`: `None` where the file system has no leases."""
+    """An open file.
+
+    Attributes:
+        has_lease: `None` where the file system has no leases.
+        is_held: the lease is not given back, because the file is being mapped.
+    """
 
     fd: int
     name: str
     detach: Callable[[], bool]
     has_lease: bool | None = False
+    is_held: bool = False
 
 
 class WeightGuard:
@@ -63,6 +71,31 @@ class WeightGuard:
     def unwatch(self, fd: int) -> None:
         with self._lock:
             self._watched.pop(fd, None)
+
+    def hold(self, fd: int) -> None:
+        """Before a watched file is examined and mapped: the lease is there and not given back until `let_go`, unless a
+        process has had the file open for writing for `_WRITER_S`."""
+        end = time.monotonic() + _WRITER_S
+        while True:
+            with self._lock:
+                if (watched := self._watched.get(fd)) is None:
+                    return
+                watched.is_held = True
+                if watched.has_lease is False:
+                    self._take(watched)
+                if watched.has_lease is not False or time.monotonic() >= end:
+                    return
+            time.sleep(_LOOK_S / 10)
+
+    def let_go(self, fd: int, *, is_mapped: bool) -> None:
+        """After `hold`. A file that has been mapped without a lease is copied now: its writer waits for nobody."""
+        with self._lock:
+            if (watched := self._watched.get(fd)) is None:
+                return
+            watched.is_held = False
+            has_none = watched.has_lease is False
+        if has_none and is_mapped:
+            self._detach(watched)
 
     def _run(self) -> None:
         while True:
@@ -95,7 +128,9 @@ class WeightGuard:
             self._is_told = True
 
     def _is_broken(self, watched: _Watched) -> bool:
-        """Whether a process waits for the lease; one that is not there is taken."""
+        """Whether a process waits for a lease that can be given back; one that is not there is taken."""
+        if watched.is_held:
+            return False
         if watched.has_lease is False:
             self._take(watched)
         return watched.has_lease is True and fcntl.fcntl(watched.fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK
@@ -110,11 +145,12 @@ class WeightGuard:
             return
         with self._lock:
             if self._watched.get(watched.fd) is watched:
-                watched.has_lease = False
-                fcntl.fcntl(watched.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
                 logger.warning(
                     "another process writes to the weights of %r, %s: they have been copied into memory in %.1f s",
                     watched.name,
                     os.readlink(f"/proc/self/fd/{watched.fd}"),
                     time.monotonic() - start,
                 )
+                if watched.has_lease:
+                    watched.has_lease = False
+                    fcntl.fcntl(watched.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)

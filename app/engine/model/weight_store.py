@@ -352,6 +352,8 @@ class StoredWeights:
             self._store.guard.watch(self._contents.fd, self._key.name, detach)
 
     def open(self) -> tuple[int, int]:
+        if self._contents is not None:
+            self._store.guard.hold(self._contents.fd)  # first, so that what is unchanged stays so while it is mapped
         if self._contents is not None and not self._contents.unchanged:
             logger.warning("the weights of %r were changed or truncated: they are made again", self._key.name)
             self._forget()
@@ -363,6 +365,7 @@ class StoredWeights:
                 self._contents = self._store.provide(self._key, tensors)
                 if self._detach is not None:
                     self.protect(self._detach)
+                    self._store.guard.hold(self._contents.fd)
             finally:
                 tensors.drop()
         return self._contents.fd, self._contents.offset
@@ -373,6 +376,8 @@ class StoredWeights:
         return os.dup(self._contents.fd), self._contents.offset
 
     def mapped(self) -> None:
+        if self._contents is not None:
+            self._store.guard.let_go(self._contents.fd, is_mapped=True)
         self._return_host_bytes()  # they are the device's now
 
     def forget_memory(self) -> None:
@@ -381,6 +386,8 @@ class StoredWeights:
             self._forget()
 
     def release(self) -> None:
+        if self._contents is not None:
+            self._store.guard.let_go(self._contents.fd, is_mapped=False)
         if self._contents is not None and self._contents.in_memory and not self._host_bytes:
             num_bytes = self._table.num_bytes
             if self._store.take_host_bytes(num_bytes):

@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from app.engine.model.weight_arena import WeightArena
 from app.engine.model.weight_store import WeightStore
 from tests.app.engine.model.test_weight_store import KEY, is_right, moved, tensors
 
@@ -23,14 +25,24 @@ CHANGES: dict[str, str] = {
 }
 
 
+@pytest.fixture
+def arenas() -> Iterator[list[WeightArena]]:
+    """Closed after the test, also one that fails: later ones look at this process's mappings."""
+    opened: list[WeightArena] = []
+    yield opened
+    for arena in opened:
+        arena.close()
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_mapped_file_that_another_process_changes_is_copied_first(
-    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, arenas: list[WeightArena]
 ) -> None:
     """It ended the process, with all its models (SIGBUS), or changed the model's answers."""
     store = WeightStore(tmp_path)
     model, arena = moved(store, again=tensors)
+    arenas.append(arena)
     path, address = tmp_path / KEY.file_name, model.weight.data_ptr()
     code = f"import os; path = {str(path)!r}; os.chmod(path, 0o600); {CHANGES[change]}"
     for _ in range(2):  # a model that has been asleep is protected, too
@@ -48,7 +60,23 @@ def test_a_mapped_file_that_another_process_changes_is_copied_first(
         arena.map()
         assert is_right(model)
         (path,) = tmp_path.glob("*.weights")
-    arena.close()
+
+
+def test_a_file_that_is_open_for_writing_is_copied_as_it_is_mapped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, arenas: list[WeightArena]
+) -> None:
+    """Its writer, which has waited for the lease once, waits no second time."""
+    model, arena = moved(WeightStore(tmp_path))
+    arenas.append(arena)
+    path = tmp_path / KEY.file_name
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        arena.unmap()
+        arena.map()
+        assert caplog.text.count("another process writes to the weights of 'some/model'") == 2
+        assert KEY.file_name not in Path("/proc/self/maps").read_text()
+        file.truncate(100)
+        assert is_right(model)
 
 
 def test_a_file_system_without_leases(

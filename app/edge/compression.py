@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import zlib
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -15,15 +17,10 @@ _ZSTD_WINDOW_LOG = 23
 
 @functools.cache
 def _zstd() -> ModuleType | None:
-    try:
-        from compression import zstd  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        try:
-            from backports import zstd  # type: ignore[import-not-found,unused-ignore]
-        except ImportError:
-            return None
-    module: ModuleType = zstd
-    return module
+    for name in ("compression.zstd", "backports.zstd"):  # of Python 3.14; before
+        with suppress(ImportError):
+            return importlib.import_module(name)
+    return None
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from app.engine import SamplingParams
 from app.engine.engine import Engine, EngineConfig
+from app.engine.mixed_steps import MixedSteps
 from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from vmem import LayoutKind, ViewPolicy

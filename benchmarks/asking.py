@@ -128,7 +128,7 @@ class Client(threading.Thread):
             last = ""
             try:
                 for line in response.iter_lines():
-                    last = line.removeprefix("data: ") or last
+                    last = line.removeprefix("data: ") if line.startswith("data: ") else last
                     if '"error"' in line:
                         outcome = self._judge(503, last)
                         return "broken off" if outcome == "to be sent again" else outcome

@@ -301,7 +301,7 @@ def stream(url: str, number: int) -> str:
     lines: list[str] = []
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=DEADLINE_S) as answer:
-            lines.extend(line for line in answer.iter_lines() if line)
+            lines.extend(line for line in answer.iter_lines() if line.startswith("data: "))
             if not answer.is_success:
                 return f"{answer.status_code} {lines}"
     except httpx.RemoteProtocolError:  # the ingress went with the node

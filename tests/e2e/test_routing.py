@@ -158,7 +158,7 @@ def test_an_ingress_is_killed_under_load(server: Served) -> None:
     assert httpx.post(url, json=body | {"max_tokens": 1}, timeout=DEADLINE_S).status_code == 200
     with ThreadPoolExecutor(4) as pool:
         with httpx.stream("POST", url, json=body | {"max_tokens": 4000, "stream": True}, timeout=DEADLINE_S) as answer:
-            lines = (line for line in answer.iter_lines() if line)
+            lines = (line for line in answer.iter_lines() if line.startswith("data: "))
             next(lines)
             others = [pool.submit(httpx.post, url, json=body, timeout=DEADLINE_S) for _ in range(4)]
             while sum(report.num_running + report.num_waiting for report in server.reports()) < 5:

@@ -129,7 +129,7 @@ def test_ctrl_c_finishes_streams_and_refuses_new_requests(
     stream = body | {"stream": True, "stream_options": {"include_usage": True}}
     traced = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
     with httpx.stream("POST", f"{url}/v1/completions", json=stream, headers=traced, timeout=DEADLINE_S) as answer:
-        lines = (line for line in answer.iter_lines() if line)
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         next(lines)
         os.killpg(process.pid, signal.SIGINT)
 

@@ -195,7 +195,9 @@ def _shown(answer: Answer) -> str:
         choices = answer.json["choices"]
         tokens = [choice["logprobs"]["tokens"] for choice in choices if choice["logprobs"]]
         return json.dumps([[_text_of(choice, "message") for choice in choices], tokens])
-    *events, last = [event.removeprefix("data: ") for event in answer.body.decode().split("\n\n") if event]
+    *events, last = [
+        event.removeprefix("data: ") for event in answer.body.decode().split("\n\n") if event.startswith("data: ")
+    ]
     if last != "[DONE]":
         raise ValueError(f"the last event is {last!r}")
     return "".join(_text_of(choice, "delta") for event in events for choice in json.loads(event)["choices"])

@@ -135,7 +135,7 @@ def test_an_empty_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "asked", "reason"), [(2, 2, "max_tokens"), (61, None, "model_context_window_exceeded")]
+    ("max_tokens", "asked", "reason"), [(2, 2, "max_tokens"), (397, None, "model_context_window_exceeded")]
 )
 def test_output_that_is_cut_off(max_tokens: int, asked: int | None, reason: str) -> None:
     """Claude Code asks for more tokens than the context has: the output may then fill the context."""

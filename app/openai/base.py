@@ -31,7 +31,8 @@ MAX_FIELDS = 200
 MAX_METADATA = 16
 
 # Parts of messages that other servers accept.
-_MEDIA = ("image_url", "input_image", "image", "input_audio", "audio", "input_file", "file", "video_url", "document")
+_MEDIA = {"image_url", "input_image", "image", "input_audio", "audio", "input_file", "file", "document"}
+_MEDIA |= {"video_url", "input_video", "video"}
 
 Item = TypeVar("Item")
 # pydantic describes every bad item of a list in about a kilobyte; the first one is enough.
@@ -88,6 +89,14 @@ def check_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def json_text(value: object) -> object:
+    """The JSON of what some clients send as it is instead of as text; a text stays, and null is empty."""
+    try:
+        return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+    except (TypeError, RecursionError) as error:  # not from HTTP
+        raise ValueError(f"it cannot be written as JSON: {error}") from error
+
+
 Text = Annotated[str, AfterValidator(check_text)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_json)]
 
@@ -104,7 +113,7 @@ def unsupported_field(why: str, *harmless: Any) -> BeforeValidator:
 
 
 def _refuse_media(part: Any) -> Any:
-    if isinstance(part, dict) and part.get("type") in _MEDIA:
+    if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind in _MEDIA:
         raise ValueError(f"this model takes text only; leave out the part of type {part['type']!r}")
     return part
 
@@ -125,8 +134,22 @@ def left_out_kind(part: object) -> tuple[str, str]:
     An image in a tool's result must not end the conversation: it is there for good.
     """
     kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
-    noun = "image" if "image" in kind else kind
-    return plain_name(kind), f"[{noun} left out: this model reads text only]" if kind in _MEDIA else ""
+    noun = "image" if "image" in kind or "screenshot" in kind else kind
+    is_media = kind in _MEDIA or noun == "image"
+    return plain_name(kind), f"[{noun} left out: this model reads text only]" if is_media else ""
+
+
+class OtherKind(StrictBody):
+    """Something of a type that has no meaning here. Its type is kept, to be named."""
+
+    type: Annotated[str, AfterValidator(plain_name)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, fields: Any) -> Any:
+        if isinstance(fields, dict):
+            return {name: fields[name] for name in cls.model_fields if name in fields}
+        return fields
 
 
 def text_or(kind: str) -> Discriminator:
@@ -134,12 +157,23 @@ def text_or(kind: str) -> Discriminator:
     return Discriminator(lambda value: kind if isinstance(value, list) else "text")
 
 
+def by_type(*known: str) -> Discriminator:
+    """Tell objects by their `type`, which is their tag if it is known. All others are tagged "other"."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type", known[0]) if isinstance(value, dict) else getattr(value, "type", known[0])
+        return kind if isinstance(kind, str) and kind in known else "other"
+
+    return Discriminator(tag)
+
+
 # For a list of which an empty one means none.
 none_if_empty = BeforeValidator(lambda items: None if items == [] else items)
 
 
 class _Part(Protocol):
-    text: str
+    @property
+    def text(self) -> str: ...
 
 
 def joined_text(content: str | Sequence[_Part] | None) -> str:

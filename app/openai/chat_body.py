@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import BaseModel, Field, Tag, model_validator
 
 from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError
@@ -15,6 +16,7 @@ from app.openai.base import (
     Text,
     at_most,
     joined_text,
+    json_text,
     left_out_kind,
     none_if_empty,
     only_text,
@@ -25,6 +27,7 @@ from app.openai.bodies import GenerationBody, TokenFields
 from app.openai.output.plan import OutputPlan
 from app.openai.sampling_body import ResponseFormat, structure_of
 from app.openai.tools.bodies import ToolCall, ToolChoice, Tools
+from app.openai.tools.choice import GivenTools
 
 MAX_MESSAGES = 4096
 # Of one message; also the most tool calls of one message.
@@ -32,11 +35,12 @@ MAX_PARTS = 1024
 MAX_TOP_LOGPROBS = 20
 # Text parts of `/v1/responses`, in histories that clients have converted.
 _TEXTS = ("input_text", "output_text")
+_ANSWERING = ("assistant", "tool")
 MAX_TEMPLATE_VARIABLES, MAX_DOCUMENTS = 64, 1024
 
 
 class TextPart(StrictBody):
-    type: Literal["text"]
+    type: Literal["text"] = "text"
     text: Text
 
     dropped = frozenset({"cache_control"})
@@ -48,15 +52,23 @@ class LeftOutPart(TextPart):
     kind: str
 
 
-def _readable(part: Any) -> Any:
-    if not isinstance(part, dict) or part.get("type") == "text":
+def _readable(part: Any, role: Any) -> Any:
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind == "text":
         return part
-    if part.get("type") == "refusal":
+    if kind == "refusal":
         return {"type": "text", "text": part.get("refusal")}
-    if part.get("type") in _TEXTS:
+    if kind in _TEXTS or (role not in _ANSWERING and isinstance(part.get("text"), str)):
         return {"type": "text", "text": part.get("text")}
     kind, text = left_out_kind(part)
-    return LeftOutPart(type="text", text=text, kind=kind)
+    # An image of the user is refused. Others are part of the history for good.
+    return part if text and role not in _ANSWERING else LeftOutPart(type="text", text=text, kind=kind)
+
+
+def _are_parts(content: Any) -> bool:
+    if not isinstance(content, list):
+        return False
+    return all(isinstance(part, BaseModel) or (isinstance(part, dict) and "type" in part) for part in content)
 
 
 Content = Annotated[
@@ -90,7 +102,7 @@ class Message(StrictBody):
     audio: Annotated[None, unsupported_field("messages are text here; leave it out")] = None
     """Null, as in OpenAI's answers."""
     function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_calls")] = None
-    """Null, as in OpenAI's answers."""
+    """Of the assistant: its one call, before there were `tool_calls`."""
 
     # Added to answers by OpenAI's client and LiteLLM, and to messages for Anthropic's models.
     dropped = frozenset({"parsed", "provider_specific_fields", "cache_control"})
@@ -98,11 +110,20 @@ class Message(StrictBody):
     @model_validator(mode="before")
     @classmethod
     def _leave_out(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("role") in ("assistant", "tool"):
-            content = fields.get("content")
-            if isinstance(content, list):
-                return fields | {"content": [_readable(part) for part in content]}
-        return fields
+        """Other servers' messages in terms of this one."""
+        if not isinstance(fields, dict):
+            return fields
+        changes: dict[str, Any] = {}
+        role, content = fields.get("role"), fields.get("content")
+        if role == "function":  # before there were tools
+            role = changes["role"] = "tool"
+        if role == "tool" and not _are_parts(content):
+            changes["content"] = json_text(content)
+        elif isinstance(content, list):
+            changes["content"] = [_readable(part, role) for part in content]
+        if role == "assistant" and fields.get("function_call") is not None and not fields.get("tool_calls"):
+            changes |= {"function_call": None, "tool_calls": [{"id": None, "function": fields["function_call"]}]}
+        return fields | changes if changes else fields
 
     @model_validator(mode="after")
     def _check_role(self) -> Message:
@@ -213,10 +234,14 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Parts of messages that were left out."""
+        """Parts of messages, and tools, that were left out."""
         contents = (message.content for message in self.messages if isinstance(message.content, list))
         kinds = (part.kind for content in contents for part in content if isinstance(part, LeftOutPart))
-        return [f"messages[].content[].{kind}" for kind in dict.fromkeys(kinds)]
+        return [*(f"messages[].content[].{kind}" for kind in dict.fromkeys(kinds)), *self.given_tools.ignored]
+
+    @cached_property
+    def given_tools(self) -> GivenTools:
+        return GivenTools.of(self.tools, self.tool_choice)
 
     @property
     def template_settings(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.chat_template.template import LIMIT_S, ChatTemplate, RenderError, chat_template_of
@@ -64,6 +65,8 @@ class ConversationTemplate:
             blamed: the body's field that failures are put down to, if the template has not raised them itself.
         """
         template = self.of(has_tools=tools is not None)
+        in_loop = _is_in_event_loop()
+        limit_s = _LOOP_LIMIT_S if in_loop else LIMIT_S
 
         def rendered(of: Sequence[dict[str, Any]]) -> str:
             return template.render(
@@ -72,16 +75,17 @@ class ConversationTemplate:
                 variables,
                 add_generation_prompt=add_generation_prompt,
                 continues=continues and len(of) == len(messages),
-                limit_s=_LOOP_LIMIT_S if in_loop else LIMIT_S,
+                limit_s=limit_s,
             )
 
-        in_loop = _is_in_event_loop()
         try:
             text = rendered(messages)
         except RenderError as error:
             if error.is_slow and in_loop:
                 raise SlowTemplateError(f"the model's chat template is slow: {error}", "messages") from error
-            number = None if error.is_slow or template.fault is not None else _first_refused(rendered, messages, error)
+            number = None
+            if not error.is_slow and template.fault is None:
+                number = _first_refused(rendered, messages, error, limit_s)
             raise _explained(error, messages, number, blamed) from error
         if not text:
             raise RequestError("the model's chat template writes nothing for this conversation", "messages")
@@ -98,15 +102,16 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         role = "system" if message.role == "developer" else message.role
         fields: dict[str, Any] = {"role": role, "content": message.text}
         if message.tool_calls is not None:
-            unanswered = [call.id for call in message.tool_calls]
-            functions |= {call.id: call.function.name for call in message.tool_calls}
+            calls = [(call.id or f"call_{i}", call) for i, call in enumerate(message.tool_calls)]
+            unanswered = [call_id for call_id, _ in calls]
+            functions |= {call_id: call.function.name for call_id, call in calls}
             fields["tool_calls"] = [
                 {
-                    "id": call.id,
+                    "id": call_id,
                     "type": "function",
                     "function": {"name": call.function.name, "arguments": _arguments(call)},
                 }
-                for call in message.tool_calls
+                for call_id, call in calls
             ]
         if (reasoning := message.reasoning_text) is not None:
             fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
@@ -141,10 +146,19 @@ def _is_in_event_loop() -> bool:
     return True
 
 
-def _first_refused(rendered: Any, messages: Sequence[dict[str, Any]], error: RenderError) -> int:
-    """The number of the message with which a conversation begins to fail so, counted from 1."""
+def _first_refused(
+    rendered: Callable[[Sequence[dict[str, Any]]], str],
+    messages: Sequence[dict[str, Any]],
+    error: RenderError,
+    limit_s: float,
+) -> int | None:
+    """The number of the message with which a conversation begins to fail so, counted from 1; `None` if finding out
+    takes longer than `limit_s`."""
     low, high = 1, len(messages)
+    deadline = time.monotonic() + limit_s
     while low < high:
+        if time.monotonic() > deadline:
+            return None
         middle = (low + high) // 2
         try:
             rendered(messages[:middle])

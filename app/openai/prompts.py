@@ -19,6 +19,7 @@ from app.openai.output.formats import shows_tools
 from app.openai.text_encoder import TextBounds, TextEncoder
 from app.openai.token_bodies import TokenizeRequest
 from app.openai.tools.bodies import Tool
+from app.openai.tools.choice import GivenTools
 from app.openai.tools.shown import with_tools_as_text
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class PromptEncoder:
 
     def encode_chat(self, request: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Token ids of the conversation, with the tools unless `tool_choice` is "none"."""
-        tools = request.tools if request.tool_choice != "none" else None
+        given = request.given_tools
+        tools = given.functions if given.choice != "none" else None
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         kept = _Kept.of(request, most, max_model_len)
         return kept.of_prompt(
@@ -102,7 +104,7 @@ class PromptEncoder:
         assert request.messages is not None
         return self._encode_conversation(
             request.messages,
-            request.tools,
+            GivenTools.of(request.tools, None).functions,
             request,
             max_model_len,
             add_special_tokens=request.add_special_tokens,

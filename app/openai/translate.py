@@ -155,7 +155,8 @@ class Translator:
         """The one call, and the answer. `kind` is the prefix of the id."""
         note_ignored(request.ignored_fields)
         adapter = self.adapter_of(request.model)
-        tools = chosen_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+        given = request.given_tools
+        tools = chosen_tools(given.functions, given.choice, request.parallel_tool_calls)
         prompt = self.prompts.encode_chat(request, max_model_len)
         end = partial(self.prompts.end_of, prompt)
         plan = plan_output(self._format, tools, end, request.reasoning_budget, request.continued_text)

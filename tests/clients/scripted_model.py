@@ -1,14 +1,10 @@
 """A checkpoint that follows a script, for tests of clients: `python -m tests.clients.scripted_model FOLDER`.
 
-A Llama of one layer whose weights are written by hand, so that it reasons, calls tools and answers in each run:
+Its weights are written by hand (`tests.written_model`), so that it reasons, calls tools and answers in each run:
 
 - it thinks (THOUGHT), then calls `add(2, 3)` if the prompt has tools and no result yet, and otherwise says ANSWER;
 - where a grammar asks for JSON, it says STRUCTURED if that is valid;
 - elsewhere it chooses the token that ends the output soonest: other JSON is minimal and complete.
-
-The residual stream has a dimension for each token, one that is always 1, and one for each token of MARKS. Attention
-sets a mark's dimension if its token is anywhere in the prompt. The output layer is a table from the last token and the
-marks to the next token.
 """
 
 from __future__ import annotations
@@ -17,6 +13,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.written_model import written_model
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -54,8 +52,7 @@ _WORDS = ("Adding", " up.", "The", " sum", " is", " 5.", _ADD, _FINAL, _ARGUMENT
 # What a token is worth wherever the grammar allows it. The rest is worth nothing, and white space less.
 _PREFERRED = {END: 0.9, '"': 0.8, "}": 0.7, "]": 0.6, ",": 0.5, "5": 0.4, "</tool_call>": 0.3, " ": -0.2, "\n": -0.2}
 
-HIDDEN_SIZE, HEAD_DIM = 384, 64
-CONTEXT = 8192
+HIDDEN_SIZE, CONTEXT = 288, 8192
 _SHARPNESS = 8.0
 
 # In the style of Qwen3's.
@@ -107,61 +104,27 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """The weights of the script."""
-    import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
-    end, pad = tokenizer.convert_tokens_to_ids([END, "<|endoftext|>"])
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=len(MARKS),
-        num_key_value_heads=len(MARKS),
-        head_dim=HEAD_DIM,
-        max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e9},  # the last dimensions hardly rotate
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=pad,
-        dtype="float32",
-    )
-    model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
-    layer = model.model.layers[0]
-    one = len(tokenizer)
-    marks = {mark: one + 1 + place for place, mark in enumerate(MARKS)}
     texts = (*TAGS, *_WORDS, *_PREFERRED, "f")
     id_of = {text: tokenizer(text, add_special_tokens=False).input_ids[0] for text in texts}
-    with torch.no_grad():
-        for parameter in (model.model.embed_tokens.weight, model.lm_head.weight, *layer.self_attn.parameters()):
-            parameter.zero_()
-        layer.mlp.down_proj.weight.zero_()
-        embeddings = model.model.embed_tokens.weight
-        embeddings[:, : len(tokenizer)] = torch.eye(len(tokenizer))
-        embeddings[:, one] = 1.0
-        length = (HIDDEN_SIZE / 2) ** 0.5  # of each of the two dimensions that are 1, behind the norm
-        for head, (mark, dimension) in enumerate(marks.items()):
-            first, slow = head * HEAD_DIM, head * HEAD_DIM + HEAD_DIM // 2 - 1
-            layer.self_attn.q_proj.weight[slow, one] = HEAD_DIM**0.5 * 5 / length
-            layer.self_attn.k_proj.weight[slow, id_of[mark]] = 5 / length
-            layer.self_attn.v_proj.weight[first, id_of[mark]] = 1 / length
-            layer.self_attn.o_proj.weight[dimension, first] = 1.0
-        table = model.lm_head.weight  # [next token, last token or mark]
-        for text, worth in _PREFERRED.items():
-            table[id_of[text], one] = worth
-        for chain in _CHAINS:
-            for last, following in pairwise(chain):
-                table[id_of[following], id_of[last]] = 4.0
-        # Behind the reasoning: a call if there are tools and no result yet, else ANSWER, else STRUCTURED.
-        thought, call, final = id_of["</think>"], id_of["<tool_call>"], id_of[_FINAL]
-        table[id_of["The"], thought], table[id_of[STRUCTURED], thought], table[call, thought] = 4.5, 4.2, 4.0
-        table[call, marks[TOOLS]], table[call, marks[RESULT]] = 0.7, -0.7
-        # With a result, functions are preferred whose names begin like `final_result`.
-        table[id_of[_ADD], call], table[final, call], table[final, marks[RESULT]] = 4.0, 3.5, 0.7
-        table[id_of["f"], marks[RESULT]] = 0.3
-        table *= _SHARPNESS
-    return model
+    written = written_model(tokenizer, range(len(tokenizer)), [id_of[mark] for mark in MARKS], CONTEXT)
+    assert written.model.config.hidden_size == HIDDEN_SIZE
+    table, last, seen = written.table, written.last, written.seen
+    for text, worth in _PREFERRED.items():
+        table[id_of[text], 0] = worth
+    for chain in _CHAINS:
+        for before, following in pairwise(chain):
+            table[id_of[following], last[id_of[before]]] = 4.0
+    # Behind the reasoning: a call if there are tools and no result yet, else ANSWER, else STRUCTURED.
+    call, final = id_of["<tool_call>"], id_of[_FINAL]
+    thought, named = last[id_of["</think>"]], last[call]
+    tools, result = seen[id_of[TOOLS]], seen[id_of[RESULT]]
+    table[id_of["The"], thought], table[id_of[STRUCTURED], thought], table[call, thought] = 4.5, 4.2, 4.0
+    table[call, tools], table[call, result] = 0.7, -0.7
+    # With a result, functions are preferred whose names begin like `final_result`.
+    table[id_of[_ADD], named], table[final, named], table[final, result] = 4.0, 3.5, 0.7
+    table[id_of["f"], result] = 0.3
+    table *= _SHARPNESS
+    return written.model
 
 
 def write_checkpoint(folder: Path) -> None:

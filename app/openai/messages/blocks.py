@@ -43,20 +43,38 @@ class LeftOutBlock(TextBlock):
     kind: str
 
 
-def readable(blocks: Any) -> Any:
-    """Blocks of a client's history as blocks of text, where they are not known."""
-    return [_readable(block) for block in blocks] if isinstance(blocks, list) else blocks
+def readable(blocks: Any, *, of_user: bool = False) -> Any:
+    """Blocks of a client's history as blocks of text, where they are not known. The user's images are refused later."""
+    return [_readable(block, of_user) for block in blocks] if isinstance(blocks, list) else blocks
 
 
-def _readable(block: Any) -> Any:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind in _KNOWN or not isinstance(block, dict):
+def _readable(block: Any, of_user: bool) -> Any:
+    kind = block.get("type", "text") if isinstance(block, dict) else "text"
+    if kind in _KNOWN:
         return block
+    if (text := _text_of(block, of_user)) is not None:
+        return {"type": "text", "text": text}
     change = {"tool_reference": "available", "tool_addition": "available", "tool_removal": "no longer available"}
     if isinstance(kind, str) and kind in change and (name := _tool_name(block)) is not None:
         return {"type": "text", "text": f"[tool {name} is {change[kind]}]"}
     name, text = left_out_kind(block)
-    return LeftOutBlock(type="text", text=text, kind=name)
+    return block if text and of_user else LeftOutBlock(type="text", text=text, kind=name)
+
+
+def _text_of(block: dict[str, Any], of_user: bool) -> str | None:
+    """The text of a document or a search result, after its title, or of a block of the user; `None` if it has none."""
+    source = block.get("source")
+    if of_user and isinstance(text := block.get("text"), str):
+        return text
+    if block.get("type") == "search_result":
+        found = block.get("content")
+    elif block.get("type") == "document" and isinstance(source, dict) and source.get("type") in ("text", "content"):
+        found = source.get("data", source.get("content"))
+    else:
+        return None
+    parts = [part.get("text") for part in found if isinstance(part, dict)] if isinstance(found, list) else [found]
+    texts = [block.get("title"), source, block.get("context"), *parts]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _tool_name(block: dict[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from app.engine.sampling.params import MAX_STOP_STRINGS
 from app.errors import UnknownThreadError
@@ -17,7 +17,6 @@ from app.openai.base import (
     Text,
     at_most,
     in_terms_of,
-    left_out_kind,
     unsupported_field,
 )
 from app.openai.bodies import GenerationBody
@@ -25,7 +24,15 @@ from app.openai.chat_body import MAX_MESSAGES, ChatCompletionRequest, ReasoningE
 from app.openai.messages.blocks import Cacheable, CacheControl, LeftOutBlock, TextBlocks, ToolResultBlock
 from app.openai.messages.conversation import MessageParam, chat_messages
 from app.openai.sampling_body import JsonSchema, JsonSchemaFormat
-from app.openai.tools.bodies import MAX_TOOLS, ChosenFunction, FunctionDefinition, FunctionName, NamedToolChoice, Tool
+from app.openai.tools.bodies import (
+    MAX_TOOLS,
+    ChosenFunction,
+    FunctionDefinition,
+    FunctionName,
+    NamedToolChoice,
+    OtherTool,
+    Tool,
+)
 
 
 class ToolParam(Cacheable):
@@ -48,24 +55,15 @@ class ToolParam(Cacheable):
     """Ignored: the model itself is the only caller."""
 
 
-class LeftOutTool(ToolParam):
-    """A tool that Anthropic's servers run: no tools run here."""
-
-    kind: str
-
-
-def _leave_out(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    return [_left_out(tool) if isinstance(tool, dict) and _is_of_a_server(tool) else tool for tool in tools]
+def _tag_of_tool(tool: Any) -> str:
+    if not isinstance(tool, dict):
+        return "other" if isinstance(tool, OtherTool) else "custom"
+    return "custom" if tool.get("type") in (None, "custom") or "input_schema" in tool else "other"
 
 
-def _is_of_a_server(tool: dict[str, Any]) -> bool:
-    return tool.get("type") not in (None, "custom") and "input_schema" not in tool
-
-
-def _left_out(tool: dict[str, Any]) -> LeftOutTool:
-    return LeftOutTool.model_construct(name=str(tool.get("name")), input_schema={}, kind=left_out_kind(tool)[0])
+AnyTool = Annotated[
+    Annotated[ToolParam, Tag("custom")] | Annotated[OtherTool, Tag("other")], Discriminator(_tag_of_tool)
+]
 
 
 class ToolChoiceParam(StrictBody):
@@ -140,7 +138,7 @@ class ConversationBody(StrictBody):
     system: TextBlocks | None = None
     """The system prompt: text, or a list of text blocks. A first line `x-anthropic-billing-header: …`, which Claude
     Code changes with every request, is left out."""
-    tools: Annotated[ListOf[ToolParam] | None, BeforeValidator(_leave_out), at_most(MAX_TOOLS, "tools")] = None
+    tools: Annotated[ListOf[AnyTool] | None, at_most(MAX_TOOLS, "tools")] = None
     """Tools that the model may call. No tools run on the server: those of Anthropic's servers are left out."""
     tool_choice: ToolChoiceParam | None = None
     """Whether tools are used. By default the model decides."""
@@ -164,12 +162,10 @@ class ConversationBody(StrictBody):
     """No effect."""
     thread: ThreadParam | None = None
     """"create" has no effect."""
-    container: Annotated[None, unsupported_field("no tools run on this server; leave it out")] = None
-    """Refused: no tools run on the server."""
-    mcp_servers: Annotated[
-        ListOf[JsonObject] | None, unsupported_field("no tools run on this server; leave it out", [])
-    ] = None
-    """Refused: no tools run on the server."""
+    container: JsonObject | Text | None = None
+    """Dropped: no tools run on the server."""
+    mcp_servers: Annotated[ListOf[JsonObject] | None, at_most(MAX_TOOLS, "servers")] = None
+    """Dropped: no tools run on the server."""
 
     def chat_fields(self) -> dict[str, Any]:
         """Fields of the chat completion with the same prompt and form of output. Raises `RequestError`."""
@@ -178,19 +174,15 @@ class ConversationBody(StrictBody):
                 f"no message {self.thread.previous_message_id!r} is stored here; send the whole conversation", "thread"
             )
         given, config, choice = self.thinking, self.output_config or OutputConfig(), self.tool_choice
-        tools = [tool for tool in self.tools or () if not isinstance(tool, LeftOutTool)]
-        if choice is not None and len(tools) < len(self.tools or ()):
-            chosen = choice.name is None or any(tool.name == choice.name for tool in tools)
-            choice = choice if tools and chosen else None  # not of a tool that was left out
         thinking = None
         if given is not None:
             thinking = Thinking(
                 type="disabled" if given.type == "disabled" else "enabled", budget_tokens=given.budget_tokens
             )
         return {
-            "messages": chat_messages(self.system, self.messages),
-            "continue_final_message": self.messages[-1].role == "assistant" or None,
-            "tools": [_as_chat(tool) for tool in tools] or None,
+            "messages": (messages := chat_messages(self.system, self.messages)),
+            "continue_final_message": (messages[-1].role == "assistant" and bool(messages[-1].text.strip())) or None,
+            "tools": [tool if isinstance(tool, OtherTool) else _as_chat(tool) for tool in self.tools or ()] or None,
             "tool_choice": None if choice is None else choice.as_chat,
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
             "thinking": thinking,
@@ -200,9 +192,8 @@ class ConversationBody(StrictBody):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Tools and blocks of the history that were left out."""
-        kept_out = (tool.kind for tool in self.tools or () if isinstance(tool, LeftOutTool))
-        found: dict[str, None] = dict.fromkeys(f"tools[].{kind}" for kind in kept_out)
+        """Blocks of the history and fields that were left out."""
+        found = {name: None for name in ("container", "mcp_servers") if getattr(self, name)}
         for block in (
             block for message in self.messages if isinstance(message.content, list) for block in message.content
         ):

@@ -41,8 +41,8 @@ class MessageParam(StrictBody):
     @model_validator(mode="before")
     @classmethod
     def _leave_out(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("role") != "user":
-            return fields | {"content": readable(fields.get("content"))}
+        if isinstance(fields, dict) and isinstance(fields.get("content"), list):
+            return fields | {"content": readable(fields["content"], of_user=fields.get("role") == "user")}
         return fields
 
     @model_validator(mode="after")
@@ -69,6 +69,8 @@ def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[M
         shown += [_result(block) for block in message.blocks if isinstance(block, ToolResultBlock)]
         if texts := [block for block in message.blocks if isinstance(block, TextBlock)]:
             shown.append(Message(role=message.role, content=_lines(texts)))
+    if len(shown) > 1 and shown[-1].role == "assistant" and not (shown[-1].text.strip() or shown[-1].tool_calls):
+        shown.pop()  # there is nothing to continue
     return shown
 
 

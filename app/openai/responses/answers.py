@@ -12,6 +12,7 @@ from app.errors import ContextLengthError, OverloadedError, RequestError
 from app.fleet.messages import Piece
 from app.http_errors import error_response
 from app.openai.answers import ChatAnswer
+from app.openai.base import OtherKind
 from app.openai.responses.body import NamedSchemaFormat, ResponsesRequest, TextConfig
 from app.openai.responses.call_text import CallText
 from app.openai.responses.replies import (
@@ -48,7 +49,7 @@ from app.openai.responses.replies import (
     TextDoneEvent,
     TextEcho,
 )
-from app.openai.responses.tools import CustomTool, OtherChoice
+from app.openai.responses.tools import CustomTool
 from app.openai.sampling_body import TextFormat
 from app.request_context import current_context
 
@@ -285,7 +286,7 @@ class ResponseAnswer:
                 "text": self._text_echo(),
                 "truncation": asked.truncation or "disabled",
                 "tools": list(asked.shown_tools.kept),
-                "tool_choice": "auto" if isinstance(asked.tool_choice, OtherChoice) else asked.tool_choice or "auto",
+                "tool_choice": "auto" if isinstance(asked.tool_choice, OtherKind) else asked.tool_choice or "auto",
                 "store": bool(asked.store),
                 "reasoning": ReasoningEcho(**asked.reasoning.model_dump() if asked.reasoning else {}),
             }

@@ -30,7 +30,7 @@ from app.openai.chat_body import (
     TemplateFields,
 )
 from app.openai.responses.conversation import messages_of
-from app.openai.responses.items import InputItem, InputMessage, ItemReference, OtherItem, OtherPart
+from app.openai.responses.items import CallOutput, InputItem, InputMessage, ItemReference, OtherItem, OtherPart
 from app.openai.responses.tools import AnyTool, Choice, ShownTools
 from app.openai.sampling_body import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
 from app.openai.tools.bodies import MAX_TOOLS
@@ -157,6 +157,8 @@ class ResponsesRequest(GenerationBody, TemplateFields):
             elif isinstance(item, InputMessage) and isinstance(item.content, list):
                 others = (part for part in item.content if isinstance(part, OtherPart))
                 found += [f"input[].content[].{part.type}" for part in others]
+            elif isinstance(item, CallOutput):
+                found += [f"input[].output[].{kind}" for kind in item.left_out]
         known = (_LOGPROBS, "reasoning.encrypted_content")
         found += [f"include.{plain_name(name)}" for name in self.include or () if name not in known]
         if self.truncation == "auto":

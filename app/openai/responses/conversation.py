@@ -17,8 +17,8 @@ from app.openai.responses.items import (
     InputItem,
     InputMessage,
 )
-from app.openai.responses.tools import TEXT_ARGUMENT, qualified_name
-from app.openai.tools.bodies import FunctionCall, ToolCall
+from app.openai.responses.tools import qualified_name
+from app.openai.tools.bodies import TEXT_ARGUMENT, FunctionCall, ToolCall
 
 
 def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> list[Message]:

@@ -9,38 +9,40 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Tag, model_validator
 
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, only_text, text_or
+from app.openai.base import (
+    JsonObject,
+    ListOf,
+    OtherKind,
+    StrictBody,
+    Text,
+    at_most,
+    joined_text,
+    left_out_kind,
+    only_text,
+    text_or,
+)
 from app.openai.chat_body import MAX_PARTS
 from app.openai.tools.bodies import Arguments
 
 ItemStatus = Literal["in_progress", "completed", "incomplete", "failed"]
-# Of a part of a tool's output that is not text. The conversation goes on without it.
-_IMAGE_LEFT_OUT, _FILE_LEFT_OUT = "[image left out: this model reads text only]", "[file left out]"
 
 
-class _Typed(StrictBody):
-    """Something of a type that has no meaning here."""
+class OtherPart(OtherKind):
+    """A part that is dropped. Of an image or a file its text says so."""
 
-    type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, fields: Any) -> Any:
-        return {"type": fields["type"]} if isinstance(fields, dict) and "type" in fields else fields
+    @property
+    def text(self) -> str:
+        return left_out_kind({"type": self.type})[1]
 
 
-class OtherPart(_Typed):
-    """A part of a message that is dropped."""
-
-
-class OtherItem(_Typed):
+class OtherItem(OtherKind):
     """An item that is dropped."""
 
 
 class InputText(StrictBody):
-    type: Literal["input_text", "text"]
+    type: Literal["input_text", "text"] = "input_text"
     text: Text
 
 
@@ -73,7 +75,14 @@ def _type_of(value: Any) -> Any:
 
 def _tag_of_part(part: Any) -> str:
     kind = _type_of(part)
+    if kind is None and isinstance(part, dict) and "text" in part:
+        return "input"
     return _PART_TAGS.get(kind, "other") if isinstance(kind, str) else "other"
+
+
+def _readable(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return OtherPart(type=kind) if isinstance(kind, str) and kind not in _PART_TAGS else part
 
 
 Part = Annotated[
@@ -103,11 +112,17 @@ class InputMessage(StrictBody):
     phase: Literal["commentary", "final_answer"] | None = None
     """Not shown to the model."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, fields: Any) -> Any:
+        """An image of the user is refused. Others are part of the history for good."""
+        if isinstance(fields, dict) and fields.get("role") != "user" and isinstance(fields.get("content"), list):
+            return fields | {"content": [_readable(part) for part in fields["content"]]}
+        return fields
+
     @property
     def text(self) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content if not isinstance(part, OtherPart))
+        return joined_text(self.content)
 
 
 class GivenFunctionCall(StrictBody):
@@ -201,17 +216,21 @@ class CallOutput(StrictBody):
     def text(self) -> str:
         if self.output is None or isinstance(self.output, str):
             return self.output or ""
-        parts = self.output if isinstance(self.output, list) else [self.output]
-        return "".join(map(_text_of_output, parts))
+        return "".join(map(_text_of_output, self._parts))
+
+    @property
+    def left_out(self) -> list[str]:
+        """The kinds of parts that the model cannot read."""
+        return [kind for kind, text in map(left_out_kind, self._parts) if text]
+
+    @property
+    def _parts(self) -> list[dict[str, Any]]:
+        return self.output if isinstance(self.output, list) else [self.output] if isinstance(self.output, dict) else []
 
 
 def _text_of_output(part: dict[str, Any]) -> str:
-    if isinstance(text := part.get("text"), str):
-        return text
-    kind = str(part.get("type", ""))
-    if "image" in kind or "screenshot" in kind:
-        return _IMAGE_LEFT_OUT
-    return _FILE_LEFT_OUT if "file" in kind or "audio" in kind else json.dumps(part, ensure_ascii=False)
+    text = part.get("text")
+    return text if isinstance(text, str) else left_out_kind(part)[1] or json.dumps(part, ensure_ascii=False)
 
 
 class ReasoningPart(StrictBody):

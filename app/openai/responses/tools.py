@@ -16,25 +16,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic import Field, PrivateAttr, Tag
 
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most
+from app.openai.base import JsonObject, ListOf, OtherKind, StrictBody, Text, at_most, by_type
 from app.openai.responses.grammar import pattern_of
 from app.openai.sampling_body import TextFormat
 from app.openai.tools.bodies import (
     MAX_TOOLS,
+    TEXT_ARGUMENT,
     AllowedToolChoice,
     AllowedTools,
     ChosenFunction,
     FunctionDefinition,
     FunctionName,
     NamedToolChoice,
+    OtherTool,
     Tool,
     ToolChoice,
 )
 
-# The argument of the function that the model sees for a custom tool.
-TEXT_ARGUMENT = "input"
 # Of a qualified name: parsers of calls read no longer ones.
 _MAX_NAME_CHARS, _DIGEST_CHARS = 64, 8
 
@@ -73,25 +73,6 @@ class CustomTool(StrictBody):
         return pattern_of(given.syntax, given.definition) if isinstance(given, GrammarFormat) else None
 
 
-class OtherTool(StrictBody):
-    """A tool that runs on OpenAI's servers, or one that is not known: it is dropped."""
-
-    type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, fields: Any) -> Any:
-        return {"type": fields["type"]} if isinstance(fields, dict) and "type" in fields else fields
-
-
-def _tag(known: frozenset[str]) -> Discriminator:
-    def tag(value: Any) -> str:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return kind if isinstance(kind, str) and kind in known else "other"
-
-    return Discriminator(tag)
-
-
 _Callable = Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")]
 _Other = Annotated[OtherTool, Tag("other")]
 
@@ -102,14 +83,12 @@ class NamespaceTool(StrictBody):
     type: Literal["namespace"]
     name: FunctionName
     description: Text | None = None
-    tools: Annotated[
-        ListOf[Annotated[_Callable | _Other, _tag(frozenset({"function", "custom"}))]], at_most(MAX_TOOLS, "tools")
-    ]
+    tools: Annotated[ListOf[Annotated[_Callable | _Other, by_type("function", "custom")]], at_most(MAX_TOOLS, "tools")]
 
 
 AnyTool = Annotated[
     _Callable | Annotated[NamespaceTool, Tag("namespace")] | _Other,
-    _tag(frozenset({"function", "custom", "namespace"})),
+    by_type("function", "custom", "namespace"),
 ]
 
 
@@ -123,7 +102,7 @@ class NamedTool(StrictBody):
 
 _NamedOrOther = Annotated[
     Annotated[NamedTool, Tag("function")] | Annotated[NamedTool, Tag("custom")] | _Other,
-    _tag(frozenset({"function", "custom"})),
+    by_type("function", "custom"),
 ]
 
 
@@ -135,18 +114,14 @@ class AllowedToolSet(StrictBody):
     tools: Annotated[ListOf[_NamedOrOther], Field(min_length=1, max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")]
 
 
-class OtherChoice(OtherTool):
-    """A tool that was dropped: the model decides instead."""
-
-
 Choice = (
     Literal["none", "auto", "required"]
     | Annotated[
         Annotated[NamedTool, Tag("function")]
         | Annotated[NamedTool, Tag("custom")]
         | Annotated[AllowedToolSet, Tag("allowed_tools")]
-        | Annotated[OtherChoice, Tag("other")],
-        _tag(frozenset({"function", "custom", "allowed_tools"})),
+        | Annotated[OtherKind, Tag("other")],
+        by_type("function", "custom", "allowed_tools"),
     ]
 )
 
@@ -209,18 +184,18 @@ class ShownTools:
     Attributes:
         tools: for a chat completion.
         kept: the tools of the request, without those that are dropped.
-        ignored: what is dropped, as in the header of ignored fields.
+        ignored: what is dropped here, as in the header of ignored fields. Other tools are left to `GivenTools`.
     """
 
     def __init__(self, given: Sequence[AnyTool], choice: Choice | None) -> None:
-        self.tools: list[Tool] = []
+        self.tools: list[Tool | OtherTool] = []
         self.kept: list[FunctionTool | CustomTool | NamespaceTool] = []
         self.ignored: list[str] = []
         self._by_name: dict[str, ShownTool] = {}
         self._choice = choice  # of the request
         for tool in given:
             if isinstance(tool, OtherTool):
-                self.ignored.append(f"tools[].{tool.type}")
+                self.tools.append(tool)
             elif isinstance(tool, NamespaceTool):
                 self._show_namespace(tool)
                 self.kept.append(tool)
@@ -259,22 +234,12 @@ class ShownTools:
     def _chosen(self) -> ToolChoice | None:
         """The choice of a chat completion. Clients send "auto" and "none" also without tools."""
         choice = self._choice
-        if isinstance(choice, OtherChoice):
-            self.ignored.append(f"tool_choice.{choice.type}")
-            return None
         if isinstance(choice, AllowedToolSet):
-            return self._allowed(choice)
-        if choice == "required" and not self.tools and self.ignored:
-            self.ignored.append("tool_choice")
-            return None
+            tools: list[NamedToolChoice | OtherKind] = [
+                self._named(tool) if isinstance(tool, NamedTool) else tool for tool in choice.tools
+            ]
+            return AllowedToolChoice(type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode, tools=tools))
         return self._named(choice) if isinstance(choice, NamedTool) else choice
-
-    def _allowed(self, choice: AllowedToolSet) -> ToolChoice:
-        named = [self._named(tool) for tool in choice.tools if isinstance(tool, NamedTool)]
-        self.ignored += [f"tool_choice.tools[].{tool.type}" for tool in choice.tools if isinstance(tool, OtherTool)]
-        if not named:  # only tools that were dropped
-            return "none"
-        return AllowedToolChoice(type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode, tools=named))
 
     def _named(self, choice: NamedTool) -> NamedToolChoice:
         """Its namespace may be left out."""

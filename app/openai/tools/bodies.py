@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, Tag, model_validator
 
 from app.errors import RequestError
-from app.openai.base import JsonObject, ListOf, Omitted, StrictBody, Text, at_most, none_if_empty
+from app.openai.base import (
+    JsonObject,
+    ListOf,
+    Omitted,
+    OtherKind,
+    StrictBody,
+    Text,
+    at_most,
+    by_type,
+    json_text,
+    none_if_empty,
+)
 
 MAX_TOOLS = 512
 
@@ -41,7 +51,19 @@ class Tool(StrictBody):
     function: FunctionDefinition
 
 
-Tools = Annotated[ListOf[Tool] | None, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools"), none_if_empty]
+class OtherTool(OtherKind):
+    """A tool that is no function, such as one that runs on another server: it is dropped."""
+
+    name: Any = None
+
+
+Tools = Annotated[
+    ListOf[Annotated[Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], by_type("function")]]
+    | None,
+    Field(max_length=MAX_TOOLS),
+    at_most(MAX_TOOLS, "tools"),
+    none_if_empty,
+]
 
 
 class ChosenFunction(StrictBody):
@@ -57,7 +79,15 @@ class NamedToolChoice(StrictBody):
 
 class AllowedTools(StrictBody):
     mode: Literal["auto", "required"]
-    tools: Annotated[ListOf[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")]
+    tools: Annotated[
+        ListOf[
+            Annotated[
+                Annotated[NamedToolChoice, Tag("function")] | Annotated[OtherKind, Tag("other")], by_type("function")
+            ]
+        ],
+        Field(min_length=1, max_length=MAX_TOOLS),
+        at_most(MAX_TOOLS, "tools"),
+    ]
 
 
 class AllowedToolChoice(StrictBody):
@@ -69,16 +99,19 @@ class AllowedToolChoice(StrictBody):
 
 # "none": the prompt does not show tools; "auto": the model decides; "required": the model calls at least one.
 ToolChoice = (
-    Literal["none", "auto", "required"] | Annotated[NamedToolChoice | AllowedToolChoice, Field(discriminator="type")]
+    Literal["none", "auto", "required"]
+    | Annotated[
+        Annotated[NamedToolChoice, Tag("function")]
+        | Annotated[AllowedToolChoice, Tag("allowed_tools")]
+        | Annotated[OtherKind, Tag("other")],
+        by_type("function", "allowed_tools"),
+    ]
 )
 
 
-def _as_json(arguments: object) -> object:
-    """Arguments as text: some clients send the object itself, or null for none."""
-    return arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
-
-
-Arguments = Annotated[Text, BeforeValidator(_as_json)]
+Arguments = Annotated[Text, BeforeValidator(json_text)]
+# The argument of the function that stands for a custom tool, which takes a text.
+TEXT_ARGUMENT = "input"
 
 
 class FunctionCall(StrictBody):
@@ -93,11 +126,20 @@ class FunctionCall(StrictBody):
 class ToolCall(StrictBody):
     """One call, in an assistant's message of a request or of an answer."""
 
-    id: Text
+    id: Annotated[Text, BeforeValidator(lambda given: "" if given is None else given)]
     type: Literal["function"] = "function"
     function: FunctionCall
 
     dropped = frozenset({"index"})  # of a chunk's call, which clients send back in a message
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_custom_tool(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("type") == "custom" and isinstance(fields.get("custom"), dict):
+            custom = fields["custom"]
+            call = {"name": custom.get("name"), "arguments": {TEXT_ARGUMENT: custom.get("input")}}
+            return {"id": fields.get("id"), "function": call}
+        return fields
 
 
 class FunctionCallDelta(BaseModel):

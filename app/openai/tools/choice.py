@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from app.errors import RequestError
+from app.openai.base import OtherKind
 from app.openai.output.schemas import enforceable
-from app.openai.tools.bodies import AllowedToolChoice, NamedToolChoice, Tool, ToolChoice
+from app.openai.tools.bodies import AllowedToolChoice, NamedToolChoice, OtherTool, Tool, ToolChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,37 @@ class ChosenTools:
     required: bool = False
     several: bool = False
     strict: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTools:
+    """What remains of a body's tools and its choice without tools that are no functions.
+
+    Attributes:
+        ignored: what was dropped, as in the header of ignored fields.
+    """
+
+    functions: Sequence[Tool] | None
+    choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None
+    ignored: Sequence[str]
+
+    @staticmethod
+    def of(tools: Sequence[Tool | OtherTool] | None, choice: ToolChoice | None) -> GivenTools:
+        """The model decides instead of a choice among dropped tools."""
+        others = [tool for tool in tools or () if isinstance(tool, OtherTool)]
+        functions = [tool for tool in tools or () if isinstance(tool, Tool)] or None
+        ignored = [f"tools[].{tool.type}" for tool in others]
+        if isinstance(choice, AllowedToolChoice):
+            allowed = choice.allowed_tools
+            dropped = [tool.type for tool in allowed.tools if not isinstance(tool, NamedToolChoice)]
+            ignored += [f"tool_choice.tools[].{kind}" for kind in dropped]
+            return GivenTools(functions, "none" if len(dropped) == len(allowed.tools) else choice, ignored)
+        is_of_other = isinstance(choice, NamedToolChoice) and choice.function.name in {tool.name for tool in others}
+        if isinstance(choice, OtherKind):
+            return GivenTools(functions, None, [*ignored, f"tool_choice.{choice.type}"])
+        if is_of_other or (choice == "required" and others and functions is None):
+            return GivenTools(functions, None, [*ignored, "tool_choice"])
+        return GivenTools(functions, choice, ignored)
 
 
 def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ChosenTools:
@@ -58,11 +90,12 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, parall
     return ChosenTools(functions, required, several, frozenset(strict))
 
 
-def _allowed(choice: ToolChoice | None) -> tuple[Sequence[str] | None, bool]:
+def _allowed(choice: object) -> tuple[Sequence[str] | None, bool]:
     """(Names that may be called, or `None` for all; whether one must be.)"""
     if isinstance(choice, NamedToolChoice):
         return [choice.function.name], True
     if isinstance(choice, AllowedToolChoice):
         allowed = choice.allowed_tools
-        return [tool.function.name for tool in allowed.tools], allowed.mode == "required"
+        named = [tool.function.name for tool in allowed.tools if isinstance(tool, NamedToolChoice)]
+        return named, allowed.mode == "required"
     return None, choice == "required"

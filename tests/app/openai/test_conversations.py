@@ -135,6 +135,7 @@ def test_arguments_that_are_no_object(name: str, tmp_path: Path) -> None:
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLS = {"role": "assistant", "tool_calls": [CALL]}
+CUSTOM_CALL = {"id": "c", "type": "custom", "custom": {"name": "p", "input": "x"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
 LEFT_OUT = "[image left out: this model reads text only]"
 
@@ -151,6 +152,39 @@ LEFT_OUT = "[image left out: this model reads text only]"
             [CALLS, {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "see"}, IMAGE]}],
             f"<output>see{LEFT_OUT}</output>",
             "messages[].content[].image_url",
+        ),
+        (
+            [
+                CALLS | {"tool_calls": [CALL | {"id": None}]},
+                {"role": "tool", "tool_call_id": None, "content": {"x": 5}},
+            ],
+            '<output>{"x": 5}</output>',
+            None,
+        ),
+        ([CALLS, {"role": "tool", "content": ["a", 1]}], '<output>["a", 1]</output>', None),
+        (
+            [
+                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+                {"role": "function", "name": "f", "content": "five"},
+            ],
+            "<output>five</output>",
+            None,
+        ),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "p", "input": "x"}}],
+                }
+            ],
+            '<call>p<sep>{"input": "x"}',
+            None,
+        ),
+        ([{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"text": "b"}]}], "<User>ab", None),
+        (
+            [{"role": "user", "content": [{"type": "txt", "text": "a"}, {"type": "of 2030", "x": "b"}]}],
+            "<User>a",
+            "messages[].content[].of_2030",
         ),
         ([{"role": "assistant", "content": None}], "<Assistant><eos>", None),
         ([{"role": "assistant", "content": ""}], "<Assistant><eos>", None),
@@ -180,6 +214,31 @@ def test_histories_heal(history: Any, shown: str, ignored: str | None, tmp_path:
     assert answer.headers.get("x-folio-ignored-fields") == ignored
     image = [*messages, {"role": "user", "content": [IMAGE]}]
     assert client.post("/v1/chat/completions", json={"model": "m", "messages": image}).status_code == 400
+
+
+CUSTOM = {"type": "custom", "custom": {"name": "p"}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "ignored"),
+    [
+        ([CUSTOM], "required", "tools[].custom, tool_choice"),
+        ([*TOOLS, {"type": "web_search"}], "auto", "tools[].web_search"),
+        ([*TOOLS, CUSTOM], CUSTOM, "tools[].custom, tool_choice.custom"),
+        (
+            [*TOOLS, CUSTOM],
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [CUSTOM]}},
+            "tools[].custom, tool_choice.tools[].custom",
+        ),
+    ],
+)
+def test_tools_that_are_no_functions_are_dropped(tools: Any, choice: Any, ignored: str, tmp_path: Path) -> None:
+    client = client_with(DEEPSEEK, tmp_path, engines := Long("x"))
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": choice}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-folio-ignored-fields"] == ignored
+    assert engines.calls[-1].params.structure is None
 
 
 NO_SYSTEM = "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('I refuse that.') }}{% endif %}"

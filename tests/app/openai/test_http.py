@@ -284,8 +284,8 @@ TEXT = {"type": "text", "text": "x"}
     ("fields", "message"),
     [
         (
-            {"messages": [{"role": "user", "content": [TEXT, {"type": "txt", "text": "x"}]}]},
-            "messages[0].content[1].type: must be 'text'",
+            {"messages": [{"role": "user", "content": [TEXT, {"type": "text"}]}]},
+            "messages[0].content[1].text: is missing",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -546,7 +546,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
         ({"messages": [{"role": "king", "content": "x"}]}, "role: must be 'user', 'assistant' or 'system'"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "takes text only; leave out the part of type 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "takes text only"),
-        ({"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]}, "blocks here are of the type"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "blocks here are of the type"),
         ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "belongs to a message of the user"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "of the assistant"),
         ({"tools": [{"name": "f"}]}, r"tools\[0\].input_schema: is missing"),
@@ -559,11 +559,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
         ({"output_config": {"format": {"type": "text"}}}, "must be 'json_schema'"),
         ({"extra_body": {"stop": ["x"]}}, "stop_sequences here"),
         ({"extra_body": {"n": 2}}, "less than or equal to 1"),
-        ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "no tools run on this server"),
-        ({"extra_body": {"container": "c"}}, "no tools run on this server"),
         ({"extra_body": {"prompt_logprobs": 1}}, "use /v1/completions"),
         ({"system": [{"type": "image"}]}, "takes text only"),
-        ({"messages": [USER, {"role": "assistant", "content": []}]}, "the last message has no text to continue"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -599,6 +596,17 @@ LEFT_OUT = "[image left out: this model reads text only]"
             "",
             "messages[].content[].server_tool_use",
         ),
+        (
+            {"type": "search_result", "source": "s", "title": "t", "content": [{"type": "text", "text": "found"}]},
+            "<|user|>t\ns\nfound",
+            None,
+        ),
+        (
+            {"type": "document", "title": "t", "source": {"type": "text", "media_type": "text/plain", "data": "read"}},
+            "<|user|>t\nread",
+            None,
+        ),
+        ({"type": "mcp_tool_result", "tool_use_id": "c", "content": []}, "", "messages[].content[].mcp_tool_result"),
         (TOOL_USE | {"input": "broken"}, '{"input": "broken"}', None),
         (TOOL_USE | {"input": None}, '"arguments": {}', None),
     ],
@@ -609,7 +617,7 @@ def test_histories_of_other_servers_are_shown(message: Any, shown: str, ignored:
     kind = message["type"]
     role = (
         "user"
-        if kind == "tool_result"
+        if kind in ("tool_result", "search_result", "document", "mcp_tool_result")
         else "system"
         if kind.startswith("tool_") and kind != "tool_use"
         else "assistant"
@@ -629,24 +637,44 @@ def test_histories_of_other_servers_are_shown(message: Any, shown: str, ignored:
 
 
 @pytest.mark.parametrize(
-    ("tools", "choice"),
+    ("tools", "choice", "ignored"),
     [
-        ([], {"type": "tool", "name": "web_search"}),
-        ([], {"type": "any"}),
-        ([TOOL], {"type": "tool", "name": "web_search"}),
-        ([TOOL], {"type": "auto"}),
+        ([], {"type": "tool", "name": "web_search"}, ", tool_choice"),
+        ([], {"type": "any"}, ", tool_choice"),
+        ([TOOL], {"type": "tool", "name": "web_search"}, ", tool_choice"),
+        ([TOOL], {"type": "auto"}, ""),
     ],
 )
-def test_tools_of_anthropics_servers_are_left_out(tools: list[Any], choice: Any) -> None:
+def test_tools_of_anthropics_servers_are_left_out(tools: list[Any], choice: Any, ignored: str) -> None:
     """Claude Code's search asks for one that nobody here runs: 400, and the end of its turn."""
     transport = transport_of(engines := Long("x"))
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
     body = {"model": "m", "max_tokens": 9, "messages": [USER], "tools": [*tools, search], "tool_choice": choice}
     answer = transport.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
-    assert answer.headers["x-folio-ignored-fields"] == "tools[].web_search_20250305"
+    assert answer.headers["x-folio-ignored-fields"] == f"tools[].web_search_20250305{ignored}"
     assert "web_search" not in prompt_of(engines)
     assert engines.calls[-1].params.structure is None
+
+
+@pytest.mark.parametrize(
+    ("last", "end"),
+    [
+        ([], "<|assistant|>"),
+        (" \n", "<|assistant|>"),
+        ([TOOL_USE], "</tool_call><|end|><|assistant|>"),
+        ("So", "<|assistant|>So"),
+    ],
+)
+def test_an_answer_without_text_is_not_continued(last: Any, end: str) -> None:
+    """Clients end a conversation so after an empty answer, or one that was interrupted in its call: 400 for good."""
+    body = {"model": "m", "max_tokens": 9, "messages": [USER, {"role": "assistant", "content": last}]}
+    answer = transport_of(engines := Long("x")).post(
+        "/v1/messages", json=body | {"container": "c", "mcp_servers": [{"type": "url", "url": "http://x"}]}
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-folio-ignored-fields"] == "container, mcp_servers"
+    assert prompt_of(engines).replace("\n", "").endswith(end)
 
 
 def test_an_image_of_the_user_is_refused_also_beside_a_result() -> None:

@@ -243,7 +243,7 @@ def test_a_stream_refused_at_once_has_a_status() -> None:
         ({"truncation": "some"}, "truncation", "'auto' or 'disabled'"),
         ({"tools": [{"type": "function"}]}, "tools", "name: is missing"),
         ({"tools": [{"type": {"x": 1}}]}, "tools", "type"),
-        ({"input": [{"type": "a, b"}]}, "input", "must match"),
+        ({"input": [{"type": {"x": 1}}]}, "input", "type"),
         ({"input": [7]}, "input", "object"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"reasoning": {"effort": "huge"}}, "reasoning", "'none'"),

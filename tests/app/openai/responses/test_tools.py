@@ -243,6 +243,12 @@ def test_choices(choice: Any, may_call: list[str] | None, ignored: str | None) -
             "No.",
             "input[].content[].of_2030",
         ),
+        ({"type": "an item"}, "", "input[].an_item"),
+        (
+            {"role": "assistant", "content": [{"text": "a"}, {"type": "output_image", "image_url": "x"}]},
+            "a[image left out: this model reads text only]",
+            "input[].content[].output_image",
+        ),
     ],
     ids=lambda value: str(value.get("type")) if isinstance(value, dict) else None,
 )
@@ -429,7 +435,7 @@ def test_arguments_that_are_not_one_text(arguments: str, text: str) -> None:
 def test_a_whole_request_of_codex_is_valid() -> None:
     tools = [FUNCTION, NAMESPACE, PATCH, {"type": "web_search", "external_web_access": True}]
     request = ResponsesRequest.model_validate({"model": "m", "tools": tools} | CODEX)
-    assert [tool.function.name for tool in request.as_chat().tools or ()] == [
+    assert [tool.function.name for tool in request.as_chat().given_tools.functions or ()] == [
         "shell",
         "mcp__idea__shell",
         "mcp__idea__apply_patch",

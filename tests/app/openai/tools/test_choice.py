@@ -89,7 +89,7 @@ def test_invalid_choices() -> None:
 
 def test_bodies_are_strict() -> None:
     assert TypeAdapter(Tools).validate_python([]) is None
-    for bad in ([{}], [{"type": "function", "function": {"name": "a b"}}], [{"type": "x", "function": {"name": "a"}}]):
+    for bad in ([{}], [{"type": "function", "function": {"name": "a b"}}], [{"type": 7, "function": {"name": "a"}}]):
         with pytest.raises(ValidationError):
             TypeAdapter(Tools).validate_python(bad)
     with pytest.raises(ValidationError):

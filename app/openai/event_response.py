@@ -134,13 +134,14 @@ class _Heart:
             return
         self._timer = self._loop.call_at(now + self._interval_s, self._look)
         if not self._is_sending and self._beat is None:  # else the client reads slowly
-            self._beat = self._loop.create_task(self._send_silence())
+            if context is not None and self._has_items:
+                context.progress = None  # it is that of the prompt
+            # Made now, before an item can be: responses number their events.
+            self._beat = self._loop.create_task(self._send_silence(self._silence()))
 
-    async def _send_silence(self) -> None:
+    async def _send_silence(self, part: bytes) -> None:
+        await self._send_part(part)
         context = current_context()
-        if context is not None and self._has_items:
-            context.progress = None  # it is that of the prompt
-        await self._send_part(self._silence())
         if context is not None and not self._has_items:
             context.first_byte_at = None  # the log's is that of the first token
         self._sent_at, self._beat = self._loop.time(), None

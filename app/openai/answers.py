@@ -312,9 +312,7 @@ class ChatAnswer(Answer):
     def ending(self, piece: Piece) -> dict[str, Any]:
         """The fields of a choice that its piece decides."""
         reason: ChoiceEnd | None = piece.finish_reason
-        output = self._output(piece)
-        # A stop string may end an output in the middle of a call, which must not run then.
-        if reason == "stop" and output.num_calls and not (output.is_cut and isinstance(piece.stop_reason, str)):
+        if reason == "stop" and self._output(piece).num_calls and not self.ends_within_call(piece):
             reason = "tool_calls"
         return {
             "index": piece.index,
@@ -322,6 +320,10 @@ class ChatAnswer(Answer):
             "stop_reason": piece.stop_reason,
             "score": piece.score,
         }
+
+    def ends_within_call(self, piece: Piece) -> bool:
+        """Whether a stop string has ended the output in the middle of a call, which must not run then."""
+        return isinstance(piece.stop_reason, str) and self._output(piece).is_cut
 
     def logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         return None if self._num_top is None else chat_logprobs(self._tokens, entries, self._num_top)

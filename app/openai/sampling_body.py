@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
 from pydantic_core import from_json
 
 from app.engine.sampling.params import (
@@ -21,7 +21,7 @@ from app.engine.sampling.params import (
     Structure,
 )
 from app.errors import RequestError
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most
+from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, text_or
 from app.openai.output.plan import OutputPlan
 from app.openai.output.schemas import enforceable, enforceable_json
 
@@ -150,7 +150,13 @@ class SamplingBody(StrictBody):
     """The only tokens that the output may contain. It ends by itself only if the end-of-sequence token is one."""
     seed: int | None = None
     """The same seed and request give the same tokens, whatever else is in the batch."""
-    stop: str | Annotated[ListOf[str], at_most(MAX_STOP_STRINGS, "strings")] | None = None
+    stop: (
+        Annotated[
+            Annotated[str, Tag("text")] | Annotated[ListOf[str], at_most(MAX_STOP_STRINGS, "strings"), Tag("strings")],
+            text_or("strings"),
+        ]
+        | None
+    ) = None
     """Strings that end the output."""
     stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKENS, "tokens")] | None = None
     """Tokens that end the output, also with `ignore_eos`."""

@@ -119,7 +119,7 @@ class ResponseAnswer:
             elif not self._leaves_out_calls:
                 yield from self._continue_call(part.text)
         if piece.finish_reason is not None:
-            yield from self._end(piece.finish_reason)
+            yield from self._end(piece.finish_reason, self._chat.ends_within_call(piece))
 
     def failed(self, error: BaseException) -> ResponseEvent:
         """The last event of a response that has begun and then failed."""
@@ -256,11 +256,11 @@ class ResponseAnswer:
     def _place(self, item: OutputItem) -> dict[str, Any]:
         return {"item_id": item.id, "output_index": len(self._items) - 1}
 
-    def _end(self, reason: FinishReason) -> Iterator[StreamEvent]:
+    def _end(self, reason: FinishReason, ends_within_call: bool) -> Iterator[StreamEvent]:
         status: Literal["incomplete", "completed"] = "incomplete" if reason == "length" else "completed"
         if not self._items:  # an empty answer is a message, too
             yield from self._text("", ())
-        yield from self._end_item(status)
+        yield from self._end_item("incomplete" if ends_within_call else status)
         response = self._response(status)
         if status == "incomplete":
             response.incomplete_details = IncompleteDetails()

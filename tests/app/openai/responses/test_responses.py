@@ -28,11 +28,17 @@ class Pieces(Engines):
     """Fake replicas that send these pieces, and then fail if there is an error."""
 
     def __init__(
-        self, *texts: str, finish_reason: Any = "stop", error: Exception | None = None, encodes: bool = False
+        self,
+        *texts: str,
+        finish_reason: Any = "stop",
+        stop_reason: str | None = None,
+        error: Exception | None = None,
+        encodes: bool = False,
     ) -> None:
         super().__init__(context=400)
         self._encodes = encodes
         self._texts, self._finish_reason, self._late_error = texts, finish_reason, error
+        self._stop_reason = stop_reason
 
     def _items(self, call: Any) -> list[Any]:
         last = len(self._texts) - 1
@@ -41,7 +47,9 @@ class Pieces(Engines):
             reason = self._finish_reason if i == last and self._late_error is None else None
             logprobs = (TokenLogprobs(300 + i, -0.5, 1, ()),)
             token_ids = tuple(TOKENIZER.encode(text)) if self._encodes else (300 + i,)
-            items.append(Piece(text, token_ids, 0, reason, num_cached_tokens=2, logprobs=logprobs, replica="r7"))
+            stop = None if reason is None else self._stop_reason
+            piece = Piece(text, token_ids, 0, reason, stop, num_cached_tokens=2, logprobs=logprobs, replica="r7")
+            items.append(piece)
         return items if self._late_error is None else [*items, RayTaskError("generate", "traceback", self._late_error)]
 
 
@@ -100,6 +108,14 @@ async def test_a_part_begins_without_log_probabilities() -> None:
     [begun] = [event for event in events if event.type == "response.content_part.added"]
     [ended] = [event for event in events if event.type == "response.content_part.done"]
     assert (len(begun.part.logprobs), len(ended.part.logprobs)) == (0, 2)
+
+
+@pytest.mark.parametrize(("text", "status"), [('{"x": 1', "incomplete"), ('{"x": 1}}\n', "completed")])
+def test_a_stop_string_within_a_call(text: str, status: str) -> None:
+    """Regression: a client ran the call without the rest of its arguments."""
+    engines = Pieces('<tool_call>\n{"name": "f", "arguments": ' + text, stop_reason="STOP")
+    answer = client_of(engines).responses.create(model="m", input="x", tools=[FUNCTION])  # type: ignore[list-item]
+    assert (answer.status, answer.output[0].type, answer.output[0].status) == ("completed", "function_call", status)
 
 
 def test_output_that_is_cut_off() -> None:

@@ -83,7 +83,7 @@ class StartLog:
                 is_hidden = match["level"] in (*_MINOR, "WARNING") and _WAITS_FOR_EVER not in line
                 if match["level"] in _MINOR:
                     continue  # would push out what matters
-            elif line.startswith(_PROGRESS_BAR):
+            elif line.lstrip("\r").startswith(_PROGRESS_BAR):
                 continue
             if not is_hidden:
                 yield line

@@ -21,11 +21,9 @@ from app.openai.responses.tools import qualified_name
 from app.openai.tools.bodies import TEXT_ARGUMENT, FunctionCall, ToolCall
 
 
-def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> list[Message]:
+def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Message]:
     """The messages of a conversation. Items without a meaning for the model are left out."""
     messages = [Message(role="system", content=instructions)] if instructions is not None else []
-    if isinstance(items, str):
-        return [*messages, Message(role="user", content=items)]
     conversation = _Conversation(messages)
     for item in items:
         conversation.add(item)

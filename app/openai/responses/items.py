@@ -7,9 +7,9 @@ Items that say nothing to the model here, such as a web search that ran on anoth
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Discriminator, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from app.openai.base import (
     JsonObject,
@@ -18,6 +18,7 @@ from app.openai.base import (
     StrictBody,
     Text,
     at_most,
+    by_type,
     joined_text,
     left_out_kind,
     only_text,
@@ -66,36 +67,31 @@ class GivenRefusal(StrictBody):
         return self.refusal
 
 
-_PART_TAGS = {"input_text": "input", "text": "input", "output_text": "output", "refusal": "refusal"}
-
-
-def _type_of(value: Any) -> Any:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-
-
-def _tag_of_part(part: Any) -> str:
-    kind = _type_of(part)
-    if kind is None and isinstance(part, dict) and "text" in part:
-        return "input"
-    return _PART_TAGS.get(kind, "other") if isinstance(kind, str) else "other"
+_PART_TYPES = ("input_text", "text", "output_text", "refusal")
 
 
 def _readable(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
-    return OtherPart(type=kind) if isinstance(kind, str) and kind not in _PART_TAGS else part
+    return OtherPart(type=kind) if isinstance(kind, str) and kind not in _PART_TYPES else part
 
 
 Part = Annotated[
-    Annotated[InputText, Tag("input")]
-    | Annotated[GivenOutputText, Tag("output")]
+    Annotated[InputText, Tag("input_text")]
+    | Annotated[InputText, Tag("text")]
+    | Annotated[GivenOutputText, Tag("output_text")]
     | Annotated[GivenRefusal, Tag("refusal")]
     | Annotated[OtherPart, Tag("other")],
-    Discriminator(_tag_of_part),
+    by_type(*_PART_TYPES),
     only_text,
 ]
 
 
-class InputMessage(StrictBody):
+class _Item(StrictBody):
+    id: Text | None = None
+    status: ItemStatus | None = None
+
+
+class InputMessage(_Item):
     """A message of the client, or of an earlier answer."""
 
     type: Literal["message"] | None = None
@@ -107,8 +103,6 @@ class InputMessage(StrictBody):
         ]
         | None
     ) = None
-    id: Text | None = None
-    status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
     """Not shown to the model."""
 
@@ -125,40 +119,34 @@ class InputMessage(StrictBody):
         return joined_text(self.content)
 
 
-class GivenFunctionCall(StrictBody):
+class _Call(_Item):
+    call_id: Text
+    name: Text
+    namespace: Text | None = None
+    """Of the tool, if it has one."""
+
+
+class GivenFunctionCall(_Call):
     """A call of an earlier answer."""
 
     type: Literal["function_call"]
-    call_id: Text
-    name: Text
     arguments: Arguments
-    namespace: Text | None = None
-    """Of the tool, if it has one."""
-    id: Text | None = None
-    status: ItemStatus | None = None
 
 
-class GivenCustomCall(StrictBody):
+class GivenCustomCall(_Call):
     """A call of a custom tool in an earlier answer."""
 
     type: Literal["custom_tool_call"]
-    call_id: Text
-    name: Text
     input: Text
-    namespace: Text | None = None
-    id: Text | None = None
-    status: ItemStatus | None = None
 
 
-class GivenAction(StrictBody):
+class GivenAction(_Item):
     """A call of one of OpenAI's own tools that clients run, in an answer of another server."""
 
     type: Literal["local_shell_call", "shell_call", "apply_patch_call", "computer_call"]
     call_id: Text | None = None
     action: JsonObject | None = None
     operation: JsonObject | None = None
-    id: Text | None = None
-    status: ItemStatus | None = None
 
 
 class GivenMcpCall(StrictBody):
@@ -181,7 +169,7 @@ class GivenMcpCall(StrictBody):
         return self.error if isinstance(self.error, str) else json.dumps(self.error, ensure_ascii=False)
 
 
-class CallOutput(StrictBody):
+class CallOutput(_Item):
     """The value that a tool has returned: a text, or parts of which images and files are left out."""
 
     type: Literal[
@@ -203,8 +191,6 @@ class CallOutput(StrictBody):
         | None
     ) = None
     name: Text | None = None
-    id: Text | None = None
-    status: ItemStatus | None = None
 
     @model_validator(mode="after")
     def _check_call(self) -> CallOutput:
@@ -238,15 +224,13 @@ class ReasoningPart(StrictBody):
     text: Text
 
 
-class GivenReasoning(StrictBody):
+class GivenReasoning(_Item):
     """Reasoning of an earlier answer. Encrypted reasoning is ignored."""
 
     type: Literal["reasoning"]
     summary: Annotated[ListOf[ReasoningPart] | None, at_most(MAX_PARTS, "parts")] = None
     content: Annotated[ListOf[ReasoningPart] | None, at_most(MAX_PARTS, "parts")] = None
     encrypted_content: Text | None = None
-    id: Text | None = None
-    status: ItemStatus | None = None
 
 
 class ItemReference(StrictBody):
@@ -256,36 +240,22 @@ class ItemReference(StrictBody):
     id: Text
 
 
-_TAGS = {
-    "message": "message",
-    "function_call": "function_call",
-    "custom_tool_call": "custom_call",
-    "mcp_call": "mcp_call",
-    "reasoning": "reasoning",
-    "item_reference": "reference",
-}
-_TAGS |= dict.fromkeys(("local_shell_call", "shell_call", "apply_patch_call", "computer_call"), "action")
-_TAGS |= {f"{call}_output": "output" for call, tag in list(_TAGS.items()) if tag in ("action", "custom_call")}
-_TAGS["function_call_output"] = "output"
+_Typed = GivenFunctionCall | GivenCustomCall | GivenAction | GivenMcpCall | CallOutput | GivenReasoning
+_TYPES = [kind for one in get_args(_Typed) for kind in get_args(one.model_fields["type"].annotation)]
 
 
 def _tag_of_item(item: Any) -> str:
-    kind = _type_of(item)
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind is None:
         is_reference = isinstance(item, dict) and "role" not in item and "id" in item
-        return "reference" if is_reference or isinstance(item, ItemReference) else "message"
-    return _TAGS.get(kind, "other") if isinstance(kind, str) else "other"
+        return "item_reference" if is_reference or isinstance(item, ItemReference) else "message"
+    return "typed" if kind in _TYPES else kind if kind in ("message", "item_reference") else "other"
 
 
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
-    | Annotated[GivenFunctionCall, Tag("function_call")]
-    | Annotated[GivenCustomCall, Tag("custom_call")]
-    | Annotated[GivenAction, Tag("action")]
-    | Annotated[GivenMcpCall, Tag("mcp_call")]
-    | Annotated[CallOutput, Tag("output")]
-    | Annotated[GivenReasoning, Tag("reasoning")]
-    | Annotated[ItemReference, Tag("reference")]
+    | Annotated[_Typed, Field(discriminator="type"), Tag("typed")]
+    | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[OtherItem, Tag("other")],
     Discriminator(_tag_of_item),
 ]

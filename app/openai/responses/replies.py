@@ -174,6 +174,7 @@ class ResponseObject(BaseModel):
 
 class _Event(BaseModel):
     sequence_number: int
+    type: str
 
 
 class ResponseEvent(_Event):
@@ -197,122 +198,103 @@ class ItemEvent(_Event):
     item: OutputItem
 
 
-class PartEvent(_Event):
+class _OfItem(_Event):
+    item_id: str
+    output_index: int
+
+
+class _OfContent(_OfItem):
+    content_index: Literal[0] = 0
+
+
+class _OfSummary(_OfItem):
+    summary_index: Literal[0] = 0
+
+
+class PartEvent(_OfContent):
     """The only part of a message or of reasoning begins, or is complete."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
-    item_id: str
-    output_index: int
-    content_index: Literal[0] = 0
     part: OutputText | ReasoningText
 
 
-class TextDeltaEvent(_Event):
+class TextDeltaEvent(_OfContent):
     """More text of a message."""
 
     type: Literal["response.output_text.delta"] = "response.output_text.delta"
-    item_id: str
-    output_index: int
-    content_index: Literal[0] = 0
     delta: str
     logprobs: list[ChatTokenLogprob]
 
 
-class TextDoneEvent(_Event):
+class TextDoneEvent(_OfContent):
     """All text of a message."""
 
     type: Literal["response.output_text.done"] = "response.output_text.done"
-    item_id: str
-    output_index: int
-    content_index: Literal[0] = 0
     text: str
     logprobs: list[ChatTokenLogprob]
 
 
-class ReasoningDeltaEvent(_Event):
+class ReasoningDeltaEvent(_OfContent):
     """More of the reasoning."""
 
     type: Literal["response.reasoning_text.delta"] = "response.reasoning_text.delta"
-    item_id: str
-    output_index: int
-    content_index: Literal[0] = 0
     delta: str
 
 
-class ReasoningDoneEvent(_Event):
+class ReasoningDoneEvent(_OfContent):
     """All of the reasoning."""
 
     type: Literal["response.reasoning_text.done"] = "response.reasoning_text.done"
-    item_id: str
-    output_index: int
-    content_index: Literal[0] = 0
     text: str
 
 
-class SummaryPartEvent(_Event):
+class SummaryPartEvent(_OfSummary):
     """The only part of a reasoning's summary begins, or is complete."""
 
     type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
-    item_id: str
-    output_index: int
-    summary_index: Literal[0] = 0
     part: SummaryText
 
 
-class SummaryDeltaEvent(_Event):
+class SummaryDeltaEvent(_OfSummary):
     """More of the reasoning, as its summary."""
 
     type: Literal["response.reasoning_summary_text.delta"] = "response.reasoning_summary_text.delta"
-    item_id: str
-    output_index: int
-    summary_index: Literal[0] = 0
     delta: str
 
 
-class SummaryDoneEvent(_Event):
+class SummaryDoneEvent(_OfSummary):
     """All of the reasoning, as its summary."""
 
     type: Literal["response.reasoning_summary_text.done"] = "response.reasoning_summary_text.done"
-    item_id: str
-    output_index: int
-    summary_index: Literal[0] = 0
     text: str
 
 
-class ArgumentsDeltaEvent(_Event):
+class ArgumentsDeltaEvent(_OfItem):
     """More of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"] = "response.function_call_arguments.delta"
-    item_id: str
-    output_index: int
     delta: str
 
 
-class ArgumentsDoneEvent(_Event):
+class ArgumentsDoneEvent(_OfItem):
     """All of a call's arguments."""
 
     type: Literal["response.function_call_arguments.done"] = "response.function_call_arguments.done"
-    item_id: str
-    output_index: int
     name: str
     arguments: str
 
 
-class InputDeltaEvent(_Event):
+class InputDeltaEvent(_OfItem):
     """More of a custom call's text."""
 
     type: Literal["response.custom_tool_call_input.delta"] = "response.custom_tool_call_input.delta"
-    item_id: str
-    output_index: int
     delta: str
 
 
-class InputDoneEvent(_Event):
+class InputDoneEvent(_OfItem):
     """All of a custom call's text."""
 
     type: Literal["response.custom_tool_call_input.done"] = "response.custom_tool_call_input.done"
-    item_id: str
-    output_index: int
     input: str
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS
 from jinja2.parser import Parser
@@ -80,16 +79,10 @@ class Work:
         self._total = self._checked = 0
 
     def spend(self, num_chars: int) -> None:
-        """Charge a value. Raises `LimitError`."""
+        """Charge a value, or the execution of a block. Raises `LimitError`."""
         self._total += num_chars
         if self._total > self._checked:
             self._check(num_chars)
-
-    def step(self) -> None:
-        """Charge the execution of a block. Raises `LimitError`."""
-        self._total += _STEP
-        if self._total > self._checked:
-            self._check(_STEP)
 
     def _check(self, num_chars: int) -> None:
         self._checked = self._total + _UNCHECKED
@@ -186,7 +179,7 @@ def _built(context: _Context, value: Any) -> Any:
 
 def _counted(context: _Context) -> bool:
     """Step of a loop that only filters."""
-    context.work.step()
+    context.work.spend(_STEP)
     return True
 
 
@@ -286,12 +279,12 @@ class _Context(Context):
 
 class _Steps(CodeGenerator):
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        self.writeline("step()")
+        self.writeline(f"spend({_STEP})")
         super().blockvisit(nodes, frame)
 
     def write_commons(self) -> None:
         super().write_commons()
-        self.writeline("step = context.work.step")
+        self.writeline("spend = context.work.spend")
 
 
 class _Bounds(NodeTransformer):
@@ -343,13 +336,6 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
 
 
-class _Namespace(Namespace):
-    def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"the attribute {name!r} of a namespace begins with an underscore")
-        super().__setitem__(name, value)
-
-
 def _raise_exception(message: str) -> None:
     raise TemplateError(str(message))
 
@@ -373,17 +359,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     context_class = _Context
     concat = staticmethod(_concat)
     intercepted_binops = frozenset({"+", *_OPERATORS})
-    joined, built = staticmethod(_joined), staticmethod(_built)
-    counted, spread = staticmethod(_counted), staticmethod(_spread)
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_shown, cache_size=0
         )
         self.filters = {name: _bounded(name, FILTERS[name]) for name in _FILTERS.split()} | {"tojson": _tojson}
-        self.globals = {"range": self.globals["range"], "joiner": self.globals["joiner"], "dict": _dict}
-        self.globals |= {
-            "namespace": _Namespace,
+        self.joined, self.built, self.counted, self.spread = _OWN
+        self.globals = {
+            "range": self.globals["range"],
+            "joiner": self.globals["joiner"],
+            "dict": _dict,
+            "namespace": Namespace,
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
         }
@@ -391,17 +378,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         return super()._generate(_Bounds().visit(source), *args, **kwargs)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         value = left + right if operator == "+" else _OPERATORS[operator](left, right)
         if isinstance(value, str):
-            context.work.spend(len(value))  # type: ignore[attr-defined]
+            context.work.spend(len(value))
         elif isinstance(value, list | tuple):
             if len(value) > MAX_ITEMS:
                 raise LimitError(f"it makes a list of more than {MAX_ITEMS} items")
-            context.work.spend(len(value))  # type: ignore[attr-defined]
+            context.work.spend(len(value))
         return value
 
-    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         if type(function) is FunctionType and any(function is own for own in _OWN):
             return function(context, *args)
         owner = getattr(function, "__self__", None)
@@ -414,10 +401,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             else:
                 _check_method(owner, name, args)
             value = function(*args, **kwargs)
-            context.work.spend(len(value) if isinstance(value, str | list) else 1)  # type: ignore[attr-defined]
+            context.work.spend(len(value) if isinstance(value, str | list) else 1)
             return value
         if getattr(function, "catch_varargs", False) or getattr(function, "catch_kwargs", False):
-            context.work.spend(_weight(args, kwargs))  # type: ignore[attr-defined]  # as a tuple and a dict
+            context.work.spend(_weight(args, kwargs))  # as a tuple and a dict
         return super().call(context, function, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

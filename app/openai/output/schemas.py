@@ -21,29 +21,11 @@ from app.request_context import note_ignored
 _SCHEMA = {"additionalItems", "additionalProperties", "items"}
 _SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 _NAMED_SCHEMAS = {"$defs", "definitions", "patternProperties", "properties"}
-# Keywords that say something about values. All others are annotations.
-_KEYWORDS = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS
-_KEYWORDS |= {
-    "$dynamicRef",
-    "$ref",
-    "contains",
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
-    "else",
-    "enum",
-}
-_KEYWORDS |= {"exclusiveMaximum", "exclusiveMinimum", "if", "maxContains", "maxItems", "maxLength", "maxProperties"}
-_KEYWORDS |= {"maximum", "minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not"}
-_KEYWORDS |= {
-    "pattern",
-    "propertyNames",
-    "required",
-    "then",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-    "uniqueItems",
-}
+# Others that say something about values, and are not enforced, or not as they are.
+_OTHER_KEYWORDS = (
+    "$dynamicRef $ref contains dependencies dependentRequired dependentSchemas else if maxContains minContains not "
+    "propertyNames required then unevaluatedItems unevaluatedProperties uniqueItems"
+)
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _TYPE_NAMES = {list: "array", bool: "boolean", type(None): "null", dict: "object", str: "string"}
 _TYPE_NAMES |= {int: "number", float: "number"}
@@ -101,7 +83,7 @@ class _Walk:
     def cleaned(self, schema: Any) -> dict[str, Any] | bool:
         if not isinstance(schema, dict):
             return schema if isinstance(schema, bool) else {}
-        if schema.get("not") in ({}, True) and schema["not"] is not None:
+        if schema.get("not") in ({}, True):
             return False
         kept: dict[str, Any] = {}
         for key, value in _in_other_words(schema).items():
@@ -305,3 +287,5 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "enum": lambda value: isinstance(value, list) and len(value) > 0,
     "pattern": lambda value: isinstance(value, str) and is_pattern(value),
 }
+# All others are annotations.
+_KEYWORDS = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | {*_OTHER_KEYWORDS.split(), *_CHECKS} - {"$schema"}

@@ -108,11 +108,11 @@ class ResponseStore:
 
     def response(self, owner: str, response_id: str) -> ResponseObject:
         """Raises `UnknownResponseError`."""
-        return _found(self._read(owner, document_key(response_id), ".json", ResponseObject), response_id)
+        return self._read(owner, document_key(response_id), ".json", ResponseObject, response_id)
 
     def input_of(self, owner: str, response_id: str) -> Items:
         """The items before a response. Raises `UnknownResponseError`."""
-        return _found(self._read(owner, document_key(response_id), _INPUT, StoredInput), response_id).items
+        return self._read(owner, document_key(response_id), _INPUT, StoredInput, response_id).items
 
     def conversation(self, owner: str, response_id: str) -> Items:
         """The items before a response and its own, as a next request has them. Raises `UnknownResponseError`."""
@@ -129,13 +129,12 @@ class ResponseStore:
         found: dict[str, dict[str, Any]] = {}
         wanted = {*ids}  # alone: other items of as many responses would fill the memory
         for key, is_input in {match.groups() for item_id in ids if (match := _ITEM_ID.fullmatch(item_id))}:
-            if not is_input:
-                response = self._read(owner, key, ".json", ResponseObject)
-                items = [] if response is None else _output_of(response)
-            else:
-                before = self._read(owner, key, _INPUT, StoredInput)
-                items = [] if before is None else before.items
-            found |= {item["id"]: item for item in items if item["id"] in wanted}
+            with suppress(UnknownResponseError):
+                if is_input:
+                    items = self._read(owner, key, _INPUT, StoredInput).items
+                else:
+                    items = _output_of(self._read(owner, key, ".json", ResponseObject))
+                found |= {item["id"]: item for item in items if item["id"] in wanted}
         return found
 
     def delete_old(self) -> None:
@@ -164,25 +163,19 @@ class ResponseStore:
             sizes[largest] -= oldest.num_bytes
             _unlink(oldest.paths)
 
-    def _read(self, owner: str, key: str, suffix: str, kind: type[Model]) -> Model | None:
+    def _read(self, owner: str, key: str, suffix: str, kind: type[Model], response_id: str = "") -> Model:
         path = self._path(owner, key).with_suffix(suffix)
         with suppress(FileNotFoundError):
             if path.stat().st_mtime > self._clock() - self._settings.keep_s:
                 return read_document(path, kind)
-        return None
-
-    def _path(self, owner: str, key: str) -> Path:
-        return self._root / owner_folder(owner) / f"{key}.json"
-
-
-def _found(value: Model | None, response_id: str) -> Model:
-    if value is None:
         raise UnknownResponseError(
             f"there is no stored response {response_id!r}: it was not stored, was deleted, or is too old "
             "(http.responses)",
             "response_id",
         )
-    return value
+
+    def _path(self, owner: str, key: str) -> Path:
+        return self._root / owner_folder(owner) / f"{key}.json"
 
 
 def _output_of(response: ResponseObject) -> Items:

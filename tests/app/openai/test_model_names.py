@@ -11,8 +11,7 @@ from app.errors import (
 from app.fleet.loaded import LoadedTable
 from app.openai.chat_body import ChatCompletionRequest
 from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
-from app.serving import loaded as loaded_module
-from tests.app.serving.registry import Cluster
+from tests.app.serving.registry import patched_cluster
 from tests.app.serving.test_ingress import Engines, completion, ingress_with
 from tests.local_server import a_model, ingress_of
 
@@ -34,15 +33,9 @@ async def test_adapters_are_models() -> None:
         await ingress.generate(completion(model="poet"))
 
 
-def cluster_of(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster("folio-loaded:folio")
-    monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
-    return cluster
-
-
 async def test_an_ingress_learns_of_adapters_that_another_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first request for one: it need not wait for the next exchange of tables."""
-    registry = cluster_of(monkeypatch).actor.registry
+    registry = patched_cluster(monkeypatch).actor.registry
     ingress = ingress_of(engines := Engines(), a_model("m", adapters={"pirate": "x/pirate"}, adapter_dir="/adapters"))
     with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
         await ingress.generate(completion(model="legal"))

@@ -22,10 +22,9 @@ from app.fleet.loaded import LoadedTable
 from app.fleet.messages import GenerateRequest
 from app.replica import additions as additions_module
 from app.replica.additions import ShelfAdditions
-from app.serving import loaded as loaded_module
 from app.serving.loaded import TableCopy
 from tests.app.engine.lora.adapters import make_adapter
-from tests.app.serving.registry import Cluster
+from tests.app.serving.registry import patched_cluster
 from tests.local_server import a_model, replica_of_shelf
 
 Adapting = tuple[Shelf, ShelfAdditions, AdapterSource]
@@ -98,8 +97,7 @@ async def test_a_replica_that_has_missed_a_model_or_an_adapter_learns_of_it_from
     `UnknownModelError`, which ends them with 404, where the ingress knew better. A registry that has died, too, gets
     the table a little later. What remains unknown is for another replica."""
     *_, poet = adapting
-    cluster = Cluster("folio-loaded:folio")
-    monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
+    cluster = patched_cluster(monkeypatch)
     monkeypatch.setattr(TableCopy, "fetch", lambda copy: copy.table)
     options: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "max_num_batched_tokens": 512, "warm_up": False}
     known, missed = (a_model(n, adapter_dir=str(tmp_path / "adapters"), **options) for n in ("known", "missed"))

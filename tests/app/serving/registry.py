@@ -5,9 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
 from ray.exceptions import RayActorError
 
 from app.fleet.loaded import LoadedRegistry
+from app.serving import loaded as loaded_module
 
 
 class Actor:
@@ -63,3 +65,11 @@ class Cluster:
         if self.actor.is_dead:
             self.actor = Actor()
         return self.actor
+
+
+def patched_cluster(monkeypatch: pytest.MonkeyPatch, application: str = "folio") -> Cluster:
+    """A registry for an application's replicas and ingresses in this process."""
+    cluster = Cluster(f"folio-loaded:{application}")
+    monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
+    monkeypatch.setattr(loaded_module.ray, "get", lambda reference, timeout: reference.future().result())
+    return cluster

@@ -13,7 +13,7 @@ from app.errors import EngineError, FolioError, NoReplicaError, RequestError, Un
 from app.fleet.loaded import LoadedTable
 from app.serving import loaded as loaded_module
 from app.serving.loaded import LoadedTables, TableCopy
-from tests.app.serving.registry import Cluster
+from tests.app.serving.registry import Cluster, patched_cluster
 
 
 class Replica:
@@ -63,9 +63,7 @@ FILES = {"v1": "1", "v2": "2", "poet": "3"}
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster("folio-loaded:app")
-    monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
-    return cluster
+    return patched_cluster(monkeypatch, "app")
 
 
 @pytest.fixture

@@ -21,18 +21,14 @@ from app.errors import RequestError
 from app.fleet.loaded import LoadedTable
 from app.openai.operation.bodies import AddModelRequest
 from app.replica.additions import ShelfAdditions
-from app.serving import loaded as loaded_module
-from tests.app.serving.registry import Cluster
+from tests.app.serving.registry import Cluster, patched_cluster
 from tests.app.serving.test_shelf import completion
 from tests.local_server import LocalHandle, a_model, ingress_of, replica_of_shelf
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster("folio-loaded:folio")
-    monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
-    monkeypatch.setattr(loaded_module.ray, "get", lambda reference, timeout: reference.future().result())
-    return cluster
+    return patched_cluster(monkeypatch)
 
 
 @pytest.fixture

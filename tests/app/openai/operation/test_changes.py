@@ -21,8 +21,7 @@ from app.errors import ForbiddenError, ModelUnavailableError, RequestError, Unav
 from app.fleet.messages import GenerateRequest
 from app.openai import served_models
 from app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, UnloadAdapterRequest
-from app.serving import loaded as loaded_module
-from tests.app.serving.registry import Cluster
+from tests.app.serving.registry import Cluster, patched_cluster
 from tests.app.serving.test_ingress import Engines, ingress_with
 from tests.app.serving.test_shelf import MODELS, SETTINGS, completion, say, states
 from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, replica_of_shelf
@@ -30,10 +29,7 @@ from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, re
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster("folio-loaded:folio")
-    monkeypatch.setattr(loaded_module, "find_actor", cluster.find)
-    monkeypatch.setattr(loaded_module.ray, "get", lambda reference, timeout: reference.future().result())
-    return cluster
+    return patched_cluster(monkeypatch)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from app.openai.responses.replies import ResponseObject
 from app.openai.responses.store import ResponseStore, open_store
 from app.openai.translate import Translator
 from tests.app.openai.responses.test_responses import FUNCTION
-from tests.app.openai.responses.test_tools import PATCH, Long, call_of, prompt_of
+from tests.app.openai.responses.test_tools import PATCH, Long, ask, call_of, prompt_of
 from tests.app.serving.test_ingress import TOKENIZER, ingress_with
 from tests.local_server import guarded_api
 
@@ -144,31 +145,13 @@ def test_nothing_is_stored_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert TOKENIZER.decode(engines.calls[0].prompt_token_ids) == prompt_of(engines)
 
 
+@functools.cache
+def answered() -> Any:
+    return ask(Long("x")).json()
+
+
 def stored(name: str, num_bytes: int = 0) -> tuple[ResponseObject, list[dict[str, Any]]]:
-    fields = dict.fromkeys(ResponseObject.model_fields)
-    given = {
-        "id": name,
-        "object": "response",
-        "created_at": 0,
-        "status": "completed",
-        "model": "m",
-        "output": [],
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_logprobs": 0,
-        "text": {},
-        "tools": [],
-        "tool_choice": "auto",
-        "reasoning": {},
-        "truncation": "auto",
-        "background": False,
-        "store": True,
-        "service_tier": "default",
-    }
-    response = ResponseObject.model_validate(fields | given)
-    return response, [{"id": "x", "text": "x" * num_bytes}]
+    return ResponseObject.model_validate(answered() | {"id": name}), [{"id": "x", "text": "x" * num_bytes}]
 
 
 def test_a_full_store_loses_the_oldest_of_the_largest_owner(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from starlette.testclient import TestClient
 
 from app.config.http import HttpSettings
 from app.openai.chat_body import MAX_MESSAGES
-from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.call_text import CallText
 from app.openai.responses.grammar import pattern_of
 from app.openai.responses.tools import qualified_name
@@ -430,14 +429,3 @@ def test_the_text_of_a_call_in_pieces(text: str, step: int) -> None:
 )
 def test_arguments_that_are_not_one_text(arguments: str, text: str) -> None:
     assert text_of(arguments, 1) == text_of(arguments, 100) == text
-
-
-def test_a_whole_request_of_codex_is_valid() -> None:
-    tools = [FUNCTION, NAMESPACE, PATCH, {"type": "web_search", "external_web_access": True}]
-    request = ResponsesRequest.model_validate({"model": "m", "tools": tools} | CODEX)
-    assert [tool.function.name for tool in request.as_chat().given_tools.functions or ()] == [
-        "shell",
-        "mcp__idea__shell",
-        "mcp__idea__apply_patch",
-        "apply_patch",
-    ]

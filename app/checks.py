@@ -74,9 +74,9 @@ def check_config(value: dict[str, Any], *, is_local: bool = True) -> ServeDeploy
         if isinstance(application, dict):
             faults.check_application(application, f"applications[{i}]", is_local=is_local)
     if is_local and isinstance(http := value.get("http_options"), dict):
-        faults.add(_file_faults(http))
+        faults.add(*_file_faults(http))
     if isinstance(tracing := value.get("tracing_config"), dict):
-        faults.add(_tracing_faults(tracing, is_local=is_local))
+        faults.add(*_tracing_faults(tracing, is_local=is_local))
     faults.close()
     return ServeDeploySchema.model_validate(value)
 
@@ -134,7 +134,7 @@ class _Faults:
     def __init__(self) -> None:
         self.lines: dict[str, None] = {}  # ordered; nested models find some twice
 
-    def add(self, lines: Iterable[str]) -> None:
+    def add(self, *lines: str) -> None:
         self.lines.update(dict.fromkeys(" ".join(line.split()) for line in lines))
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class _Faults:
         for key, part in value.items():
             where = _join(path, key)
             if key not in settings:
-                self.add([f"{where} is not a setting; {_nearest(str(key), settings)}"])
+                self.add(f"{where} is not a setting; {_nearest(str(key), settings)}")
                 continue
             model = settings[key]
             if get_origin(model) is list and isinstance(part, list):
@@ -190,14 +190,14 @@ class _Faults:
             for line in str(error).splitlines():
                 first, *others = re.findall(r"\w+", line)
                 if not skipped & {first, *others}:
-                    self.add([_join(path, line)])
+                    self.add(_join(path, line))
                 wrong |= {first} if isinstance(value, dict) and first in value else {*others}
             return wrong
         except ValidationError as error:
-            self.add(_lines(error, value, path, skipped))
+            self.add(*_lines(error, value, path, skipped))
             return {str(entry["loc"][0]) for entry in error.errors(include_url=False) if entry["loc"]}
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            self.add([f"{path}: {error}"])  # from importing what a setting names
+            self.add(f"{path}: {error}")  # from importing what a setting names
             return set()
         return None
 
@@ -206,23 +206,21 @@ class _Faults:
         import_path = str(application.get("import_path", "")).replace(".build", ":build")
         module = import_path.partition(":")[0]
         if module == FOLIO.partition(":")[0] and import_path != FOLIO:
-            self.add([f"{path}.import_path is {application['import_path']!r}; Folio's is {FOLIO}"])
+            self.add(f"{path}.import_path is {application['import_path']!r}; Folio's is {FOLIO}")
         elif import_path == FOLIO:
             self._check_folio(application, path, is_local=is_local)
         elif is_local and module and not application.get("runtime_env") and not _is_module(module):
-            self.add([f"{path}.import_path is {application['import_path']!r}; no module {module} exists"])
+            self.add(f"{path}.import_path is {application['import_path']!r}; no module {module} exists")
 
     def _check_folio(self, application: Mapping[str, Any], path: str, *, is_local: bool) -> None:
         seen: list[object] = []
         for i, deployment in enumerate(_dicts(application.get("deployments"))):
             where = f"{path}.deployments[{i}]"
             if (name := deployment.get("name")) is not None and name not in DEPLOYMENTS:
-                self.add([f"{where}.name is {_shown(name)}; {_nearest(str(name), DEPLOYMENTS)}"])
+                self.add(f"{where}.name is {_shown(name)}; {_nearest(str(name), DEPLOYMENTS)}")
             elif name in seen:
                 first = f"deployments[{seen.index(name)}]"
-                self.add(
-                    [f"{where}.name is {_shown(name)}, which {first} is, too; write its settings into one of them"]
-                )
+                self.add(f"{where}.name is {_shown(name)}, which {first} is, too; write its settings into one of them")
             seen.append(name)
             policy = (deployment.get("autoscaling_config") or {}).get("policy")
             if isinstance(policy, dict):
@@ -246,7 +244,7 @@ class _Faults:
         if (valid := self.check_value(EngineConfig, engine, path)) is None:
             return
         config = TypeAdapter(EngineConfig).validate_python(valid)
-        self.add(_join(path, line) for line in check_resources(config, Machine.detect()))
+        self.add(*(_join(path, line) for line in check_resources(config, Machine.detect())))
         self.check_models(config, path)
 
     def _check_key_file(self, http: object, path: str) -> None:
@@ -256,7 +254,7 @@ class _Faults:
         try:
             read_keys(Path(file))
         except ConfigError as error:
-            self.add([f"{path}.api_keys.file is {file!r}: {error}"])
+            self.add(f"{path}.api_keys.file is {file!r}: {error}")
 
     def _check_policy(self, policy: Mapping[str, Any], path: str) -> None:
         function, kwargs = policy.get("policy_function"), policy.get("policy_kwargs")
@@ -267,7 +265,7 @@ class _Faults:
     def check_shelf(self, args: AppArgs, path: str) -> None:
         """Check what models of local checkpoints take together, as far as the sizes of their files tell."""
         if args.models_dir is not None and not args.models_dir.expanduser().is_dir():
-            self.add([f"{path}.models_dir is {str(args.models_dir)!r}, and there is no such folder; create it"])
+            self.add(f"{path}.models_dir is {str(args.models_dir)!r}, and there is no such folder; create it")
         if (most := args.device_memory_bytes) is None:
             return
         sizes = [_stored_bytes(model.engine) for model in args.shelf.models]
@@ -275,25 +273,19 @@ class _Faults:
         for i, (model, size) in enumerate(zip(args.shelf.models, sizes, strict=True)):
             if size >= most:
                 self.add(
-                    [
-                        f"{path}.models[{i}].engine.model is {model.engine.model!r}, whose weights take {size} bytes; "
-                        f"device_memory_bytes is {most}, and must have room for them and the KV cache of a request"
-                    ]
+                    f"{path}.models[{i}].engine.model is {model.engine.model!r}, whose weights take {size} bytes; "
+                    f"device_memory_bytes is {most}, and must have room for them and the KV cache of a request"
                 )
             elif model.keep != "always" and sum(kept) < most <= sum(kept) + size:
                 self.add(
-                    [
-                        f"{path}.models[{i}].engine.model is {model.engine.model!r}, whose weights take {size} bytes; "
-                        f"models with keep 'always' take {sum(kept)} of the {most} of device_memory_bytes, so that it "
-                        "could never wake: raise device_memory_bytes, or let others sleep"
-                    ]
+                    f"{path}.models[{i}].engine.model is {model.engine.model!r}, whose weights take {size} bytes; "
+                    f"models with keep 'always' take {sum(kept)} of the {most} of device_memory_bytes, so that it "
+                    "could never wake: raise device_memory_bytes, or let others sleep"
                 )
         if sum(kept) >= most:
             self.add(
-                [
-                    f"{path}.device_memory_bytes is {most}; the weights of models with keep 'always' take {sum(kept)} "
-                    "bytes: raise it, or let some of them sleep"
-                ]
+                f"{path}.device_memory_bytes is {most}; the weights of models with keep 'always' take {sum(kept)} "
+                "bytes: raise it, or let some of them sleep"
             )
 
     def check_models(self, engine: EngineConfig, path: str) -> None:
@@ -305,21 +297,24 @@ class _Faults:
             if folder.is_dir():
                 weights = engine.load_format == "auto"
                 self.add(
-                    f"{_join(path, key)} is {model!r}: {fault}" for fault in checkpoint_faults(folder, weights=weights)
+                    *(
+                        f"{_join(path, key)} is {model!r}: {fault}"
+                        for fault in checkpoint_faults(folder, weights=weights)
+                    )
                 )
                 ranks = engine.tensor_parallel_size if key == "model" else 1
-                self.add(f"{path}.tensor_parallel_size is {ranks}; {fault}" for fault in rank_faults(folder, ranks))
+                self.add(*(f"{path}.tensor_parallel_size is {ranks}; {fault}" for fault in rank_faults(folder, ranks)))
             elif (reason := name_fault(model)) is not None:
-                self.add([f"{_join(path, key)} is {model!r}; {reason}"])
+                self.add(f"{_join(path, key)} is {model!r}; {reason}")
         if engine.adapter_dir is not None and not Path(engine.adapter_dir).expanduser().is_dir():
-            self.add([f"{path}.adapter_dir is {engine.adapter_dir!r}, and there is no such folder; create it"])
+            self.add(f"{path}.adapter_dir is {engine.adapter_dir!r}, and there is no such folder; create it")
         for name, source in engine.adapters.items():
             where = f"{path}.adapters.{name}"
             if Path(source).is_dir():
                 if not (Path(source) / "adapter_config.json").is_file():
-                    self.add([f"{where} is {source!r}, a folder without adapter_config.json; a LoRA adapter has one"])
+                    self.add(f"{where} is {source!r}, a folder without adapter_config.json; a LoRA adapter has one")
             elif (reason := name_fault(source)) is not None:
-                self.add([f"{where} is {source!r}; {reason}"])
+                self.add(f"{where} is {source!r}; {reason}")
 
 
 def _file_faults(http: Mapping[str, Any]) -> Iterator[str]:

@@ -15,11 +15,8 @@ from safetensors import SafetensorError, safe_open
 # Of each tensor of a safetensors file: its shape, and where its bytes end in the file.
 Header: TypeAlias = Mapping[str, tuple[tuple[int, ...], int]]
 
-_LAYERS, _VOCAB, _WIDTHS = (
-    ("num_hidden_layers", "n_layer", "n_layers"),
-    "vocab_size",
-    ("hidden_size", "n_embd", "d_model"),
-)
+_LAYERS, _VOCAB = ("num_hidden_layers", "n_layer", "n_layers"), "vocab_size"
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 # Least and most; the most is far above any model, and far below what takes long to build.
 _BOUNDS: dict[str, tuple[int, int]] = {
@@ -138,4 +135,4 @@ def _is_size(value: object) -> TypeGuard[int]:
 
 
 def _show(value: object) -> str:
-    return f"{json.dumps(value)[:40]}"
+    return json.dumps(value)[:40]

@@ -42,19 +42,11 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._encoder = TextEncoder(tokenizer)
-        self._bounds = TextBounds(tokenizer)
+        self.encoder = TextEncoder(tokenizer)
+        self.bounds = TextBounds(tokenizer)
         self.template = ConversationTemplate(tokenizer)
         # Names that are not variables of the template, or that the template gets without a client.
         self._reserved = {*signature(tokenizer.apply_chat_template).parameters, *_TEMPLATE_NAMES}
-
-    @property
-    def encoder(self) -> TextEncoder:
-        return self._encoder
-
-    @property
-    def bounds(self) -> TextBounds:
-        return self._bounds
 
     def encode_completion(self, request: CompletionRequest, max_model_len: int) -> list[list[int]]:
         """Token ids of each prompt."""
@@ -115,15 +107,15 @@ class PromptEncoder:
         _check_one_kind(request)
         if request.messages is not None:
             text = "".join(joined_text(message.content) for message in request.messages)
-            self._bounds.check_length(text, max_model_len, "messages")
+            self.bounds.check_length(text, max_model_len, "messages")
             shown = template_messages(request.messages)
-            if self._encoder.shielded(shown, "messages") != shown:  # no conversation's token ids would begin so
+            if self.encoder.shielded(shown, "messages") != shown:  # no conversation's token ids would begin so
                 raise RequestError("messages to pin cannot spell control tokens of this model", "messages")
             return conversation_prefix(self._tokenizer, self.template.of(has_tools=False), shown)
         if isinstance(request.prompt, list):
             return request.prompt
         assert request.prompt is not None
-        self._bounds.check_length(request.prompt, max_model_len, "prompt")
+        self.bounds.check_length(request.prompt, max_model_len, "prompt")
         return text_prefix(self._tokenizer, request.prompt)
 
     def end_of(self, prompt: Sequence[int]) -> str:
@@ -145,8 +137,8 @@ class PromptEncoder:
         return text
 
     def _encode_text(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-        self._bounds.check_length(text, max_model_len, "prompt")
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+        self.bounds.check_length(text, max_model_len, "prompt")
+        return self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def _encode_conversation(
         self,
@@ -161,11 +153,11 @@ class PromptEncoder:
         if not messages:
             raise RequestError("messages is empty; it needs at least one message", "messages")
         self.template.of(has_tools=tools is not None)
-        shown = self._encoder.shielded(template_messages(messages), "messages")
+        shown = self.encoder.shielded(template_messages(messages), "messages")
         described: list[Any] | None = None
         if tools is not None:  # without `strict`, which has no effect here: templates show all fields
             described = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
-            described = self._encoder.shielded(described, "tools")
+            described = self.encoder.shielded(described, "tools")
         has_calls = any(message.role == "tool" or message.tool_calls for message in messages)
         if (tools is not None or has_calls) and not shows_tools(self._tokenizer):
             shown, described = with_tools_as_text(shown, described), None
@@ -180,8 +172,8 @@ class PromptEncoder:
             blamed=given[0] if given else None,
         )
         # Not earlier: templates may leave out some of the messages.
-        self._bounds.check_length(self._encoder.unshielded(text), most_tokens, "messages")
-        return self._encoder.encode(text, add_special_tokens=bool(add_special_tokens))
+        self.bounds.check_length(self.encoder.unshielded(text), most_tokens, "messages")
+        return self.encoder.encode(text, add_special_tokens=bool(add_special_tokens))
 
     def _template_variables(self, options: TemplateFields, messages: Sequence[Message]) -> dict[str, Any]:
         """Variables of the template beside messages and tools."""
@@ -199,9 +191,9 @@ class PromptEncoder:
             )
         if continues and not messages[-1].text.strip():
             raise RequestError("the last message has no text to continue", "continue_final_message")
-        variables: dict[str, Any] = self._encoder.shielded(given, "chat_template_kwargs")
+        variables: dict[str, Any] = self.encoder.shielded(given, "chat_template_kwargs")
         if options.documents is not None:
-            variables["documents"] = self._encoder.shielded(options.documents, "documents")
+            variables["documents"] = self.encoder.shielded(options.documents, "documents")
         return variables
 
 

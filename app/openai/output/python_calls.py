@@ -26,7 +26,6 @@ from app.openai.output.syntaxes import (
     with_definitions,
 )
 
-_PYTHON_NAME = re.compile(rf"\s*{NAME}\(")
 _PYTHON_KEY = re.compile(r"\s*(?P<key>[A-Za-z_]\w{0,63})\s*=\s*(?=\S)")
 
 
@@ -37,20 +36,17 @@ class PythonCalls:
     markers: tuple[str, ...] = ()
     close: str = ""
     bare: str = "["
+    named: re.Pattern[str] = re.compile(rf"\s*{NAME}\(")
 
     @property
     def literals(self) -> tuple[str, ...]:
         return (*self.markers, self.close)
 
-    @property
-    def named(self) -> re.Pattern[str]:
-        return _PYTHON_NAME
-
     def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
         at = yield from r.behind_space(at)
         before, num_calls = "[", 0
         while (yield from r.character(at)) == before:
-            match = yield from matched(r, at + 1, _PYTHON_NAME)
+            match = yield from matched(r, at + 1, self.named)
             if match is None or match["name"] not in functions:
                 return num_calls > 0
             r.take(match.end())

@@ -31,13 +31,13 @@ class TaggedParameters:
 
     Attributes:
         markers: of a call, or of a section of calls.
-        name, key: patterns of a function's and a parameter's name with their tags, with the groups `name` and `key`.
+        named, key: patterns of a function's and a parameter's name with their tags, with the groups `name` and `key`.
         value_end, end, close: follow a value, a call, and the section.
         written: of a forced call's name, of a parameter's key, and of a value's end.
     """
 
     markers: tuple[str, ...]
-    name: re.Pattern[str]
+    named: re.Pattern[str]
     key: re.Pattern[str]
     value_end: str
     end: str
@@ -49,15 +49,11 @@ class TaggedParameters:
     def literals(self) -> tuple[str, ...]:
         return (*self.markers, *re.findall(r"<[^<>{}]+>", "".join(self.written)), self.end, self.close)
 
-    @property
-    def named(self) -> re.Pattern[str]:
-        return self.name
-
     def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
         num_calls = 0
         while True:
             at = yield from r.behind_space(at)
-            match = yield from matched(r, at, self.name)
+            match = yield from matched(r, at, self.named)
             if match is None or match["name"] not in functions:
                 break
             r.take(match.end())

@@ -1,4 +1,5 @@
-"""Text of a custom tool's call: the one string in its JSON arguments, as it arrives."""
+"""Text of a custom tool's call: the one string in its JSON arguments, as it arrives. Parsers of calls have replaced
+unpaired surrogates in it."""
 
 from __future__ import annotations
 
@@ -10,11 +11,9 @@ from app.openai.tools.bodies import TEXT_ARGUMENT
 _BEGIN = re.compile(rf'\s*\{{\s*"{TEXT_ARGUMENT}"\s*:\s*"')
 # A string up to an escape that may continue, its end, or an escape that JSON does not have.
 _WHOLE = re.compile(
-    r'(?:[^"\\]+|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])))*"
+    r'(?:[^"\\]+|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*'
 )
 _CUT, _CLOSE = re.compile(r"\\(u[0-9a-fA-F]{0,3})?$"), re.compile(r'"\s*\}?\s*$')
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class CallText:
@@ -36,7 +35,7 @@ class CallText:
         match = _WHOLE.match(self._arguments, self._end)
         assert match is not None
         self._end = match.end()
-        text = _decoded(match[0])
+        text: str = json.loads(f'"{match[0]}"', strict=False)
         self._given += len(text)
         return text
 
@@ -47,15 +46,9 @@ class CallText:
         except (ValueError, RecursionError):
             found = None
         if isinstance(found, dict) and isinstance(text := found.get(TEXT_ARGUMENT), str):
-            return _SURROGATE.sub("\ufffd", text)[self._given :]
+            return text[self._given :]
         if self._end is None:
             texts = list(found.values()) if isinstance(found, dict) else []
             return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else self._arguments
         # Not JSON: cut off, or with an escape of another language.
         return _CUT.sub("", _CLOSE.sub("", self._arguments[self._end :]))
-
-
-def _decoded(escaped: str) -> str:
-    text = json.loads(f'"{escaped}"', strict=False)
-    assert isinstance(text, str)
-    return _SURROGATE.sub("\ufffd", text)

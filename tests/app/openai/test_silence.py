@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -233,6 +234,31 @@ async def test_parts_do_not_overlap_and_a_slow_reader_gets_no_signs_of_life(monk
     assert [part for part in sent if part != b"-"] == [b"head", *(b"%d" % number for number in range(100)), b"end", b""]
     assert sent.count(b"-") > 20
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_signs_of_life_are_sent_in_the_order_in_which_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An item that came in the same turn of the event loop as the time of a sign was numbered first and sent second:
+    OpenAI's client refuses `response.in_progress` before `response.created`."""
+    monkeypatch.setattr(event_response, "_HEAD_S", 0.02)
+    numbers, sent = itertools.count(), list[bytes]()
+
+    async def items() -> AsyncIterator[int]:
+        loop = asyncio.get_running_loop()
+        arrived = loop.create_future()
+        loop.call_later(0.01, arrived.set_result, None)
+        loop.call_soon(time.sleep, 0.05)  # both times have passed when the loop looks again
+        await arrived
+        yield next(numbers)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    def failed(error: Exception) -> bytes:
+        raise error
+
+    response = EventResponse(items(), lambda number: b"%d" % number, failed, lambda: b"%d" % next(numbers))
+    await response.stream_response(send)
+    assert b"".join(sent) == b"01"
 
 
 async def test_a_client_that_leaves_while_it_waits_ends_the_request() -> None:

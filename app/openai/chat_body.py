@@ -54,10 +54,12 @@ class LeftOutPart(TextPart):
 
 def _readable(part: Any, role: Any) -> Any:
     kind = part.get("type", "text") if isinstance(part, dict) else None
+    if kind == "text" and role in _ANSWERING and not isinstance(part.get("text"), str):
+        return part | {"text": json_text(part.get("text"))}
     if not isinstance(kind, str) or kind == "text":
         return part
     if kind == "refusal":
-        return {"type": "text", "text": part.get("refusal")}
+        return {"type": "text", "text": json_text(part.get("refusal"))}
     if kind in _TEXTS or (role not in _ANSWERING and isinstance(part.get("text"), str)):
         return {"type": "text", "text": part.get("text")}
     kind, text = left_out_kind(part)
@@ -99,8 +101,8 @@ class Message(StrictBody):
     """Of an earlier answer: its text, where there is no content."""
     annotations: list[Any] | None = None
     """Of an earlier answer. Ignored."""
-    audio: Annotated[None, unsupported_field("messages are text here; leave it out")] = None
-    """Null, as in OpenAI's answers."""
+    audio: JsonObject | None = None
+    """Of an earlier answer. It is left out, and named in the header `x-folio-ignored-fields`."""
     function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_calls")] = None
     """Of the assistant: its one call, before there were `tool_calls`."""
 
@@ -129,9 +131,9 @@ class Message(StrictBody):
     def _check_role(self) -> Message:
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError(f"only an assistant's message may have tool_calls; the role is {self.role}")
-        if self.tool_call_id is not None and self.role != "tool":
+        if self.tool_call_id and self.role != "tool":
             raise ValueError(f"only a tool's message may have a tool_call_id; the role is {self.role}")
-        if self.reasoning_text is not None and self.role != "assistant":
+        if self.reasoning_text and self.role != "assistant":
             raise ValueError(f"only an assistant's message may have reasoning; the role is {self.role}")
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("content is missing")
@@ -237,7 +239,8 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
         """Parts of messages, and tools, that were left out."""
         contents = (message.content for message in self.messages if isinstance(message.content, list))
         kinds = (part.kind for content in contents for part in content if isinstance(part, LeftOutPart))
-        return [*(f"messages[].content[].{kind}" for kind in dict.fromkeys(kinds)), *self.given_tools.ignored]
+        audio = ["messages[].audio"] if any(message.audio for message in self.messages) else []
+        return [*(f"messages[].content[].{kind}" for kind in dict.fromkeys(kinds)), *audio, *self.given_tools.ignored]
 
     @cached_property
     def given_tools(self) -> GivenTools:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from app.engine.sampling.params import MAX_STOP_STRINGS
-from app.errors import UnknownThreadError
+from app.errors import RequestError, UnknownThreadError
 from app.openai.base import (
     JsonObject,
     ListOf,
@@ -42,7 +42,8 @@ class ToolParam(Cacheable):
     input_schema: JsonObject
     """JSON schema of the input, of type object."""
     description: Text | None = None
-    type: Literal["custom"] | None = None
+    type: Text | None = None
+    """Ignored: with an input_schema it is the client's."""
     strict: bool | None = None
     """All calls follow the schema. Otherwise only forced calls do."""
     eager_input_streaming: bool | None = None
@@ -179,8 +180,11 @@ class ConversationBody(StrictBody):
             thinking = Thinking(
                 type="disabled" if given.type == "disabled" else "enabled", budget_tokens=given.budget_tokens
             )
+        messages = chat_messages(self.system, self.messages)
+        if not messages:
+            raise RequestError("messages have no content; at least one needs some", "messages")
         return {
-            "messages": (messages := chat_messages(self.system, self.messages)),
+            "messages": messages,
             "continue_final_message": (messages[-1].role == "assistant" and bool(messages[-1].text.strip())) or None,
             "tools": [tool if isinstance(tool, OtherTool) else _as_chat(tool) for tool in self.tools or ()] or None,
             "tool_choice": None if choice is None else choice.as_chat,

@@ -46,7 +46,8 @@ class _Conversation:
             name = qualified_name(item.namespace, item.name)
             self._call(item.call_id, name, json.dumps({TEXT_ARGUMENT: item.input}, ensure_ascii=False))
         elif isinstance(item, GivenAction):
-            arguments = json.dumps(item.action or item.operation or {}, ensure_ascii=False)
+            actions = {"actions": item.actions} if item.actions else {}
+            arguments = json.dumps(item.action or item.operation or actions, ensure_ascii=False)
             self._call(item.call_id or item.id or "", item.type.removesuffix("_call"), arguments)
         elif isinstance(item, GivenMcpCall):
             self._call(item.id, qualified_name(item.server_label, item.name), item.arguments)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from app.openai.base import (
     JsonObject,
@@ -20,14 +20,13 @@ from app.openai.base import (
     at_most,
     by_type,
     joined_text,
+    json_text,
     left_out_kind,
     only_text,
     text_or,
 )
 from app.openai.chat_body import MAX_PARTS
 from app.openai.tools.bodies import Arguments
-
-ItemStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OtherPart(OtherKind):
@@ -88,7 +87,7 @@ Part = Annotated[
 
 class _Item(StrictBody):
     id: Text | None = None
-    status: ItemStatus | None = None
+    status: Text | None = None
 
 
 class InputMessage(_Item):
@@ -103,7 +102,7 @@ class InputMessage(_Item):
         ]
         | None
     ) = None
-    phase: Literal["commentary", "final_answer"] | None = None
+    phase: Text | None = None
     """Not shown to the model."""
 
     @model_validator(mode="before")
@@ -130,7 +129,7 @@ class GivenFunctionCall(_Call):
     """A call of an earlier answer."""
 
     type: Literal["function_call"]
-    arguments: Arguments
+    arguments: Arguments = ""
 
 
 class GivenCustomCall(_Call):
@@ -146,6 +145,7 @@ class GivenAction(_Item):
     type: Literal["local_shell_call", "shell_call", "apply_patch_call", "computer_call"]
     call_id: Text | None = None
     action: JsonObject | None = None
+    actions: Annotated[ListOf[JsonObject] | None, at_most(MAX_PARTS, "actions")] = None
     operation: JsonObject | None = None
 
 
@@ -160,13 +160,19 @@ class GivenMcpCall(StrictBody):
     output: Text | None = None
     error: JsonObject | Text | None = None
     approval_request_id: Text | None = None
-    status: ItemStatus | None = None
+    status: Text | None = None
 
     @property
     def result(self) -> str:
         if self.output is not None or self.error is None:
             return self.output or ""
         return self.error if isinstance(self.error, str) else json.dumps(self.error, ensure_ascii=False)
+
+
+def _readable_output(value: Any) -> Any:
+    """Values that some clients send as they are."""
+    is_parts = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+    return value if is_parts or isinstance(value, str | dict | None) else json_text(value)
 
 
 class CallOutput(_Item):
@@ -181,15 +187,16 @@ class CallOutput(_Item):
         "computer_call_output",
     ]
     call_id: Text | None = None
-    output: (
+    output: Annotated[
         Annotated[
             Annotated[Text, Tag("text")]
             | Annotated[ListOf[JsonObject], at_most(MAX_PARTS, "parts"), Tag("parts")]
             | Annotated[JsonObject, Tag("object")],
             Discriminator(lambda value: {list: "parts", dict: "object"}.get(type(value), "text")),
         ]
-        | None
-    ) = None
+        | None,
+        BeforeValidator(_readable_output),
+    ] = None
     name: Text | None = None
 
     @model_validator(mode="after")
@@ -220,7 +227,7 @@ def _text_of_output(part: dict[str, Any]) -> str:
 
 
 class ReasoningPart(StrictBody):
-    type: Literal["reasoning_text", "summary_text", "text"]
+    type: Text
     text: Text
 
 

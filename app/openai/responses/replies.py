@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.openai.base import Omitted
 from app.openai.chat_body import ReasoningEffort
 from app.openai.replies import ChatTokenLogprob
-from app.openai.responses.items import ItemStatus
 from app.openai.responses.tools import AllowedToolSet, CustomTool, FunctionTool, NamedTool, NamespaceTool
 from app.openai.sampling_body import JsonObjectFormat, TextFormat
+
+ItemStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputText(BaseModel):

@@ -118,7 +118,7 @@ class FunctionCall(StrictBody):
     """`arguments` is JSON as text. Unless the call was forced or the function strict, it may not follow the schema."""
 
     name: Text
-    arguments: Arguments
+    arguments: Arguments = ""
 
     dropped = frozenset({"parsed_arguments"})  # added to the calls of answers by OpenAI's client
 
@@ -134,12 +134,13 @@ class ToolCall(StrictBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_custom_tool(cls, fields: Any) -> Any:
+    def _of_another_type(cls, fields: Any) -> Any:
+        """Other servers' calls: of custom tools, and of functions that they run themselves, or without a type."""
         if isinstance(fields, dict) and fields.get("type") == "custom" and isinstance(fields.get("custom"), dict):
             custom = fields["custom"]
             call = {"name": custom.get("name"), "arguments": {TEXT_ARGUMENT: custom.get("input")}}
             return {"id": fields.get("id"), "function": call}
-        return fields
+        return fields | {"type": "function"} if isinstance(fields, dict) and "function" in fields else fields
 
 
 class FunctionCallDelta(BaseModel):

@@ -52,7 +52,7 @@ class GivenTools:
             dropped = [tool.type for tool in allowed.tools if not isinstance(tool, NamedToolChoice)]
             ignored += [f"tool_choice.tools[].{kind}" for kind in dropped]
             return GivenTools(functions, "none" if len(dropped) == len(allowed.tools) else choice, ignored)
-        is_of_other = isinstance(choice, NamedToolChoice) and choice.function.name in {tool.name for tool in others}
+        is_of_other = isinstance(choice, NamedToolChoice) and choice.function.name in [tool.name for tool in others]
         if isinstance(choice, OtherKind):
             return GivenTools(functions, None, [*ignored, f"tool_choice.{choice.type}"])
         if is_of_other or (choice == "required" and others and functions is None):

@@ -198,6 +198,13 @@ LEFT_OUT = "[image left out: this model reads text only]"
             "messages[].content[].thinking",
         ),
         ([{"role": "assistant", "content": "a", "annotations": [{"type": "url_citation"}]}], "<Assistant>a<eos>", None),
+        ([{"role": "assistant", "content": "a", "tool_call_id": ""}], "<Assistant>a<eos>", None),
+        ([{"role": "assistant", "audio": {"id": "audio_1"}}], "<Assistant><eos>", "messages[].audio"),
+        ([{"role": "assistant", "content": [{"type": "text", "text": None}]}], "<Assistant><eos>", None),
+        ([CALLS, {"role": "tool", "content": [{"type": "text", "text": {"x": 5}}]}], '<output>{"x": 5}</output>', None),
+        ([{"role": "assistant", "tool_calls": [CALL | {"type": None}]}], "<call>f<sep>", None),
+        ([{"role": "assistant", "tool_calls": [CALL | {"type": "builtin_function"}]}], "<call>f<sep>", None),
+        ([{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}], "<call>f<sep>{}", None),
         (
             [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {"x": 1}}}]}],
             '<call>f<sep>{"x": 1}',
@@ -225,6 +232,11 @@ CUSTOM = {"type": "custom", "custom": {"name": "p"}}
         ([CUSTOM], "required", "tools[].custom, tool_choice"),
         ([*TOOLS, {"type": "web_search"}], "auto", "tools[].web_search"),
         ([*TOOLS, CUSTOM], CUSTOM, "tools[].custom, tool_choice.custom"),
+        (
+            [{"type": "mcp", "name": ["a"]}, {"type": "mcp", "name": "f"}],
+            {"type": "function", "function": {"name": "f"}},
+            "tools[].mcp, tool_choice",
+        ),
         (
             [*TOOLS, CUSTOM],
             {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [CUSTOM]}},

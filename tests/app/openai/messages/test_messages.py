@@ -541,6 +541,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
     ("fields", "message"),
     [
         ({"messages": []}, "messages: must have at least 1"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages have no content"),
         ({"max_tokens": 0}, "max_tokens: must be greater than or equal to 1"),
         ({"extra_body": {"temperature": 1.5}}, "temperature: must be less than or equal to 1"),
         ({"messages": [{"role": "king", "content": "x"}]}, "role: must be 'user', 'assistant' or 'system'"),
@@ -643,6 +644,7 @@ def test_histories_of_other_servers_are_shown(message: Any, shown: str, ignored:
         ([], {"type": "any"}, ", tool_choice"),
         ([TOOL], {"type": "tool", "name": "web_search"}, ", tool_choice"),
         ([TOOL], {"type": "auto"}, ""),
+        ([TOOL | {"type": "function"}], {"type": "auto"}, ""),
     ],
 )
 def test_tools_of_anthropics_servers_are_left_out(tools: list[Any], choice: Any, ignored: str) -> None:

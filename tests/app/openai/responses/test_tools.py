@@ -222,6 +222,15 @@ def test_choices(choice: Any, may_call: list[str] | None, ignored: str | None) -
         ({"type": "function_call", "call_id": "c1", "name": "shell", "arguments": {"x": "yes"}}, '"x": "yes"', None),
         ({"type": "function_call", "call_id": "c1", "name": "shell", "arguments": None}, "shell", None),
         ({"type": "apply_patch_call", "call_id": "c1", "operation": {"path": "a.txt"}}, "a.txt", None),
+        ({"type": "computer_call", "call_id": "c1", "actions": [{"type": "click"}]}, '"type": "click"', None),
+        ({"type": "function_call", "call_id": "c1", "name": "shell", "status": "of_2030"}, "shell", None),
+        (
+            {"type": "mcp_call", "id": "m", "name": "n", "arguments": "{}", "output": "five", "status": "calling"},
+            "five",
+            None,
+        ),
+        ({"type": "reasoning", "summary": [{"type": "of_2030", "text": "so"}]}, "", None),
+        ({"role": "assistant", "content": "a", "phase": "of_2030", "status": "of_2030"}, "a", None),
         (
             {"type": "mcp_call", "id": "m", "server_label": "s", "name": "n", "arguments": "{}", "output": "five"},
             "five",
@@ -270,6 +279,8 @@ def test_outputs_of_tools_may_have_parts() -> None:
         ("shell_call_output", [{"stdout": "two", "outcome": {"type": "exit", "exit_code": 3}}], '"exit_code": 3'),
         ("computer_call_output", {"type": "computer_screenshot", "image_url": "data:x"}, "[image left out"),
         ("function_call_output", [], ""),
+        ("function_call_output", ["a", 1], '["a", 1]'),
+        ("function_call_output", True, "true"),
     ):
         result = {"type": kind, "call_id": "c", "output": output}
         answer = ask(engines := Long("x"), tools=[FUNCTION], input=[USER, call, result])

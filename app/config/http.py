@@ -100,7 +100,7 @@ class ResponseSettings(Settings):
         store: an absolute path of a folder, which is created; with ingress replicas on several machines, a folder that
             all of them share. `None`: one of the server's user in the machine's folder for temporary files.
         max_bytes: of all stored responses. A full store loses the oldest ones of the API key that has most. 0: nothing
-            is stored.
+            is stored. A response whose conversation has more than `max_body_bytes` is not stored, and says so.
         keep_s: responses are deleted after this time.
     """
 

@@ -176,7 +176,7 @@ class Ingress(GrpcIngress):
         self._pins = Pins(self._names, self._replicas, is_shared=self._is_shared)
         self._changes = ModelChanges(shelf, self._names, self._tables, self._admission.check_open)
         self._has_answered = False
-        self._stored = StoredResponses(None if http is None else open_store(http.responses, context.app_name))
+        self._stored = StoredResponses(None if http is None else open_store(http, context.app_name))
         traffic = TrafficLog()
         self._meter = RequestMeter(traffic)
         starting = partial(count_starting, engine.deployment_name, context.app_name)

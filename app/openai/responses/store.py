@@ -27,7 +27,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from app.config.http import ResponseSettings
+from app.config.http import HttpSettings, ResponseSettings
 from app.errors import ConfigError, UnknownResponseError
 from app.openai.batches.documents import Model, read_document, write_document
 from app.openai.batches.store import owner_folder
@@ -67,14 +67,23 @@ class ResponseStore:
     Args:
         root: made if it does not exist, for the server's user alone.
         clock: seconds since 1970.
+        max_conversation_bytes: a response with a longer conversation is not kept: every request that continues it
+            would read all of it, which no bound of bodies holds back.
 
     Raises:
         ConfigError: the folder cannot be used.
     """
 
-    def __init__(self, root: Path, settings: ResponseSettings, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        root: Path,
+        settings: ResponseSettings,
+        clock: Callable[[], float] = time.time,
+        max_conversation_bytes: int = HttpSettings().max_body_bytes,
+    ) -> None:
         self._root = root
         self._settings = settings
+        self._most_bytes = min(settings.max_bytes, max_conversation_bytes)
         self._clock = clock
         self._lock = threading.Lock()
         self._swept_at, self._num_unswept_bytes = 0.0, 0
@@ -95,7 +104,7 @@ class ResponseStore:
         before = path.with_suffix(_INPUT)
         write_document(before, StoredInput(items=given), durable=False)
         write_document(path, response, durable=False)
-        if (size := before.stat().st_size + path.stat().st_size) > self._settings.max_bytes:
+        if (size := before.stat().st_size + path.stat().st_size) > self._most_bytes:
             _unlink([path, before])
             return False
         with self._lock:
@@ -169,8 +178,8 @@ class ResponseStore:
             if path.stat().st_mtime > self._clock() - self._settings.keep_s:
                 return read_document(path, kind)
         raise UnknownResponseError(
-            f"there is no stored response {response_id!r}: it was not stored, was deleted, or is too old "
-            "(http.responses)",
+            f"there is no stored response {response_id!r}: it was not stored, as if its conversation is too long, was "
+            "deleted, or is too old (http.responses)",
             "response_id",
         )
 
@@ -188,12 +197,14 @@ def _unlink(paths: Sequence[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-def open_store(settings: ResponseSettings, application: str) -> ResponseStore | None:
-    """The store of an application's ingresses; `None`: nothing is stored.
+def open_store(http: HttpSettings, application: str) -> ResponseStore | None:
+    """The store of an application's ingresses; `None`: nothing is stored. A conversation in it is no longer than a body
+    may be.
 
     Raises:
         ConfigError: the folder of the settings cannot be used. Without such a setting this is logged.
     """
+    settings = http.responses
     if not settings.max_bytes:
         return None
     given = settings.store
@@ -203,7 +214,7 @@ def open_store(settings: ResponseSettings, application: str) -> ResponseStore | 
         if given is None:
             folder.mkdir(mode=0o700, exist_ok=True)
             _check_own(folder)
-        return ResponseStore(folder / name, settings)
+        return ResponseStore(folder / name, settings, max_conversation_bytes=http.max_body_bytes)
     except (ConfigError, OSError) as error:
         if given is not None:
             raise

@@ -172,6 +172,21 @@ def test_a_full_store_loses_the_oldest_of_the_largest_owner(tmp_path: Path) -> N
     assert sum(path.stat().st_size for path in tmp_path.glob("s/*/*")) <= 100_000
 
 
+def test_a_conversation_that_is_too_long_for_a_body_is_not_stored(tmp_path: Path) -> None:
+    """Each request could add a body of reasoning that no prompt shows: requests with a few bytes then read 100 MiB,
+    and the event loop stood still for two seconds."""
+    http = HttpSettings(max_body_bytes=20_000, responses=ResponseSettings(store=tmp_path / "store"))
+    api = TestClient(guarded_api(ingress_with(Long("x"), http=http), http), base_url="http://folio")
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 12_000}
+    body: dict[str, Any] = {"model": "m", "input": [{"role": "user", "content": "x"}, hidden]}
+    first = api.post("/v1/responses", json=body).json()
+    second = api.post("/v1/responses", json=body | {"previous_response_id": first["id"]}).json()
+    assert (first["store"], second["status"], second["store"]) == (True, "completed", False)
+    third = api.post("/v1/responses", json=body | {"previous_response_id": second["id"]})
+    assert (third.status_code, "too long" in third.text) == (400, True)
+    assert sum(path.stat().st_size for path in tmp_path.glob("store/*/*/*")) <= 20_000
+
+
 def _has(store: ResponseStore, owner: str, name: str) -> bool:
     try:
         store.response(owner, name)
@@ -193,7 +208,7 @@ def test_responses_expire(tmp_path: Path) -> None:
 
 def test_the_folder_is_the_servers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    store = open_store(ResponseSettings(), "a/b")
+    store = open_store(HttpSettings(), "a/b")
     assert store is not None
     store.add("o", *stored("resp-1"))
     [document] = tmp_path.glob("folio-responses-*/app-a%2Fb/*/*.json")
@@ -204,8 +219,8 @@ def test_the_folder_is_the_servers_alone(tmp_path: Path, monkeypatch: pytest.Mon
     top = document.parents[2]
     top.rename(tmp_path / "moved")
     top.symlink_to(elsewhere)  # another user may have made it
-    assert open_store(ResponseSettings(), "a") is None
+    assert open_store(HttpSettings(), "a") is None
     assert os.listdir(elsewhere) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"http\.responses\.store"):
-        open_store(ResponseSettings(store=tmp_path / "file"), "a")
+        open_store(HttpSettings(responses=ResponseSettings(store=tmp_path / "file")), "a")

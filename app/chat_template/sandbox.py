@@ -259,6 +259,8 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             _check_product(total + len(given[0]) * len(given[-1]))
         elif name == "format":
             _check_format(str(args[0]))
+        elif name == "int" and isinstance(args[0], str) and len(args[0]) > _MAX_BITS:
+            raise LimitError(f"it makes a number of more than {_MAX_BITS} digits")
         elif name == "sum" and any(isinstance(arg, list | tuple) for arg in given[1:]):
             raise LimitError("it sums up lists, which takes the square of their length")
         value = function(*args, **kwargs)

@@ -61,6 +61,7 @@ HOSTILE = {
     "tabs": "{{ ('\\t' * 10000).expandtabs(1000000) }}",
     "a filter that pads": "{{ [1] | batch(10000000000, 'x') | list }}",
     "slices": "{{ [1] | slice(10000000000) | list }}",
+    "numbers by their digits": "{{ ('f' * 2000000) | int(0, 16) // (('f' * 1000000) | int(0, 16)) }}",
     "digits": "{{ 1.5 | round(1000000000, 'ceil') }}",
     "shared lists, written": NEST.replace("STEP", "[n.x, n.x]") + "{{ n.x }}",
     "shared lists, as JSON": NEST.replace("STEP", "[n.x, n.x]") + "{{ n.x | tojson }}",

@@ -66,7 +66,7 @@ TOOL_SYNTAXES: dict[str, tuple[str, ToolSyntax]] = {
             "<|tool_call_argument_begin|>",
             ("<|tool_call_end|>",),
             "<|tool_calls_section_end|>",
-            rf"(?:functions\.)?{NAME.replace('64}', '64}?')}(?::\d+)?",
+            rf"(?:functions\.)?{NAME.replace('128}', '128}?')}(?::\d+)?",
             "functions.{name}:#",
         ),
     ),

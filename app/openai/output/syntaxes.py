@@ -27,7 +27,7 @@ MAX_PARALLEL_CALLS = 16
 _AS_TEMPLATES_WRITE = {"lenient": True, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GAP = r"[ \t\r\n]*"
 SEPARATOR, NEWLINE = '", "', '"\\n"'  # as terminals
-NAME = r"(?P<name>[A-Za-z0-9_.-]{1,64})"
+NAME = r"(?P<name>[A-Za-z0-9_.-]{1,128})"  # as `FunctionName`
 # Characters of a name with its tags, or of a parameter's.
 MAX_TAG = 256
 

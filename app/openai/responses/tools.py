@@ -35,8 +35,8 @@ from app.openai.tools.bodies import (
     ToolChoice,
 )
 
-# Of a qualified name: parsers of calls read no longer ones.
-_MAX_NAME_CHARS, _DIGEST_CHARS = 64, 8
+# Of a qualified name: parsers of calls read no longer ones, and bodies have no longer ones.
+_MAX_NAME_CHARS, _DIGEST_CHARS = 128, 8
 
 
 class FunctionTool(StrictBody):

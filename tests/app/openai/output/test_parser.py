@@ -80,6 +80,17 @@ def test_calls_behind_content_and_reasoning(name: str, reasons: bool) -> None:
     assert parse(parser_of(name), list(text)) == parts
 
 
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_names_may_be_as_long_as_bodies_allow(name: str) -> None:
+    """Names of MCP tools in Claude Code have more than 64 characters: their calls were text in most syntaxes."""
+    long = "mcp__weather." + "w" * 115
+    functions = {long: FUNCTIONS["weather"], "now": FUNCTIONS["now"]}
+    parser = parser_of(name)
+    parser._functions = functions
+    parts = parse(parser, list(TEXTS[name].replace("weather", long)))
+    assert calls_of(parts) == [(long, CALLS[0][1]), CALLS[1]]
+
+
 def test_every_syntax_is_recorded() -> None:
     assert {*OUTPUTS} == {*TOOL_SYNTAXES, HARMONY}
 

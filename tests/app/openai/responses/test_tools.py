@@ -165,9 +165,9 @@ def test_the_tools_of_a_namespace() -> None:
 
 def test_names_in_namespaces_are_bounded() -> None:
     assert [qualified_name(space, "f") for space in (None, "a", "a__", "a.")] == ["f", "a__f", "a__f", "a.f"]
-    names = {qualified_name("n" * 60, "f" * 60 + end) for end in "ab"}
+    names = {qualified_name("n" * 90, "f" * 90 + end) for end in "ab"}
     assert len(names) == 2
-    assert all(re.fullmatch("[a-z_0-9]{64}", name) for name in names)
+    assert all(re.fullmatch("[a-z_0-9]{128}", name) for name in names)
 
 
 @pytest.mark.parametrize(

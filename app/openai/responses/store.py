@@ -10,6 +10,7 @@ oldest responses of the owner with the most bytes.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -28,7 +29,7 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from app.config.http import HttpSettings, ResponseSettings
-from app.errors import ConfigError, UnknownResponseError
+from app.errors import ConfigError, RequestError, UnknownResponseError
 from app.openai.batches.documents import Model, read_document, write_document
 from app.openai.batches.store import owner_folder
 from app.openai.responses.answers import document_key
@@ -134,8 +135,10 @@ class ResponseStore:
         _unlink([path, path.with_suffix(_INPUT)])
 
     def items(self, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Stored items by their ids; those that are not stored are left out."""
+        """Stored items by their ids; those that are not stored are left out. Raises `RequestError` if they are longer
+        together than a conversation may be."""
         found: dict[str, dict[str, Any]] = {}
+        num_bytes = 0
         wanted = {*ids}  # alone: other items of as many responses would fill the memory
         for key, is_input in {match.groups() for item_id in ids if (match := _ITEM_ID.fullmatch(item_id))}:
             with suppress(UnknownResponseError):
@@ -143,7 +146,11 @@ class ResponseStore:
                     items = self._read(owner, key, _INPUT, StoredInput).items
                 else:
                     items = _output_of(self._read(owner, key, ".json", ResponseObject))
-                found |= {item["id"]: item for item in items if item["id"] in wanted}
+                chosen = {item["id"]: item for item in items if item["id"] in wanted}
+                found |= chosen
+                num_bytes += len(json.dumps(chosen))
+            if num_bytes > self._most_bytes:
+                raise RequestError(f"input refers to items of more than {self._most_bytes} bytes; send fewer", "input")
         return found
 
     def delete_old(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.config.http import HttpSettings, ResponseSettings
-from app.errors import ConfigError, UnknownResponseError
+from app.errors import ConfigError, RequestError, UnknownResponseError
 from app.openai.responses.answers import document_key
 from app.openai.responses.replies import ResponseObject
 from app.openai.responses.store import ResponseStore, open_store
@@ -185,6 +185,17 @@ def test_a_conversation_that_is_too_long_for_a_body_is_not_stored(tmp_path: Path
     third = api.post("/v1/responses", json=body | {"previous_response_id": second["id"]})
     assert (third.status_code, "too long" in third.text) == (400, True)
     assert sum(path.stat().st_size for path in tmp_path.glob("store/*/*/*")) <= 20_000
+
+
+def test_items_that_are_too_long_together_are_refused(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "s", ResponseSettings(), max_conversation_bytes=20_000)
+    ids = [f"item_{document_key(f'resp-{number}')}_i0" for number in range(3)]
+    for number, item_id in enumerate(ids):
+        response, _ = stored(f"resp-{number}")
+        assert store.add("a", response, [{"id": item_id, "text": "x" * 9_000}])
+    assert set(store.items("a", ids[:2])) == set(ids[:2])
+    with pytest.raises(RequestError, match="more than 20000 bytes"):
+        store.items("a", ids)
 
 
 def _has(store: ResponseStore, owner: str, name: str) -> bool:

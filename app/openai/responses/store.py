@@ -180,10 +180,12 @@ class ResponseStore:
             _unlink(oldest.paths)
 
     def _read(self, owner: str, key: str, suffix: str, kind: type[Model], response_id: str = "") -> Model:
+        """Raises `UnknownResponseError`."""
         path = self._path(owner, key).with_suffix(suffix)
         with suppress(FileNotFoundError):
-            if path.stat().st_mtime > self._clock() - self._settings.keep_s:
-                return read_document(path, kind)
+            is_kept = path.stat().st_mtime > self._clock() - self._settings.keep_s
+            if is_kept and (found := read_document(path, kind)) is not None:
+                return found
         raise UnknownResponseError(
             f"there is no stored response {response_id!r}: it was not stored, as if its conversation is too long, was "
             "deleted, or is too old (http.responses)",

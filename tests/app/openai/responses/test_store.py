@@ -206,11 +206,14 @@ def _has(store: ResponseStore, owner: str, name: str) -> bool:
     return True
 
 
-def test_responses_expire(tmp_path: Path) -> None:
+def test_responses_that_are_too_old_or_broken_are_not_there(tmp_path: Path) -> None:
     now = [time.time()]
     store = ResponseStore(tmp_path / "s", ResponseSettings(keep_s=60.0), lambda: now[0])
     store.add("a", *stored("resp-1"))
     assert _has(store, "a", "resp-1")
+    store.add("a", *stored("broken"))
+    next(tmp_path.glob(f"s/*/{document_key('broken')}.json")).write_text("{")
+    assert not _has(store, "a", "broken")
     now[0] += 100
     assert not _has(store, "a", "resp-1")
     store.add("a", *stored("resp-2"))  # more than a sweep's period later

@@ -224,11 +224,7 @@ def test_choices(choice: Any, may_call: list[str] | None, ignored: str | None) -
         ({"type": "apply_patch_call", "call_id": "c1", "operation": {"path": "a.txt"}}, "a.txt", None),
         ({"type": "computer_call", "call_id": "c1", "actions": [{"type": "click"}]}, '"type": "click"', None),
         ({"type": "function_call", "call_id": "c1", "name": "shell", "status": "of_2030"}, "shell", None),
-        (
-            {"type": "mcp_call", "id": "m", "name": "n", "arguments": "{}", "output": "five", "status": "calling"},
-            "five",
-            None,
-        ),
+        ({"type": "mcp_call", "id": "m", "name": "f_1", "arguments": "{}", "status": "calling"}, "f_1", None),
         ({"type": "reasoning", "summary": [{"type": "of_2030", "text": "so"}]}, "", None),
         ({"role": "assistant", "content": "a", "phase": "of_2030", "status": "of_2030"}, "a", None),
         (

@@ -22,7 +22,7 @@ STARTING, READY = "while it starts", "when it is ready"
         (f"{AT} INFO app.engine.model.kv_plan: KV cache: up to 64.0 MiB", (READY,)),
         (REQUEST, (READY,)),
         (f"{AT} WARNING app.engine.startup: less memory", (STARTING, READY)),
-        ("\rLoading weights: 100%|██████████| 54/54 [00:00<00:00, 5824.67it/s]", ()),
+        ("\rLoading weights:   0%|          | 0/54 [00:00<?, ?it/s]\rLoading weights: 100%|██████████| 54/54", ()),
         ("Fatal Python error: Segmentation fault", (STARTING, READY)),
     ],
 )

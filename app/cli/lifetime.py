@@ -187,9 +187,15 @@ def join_ray(
         if not is_local:
             where = f"does not answer at RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
             remedy = "start the cluster, or unset the variable to start one here"
-        elif isinstance(error, OSError) and ".ray" in Path(str(error.filename)).parts:
+        elif isinstance(error, OSError) and _is_for_token(Path(str(error.filename))):
             remedy = "it keeps a token there; set HOME to a folder that can be written, or RAY_AUTH_TOKEN to a secret"
         raise UnavailableError(f"Ray {where} ({reason}): {remedy}") from error
+
+
+def _is_for_token(path: Path) -> bool:
+    """Whether Ray's token is at a path, or below it: of HOME, too, which need not exist."""
+    folder = Path("~").expanduser() / ".ray"
+    return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 
 def _start_ray(**options: Any) -> None:

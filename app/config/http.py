@@ -139,6 +139,7 @@ class HttpSettings(Settings):
         batches: files and batches.
         responses: stored responses.
         dashboard: the live page at `/dashboard`; its data need a key as `/v1/load` does, its files need none.
+        dashboard_links: name → URL of pages to which it leads, such as Grafana's and your own documentation's.
     """
 
     api_keys: KeySource | None = None
@@ -166,6 +167,7 @@ class HttpSettings(Settings):
     batches: BatchSettings = BatchSettings()
     responses: ResponseSettings = ResponseSettings()
     dashboard: bool = True
+    dashboard_links: dict[Annotated[str, Field(min_length=1, max_length=32)], str] = Field(default={}, max_length=8)
 
     @field_validator("allowed_hosts")
     @classmethod
@@ -174,6 +176,14 @@ class HttpSettings(Settings):
             if host != "*" and not re.fullmatch(r"[\w.-]+|\[?[0-9a-fA-F:.]+\]?", host):
                 raise ValueError(f"{host!r} is no host's name; write the name alone, such as llm.example.com")
         return hosts
+
+    @field_validator("dashboard_links")
+    @classmethod
+    def _check_urls(cls, links: dict[str, str]) -> dict[str, str]:
+        for url in links.values():
+            if not re.fullmatch(r"https?://[!-~]{1,2000}", url):
+                raise ValueError(f"{url!r} is no URL of a page; write one such as https://grafana.example.com/d/folio")
+        return links
 
     @model_validator(mode="after")
     def _check_timeouts(self) -> HttpSettings:

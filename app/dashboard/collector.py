@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -114,12 +114,22 @@ class Collector:
 
     Args:
         model: name of the model.
+        links: name → URL, for the page.
     """
 
-    def __init__(self, source: Source, traffic: TrafficLog, model: str, *, period_s: float = PERIOD_S) -> None:
+    def __init__(
+        self,
+        source: Source,
+        traffic: TrafficLog,
+        model: str,
+        *,
+        links: Mapping[str, str] | None = None,
+        period_s: float = PERIOD_S,
+    ) -> None:
         self._source = source
         self._traffic = traffic
         self._model = model
+        self._links = dict(links or {})
         self._period_s = period_s
         self._wishes: Counter[Wish] = Counter()
         self._since: dict[str, int] = {}
@@ -224,6 +234,7 @@ class Collector:
             num_viewers=self.num_viewers,
             num_starting=num_starting,
             num_silent=num_silent,
+            links=self._links,
             traffic=self._traffic.summary(),
             decisions=_decisions(now),
             events=tuple(

@@ -112,6 +112,7 @@ class Steps(State):
         step_ms: longest of their times.
         tokens, outputs: computed tokens and generated ones, added up.
         sequences, waiting: largest batch and queue.
+        queue_s: not by entry: of the requests that have begun, the time from arrival to begin; the latest 256.
     """
 
     ago_s: tuple[float, ...] = ()
@@ -121,6 +122,7 @@ class Steps(State):
     outputs: tuple[int, ...] = ()
     sequences: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
+    queue_s: tuple[float, ...] = ()
 
 
 class ModelOnDevice(State):
@@ -313,6 +315,7 @@ class DashboardState(State):
         num_viewers: of this ingress.
         num_starting: replicas that Serve is starting now.
         num_silent: replicas that have not answered in time.
+        links: name → URL, of `http.dashboard_links`.
         details: by name of the replica.
         decisions, events: the latest, the newest first.
     """
@@ -325,6 +328,7 @@ class DashboardState(State):
     num_viewers: int
     num_starting: int
     num_silent: int
+    links: dict[str, str] = Field(default_factory=dict)
     traffic: Traffic
     decisions: tuple[Decision, ...]
     events: tuple[FleetEvent, ...]

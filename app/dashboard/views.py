@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # Entries of `Steps`, and runs of a `Table`, at most.
 MOST_STEPS, MOST_RUNS = 40, 128
+_MOST_QUEUE_S = 256  # of `Steps`
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,4 +218,5 @@ def _steps(records: Sequence[StepRecord], now: float) -> Steps:
         outputs=tuple(sum(step.num_outputs for step in part) for part in parts),
         sequences=tuple(max(step.num_sequences for step in part) for part in parts),
         waiting=tuple(max(step.num_waiting for step in part) for part in parts),
+        queue_s=tuple(round(seconds, 6) for step in records for seconds in step.queue_s)[-_MOST_QUEUE_S:],
     )

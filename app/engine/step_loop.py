@@ -298,6 +298,8 @@ class StepLoop:
                     self._meter.note_begun(request)
                 request.queue_s = start - request.submitted_at
                 self._meter.queue_s.append(request.queue_s)
+                if self._watch.is_on:
+                    self._watch.note_begun(request.queue_s)
                 self._prefilling.append((request, start))
 
     def _note_prefilled(self, now: float) -> None:

@@ -25,7 +25,7 @@ _MOST_SEQUENCES = _MOST_PARKED = 24
 
 class StepRecord(NamedTuple):
     """One step. `number` rises with time over all engines of a process; `at` is the step's end by `time.monotonic`;
-    outputs are generated tokens."""
+    outputs are generated tokens; `queue_s` has the waiting times of requests that have begun since the step before."""
 
     number: int
     at: float
@@ -34,6 +34,7 @@ class StepRecord(NamedTuple):
     num_outputs: int
     num_sequences: int
     num_waiting: int
+    queue_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class EngineWatch:
         self._scheduler = scheduler
         self._load = load
         self._steps: deque[StepRecord] = deque(maxlen=_MOST_STEPS)
+        self._queue_s: list[float] = []
         self._until = 0.0
 
     @property
@@ -82,15 +84,21 @@ class EngineWatch:
         """Whether somebody watches: steps are to be noted."""
         return self._until > 0
 
+    def note_begun(self, queue_s: float) -> None:
+        """Record that a request begins, after its time in the queue. By the engine's thread."""
+        self._queue_s.append(queue_s)
+
     def note_step(self, seconds: float, num_tokens: int, num_outputs: int, num_sequences: int) -> None:
         """Record a step that has just ended. By the engine's thread."""
-        now = time.monotonic()
+        now, queue_s = time.monotonic(), tuple(self._queue_s)
+        self._queue_s.clear()
         if now > self._until:
             self._until = 0.0
             self._steps.clear()
             return
         number, waiting = round(now * 1e6), self._scheduler.num_waiting
-        self._steps.append(StepRecord(number, now, seconds, num_tokens, num_outputs, num_sequences, waiting))
+        step = StepRecord(number, now, seconds, num_tokens, num_outputs, num_sequences, waiting, queue_s)
+        self._steps.append(step)
 
     def steps(self, since: int = 0) -> list[StepRecord]:
         """The steps after the one with this number. From any thread."""

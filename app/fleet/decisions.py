@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from app.fleet.cost import CostWeights, request_cost
@@ -70,6 +70,14 @@ class DecisionLog:
 
     def clear(self) -> None:
         self._decisions.clear()
+
+    def __reduce__(self) -> tuple[Callable[[], DecisionLog], tuple[()]]:
+        # Serve pickles the router's module by value: without this the router would write into a copy.
+        return _of_this_process, ()
+
+
+def _of_this_process() -> DecisionLog:
+    return DECISIONS
 
 
 # Serve constructs the routers of a process, with values of the YAML only; so an ingress and its router meet here.

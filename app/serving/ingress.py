@@ -180,7 +180,9 @@ class Ingress(GrpcIngress):
         traffic = TrafficLog()
         self._meter = RequestMeter(traffic)
         starting = partial(count_starting, engine.deployment_name, context.app_name)
-        self.dashboard = Collector(WatchedReplicas(self._replicas, self._admission, starting), traffic, first)
+        watched = WatchedReplicas(self._replicas, self._admission, starting)
+        links = None if http is None else http.dashboard_links
+        self.dashboard = Collector(watched, traffic, first, links=links)
         self._edge = EdgeMeter()
         with_vllm = http is not None and http.vllm_metrics
         self._metrics = MetricsPage(context.app_name, None if self._is_shared else first, with_vllm=with_vllm)

@@ -87,6 +87,7 @@ def test_the_pages_of_a_chat_come_and_go(page: Any) -> None:
     assert "cached" in page.inner_text(".message.assistant small")
     seen(page, "document.querySelectorAll('#tokens .token').length > 5")
     seen(page, "folio.marked === 0")
+    seen(page, "folio.state.decisions.length > 0")  # regression: the router noted them into a copy of the log
     owned = "folio.state.replicas.every(r => r.memory && r.memory.active_bytes === 0)"
     seen(page, owned)
 
@@ -126,6 +127,6 @@ def test_a_killed_replica_is_seen_to_go_and_another_to_come(server: Served, page
     gone = seen(page, "folio.state.events.find(e => e.kind === 'went')?.replica")
     assert gone in names
     seen(page, "folio.state.events.some(e => e.kind === 'came') && folio.state.replicas.length === 2")
-    assert "gone" in page.inner_text("#events")
+    assert "stopped" in page.inner_text("#events")
     assert page.locator(".replica").count() == 2
     assert page.inner_text("#connection-text") == "live"

@@ -14,7 +14,7 @@ const MEANING = {
 };
 const HISTORY = 600, FEW = 4;
 let arrived = () => {}, state = null, chosen = null, hovered = null, maps = [], shown = null;
-const histories = new Map(), common = { tokens: [], ttft: [], tpot: [] }, fields = new Map();
+const histories = new Map(), common = { tokens: [], ttft: [], tpot: [], queue: [] }, fields = new Map();
 
 // ---- words ----
 
@@ -80,6 +80,7 @@ function record(now) {
     Object.assign(of, { last: m, at: now.at });
   }
   for (const name of histories.keys()) if (!now.replicas.some((r) => r.name === name) && now.events.some((e) => e.replica === name && e.kind === "went")) histories.delete(name);
+  common.queue = [...common.queue.filter(([t]) => t > now.at - 60), [now.at, now.replicas.flatMap((r) => r.steps.queue_s ?? [])]];
   const { ttft_s: first, tpot_s: token } = now.traffic;
   push(common.tokens, [now.at, outputs, prompts]);
   push(common.ttft, [now.at, first.p99, first.p90, first.p50]);
@@ -92,19 +93,20 @@ const deviceTables = [new ModelTable($("models-panel"), { bytes, seconds }), new
 const modelChoice = $("model-choice").querySelector("select");
 const replicaOf = (now) => now.replicas.find((r) => r.name === chosen);
 
-const queueOf = (decision) => decision?.candidates.find((c) => c.replica === decision.chosen)?.queued_s;
+function quantile(values, share) { const sorted = [...values].sort((a, b) => a - b); return sorted[Math.min(Math.floor(sorted.length * share), sorted.length - 1)]; }
 
 function figures(now) {
   const t = now.traffic, sum = (f) => now.replicas.reduce((a, r) => a + (r.memory ? f(r.memory) : 0), 0);
   const running = now.replicas.reduce((a, r) => a + r.load.num_running, 0), waiting = now.replicas.reduce((a, r) => a + r.load.num_waiting, 0);
   const hit = t.prompt_tokens ? percent(t.cached_tokens / t.prompt_tokens) : "–";
+  const queue = common.queue.flatMap(([, times]) => times);
   const others = [now.num_starting && `${now.num_starting} starting`, now.num_silent && `${now.num_silent} silent`].filter(Boolean).join(", ");
   const list = [
     ["tokens per second", number(common.tokens.at(-1)[1]), ""], ["running, waiting", `${running}`, ` / ${waiting}`],
     ["KV memory of budget", bytes(sum((m) => m.physical_bytes)), " / " + bytes(sum((m) => m.budget_bytes))],
     ["first token, p50 / p99", seconds(t.ttft_s.p50), " / " + seconds(t.ttft_s.p99)], ["per token, p50 / p99", seconds(t.tpot_s.p50), " / " + seconds(t.tpot_s.p99)],
     ["requests per second", number(t.requests_per_s), t.failed_per_s ? ` (${number(t.failed_per_s)} failed)` : ""],
-    ["end to end, p50 / p99", seconds(t.whole_s.p50), " / " + seconds(t.whole_s.p99)], ["expected queue, latest request", seconds(queueOf(now.decisions[0])), ""],
+    ["end to end, p50 / p99", seconds(t.whole_s.p50), " / " + seconds(t.whole_s.p99)], ["queue, p50 / p99", seconds(quantile(queue, 0.5)), " / " + seconds(quantile(queue, 0.99))],
     ["prefix hits, last minute", hit, ""], ["replicas", `${now.replicas.length}`, others ? " " + others : ""],
   ];
   for (const [label, value, rest] of list) {
@@ -301,6 +303,7 @@ function show(now) {
   const models = [...new Set(now.replicas.flatMap((r) => r.models.map((m) => m.name)))];
   $("model").textContent = models.length ? `${models.length} models` : now.model;
   offer(models);
+  if (!$("links").childElementCount) $("links").append(...Object.entries(now.links).map(([name, url]) => Object.assign(element("a", "button", name), { href: url, target: "_blank", rel: "noopener" })));
   const names = now.replicas.map((r) => r.name), before = chosen;
   if (!names.includes(chosen) && !silentOnes(now).has(chosen)) chosen = names[0] ?? chosen;
   record(now);

@@ -236,16 +236,25 @@ def test_ray_that_does_not_start_is_a_line(monkeypatch: pytest.MonkeyPatch, is_l
     assert "\n" not in str(caught.value)
 
 
-def test_a_home_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/home/user/.ray", "set HOME to a folder that can be written, or RAY_AUTH_TOKEN"),
+        ("/home/user/.ray/auth_token", "set HOME"),
+        ("/home/user", "set HOME"),  # it does not exist
+        ("/home", "set HOME"),
+        ("/tmp/ray", "other processes may keep it busy"),
+    ],
+)
+def test_a_home_that_cannot_be_written_is_named(path: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It said that other processes may keep the machine busy."""
 
     def init(**_: Any) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/home/user/.ray")
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
+    monkeypatch.setenv("HOME", "/home/user")
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(
-        UnavailableError, match=r"/home/user/\.ray.*set HOME to a folder that can be written, or RAY_AUTH"
-    ):
+    with pytest.raises(UnavailableError, match=rf"'{path}'.*{remedy}"):
         lifetime.join_ray(is_local=True)
 
 

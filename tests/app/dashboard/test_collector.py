@@ -59,7 +59,7 @@ class Replicas:
 
 
 def collector_of(replicas: Replicas, traffic: TrafficLog | None = None) -> Collector:
-    return Collector(replicas, traffic or TrafficLog(), "m", period_s=0.01)
+    return Collector(replicas, traffic or TrafficLog(), "m", links={"Grafana": "https://g.example"}, period_s=0.01)
 
 
 def parse(event: str) -> DashboardState:
@@ -118,6 +118,7 @@ def test_viewers_share_looks_and_each_gets_the_details_it_wants() -> None:
         assert [replica.name for replica in one.replicas] == sorted(replicas.names)
         assert one.num_viewers == 2
         assert one.num_starting == 2
+        assert one.links == {"Grafana": "https://g.example"}
         assert one.details.keys() == {"r1"}
         assert two.details.keys() == {"r2", "r3"}
         assert replicas.calls[-1].details == {"r1", "r2", "r3"}

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.testclient import TestClient
 from starlette.types import Message
@@ -197,14 +198,24 @@ def test_a_new_ingress_gets_no_steps_that_were_watched_before(server: LocalServe
     TestClient(server.api).post("/v1/completions", json=body)
     until(lambda: len(watch.look().steps) >= 4)
 
-    def numbers(call: WatchCall) -> tuple[int, int]:
+    def numbers(call: WatchCall) -> tuple[int, int, int]:
+        """Steps, requests that have begun, and the last step."""
         view = view_replica(watch, call, name="a", model="m", ready_at=0.0)
-        return sum(ReplicaState.model_validate_json(view.state).steps.num), view.last_step
+        steps = ReplicaState.model_validate_json(view.state).steps
+        assert all(0 <= seconds < 60 for seconds in steps.queue_s)
+        return sum(steps.num), len(steps.queue_s), view.last_step
 
-    num_steps, last_step = numbers(WatchCall(since={"a": 0}))
+    num_steps, num_begun, last_step = numbers(WatchCall(since={"a": 0}))
     assert num_steps >= 4
-    assert numbers(WatchCall()) == (0, last_step)
-    assert numbers(WatchCall(since={"a": last_step})) == (0, last_step)
+    assert num_begun == 1
+    assert numbers(WatchCall()) == (0, 0, last_step)
+    assert numbers(WatchCall(since={"a": last_step})) == (0, 0, last_step)
+
+
+def test_links_that_lead_to_no_page() -> None:
+    for url in ("javascript:alert(1)", "grafana.example.com", "https://", "https://a b"):
+        with pytest.raises(ValidationError, match="is no URL of a page; write one such as https://grafana"):
+            HttpSettings(dashboard_links={"Grafana": url})
 
 
 def test_faulty_queries_are_named(client: TestClient) -> None:

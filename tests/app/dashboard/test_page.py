@@ -74,30 +74,36 @@ import("data:text/javascript;base64," + Buffer.from(source).toString("base64")).
 
 
 def test_a_replica_that_ends_no_step_is_told() -> None:
-    """Regression: "live" while nothing moved for 26 s."""
+    """Regressions: "live" while nothing moved for 26 s, and while the only replica was stopped."""
     assert NODE is not None
-    # (time, steps ended since, running, waiting) of two replicas
+    # (time, steps ended since, running, waiting) of two replicas, `None`: the first one does not answer; and the text
     seen = [
-        (0, [1], 1, 0),
-        (2, [], 1, 0),
-        (3, [], 1, 4),
-        (26, [], 0, 4),
-        (27, [2], 1, 0),
-        (40, [], 0, 0),
-        (42, [], 1, 0),
-        (43, [], 1, 0),
+        (0, [1], 1, 0, "live"),
+        (2, [], 1, 0, "live"),
+        (3, [], 1, 4, "stalled for 3 s"),
+        (26, [], 0, 4, "stalled for 26 s"),
+        (27, [2], 1, 0, "live"),
+        (40, [], 0, 0, "live"),
+        (42, [], 1, 0, "live"),
+        (43, [], 1, 0, "stalled for 3 s"),
+        (45, [3], 1, 0, "live"),
+        (46, None, 1, 0, "live"),
+        (48, None, 1, 0, "no answer from 1 of 2 replicas for 3 s"),
+        (49, [4], 1, 0, "live"),
+        (51, None, 1, 0, "live"),
     ]
     states = [
         {
             "at": at,
+            "num_silent": int(steps is None),
             "replicas": [
                 {"name": "a", "steps": {"num": steps}, "load": {"num_running": running, "num_waiting": waiting}},
                 {"name": "b", "steps": {"num": []}, "load": {"num_running": 0, "num_waiting": 0}},
-            ],
+            ][steps is None :],
         }
-        for at, steps, running, waiting in seen
+        for at, steps, running, waiting, _ in seen
     ]
     given = json.dumps([(STATIC / "stall.js").read_text(), states])
     done = subprocess.run([NODE, "-e", _STALL], input=given, capture_output=True, text=True, timeout=60, check=True)
-    texts = [text for _, text in json.loads(done.stdout)]
-    assert texts == ["live", "live", "stalled for 3 s", "stalled for 26 s", "live", "live", "live", "stalled for 3 s"]
+    told = [("live" if text == "live" else "stalled", text) for *_, text in seen]
+    assert [tuple(pair) for pair in json.loads(done.stdout)] == told

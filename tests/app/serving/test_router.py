@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 from ray.serve.request_router import PendingRequest
 
 from app.engine import SamplingParams
@@ -135,6 +136,12 @@ async def test_decisions_name_the_replica_that_got_the_request(
     await choose(router, pending(3))
     await asyncio.sleep(0)
     assert len(decisions()) == 2
+
+
+def test_a_pickled_log_is_the_process_own() -> None:
+    """Regression: Serve pickles the router's module by value, so that the router of an ingress had a log of its own,
+    and the dashboard showed no decision."""
+    assert cloudpickle.loads(cloudpickle.dumps(DECISIONS)) is DECISIONS
 
 
 async def test_salts_and_adapters_separate(replicas: list[Replica]) -> None:

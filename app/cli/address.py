@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import socket
 import sys
+import time
 import urllib.error
 import urllib.request
 from http.client import HTTPException
 
 from app.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 HOST = "127.0.0.1"
 
 _ASK_S = 1.0  # of another server at the address
+_CONNECT_S, _AGAIN_S = 5.0, 0.5
 
 
 def from_here(host: str) -> str:
@@ -62,6 +67,35 @@ def reserve_address(host: str, port: int) -> socket.socket | None:
             f"{name} is reserved by another Folio that is starting; stop that, or choose another port with --port"
         ) from None
     return reserved
+
+
+def wait_for_listener(address: str, own_host: str, timeout_s: float) -> None:
+    """Wait until somebody listens at `HOST:PORT`. Other forms of addresses are not checked.
+
+    Args:
+        own_host: another name of this machine, to try in place of a loopback address.
+
+    Raises:
+        OSError: nobody does in time.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return
+    hosts = [host.strip("[]"), *([own_host] if host.lower() in ("localhost", HOST) else [])]
+    ends_at, has_warned = time.monotonic() + timeout_s, False
+    while True:
+        for at in hosts:
+            try:
+                socket.create_connection((at, int(port)), _CONNECT_S).close()
+                return
+            except OSError as error:
+                refused = error
+        if time.monotonic() >= ends_at:
+            raise refused
+        if not has_warned:
+            logger.warning("nobody listens at %s (%s); waiting %g s for it", address, refused, timeout_s)
+            has_warned = True
+        time.sleep(_AGAIN_S)
 
 
 def _describe_server(host: str, port: int) -> str:

@@ -31,7 +31,7 @@ from ray.job_config import JobConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
-from app.cli.address import reserve_address
+from app.cli.address import reserve_address, wait_for_listener
 from app.cli.env import prepared_environment
 from app.cli.gpus import fit_replicas, gpus_of_nodes, unseen_gpus
 from app.cli.greeting import base_url, greeting
@@ -60,6 +60,7 @@ _ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 1.0, 4.0
 # Beyond the grace period, for all of them together.
 _LONGEST_END_S = 15.0
 _ROUTED_S, _RAYLET_LOOK_S = 10.0, 5.0
+_LISTENS_S = 30.0  # for a cluster that starts at the same time
 # Of Ray's start, where the first attempt had Ray's own: for the GCS's port, the raylet, its agents and its workers.
 LONGER_LIMITS = {
     "RAY_gcs_server_port_wait_time_s": "120",
@@ -173,6 +174,9 @@ def join_ray(
         log_level: of Ray's lines of this process.
     """
     try:
+        if not is_local:
+            # Ray would try for minutes, and say so in lines of its own.
+            wait_for_listener(os.environ["RAY_ADDRESS"], ray.util.get_node_ip_address(), _LISTENS_S)
         _start_ray(
             namespace="serve",
             job_config=own_search_path() if is_local else JobConfig(),

@@ -11,8 +11,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.cli.address import reserve_address
+from app.cli.address import reserve_address, wait_for_listener
 from app.errors import ConfigError
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "LOCALHOST:{}", "auto", "ray://10.0.0.9:10001"])
+def test_a_cluster_that_may_be_joined(address: str) -> None:
+    """At a loopback address, Ray's name for this machine is another one."""
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        wait_for_listener(address.format(listener.getsockname()[1]), "127.0.0.2", 0.0)
 
 
 def free_port() -> int:

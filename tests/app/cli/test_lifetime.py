@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -229,11 +230,26 @@ def test_ray_that_does_not_start_is_a_line(monkeypatch: pytest.MonkeyPatch, is_l
     if not is_local:
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
     monkeypatch.setattr(lifetime, "LONGER_LIMITS", {})
+    monkeypatch.setattr(lifetime, "wait_for_listener", lambda *_: None)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(UnavailableError, match=where) as caught:
         lifetime.join_ray(is_local=is_local)
     assert "(The current node timed out during startup.)" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_address_where_nobody_listens_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray tried for more than three minutes, with lines of its own."""
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("nobody listens"))
+    monkeypatch.setattr(lifetime, "_LISTENS_S", 0.6)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(UnavailableError, match=rf"RAY_ADDRESS=127.0.0.1:{port} .*refused.*start the cluster, or unset"):
+        lifetime.join_ray(is_local=False)
+    assert [message[:16] for message in caplog.messages] == ["nobody listens a"]
 
 
 @pytest.mark.parametrize(

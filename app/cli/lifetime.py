@@ -241,9 +241,8 @@ def serve_until_signal(
     log.lap("Serve runs")
     try:
         instance.deploy(config)
-        status = wait_until_running(names, signals)
+        status = wait_until_running(names, signals, log)
         if status:
-            log.fail()
             return status
         wait_until_routed(base_url(config), signals)
         log.end()
@@ -279,7 +278,7 @@ def end_within(seconds: float, status: int) -> None:
     watchdog.start()
 
 
-def wait_until_running(names: Sequence[str], signals: Signals) -> int:
+def wait_until_running(names: Sequence[str], signals: Signals, log: StartLog) -> int:
     """Wait until all applications run, or a signal comes. Returns 1 when an application cannot be deployed, else 0."""
     while not signals.wait(_POLL_S):
         applications = serve.status().applications
@@ -290,6 +289,7 @@ def wait_until_running(names: Sequence[str], signals: Signals) -> int:
             # Our errors are permanent: do not wait for Serve's retries.
             permanent = [reason for message in messages for reason in _OUR_ERROR.findall(message)]
             if permanent or status == ApplicationStatus.DEPLOY_FAILED:
+                log.fail(is_explained=bool(permanent))
                 reason = permanent[0] if permanent else applications[name].message
                 logger.error("%s cannot be deployed: %s", name, reason)
                 return 1

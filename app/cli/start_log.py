@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 _OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>[A-Z]+) (?P<logger>[\w.]+): (?P<message>.*)")
 _SERVES = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d{4}-\d\d-\d\d ")
 _MINOR = ("DEBUG", "INFO")
+# Of Serve's errors, one that a start repeats: the traceback of a replica that failed. It ends with the reason.
+_REPLICA_FAILED = "Exception in Replica("
 # Of Serve's warnings, one for the user: the cluster has too few CPUs or GPUs, and the start waits for ever.
 _WAITS_FOR_EVER = "to be scheduled"
 # Loggers whose lines tell a phase of a replica's start.
@@ -36,7 +38,7 @@ class StartLog:
     def __init__(self, *, verbose: bool = False, begun_at: float | None = None) -> None:
         self.verbose = verbose
         self._begun_at = self._lap_at = time.monotonic() if begun_at is None else begun_at
-        self._is_starting = True
+        self._is_starting = self._hides_failures = True
         self._hidden: deque[str] = deque(maxlen=_MOST_HIDDEN)
         if not verbose:  # lines of this process
             for name, level in (("ray", logging.ERROR), ("ray.serve", logging.ERROR), ("kernels", logging.WARNING)):
@@ -55,13 +57,19 @@ class StartLog:
 
     def end(self) -> None:
         """The server is ready: from now on show all of Folio's lines."""
-        self._is_starting = False
+        self._is_starting = self._hides_failures = False
         self._hidden.clear()
         self.say(f"ready ({time.monotonic() - self._begun_at:.1f} s in all)")
 
-    def fail(self) -> None:
-        """Show what was hidden: the reason may be in it."""
-        self._is_starting = False
+    def fail(self, *, is_explained: bool = False) -> None:
+        """Show what was hidden: the reason may be in it.
+
+        Args:
+            is_explained: Folio knows the reason, and tells it.
+        """
+        self._is_starting, self._hides_failures = False, is_explained  # its lines may come later
+        if is_explained:
+            self._hidden.clear()
         while self._hidden:  # to which Ray's thread may still append
             print(self._hidden.popleft(), file=sys.stderr)
 
@@ -81,6 +89,7 @@ class StartLog:
                     continue
             elif match := _SERVES.match(line):
                 is_hidden = match["level"] in (*_MINOR, "WARNING") and _WAITS_FOR_EVER not in line
+                is_hidden |= self._hides_failures and _REPLICA_FAILED in line
                 if match["level"] in _MINOR:
                     continue  # would push out what matters
             elif line.lstrip("\r").startswith(_PROGRESS_BAR):

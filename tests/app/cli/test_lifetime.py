@@ -123,7 +123,7 @@ def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..
     done: list[Any] = []
     instance = SimpleNamespace(deploy=lambda config: None, shut_down=done.append)
     monkeypatch.setattr(lifetime, "ServeInstance", lambda config: instance)
-    monkeypatch.setattr(lifetime, "wait_until_running", lambda names, signals: 0)
+    monkeypatch.setattr(lifetime, "wait_until_running", lambda names, signals, log: 0)
     monkeypatch.setattr(lifetime, "wait_until_routed", lambda url, signals: None)
     monkeypatch.setattr(lifetime, "folio_ingresses", dict)
     monkeypatch.setattr(lifetime, "drain_ingresses", lambda grace_s, ingresses: has_ended)
@@ -152,17 +152,17 @@ def test_waiting_until_all_applications_run(monkeypatch: pytest.MonkeyPatch) -> 
     runs, deploys = ApplicationStatus.RUNNING, ApplicationStatus.DEPLOYING
     statuses(monkeypatch, {}, {"a": runs}, {"a": runs, "b": deploys}, {"a": runs, "b": runs})
     waits = Signals(after=10)
-    assert lifetime.wait_until_running(["a", "b"], waits) == 0  # type: ignore[arg-type]
+    assert lifetime.wait_until_running(["a", "b"], waits, StartLog()) == 0  # type: ignore[arg-type]
     assert waits.left == 6
     statuses(monkeypatch, {"a": runs, "b": deploys})
-    assert lifetime.wait_until_running(["a", "b"], Signals(after=3)) == 0  # type: ignore[arg-type]
+    assert lifetime.wait_until_running(["a", "b"], Signals(after=3), StartLog()) == 0  # type: ignore[arg-type]
 
 
 def test_an_application_that_cannot_be_deployed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     statuses(monkeypatch, {"a": ApplicationStatus.RUNNING, "b": ApplicationStatus.DEPLOY_FAILED})
-    assert lifetime.wait_until_running(["a", "b"], Signals(after=10)) == 1  # type: ignore[arg-type]
+    assert lifetime.wait_until_running(["a", "b"], Signals(after=10), StartLog()) == 1  # type: ignore[arg-type]
     assert "b cannot be deployed: no memory" in caplog.text
 
 
@@ -170,7 +170,7 @@ def test_permanent_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch, caplo
     """Regression: 68 s and six tracebacks, while Serve retried to load a broken model."""
     message = "A replica failed to start.\nTraceback:\n  File\napp.errors.ModelError: no weights in 'x'\n"
     statuses(monkeypatch, {"a": ApplicationStatus.DEPLOYING}, message=message)
-    assert lifetime.wait_until_running(["a"], Signals(after=2)) == 1  # type: ignore[arg-type]
+    assert lifetime.wait_until_running(["a"], Signals(after=2), StartLog()) == 1  # type: ignore[arg-type]
     assert caplog.messages == ["a cannot be deployed: no weights in 'x'"]
 
 

@@ -19,6 +19,7 @@ STARTING, READY = "while it starts", "when it is ready"
         (ADVICE, ()),  # regression: the advice to listen on all addresses
         (f"WARNING {AT} controller 1 -- 1 replicas that have taken more than 30s to be scheduled.", (STARTING, READY)),
         (f"ERROR {AT} controller 1 -- Exception in the control loop", (STARTING, READY)),
+        (f"ERROR {AT} controller 1 -- Exception in Replica(id='a', app='folio'), it will be stopped.", (READY,)),
         (f"{AT} INFO app.engine.model.kv_plan: KV cache: up to 64.0 MiB", (READY,)),
         (REQUEST, (READY,)),
         (f"{AT} WARNING app.engine.startup: less memory", (STARTING, READY)),
@@ -42,6 +43,24 @@ def test_a_line_for_each_phase(capsys: pytest.CaptureFixture[str]) -> None:
     written = capsys.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in written] == ["==> Ray runs", "==> model m is loaded", "==> ready"]
     assert all(line.endswith((" s)", " s in all)")) for line in written)
+
+
+@pytest.mark.parametrize("is_explained", [False, True])
+def test_a_replicas_traceback_is_for_failures_that_nobody_explains(
+    is_explained: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: 130 lines above "no tokenizer for 'x'"."""
+    trace = [
+        f"ERROR {AT} controller 1 -- Exception in Replica(id='a')",
+        "Traceback (most recent call last):",
+        "KeyError",
+    ]
+    log = StartLog()
+    assert log.visible("ServeController", trace) == []
+    log.fail(is_explained=is_explained)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == ([] if is_explained else [f"(ServeController) {line}" for line in trace])
+    assert log.visible("ServeController", trace) == ([] if is_explained else trace)  # those that come late
 
 
 def test_a_failed_start_shows_what_was_hidden(capsys: pytest.CaptureFixture[str]) -> None:

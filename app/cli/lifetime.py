@@ -245,8 +245,8 @@ def serve_until_signal(
         if status:
             return status
         wait_until_routed(base_url(config), signals)
-        log.end()
         if not signals.came:
+            log.end()
             print(greeting(config, cluster_address(), ray_dashboard=ray_dashboard), flush=True)
         ingresses = folio_ingresses()
         watch(signals)

@@ -117,7 +117,12 @@ def test_the_greeting(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str], has_ended: bool) -> None:
+def test_the_end_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Callable[..., str],
+    has_ended: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Regression: the command took 33 s more than the grace period. The process's end is scheduled before anything is
     stopped, and a drain that has used up the grace period is not waited for again."""
     done: list[Any] = []
@@ -135,6 +140,7 @@ def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..
     assert seconds + lifetime._ANSWER_S <= 10
     assert status == 0
     assert (timeout_s > 0) == has_ended
+    assert "ready" not in capsys.readouterr().err  # regression: a start that is cut off said so
 
 
 @pytest.mark.processes

@@ -137,7 +137,7 @@ MANY = 100_000
         (ChatCompletionRequest, {"messages": [USER], "modalities": [0] * MANY}),
         (ResponsesRequest, {"input": [0] * MANY}),
         (ResponsesRequest, {"input": [{"role": "user", "content": [0] * MANY}]}),
-        (ResponsesRequest, {"input": [{"type": "function_call_output", "call_id": "c", "output": [0] * MANY}]}),
+        (ResponsesRequest, {"input": [{"type": "function_call_output", "call_id": "c", "output": [{}] * MANY}]}),
         (ResponsesRequest, {"input": "x", "tools": [0] * MANY}),
         (ResponsesRequest, {"input": "x", "include": [0] * MANY}),
         (TokenizeRequest, {"messages": [0] * MANY}),

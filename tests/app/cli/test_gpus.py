@@ -140,6 +140,8 @@ def test_a_cluster_that_is_started_has_the_gpus(
 ) -> None:
     """A cluster that runs has its own."""
     counts: list[int | None] = []
+    if not is_local:
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setattr(lifetime, "unseen_gpus", lambda: 1)
     monkeypatch.setattr(ray, "init", lambda *, num_gpus, **_: counts.append(num_gpus))
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": 1.0}}, {"Alive": False}])

@@ -135,7 +135,7 @@ class Message(StrictBody):
             raise ValueError(f"only a tool's message may have a tool_call_id; the role is {self.role}")
         if self.reasoning_text and self.role != "assistant":
             raise ValueError(f"only an assistant's message may have reasoning; the role is {self.role}")
-        if self.content is None and self.role not in ("assistant", "tool"):
+        if "content" not in self.model_fields_set and self.role not in ("assistant", "tool"):
             raise ValueError("content is missing")
         return self
 
@@ -221,8 +221,6 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
     """Refused: answers are text."""
     prediction: JsonObject | None = None
     """No effect: the server's settings decide about speculation."""
-    web_search_options: Annotated[None, unsupported_field("this server has no web search; leave it out")] = None
-    """Refused: there is no web search."""
 
     def sampling_params(self, output: OutputPlan | None = None) -> SamplingParams:
         """Args: `output`: its structure is forced. Raises `RequestError`, see `params`."""

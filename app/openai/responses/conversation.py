@@ -80,7 +80,9 @@ class _Conversation:
         self._messages.append(Message(role="tool", content=text, tool_call_id=call_id))
 
     def _say(self, item: InputMessage) -> None:
-        if item.role == "assistant" and self._answering is not None and self._answering.content is None:
+        if item.role == "tool":
+            self._result(item.tool_call_id or "", item.text)
+        elif item.role == "assistant" and self._answering is not None and self._answering.content is None:
             self._answering.content = item.text
         else:
             self._messages.append(Message(role=item.role, content=item.text))

@@ -26,7 +26,7 @@ from app.openai.base import (
     text_or,
 )
 from app.openai.chat_body import MAX_PARTS
-from app.openai.tools.bodies import Arguments
+from app.openai.tools.bodies import Arguments, CallId
 
 
 class OtherPart(OtherKind):
@@ -94,7 +94,7 @@ class InputMessage(_Item):
     """A message of the client, or of an earlier answer."""
 
     type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         Annotated[
             Annotated[Text, Tag("text")] | Annotated[ListOf[Part], at_most(MAX_PARTS, "parts"), Tag("parts")],
@@ -104,6 +104,8 @@ class InputMessage(_Item):
     ) = None
     phase: Text | None = None
     """Not shown to the model."""
+    tool_call_id: Text | None = None
+    """Of a message of a tool, as chat completions have it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -119,7 +121,7 @@ class InputMessage(_Item):
 
 
 class _Call(_Item):
-    call_id: Text
+    call_id: CallId
     name: Text
     namespace: Text | None = None
     """Of the tool, if it has one."""
@@ -201,7 +203,7 @@ class CallOutput(_Item):
 
     @model_validator(mode="after")
     def _check_call(self) -> CallOutput:
-        if self.call_id is None and self.id is None:
+        if "call_id" not in self.model_fields_set and self.id is None:
             raise ValueError("call_id is missing")
         return self
 

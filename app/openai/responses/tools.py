@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, Tag
+from pydantic import Field, PrivateAttr, Tag, model_validator
 
 from app.openai.base import JsonObject, ListOf, OtherKind, StrictBody, Text, at_most, by_type
 from app.openai.responses.grammar import pattern_of
@@ -39,7 +39,17 @@ from app.openai.tools.bodies import (
 _MAX_NAME_CHARS, _DIGEST_CHARS = 128, 8
 
 
-class FunctionTool(StrictBody):
+class _Flat(StrictBody):
+    @model_validator(mode="before")
+    @classmethod
+    def _flatten(cls, fields: Any) -> Any:
+        """Chat completions have a level more."""
+        if isinstance(fields, dict) and isinstance(function := fields.get("function"), dict):
+            return {"type": fields.get("type")} | function
+        return fields
+
+
+class FunctionTool(_Flat):
     """A function that may be called: `FunctionDefinition`, one level less deep."""
 
     type: Literal["function"]
@@ -92,7 +102,7 @@ AnyTool = Annotated[
 ]
 
 
-class NamedTool(StrictBody):
+class NamedTool(_Flat):
     """A function or a custom tool."""
 
     type: Literal["function", "custom"]
@@ -212,7 +222,7 @@ class ShownTools:
         about = namespace.description
         for tool in namespace.tools:
             if isinstance(tool, OtherTool):
-                self.ignored.append(f"tools[].tools[].{tool.type}")
+                self.tools.append(tool)
                 continue
             description = "\n".join(filter(None, (about, tool.description))) or None
             about = None  # the first function says what all of them are for

@@ -123,10 +123,13 @@ class FunctionCall(StrictBody):
     dropped = frozenset({"parsed_arguments"})  # added to the calls of answers by OpenAI's client
 
 
+CallId = Annotated[Text, BeforeValidator(lambda given: "" if given is None else given)]
+
+
 class ToolCall(StrictBody):
     """One call, in an assistant's message of a request or of an answer."""
 
-    id: Annotated[Text, BeforeValidator(lambda given: "" if given is None else given)]
+    id: CallId
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -135,12 +138,16 @@ class ToolCall(StrictBody):
     @model_validator(mode="before")
     @classmethod
     def _of_another_type(cls, fields: Any) -> Any:
-        """Other servers' calls: of custom tools, and of functions that they run themselves, or without a type."""
-        if isinstance(fields, dict) and fields.get("type") == "custom" and isinstance(fields.get("custom"), dict):
-            custom = fields["custom"]
+        """Other servers' calls: of custom tools, and of functions that they run themselves, without a type, or flat."""
+        if not isinstance(fields, dict):
+            return fields
+        if fields.get("type") == "custom" and isinstance(custom := fields.get("custom"), dict):
             call = {"name": custom.get("name"), "arguments": {TEXT_ARGUMENT: custom.get("input")}}
             return {"id": fields.get("id"), "function": call}
-        return fields | {"type": "function"} if isinstance(fields, dict) and "function" in fields else fields
+        if "function" not in fields and "name" in fields:
+            call = {"name": fields["name"], "arguments": fields.get("arguments")}
+            return {"id": fields.get("id"), "function": call}
+        return fields | {"type": "function"} if "function" in fields else fields
 
 
 class FunctionCallDelta(BaseModel):

@@ -339,7 +339,6 @@ def test_fields_that_clients_send_change_nothing() -> None:
         ("function_call", "auto", "use tool_choice"),
         ("audio", {}, "answers are text"),
         ("modalities", ["text", "audio"], "answers are text"),
-        ("web_search_options", {}, "no web search"),
         ("reasoning_effort", "huge", "'none'"),
         ("messages", [{"role": "user", "content": "x", "reasoning": "y"}], "only an assistant's message"),
         ("verbosity", "loud", "'high'"),

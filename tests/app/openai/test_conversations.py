@@ -163,6 +163,12 @@ LEFT_OUT = "[image left out: this model reads text only]"
         ),
         ([CALLS, {"role": "tool", "content": ["a", 1]}], '<output>["a", 1]</output>', None),
         (
+            [{"role": "assistant", "tool_calls": [{"id": "c", "name": "f", "arguments": {"x": 1}}]}],
+            '<call>f<sep>{"x": 1}',
+            None,
+        ),
+        ([{"role": "user", "content": None}], "<User>", None),
+        (
             [
                 {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
                 {"role": "function", "name": "f", "content": "five"},

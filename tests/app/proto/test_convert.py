@@ -31,7 +31,7 @@ VLLMS = {*TokenFields.model_fields, *chat_body.TemplateFields.model_fields} | {
 }
 HTTP_ONLY = {*ClientFields.model_fields, *VLLMS, "stream", "stream_options", "suffix"} | {
     *("modalities", "reasoning", "thinking", "verbosity", "functions", "function_call", "audio", "prediction"),
-    *("web_search_options", "refusal", "annotations", "parsed", "provider_specific_fields"),
+    *("refusal", "annotations", "parsed", "provider_specific_fields"),
 }
 # Of one route only.
 HTTP_ONLY_OF: dict[Any, set[str]] = {

@@ -248,6 +248,8 @@ def test_choices(choice: Any, may_call: list[str] | None, ignored: str | None) -
             "input[].content[].of_2030",
         ),
         ({"type": "an item"}, "", "input[].an_item"),
+        ({"type": "function_call", "call_id": None, "name": "shell", "arguments": {"x": 1}}, '"x": 1', None),
+        ({"role": "tool", "tool_call_id": "c1", "content": "five"}, "five", None),
         (
             {"role": "assistant", "content": [{"text": "a"}, {"type": "output_image", "image_url": "x"}]},
             "a[image left out: this model reads text only]",
@@ -265,6 +267,17 @@ def test_items_of_histories(item: dict[str, Any], shown: str, ignored: str | Non
     assert answer.status_code == 200, answer.text
     assert answer.headers.get("x-folio-ignored-fields") == ignored
     assert shown in prompt_of(engines)
+
+
+def test_tools_in_the_form_of_chat_completions() -> None:
+    function = {"name": "shell", "parameters": {"type": "object", "properties": {}}}
+    tool, hosted = {"type": "function", "function": function}, {**NAMESPACE, "tools": [{"type": "mcp"}]}
+    choice = {"type": "function", "function": {"name": "shell"}}
+    answer = ask(engines := Long("x"), tools=[tool, hosted], tool_choice=choice)
+    assert answer.status_code == 200, answer.text
+    assert engines.calls[0].params.structure is not None
+    only = ask(Long("x"), tools=[hosted], tool_choice="required")
+    assert only.headers["x-folio-ignored-fields"] == "tools[].mcp, tool_choice", only.text
 
 
 def test_outputs_of_tools_may_have_parts() -> None:

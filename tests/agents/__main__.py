@@ -16,7 +16,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from typing import Any
 
 from tests.agents import script
 from tests.agents.agents import AGENTS, Agent, filled, steps
-from tests.agents.server import ROOT, Server, served
+from tests.agents.server import ROOT, Server, kill, served
 from tests.agents.wire import Connection, Wire
 
 HERE = Path(__file__).parent
@@ -135,23 +134,23 @@ class Run:
     def killed(self) -> str:
         """The replica is killed in the middle of an answer: the agent asks again, or tells its user."""
         self._server.await_replicas()
-        killed_at: list[float] = []
+        killed: list[str] = []
 
-        def kill(connection: Connection) -> None:
+        def kill_once(connection: Connection) -> None:
             is_main = b'"tools":' in connection.sent or isinstance(self.agent.steps[0], str)  # not that for a title
-            if is_main and connection.num_events > 3 and not killed_at:
-                killed_at.append(time.monotonic())
-                self._server.kill_busy()
+            if is_main and connection.num_events > 3 and not killed:
+                kill(connection.replica)
+                killed.append(connection.replica)
 
-        self.wire.on_event = kill
+        self.wire.on_event = kill_once
         turn = self._turn(f"Count {script.SLOW}.")
         self.wire.on_event = lambda _: None
-        if not killed_at or turn.status is None:
-            return "nothing to kill: " + self._failure(turn) if not killed_at else f"hangs for {_TIMEOUT_S:.0f} s"
+        if not killed or turn.status is None:
+            return "nothing to kill: " + self._failure(turn) if not killed else f"hangs for {_TIMEOUT_S:.0f} s"
         if turn.says(script.COUNTED):
             sizes = [len(json.dumps(body)) for one in self.wire.connections for _, body in one.bodies()]
             is_again = sum(size > max(sizes) / 2 for size in sizes) > 1
-            return "passed: asks again" if is_again else "another replica was killed"
+            return "passed: asks again" if is_again else "the answer was complete"
         return "passed: says so" if turn.status or turn.says("error", "failed") else self._failure(turn)
 
     def real(self) -> str:

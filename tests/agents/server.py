@@ -20,7 +20,6 @@ from tests.processes import until
 
 ROOT = Path(__file__).parents[2]
 _START_S = 600.0
-_REPLICA = b"ray::ServeReplica:folio:EngineReplica"
 
 
 class Server:
@@ -28,17 +27,10 @@ class Server:
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self._seconds: dict[int, float] = {}
 
     def await_replicas(self) -> None:
-        """Wait until both replicas answer; note how long each has computed."""
+        """Wait until both replicas answer."""
         until(self.is_whole, _START_S)
-        self._seconds = _replicas()
-
-    def kill_busy(self) -> None:
-        """Kill the replica that has computed most since `await_replicas`."""
-        worked = {pid: seconds - self._seconds.get(pid, 0.0) for pid, seconds in _replicas().items()}
-        os.kill(max(worked, key=worked.__getitem__), signal.SIGKILL)
 
     def is_whole(self) -> bool:
         """Whether both replicas answer."""
@@ -90,14 +82,13 @@ def _configuration(models: Mapping[str, Path], port: int) -> dict[str, Any]:
     }
 
 
-def _replicas() -> dict[int, float]:
-    """Process → seconds of processor time. Other servers of the machine are not in this process namespace."""
-    found = {}
+def kill(replica: str) -> None:
+    """Kill the replica of this name: the process that writes its log."""
+    log = f"replica_folio_EngineReplica_{replica}.log"
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if (folder / "cmdline").read_bytes().startswith(_REPLICA):
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                found[int(folder.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except (FileNotFoundError, ProcessLookupError):
+            if any(file.readlink().name == log for file in (folder / "fd").iterdir()):
+                return os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:
             pass  # it has ended
-    return found
+    raise ProcessLookupError(f"no process has {log} open")

@@ -13,6 +13,7 @@ from typing import Any
 _EVENT = re.compile(rb"^data: ", re.MULTILINE)
 _CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)": ?(\d+)')
 _PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens)": ?(\d+)')
+_REPLICA = re.compile(rb'"id": ?"(?:chatcmpl|resp|msg)-[^".]+\.(\w+)"')
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
@@ -26,6 +27,11 @@ class Connection:
     def num_events(self) -> int:
         """Server-sent events with data."""
         return len(_EVENT.findall(self.received))
+
+    @property
+    def replica(self) -> str:
+        """The replica that the id of the last answer names."""
+        return _REPLICA.findall(self.received)[-1].decode()
 
     def bodies(self) -> list[tuple[str, Any]]:
         """Request line and JSON of each request with a body."""

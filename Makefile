@@ -44,8 +44,7 @@ clients: $(VENV)/.dev $(CLIENTS)/.installed kernels
 
 agents: $(VENV)/.dev $(AGENTS)/.installed kernels
 	@echo "==> Running coding agents against a server without a network (ten minutes); then docs/clients.md has what worked"
-	$(BIN)/python -m tests.agents --real $(AGENTS)/smollm2
-	$(BIN)/python -m tools.clients
+	$(BIN)/python -m tests.agents --real $(AGENTS)/smollm2; status=$$?; $(BIN)/python -m tools.clients && exit $$status
 
 mutants: $(VENV)/.dev kernels
 	@echo "==> Changing the code at 300 places, one at a time, to see whether the tests notice (an hour on 2 cores)"

@@ -222,7 +222,8 @@ def main() -> None:
     chosen = [agent for agent in AGENTS if not options.agents or agent.name in options.agents]
     if _INSIDE not in os.environ:
         if subprocess.run([*_NAMESPACE, "true"], capture_output=True).returncode:
-            sys.exit(f"skipped: {', '.join(agent.name for agent in chosen)}: this machine allows no namespaces")
+            print(f"skipped: {', '.join(agent.name for agent in chosen)}: this machine allows no namespaces")
+            return
         os.environ[_INSIDE] = "1"
         os.execvp(_NAMESPACE[0], [*_NAMESPACE, sys.executable, "-m", "tests.agents", *sys.argv[1:]])
     with socket.socket() as device:
@@ -239,6 +240,9 @@ def main() -> None:
         for run in runs:
             run.check(name for name in checks if name == "killed")
         write_record(runs)
+    outcomes = [(f"{run.agent.name}: {name}", outcome) for run in runs for name, outcome in run.outcomes.items()]
+    if failed := [check for check, outcome in outcomes if not outcome.startswith("passed")]:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

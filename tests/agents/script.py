@@ -64,7 +64,7 @@ def write_checkpoint(folder: Path, errands: Mapping[str, tuple[Step, Step]], cor
     steps = {mark: (_chain(first), _chain(second)) for mark, (first, second) in errands.items()}
     chains = [[HELLO, END], [READ, END], [*_TICKS, COUNTED, END]] + [chain for pair in steps.values() for chain in pair]
     marks = [SLOW, FIRST, SECOND, TOOLS, *errands]
-    known = list(dict.fromkeys([*SPECIAL, *marks, *(text for chain in chains for text in chain)]))
+    known = list(dict.fromkeys([*SPECIAL, CALL, *marks, *(text for chain in chains for text in chain)]))
     tokenizer = _tokenizer(known, corpus)
     tokenizer.save_pretrained(folder)
     _model(tokenizer, known, marks, chains, steps).save_pretrained(folder)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import ray
 from ray import serve as ray_serve
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
@@ -197,17 +198,21 @@ def test_ingresses_are_drained_without_the_controller(monkeypatch: pytest.Monkey
     monkeypatch.setattr(lifetime, "_POLL_S", 0.0)
     monkeypatch.setattr(lifetime, "_FLUSH_GRACE_S", 0.0)
     monkeypatch.setattr(lifetime, "_ANSWER_S", 0.01)
-    asked: list[None] = []
+    asked: list[threading.Thread] = []
+    ended = threading.Event()
 
     def hangs() -> None:
-        asked.append(None)
-        threading.Event().wait(240)
+        asked.append(threading.current_thread())
+        ended.wait(240)
+        raise RayError("the test has ended")
 
     monkeypatch.setattr(ray_serve, "status", hangs)
     answers: Iterator[Any] = iter([[2], [0]])
     assert lifetime.drain_ingresses(60.0, {"a": Ingress(answers)})
     assert next(answers, None) is None
-    assert len(asked) == 1
+    ended.set()
+    [thread] = asked
+    thread.join()
 
 
 def test_a_dead_raylet_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

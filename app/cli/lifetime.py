@@ -251,6 +251,9 @@ def serve_until_signal(
         ingresses = folio_ingresses()
         watch(signals)
         has_ended = drain_ingresses(grace_s, ingresses)
+        if raylet_has_ended():
+            # Ray's orderly end crashes without it where a call still waits. Its processes end with this one.
+            os._exit(status)
         return status
     finally:
         end_within(_END_S, status)

@@ -73,7 +73,7 @@ docs: $(VENV)/.docs
 
 proto: $(VENV)/.dev
 	@echo "==> Writing the generated code of app/proto/folio.proto"
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. app/proto/folio.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. folio/app/proto/folio.proto
 	# The ingress reads messages, after keys: gRPC would log a traceback for each that it cannot read.
 	sed -i 's/request_deserializer=.*,/request_deserializer=None,/' app/proto/folio_pb2_grpc.py
 
@@ -89,7 +89,7 @@ compiler:
 
 kernels: $(VENV)/.base compiler
 	@echo "==> Compiling the C++ kernels for this processor, unless they are there (a minute)"
-	@$(BIN)/python -m kernels.cpu || echo "==> Without them torch computes, several times slower"
+	@$(BIN)/python -m folio.kernels.cpu || echo "==> Without them torch computes, several times slower"
 
 $(VENV)/.python:
 	@echo "==> Creating $(VENV)"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,16 +25,29 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from app.builtin import resolve_model
-from app.config.args import AppArgs
-from app.config.checkpoint import checkpoint_faults, name_fault, rank_faults, weight_bytes
-from app.config.engine import EngineConfig
-from app.config.machine import Machine, check_resources
-from app.edge.keys import read_keys
-from app.errors import ConfigError
-from app.fleet.autoscaling import ScalingTargets
+from folio.app.builtin import resolve_model
+from folio.app.config.args import AppArgs
+from folio.app.config.checkpoint import checkpoint_faults, name_fault, rank_faults, weight_bytes
+from folio.app.config.engine import EngineConfig
+from folio.app.config.machine import Machine, check_resources
+from folio.app.edge.keys import read_keys
+from folio.app.errors import ConfigError
+from folio.app.fleet.autoscaling import ScalingTargets
 
-FOLIO = "app.main:build"
+logger = logging.getLogger(__name__)
+
+FOLIO = "folio.app.main:build"
+# Paths of version 0.1, taken until 0.2: a project's own folder `app` could hide these.
+_RENAMED = {
+    old: f"folio.{old}"
+    for old in (
+        "app.main:build",
+        "app.serving.autoscaling:KVAwareScaling",
+        "app.tracing:otlp",
+        "app.tracing:files",
+        "app.proto.folio_pb2_grpc.add_FolioServicer_to_server",
+    )
+}
 DEPLOYMENTS = ("Ingress", "EngineReplica")
 
 _MAX_SHOWN_CHARS = 80  # of a value
@@ -51,11 +65,28 @@ def load_config(path: Path, *, is_local: bool = True) -> ServeDeploySchema:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A configuration file's content. Raises `ConfigError` if it cannot be read."""
+    """A configuration file's content, with today's names. Raises `ConfigError` if it cannot be read."""
     try:
-        return _parsed(path)
+        value = _parsed(path)
     except ConfigError as error:
         raise _in_file(path, error) from None
+    old: set[str] = set()
+    value = _with_new_names(value, old)
+    for name in sorted(old):
+        logger.warning("%s: %s is now %s; Folio 0.2 will not find it, please change it", path, name, _RENAMED[name])
+    return value
+
+
+def _with_new_names(value: Any, old: set[str]) -> Any:
+    """The value with each path of `_RENAMED` replaced; adds those that it had to `old`."""
+    if isinstance(value, dict):
+        return {key: _with_new_names(part, old) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_with_new_names(part, old) for part in value]
+    if isinstance(value, str) and value in _RENAMED:
+        old.add(value)
+        return _RENAMED[value]
+    return value
 
 
 def check_config(value: dict[str, Any], *, is_local: bool = True) -> ServeDeploySchema:
@@ -258,7 +289,7 @@ class _Faults:
 
     def _check_policy(self, policy: Mapping[str, Any], path: str) -> None:
         function, kwargs = policy.get("policy_function"), policy.get("policy_kwargs")
-        if function != "app.serving.autoscaling:KVAwareScaling" or not isinstance(kwargs, dict):
+        if function != "folio.app.serving.autoscaling:KVAwareScaling" or not isinstance(kwargs, dict):
             return
         self.check_value(ScalingTargets, kwargs, f"{path}.policy_kwargs")
 
@@ -330,9 +361,9 @@ def _tracing_faults(tracing: Mapping[str, Any], *, is_local: bool) -> Iterator[s
     if tracing.get("enabled") and not path:
         yield (
             f"{key} is missing; Serve's own exporter also writes exceptions, whose messages may quote a request: use "
-            "app.tracing:otlp or app.tracing:files"
+            "folio.app.tracing:otlp or folio.app.tracing:files"
         )
-    if is_local and path == "app.tracing:otlp" and not _is_module("opentelemetry.exporter.otlp.proto.http"):
+    if is_local and path == "folio.app.tracing:otlp" and not _is_module("opentelemetry.exporter.otlp.proto.http"):
         yield f"{key} is {_shown(path)}, which needs a package: pip install 'folio-serve[traces]'"
 
 

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from app.errors import ContextLengthError, UnknownThreadError
-from app.http_errors import ErrorBody
-from app.request_context import current_context
+from folio.app.errors import ContextLengthError, UnknownThreadError
+from folio.app.http_errors import ErrorBody
+from folio.app.request_context import current_context
 
 _ANTHROPIC_ROUTES = re.compile(r"/v1/messages(?:/|$)")
 # Of statuses with a type of their own; other statuses below 500 are "invalid_request_error", all others "api_error".

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from app.errors import (
+from folio.app.errors import (
     ContextLengthError,
     DeadlineError,
     EngineError,
@@ -29,7 +29,7 @@ from app.errors import (
     UnknownResponseError,
     UnknownThreadError,
 )
-from app.request_context import current_context
+from folio.app.request_context import current_context
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -6,7 +6,7 @@ import logging
 import traceback
 from collections.abc import Iterator
 
-from app.errors import (
+from folio.app.errors import (
     ConfigError,
     DeadlineError,
     ForbiddenError,
@@ -26,12 +26,11 @@ _WITHHELD = "(message withheld: it may quote a request; logging_config: {log_lev
 
 
 def configure_logs() -> None:
-    """Set up the process of a replica: `app` and `kernels` log from INFO on to stderr. Exceptions, also those that
+    """Set up the process of a replica: `folio` logs from INFO on to stderr. Exceptions, also those that
     Serve logs, appear without their messages unless these are harmless or Serve's log level is DEBUG. Refusals do
     not appear."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for package in ("app", "kernels"):
-        logging.getLogger(package).setLevel(logging.INFO)
+    logging.getLogger("folio").setLevel(logging.INFO)
     for name in (None, _SERVE_LOGGER):
         for handler in logging.getLogger(name).handlers:
             if not any(isinstance(present, WithheldMessages) for present in handler.filters):

@@ -1,5 +1,6 @@
 """Application builder: `serve run serve_config.yaml` calls `build` with the YAML's `args`."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -8,15 +9,18 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from app.checks import check_args
-from app.config.args import AppArgs
-from app.config.engine import EngineConfig
-from app.config.shelf import ShelfConfig
-from app.fleet.streams import StreamPace
-from app.serving.ingress import Ingress
-from app.serving.replica import EngineReplica
+from folio.app.checks import check_args
+from folio.app.config.args import AppArgs
+from folio.app.config.engine import EngineConfig
+from folio.app.config.shelf import ShelfConfig
+from folio.app.fleet.streams import StreamPace
+from folio.app.serving.ingress import Ingress
+from folio.app.serving.replica import EngineReplica
 
 __all__ = ["AppArgs", "build"]
+
+if not __name__.startswith("folio."):  # in a checkout `serve run` finds version 0.1's path, too
+    warnings.warn("import_path: app.main:build is now folio.app.main:build", FutureWarning, stacklevel=2)
 
 # Default bound of a server's waiting queue, per sequence that can run.
 QUEUED_PER_SEQUENCE = 4
@@ -122,7 +126,7 @@ def router_config(args: AppArgs) -> RequestRouterConfig:
     """Serve's settings for the handles of the engine replicas."""
     routing, first = args.routing.model_dump(exclude={"report_period_s"}), args.shelf.first
     settings: dict[str, Any] = {
-        "request_router_class": "app.serving.router:FolioRouter",
+        "request_router_class": "folio.app.serving.router:FolioRouter",
         "request_router_kwargs": routing | {"isolate_tenants": first.engine.isolate_tenants, "first_model": first.name},
         "request_routing_stats_period_s": args.routing.report_period_s,
     }

@@ -9,18 +9,18 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from app.config.http import HttpSettings, KeyEntry
-from app.errors import ForbiddenError, RequestError
+from folio.app.config.http import HttpSettings, KeyEntry
+from folio.app.errors import ForbiddenError, RequestError
 
 if TYPE_CHECKING:
-    from app.engine.report import Progress
+    from folio.app.engine.report import Progress
 
 # Of the header of ignored fields: proxies bound all headers.
 _MOST_IGNORED_CHARS = 1100
 
 
 class Quota(Protocol):
-    """What a caller may still use, see `app.edge.quota.Quota`, which is not imported from here."""
+    """What a caller may still use, see `folio.app.edge.quota.Quota`, which is not imported from here."""
 
     def begin(self) -> None: ...
 

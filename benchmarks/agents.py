@@ -1,7 +1,7 @@
 """Sessions that pause and come back: which cached prefixes are evicted meanwhile.
 
-Three eviction orders: least recently used (LRU), Folio's (`vmem.ReturnOrder`), and the optimal one (Belady 1966), which
-knows the future. All drive the real `KVMemory`; contents do not exist, and blocks are 512 tokens.
+Three eviction orders: least recently used (LRU), Folio's (`folio.vmem.ReturnOrder`), and the optimal one (Belady 1966),
+which knows the future. All drive the real `KVMemory`; contents do not exist, and blocks are 512 tokens.
 
 **Replay.** The requests of a trace one at a time, in order, so that all orders see the same uses and the optimal one is
 exact. Each order at several sizes of the cache.

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from app.cli.load import Ask
-from app.cli.load import poisson as poisson
 from benchmarks import workloads
 from benchmarks.workloads import Lengths
+from folio.app.cli.load import Ask
+from folio.app.cli.load import poisson as poisson
 
 # (seconds since the first, prompt tokens, output tokens)
 Row = tuple[float, int, int]

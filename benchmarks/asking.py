@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from app.engine import LLM, SamplingParams
-from app.engine.model.tokenizer import load_tokenizer
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.model.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     import httpx

@@ -29,9 +29,9 @@ from benchmarks.attention_memory import DTYPE, Case, Device, Heads, Setting, bat
 from benchmarks.device_time import LEAST_S, device_timer, product_limit, read_limit
 from benchmarks.facts import note_dtypes, record
 from benchmarks.picture import LIMIT, OURS, RIVALS, legend_below, picture
-from kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
-from kernels.provider import AttentionCall
-from vmem import LayoutKind, View
+from folio.kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
+from folio.kernels.provider import AttentionCall
+from folio.vmem import LayoutKind, View
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import VarlenBatch
-from vmem import (
+from folio.kernels import VarlenBatch
+from folio.vmem import (
     KVMemory,
     LayerGroup,
     LayerSpec,

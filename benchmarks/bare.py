@@ -11,10 +11,10 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from app.cli.load import Ask, Clock, Record, open_loop
-from app.config.engine import EngineConfig
-from app.engine import AsyncEngine, SamplingParams
 from benchmarks.loops import closed_loop
+from folio.app.cli.load import Ask, Clock, Record, open_loop
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import AsyncEngine, SamplingParams
 
 START_S, STOP_S = 300.0, 30.0
 

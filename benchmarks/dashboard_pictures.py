@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.served import Served, cluster
 
 if TYPE_CHECKING:
-    from app.dashboard.state import DashboardState
+    from folio.app.dashboard.state import DashboardState
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SHARED_BYTES = 16 << 20
@@ -72,7 +72,7 @@ class Recording(threading.Thread):
     def run(self) -> None:
         import httpx  # a GPU machine may lack it and pydantic
 
-        from app.dashboard.state import DashboardState
+        from folio.app.dashboard.state import DashboardState
 
         while not self.stop.is_set():
             with httpx.stream("GET", f"{self._url}/dashboard/events?fast=true", timeout=60) as answer:
@@ -93,7 +93,7 @@ def record(server: Served, waves: int, wave_s: float) -> list[Frame]:
     """Waves of forks at each replica in turn; forks go to the replica that has the request."""
     import httpx
 
-    from app.openai.bodies import ForkRequest
+    from folio.app.openai.bodies import ForkRequest
 
     parents: dict[str, str] = {}
     for number in itertools.count():

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.builtin import corpus
-from app.config.engine import EngineConfig
 from benchmarks import harness
 from benchmarks.served import cluster
+from folio.app.builtin import corpus
+from folio.app.config.engine import EngineConfig
 
 NAME = "folio-disconnects"
 AT_ONCE = 24
@@ -224,7 +224,7 @@ def main() -> None:
     harness.needs("ray", "httpx")
     from ray import serve
 
-    from app.main import AppArgs, build
+    from folio.app.main import AppArgs, build
 
     count = 60 if args.quick else 500
     # Little memory: requests wait, and are preempted.

@@ -35,11 +35,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from app.engine import LLM, SamplingParams
 from benchmarks import harness, sweep
 from benchmarks.facts import record
 from benchmarks.picture import OURS, RIVALS, legend_below, picture
 from benchmarks.throughput import make_checkpoint
+from folio.app.engine import LLM, SamplingParams
 
 NUM_LAYERS = 4
 SHAPES = {"cpu": None, "cuda": "llama-3-8b"}

@@ -22,10 +22,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from app.config.engine import EngineConfig
 from benchmarks import chaos, harness, parts
 from benchmarks.asking import DTYPE, OUTCOMES, Client, Outcomes
 from benchmarks.served import cluster, processes_called
+from folio.app.config.engine import EngineConfig
 
 NUM_CLIENTS = 6
 STEP_TIMEOUT_S = 5.0
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> None:
     """Faults of ranks."""
     from ray import serve
 
-    from app.config.args import AppArgs
-    from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, build
+    from folio.app.config.args import AppArgs
+    from folio.app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, build
 
     count = 4 if args.quick else 50
     engine = EngineConfig(

@@ -43,7 +43,17 @@ import torch
 
 from benchmarks import harness, workloads
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
-from vmem import HostBackend, KVMemory, LayerGroup, LayerSpec, OutOfPages, SequenceMemory, StepDemand, View, plan_layout
+from folio.vmem import (
+    HostBackend,
+    KVMemory,
+    LayerGroup,
+    LayerSpec,
+    OutOfPages,
+    SequenceMemory,
+    StepDemand,
+    View,
+    plan_layout,
+)
 
 SEED = 0
 LONGEST_AT_ONCE = 8

@@ -15,9 +15,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
-from app.cli.load import Ask, Clock, HttpTarget, Record
 from benchmarks.facts import record
 from benchmarks.loops import SILENCE_S, closed_loop
+from folio.app.cli.load import Ask, Clock, HttpTarget, Record
 
 # Streams of a process.
 _STREAMS = 64

@@ -2,7 +2,7 @@
 
 Layouts are those of servers on CUDA, in blocks and in regions, and a measurement reads more than the L2 cache holds.
 Each fact has the microseconds of a call and the bytes of cached keys and values a second. The tunings are
-`kernels.triton.decode.TUNINGS`; the first is the default.
+`folio.kernels.triton.decode.TUNINGS`; the first is the default.
 
 --compile prints registers, spills, shared memory and the programs that a processor holds at once, as Triton's compiler
 gives them for an H100. It needs no device. --fake runs everything small in Triton's interpreter, and measures nothing.
@@ -28,12 +28,12 @@ import torch
 from benchmarks.device_time import compare
 from benchmarks.facts import record
 from benchmarks.gpu_parts import Parts
-from kernels import CacheScales, Masking, VarlenBatch
-from kernels.provider import FP8_DTYPES, AttentionCall
-from vmem.layout import KVLayout, LayerSpec, plan_layout
+from folio.kernels import CacheScales, Masking, VarlenBatch
+from folio.kernels.provider import FP8_DTYPES, AttentionCall
+from folio.vmem.layout import KVLayout, LayerSpec, plan_layout
 
 if TYPE_CHECKING:
-    from kernels.triton.tiles import AttendInto
+    from folio.kernels.triton.tiles import AttendInto
 
 GRANULE_BYTES = 2 << 20
 READ_BYTES = 512 << 20  # of one measurement, at least: many times an L2 cache
@@ -144,9 +144,9 @@ def cases(fake: bool) -> tuple[Case, ...]:
 def compile_all(index: int, count: int) -> None:
     """Compile the kernels of every `count`-th case from the `index`-th for an H100, into Triton's cache, and record
     what they need."""
-    from kernels.triton.decode import TUNINGS, SplitDecode
+    from folio.kernels.triton.decode import TUNINGS, SplitDecode
+    from folio.vmem.backends.host import HostBackend
     from tests.kernels.triton.test_compile import use_no_device
-    from vmem.backends.host import HostBackend
 
     use_no_device()
     cpu, backend, seen = torch.device("cpu"), HostBackend(GRANULE_BYTES), set[str]()
@@ -202,7 +202,7 @@ def warm_cache(num_processes: int, limit_s: float = 30.0) -> None:
 
 
 def measure(parts: Parts, device: torch.device, fake: bool) -> None:
-    from kernels.triton.decode import TUNINGS, SplitDecode
+    from folio.kernels.triton.decode import TUNINGS, SplitDecode
 
     read_bytes, end = (0, math.inf) if fake else (READ_BYTES, time.monotonic() + BUDGET_S)
     memory = torch.empty(max(memory_bytes(case, read_bytes) for case in cases(fake)), dtype=torch.uint8, device=device)

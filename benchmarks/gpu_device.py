@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vmem.backends.base import AddressRange
-from vmem.backends.cuda import CPU, CUDA, export_uint8
+from folio.vmem.backends.base import AddressRange
+from folio.vmem.backends.cuda import CPU, CUDA, export_uint8
 
 
 class DriverError(RuntimeError):

@@ -33,7 +33,7 @@ from benchmarks.gpu_clients import Clients, Level, summarise
 from benchmarks.gpu_parts import NO_RAY, Parts, gpu_memory_bytes, record_gpu
 
 if TYPE_CHECKING:
-    from app.engine import LLM, SamplingParams
+    from folio.app.engine import LLM, SamplingParams
 
 LIMITS_S = {"replicas": 115.0, "features": 85.0}
 MODEL = "llama"
@@ -209,7 +209,7 @@ def measure_replicas(parts: Parts, folder: Path, fake: bool) -> None:
 
 
 def greedy(new_tokens: int) -> SamplingParams:
-    from app.engine import SamplingParams
+    from folio.app.engine import SamplingParams
 
     return SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
 
@@ -259,7 +259,7 @@ class Features:
         (folder / "adapter_config.json").write_text(json.dumps(targets | fixed | {"modules_to_save": None}))
 
     def _engine(self, device: str, **settings: Any) -> LLM:
-        from app.engine import LLM
+        from folio.app.engine import LLM
 
         fixed = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 256, "skip_tokenizer_init": True}
         return LLM(self._folder / "model", device=device, **({"kv_memory_bytes": 256 << 20} | fixed | settings))
@@ -311,7 +311,7 @@ class Features:
         self._compare("fp8 KV cache, as on the CPU", *tokens, exact=why)
 
     def int8_weights(self) -> None:
-        from app.errors import ConfigError
+        from folio.app.errors import ConfigError
 
         expected = self._tokens("cpu", quantization="int8")
         try:
@@ -352,8 +352,8 @@ FEATURES = ("plain", "preemption", "adapter", "draft_model", "embeddings", "fp8_
 
 
 def measure_features(parts: Parts, folder: Path, fake: bool) -> None:
-    from kernels import KernelError
-    from kernels.cpu.build import compile_all
+    from folio.kernels import KernelError
+    from folio.kernels.cpu.build import compile_all
 
     with suppress(KernelError):  # without a compiler, torch computes
         compile_all()

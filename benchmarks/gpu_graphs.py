@@ -24,9 +24,9 @@ from unittest.mock import patch
 import torch
 from transformers import AutoConfig
 
-from app.engine import LLM
-from app.engine.model import checkpoint_module
 from benchmarks import facts, harness, sweep
+from folio.app.engine import LLM
+from folio.app.engine.model import checkpoint_module
 
 BATCHES, FAKE_BATCHES = (1, 4, 16, 32, 64, 256), (1, 3)
 STEPS, FAKE_STEPS = 24, 4

@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from app.engine.model.checkpoint_module import random_model
 from benchmarks import sweep
+from folio.app.engine.model.checkpoint_module import random_model
 
 # The first tokens: with them any JSON without spaces can be written.
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation

@@ -28,11 +28,11 @@ from torch.nn import functional
 from benchmarks.device_time import compare
 from benchmarks.facts import record
 from benchmarks.gpu_parts import Parts
-from kernels import Elementwise, RotaryWrite, select_elementwise, select_product
+from folio.kernels import Elementwise, RotaryWrite, select_elementwise, select_product
 
 if TYPE_CHECKING:
-    from kernels import FewRowProduct
-    from kernels.elementwise import WriteLayer
+    from folio.kernels import FewRowProduct
+    from folio.kernels.elementwise import WriteLayer
 
 ROWS, FAKE_ROWS = (1, 16, 64, 256), (1, 3)
 FEW_ROWS = 64  # most rows for which products are compared
@@ -197,9 +197,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.fake:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    from kernels.triton.dependent import unsupported
-    from kernels.triton.elementwise import TritonElementwise
-    from kernels.triton.product import _TILES, TritonProduct
+    from folio.kernels.triton.dependent import unsupported
+    from folio.kernels.triton.elementwise import TritonElementwise
+    from folio.kernels.triton.product import _TILES, TritonProduct
 
     device = torch.device("cpu" if args.fake else "cuda")
     reason = unsupported(device)

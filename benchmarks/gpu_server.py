@@ -34,14 +34,14 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from app.cli.env import ENVIRONMENT
-from app.cli.load import Ask
 from benchmarks import facts
 from benchmarks.facts import record
 from benchmarks.gpu_clients import Clients, Level, summarise
 from benchmarks.gpu_day.keeper import descendants
 from benchmarks.gpu_parts import NO_RAY, Parts, record_gpu
 from benchmarks.served import free_port
+from folio.app.cli.env import ENVIRONMENT
+from folio.app.cli.load import Ask
 
 # Without the time to end: the jobs' limits are 15 s later.
 LIMITS_S = {"served": 225.0, "bare": 85.0}
@@ -98,7 +98,7 @@ class FolioServe:
         application = {
             "name": "folio",
             "route_prefix": "/",
-            "import_path": "app.main:build",
+            "import_path": "folio.app.main:build",
             "args": {"engine": dict(engine), "model_name": MODEL},
             "deployments": [
                 {"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}},
@@ -111,7 +111,7 @@ class FolioServe:
         )
         self._began = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", "serve", "--config", str(config)],
+            [sys.executable, "-m", "folio.app.cli", "serve", "--config", str(config)],
             env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -399,7 +399,7 @@ def record_ray() -> None:
     """Record which GPUs Ray finds by itself, and whether HAProxy can be used."""
     from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Gpus
 
-    from app import haproxy
+    from folio.app import haproxy
 
     found, library = Gpus.get_current_node_num_accelerators(), ctypes.util.find_library("nvidia-ml")
     try:

@@ -32,24 +32,24 @@ from unittest.mock import patch
 import torch
 from transformers import AutoConfig
 
-from app.config.engine import EngineConfig
-from app.config.shelf import ModelConfig
-from app.engine import LLM, SamplingParams
-from app.engine.execution.batch import StepBatch
-from app.engine.execution.decode_graphs import DecodeGraphs, decode_view
-from app.engine.model import kv_plan
-from app.engine.model.checkpoint_module import random_model
-from app.engine.model.device import resolve
-from app.engine.model.kv_plan import estimated_activations
-from app.engine.model.size import ModelSize
-from app.engine.shelf import device as shelf_device
-from app.engine.shelf.shelf import Shelf
-from app.engine.shelf.shelved_model import ShelvedModel
 from benchmarks import facts, harness, sweep
-from kernels import num_compilations
-from vmem import AddressRange, CudaBackend, DevicePages
-from vmem.backends.cuda import CPU
-from vmem.uploads import CudaRange, FilePart, PinnedMemory, Uploads
+from folio.app.config.engine import EngineConfig
+from folio.app.config.shelf import ModelConfig
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.execution.batch import StepBatch
+from folio.app.engine.execution.decode_graphs import DecodeGraphs, decode_view
+from folio.app.engine.model import kv_plan
+from folio.app.engine.model.checkpoint_module import random_model
+from folio.app.engine.model.device import resolve
+from folio.app.engine.model.kv_plan import estimated_activations
+from folio.app.engine.model.size import ModelSize
+from folio.app.engine.shelf import device as shelf_device
+from folio.app.engine.shelf.shelf import Shelf
+from folio.app.engine.shelf.shelved_model import ShelvedModel
+from folio.kernels import num_compilations
+from folio.vmem import AddressRange, CudaBackend, DevicePages
+from folio.vmem.backends.cuda import CPU
+from folio.vmem.uploads import CudaRange, FilePart, PinnedMemory, Uploads
 
 # Of Llama-3-8B: 8,030,261,248 parameters of two bytes.
 WEIGHT_BYTES, FAKE_BYTES = 16_060_522_496, 41 * 65536 + 4096

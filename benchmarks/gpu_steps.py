@@ -25,12 +25,21 @@ from unittest.mock import patch
 import torch
 from transformers import AutoConfig
 
-from app.engine import LLM, SamplingParams
-from app.engine.execution import mixed_graphs
-from app.engine.model import checkpoint_module
 from benchmarks import facts, harness, sweep
 from benchmarks.gpu_parts import Parts
-from vmem import KVMemory, LayerGroup, LayerSpec, LayoutKind, MappingOptions, StepDemand, plan_layout, select_backend
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.execution import mixed_graphs
+from folio.app.engine.model import checkpoint_module
+from folio.vmem import (
+    KVMemory,
+    LayerGroup,
+    LayerSpec,
+    LayoutKind,
+    MappingOptions,
+    StepDemand,
+    plan_layout,
+    select_backend,
+)
 
 NUM_LAYERS = 8
 CHUNK_TOKENS = 1024

@@ -23,10 +23,10 @@ import torch
 
 from benchmarks import facts, picture
 from benchmarks.figures import row_of
-from vmem.layout import KVLayout
+from folio.vmem.layout import KVLayout
 
 if TYPE_CHECKING:
-    from app.engine import LLM
+    from folio.app.engine import LLM
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"

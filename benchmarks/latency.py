@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from app.cli.load import Record
 from benchmarks.picture import LIMIT, OURS, RIVALS, legend_below, picture
+from folio.app.cli.load import Record
 
 _NAMES = {"folio": "Folio"}
 _PERCENTILES = {"p50": "median", "p99": "99th percentile"}

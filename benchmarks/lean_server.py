@@ -17,16 +17,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from app.cli.env import prepared_environment
-from app.config.engine import EngineConfig
-from app.errors import FolioError, OverloadedError
+from folio.app.cli.env import prepared_environment
+from folio.app.config.engine import EngineConfig
+from folio.app.errors import FolioError, OverloadedError
 
 START_TIMEOUT_S = 120.0
 _ARCHITECTURES = ("llama", "gpt_neox", "gemma3", "qwen2", "qwen3")
 PRELOADED = (
     "aiohttp.web",
-    "app.engine.async_engine",
-    "app.engine.model.weight_arena",
+    "folio.app.engine.async_engine",
+    "folio.app.engine.model.weight_arena",
     "benchmarks.lean_server",
     *(f"transformers.models.{name}.modeling_{name}" for name in _ARCHITECTURES),
 )
@@ -110,8 +110,8 @@ async def _serve(ready: Connection, name: str, settings: dict[str, Any]) -> None
     from aiohttp import web
     from transformers.utils.logging import disable_progress_bar
 
-    from app.engine import AsyncEngine
-    from app.engine.model.size import ModelSize
+    from folio.app.engine import AsyncEngine
+    from folio.app.engine.model.size import ModelSize
 
     disable_progress_bar()
     engine = AsyncEngine(EngineConfig(**settings, skip_tokenizer_init=True))
@@ -144,7 +144,7 @@ class _Completions:
     async def __call__(self, request: Any) -> Any:
         from aiohttp import web
 
-        from app.engine import SamplingParams
+        from folio.app.engine import SamplingParams
 
         body = await request.json()
         params = SamplingParams(max_tokens=body["max_tokens"], temperature=0.0, ignore_eos=True)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from app.cli.load import Ask, Clock, HttpTarget, Record, Send
+from folio.app.cli.load import Ask, Clock, HttpTarget, Record, Send
 
 # Silence after which an answer counts as lost.
 SILENCE_S = 120.0

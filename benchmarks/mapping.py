@@ -28,16 +28,16 @@ from typing import Any
 
 import torch
 
-from app.engine.execution.batch import demands, next_demands
-from app.engine.preemption import PreemptionCostModel
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams
-from app.engine.scheduler import Scheduler
 from benchmarks import harness, workloads
 from benchmarks.device_time import product_limit, read_limit
 from benchmarks.facts import record
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
-from vmem import (
+from folio.app.engine.execution.batch import demands, next_demands
+from folio.app.engine.preemption import PreemptionCostModel
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.scheduler import Scheduler
+from folio.vmem import (
     AddressRange,
     Backend,
     KVMemory,

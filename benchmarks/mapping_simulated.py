@@ -19,8 +19,8 @@ import torch
 from benchmarks import harness, workloads
 from benchmarks.facts import record
 from benchmarks.mapping import VARIANTS, Model, replay
-from vmem import AddressRange, KVMemory, LayerSpec, LayoutKind, MappingOptions
-from vmem.backends.base import AccountedBackend, MemoryInfo
+from folio.vmem import AddressRange, KVMemory, LayerSpec, LayoutKind, MappingOptions
+from folio.vmem.backends.base import AccountedBackend, MemoryInfo
 
 GRANULARITY_BYTES = 2 << 20
 CALL_S = {"create": 10e-6, "map": 24e-6, "unmap": 2e-6, "destroy": 10e-6}

@@ -32,11 +32,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from app.config.engine import EngineConfig
-from app.engine import SamplingParams
-from app.engine.engine import Engine
-from app.errors import ConfigError, ModelError
 from benchmarks import harness
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.errors import ConfigError, ModelError
 
 QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt_bigcode", "bloom")
 TIME_LIMIT_S = 180
@@ -308,7 +308,7 @@ def _child(model_type: str, results: Connection) -> None:
 def try_apart(model_type: str) -> Outcome:
     """`try_type` in a process of its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["app.engine.engine", "benchmarks.harness"])  # imported once for all types
+    context.set_forkserver_preload(["folio.app.engine.engine", "benchmarks.harness"])  # imported once for all types
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(model_type, sender), daemon=True)
     process.start()

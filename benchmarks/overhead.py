@@ -24,14 +24,14 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from app.engine import LLM, SamplingParams
-from app.engine.execution.batch import StepBatch
-from app.engine.execution.work_queue import InlineQueue
-from app.engine.sampling.params import Structure
-from app.engine.sampling.sampler import PendingSample, Sampled, launch_sampling
 from benchmarks import harness, planning
 from benchmarks.step_counts import HostCalls, Launches
-from vmem import View
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.execution.batch import StepBatch
+from folio.app.engine.execution.work_queue import InlineQueue
+from folio.app.engine.sampling.params import Structure
+from folio.app.engine.sampling.sampler import PendingSample, Sampled, launch_sampling
+from folio.vmem import View
 
 NEW_TOKENS = 64
 STUB_SEQS, STUB_VOCAB, STUB_LATENCY_S, STUB_STEPS = 256, 32000, 0.02, 60
@@ -306,11 +306,11 @@ class _Late:
 def exposed_us(async_scheduling: str, num_steps: int = STUB_STEPS) -> float:
     """Microseconds by which a step of 256 greedy sequences takes longer than the device's 20 ms."""
     with (
-        patch("app.engine.execution.executor.ThreadQueue", _inline_queue),
+        patch("folio.app.engine.execution.executor.ThreadQueue", _inline_queue),
         _of_short_prompts(num_steps, async_scheduling=async_scheduling) as llm,
     ):
         device = FixedLatencyDevice(llm, STUB_LATENCY_S)
-        with patch("app.engine.token_selection.launch_sampling", device.launch_sampling):
+        with patch("folio.app.engine.token_selection.launch_sampling", device.launch_sampling):
             for _ in range(5):
                 llm.engine.step()
             start = time.perf_counter()
@@ -335,7 +335,7 @@ def counts(folder: Path) -> dict[str, float]:
         stub_folder(str(folder / str(num_layers)), num_layers)
         mode = Launches()
         with (
-            patch("app.engine.model.loader.run_in_one_call", lambda _: 0),
+            patch("folio.app.engine.model.loader.run_in_one_call", lambda _: 0),
             mode.of_kernels(),
             LLM(folder / str(num_layers)) as llm,
         ):

@@ -39,7 +39,7 @@ SERVERS: list[dict[str, tuple[str, float]]] = [
         "GCS": ("gcs_server", 100.0),
     },
     {"raylet": ("raylet/raylet", 100.0)},
-    {"folio serve": ("app.cli serve", WELL_S)},
+    {"folio serve": ("folio.app.cli serve", WELL_S)},
 ]
 BETWEEN_REQUESTS_S, NUM_STREAMS = 0.2, 2
 START_TIMEOUT_S, PATIENCE_S, LONGEST_S = 300.0, 30.0, 150.0
@@ -174,7 +174,7 @@ async def _kill_all(parts: dict[str, tuple[str, float]], rows: dict[str, Seen]) 
     application = {
         "name": "folio",
         "route_prefix": "/",
-        "import_path": "app.main:build",
+        "import_path": "folio.app.main:build",
         "args": {"engine": engine, "model_name": "folio"},
         "deployments": [{"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}}],
     }
@@ -182,7 +182,7 @@ async def _kill_all(parts: dict[str, tuple[str, float]], rows: dict[str, Seen]) 
         config = Path(folder) / "config.yaml"
         http_options = {"host": "127.0.0.1", "port": port}
         config.write_text(json.dumps({"http_options": http_options, "applications": [application]}))
-        command = [sys.executable, "-m", "app.cli", "serve", "--config", str(config)]
+        command = [sys.executable, "-m", "folio.app.cli", "serve", "--config", str(config)]
         server = subprocess.Popen(command, cwd=harness.ROOT, stdout=log, stderr=log)
         family = psutil.Process(server.pid)
         started: dict[int, psutil.Process] = {}

@@ -7,13 +7,13 @@ import time
 
 import torch
 
-from app.engine.execution.builder import BatchBuilder
-from app.engine.execution.planner import StepPlanner
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams
-from app.engine.scheduled import Scheduled
 from benchmarks.simulator.backend import CountingBackend
-from vmem import KVMemory, LayerGroup, LayerSpec, MappingOptions, View, plan_layout
+from folio.app.engine.execution.builder import BatchBuilder
+from folio.app.engine.execution.planner import StepPlanner
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.scheduled import Scheduled
+from folio.vmem import KVMemory, LayerGroup, LayerSpec, MappingOptions, View, plan_layout
 
 BLOCK_TOKENS, PAGE_BYTES = 16, 4096
 _NEVER_S, _NO_LIMIT = 1e9, 1 << 60

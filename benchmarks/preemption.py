@@ -33,17 +33,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from app.config.engine import PreemptionPolicy
-from app.engine import LLM, SamplingParams
-from app.engine.engine import Engine
-from app.engine.execution.batch import demands
-from app.engine.preemption import PreemptionCost, PreemptionMode
-from app.engine.request import Request
 from benchmarks import harness
 from benchmarks.facts import record
 from benchmarks.picture import OURS, legend_below, picture, plain_numbers
 from benchmarks.throughput import make_checkpoint
-from vmem import StepDemand
+from folio.app.config.engine import PreemptionPolicy
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.execution.batch import demands
+from folio.app.engine.preemption import PreemptionCost, PreemptionMode
+from folio.app.engine.request import Request
+from folio.vmem import StepDemand
 
 QWEN, NUM_LAYERS = "Qwen2.5-0.5B", {"cpu": 4, "cuda": 24}
 DRAWN = {QWEN: "Qwen2.5-0.5B, 4 layers", "narrow": "one narrow layer", "wide": "one wide layer"}

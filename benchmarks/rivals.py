@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from app.engine import LLM, SamplingParams
+from folio.app.engine import LLM, SamplingParams
 
 Prompts = Sequence[list[int]]
 

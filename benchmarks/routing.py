@@ -54,12 +54,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.fleet.cost import CostWeights
 from benchmarks import harness, routing_real, workloads
 from benchmarks.simulator import autoscaling, decision, pictures, single_cache, traffic
 from benchmarks.simulator.device import roofline
 from benchmarks.simulator.jobs import KV_AWARE, RAY_POLICIES, Job, Source, Summary, run_all, simulate, single_hit_share
 from benchmarks.simulator.ray_affinity import prefix_tree
+from folio.app.fleet.cost import CostWeights
 
 DEVICE = roofline(
     "Llama-2-70B on eight A800",

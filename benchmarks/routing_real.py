@@ -36,16 +36,16 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from app.builtin import BUILTIN_FOLDER
-from app.engine.report import StepTimes
-from app.fleet.policies import PrefixAware
 from benchmarks import harness
 from benchmarks.served import Served, served
 from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.outcome import Outcome
 from benchmarks.simulator.traffic import Arrival
-from vmem import TokenChain
+from folio.app.builtin import BUILTIN_FOLDER
+from folio.app.engine.report import StepTimes
+from folio.app.fleet.policies import PrefixAware
+from folio.vmem import TokenChain
 
 if TYPE_CHECKING:
     import httpx
@@ -298,7 +298,7 @@ def scale_and_kill(server: Served, phase_s: float, conversations_per_s: float) -
             "upscale_delay_s": 0.0,
             "downscale_delay_s": 0.0,
             "policy": {
-                "policy_function": "app.serving.autoscaling:KVAwareScaling",
+                "policy_function": "folio.app.serving.autoscaling:KVAwareScaling",
                 "policy_kwargs": {"ttft_s": 1.0, "down_after_s": 10.0},
             },
         }

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.engine.report import ReplicaReport
-from app.fleet.messages import reports_from_stats
-from app.fleet.shelf_load import summed_load
+from folio.app.engine.report import ReplicaReport
+from folio.app.fleet.messages import reports_from_stats
+from folio.app.fleet.shelf_load import summed_load
 
 _POLL_S = 0.1
 # Between Ray's range for workers and the systems' ranges for any free port.
@@ -27,7 +27,7 @@ class Served:
     """A running application.
 
     Attributes:
-        args: of `app.main.build`, as in the YAML.
+        args: of `folio.app.main.build`, as in the YAML.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Served:
         application = {
             "name": self.name,
             "route_prefix": "/",
-            "import_path": "app.main:build",
+            "import_path": "folio.app.main:build",
             "args": dict(self.args),
             "deployments": [
                 {"name": "Ingress", "num_replicas": num_ingresses, "ray_actor_options": {"num_cpus": 0.1}},
@@ -130,13 +130,13 @@ def cluster(num_cpus: int = 4, num_gpus: int | None = None) -> Iterator[str]:
     import ray
     from ray import serve
 
-    from app.cli.env import prepared_environment
+    from folio.app.cli.env import prepared_environment
 
     port = free_port()
     with prepared_environment():
         ray.init(num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
         try:
-            servicers = ["app.proto.folio_pb2_grpc.add_FolioServicer_to_server"]
+            servicers = ["folio.app.proto.folio_pb2_grpc.add_FolioServicer_to_server"]
             serve.start(
                 http_options={"host": "127.0.0.1", "port": port},
                 grpc_options={"port": free_port(), "grpc_servicer_functions": servicers},

@@ -32,8 +32,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app import haproxy
-from app.cli.load import Ask, HttpTarget, Record, open_loop
 from benchmarks import arrivals, harness, latency, workloads
 from benchmarks.bare import BareEngine, bare_engine
 from benchmarks.latency import Summary, Targets
@@ -41,6 +39,8 @@ from benchmarks.loops import closed_loop, connect
 from benchmarks.served import served
 from benchmarks.throughput import VOCAB_SIZE, checkpoint
 from benchmarks.usage import Meter, Usage
+from folio.app import haproxy
+from folio.app.cli.load import Ask, HttpTarget, Record, open_loop
 
 FOLIO, ENGINE = "folio", "EngineReplica"
 # Requests of the closed loop: as in `benchmarks.throughput`.

@@ -49,11 +49,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.engine import LLM, SamplingParams
 from benchmarks import harness, workloads
 from benchmarks.picture import LIMIT, OURS, legend_below, picture, plain_numbers
 from benchmarks.throughput import make_checkpoint
-from vmem import HostBackend, KVMemory, LayerGroup, LayerSpec, SequenceMemory, StepDemand, plan_layout
+from folio.app.engine import LLM, SamplingParams
+from folio.vmem import HostBackend, KVMemory, LayerGroup, LayerSpec, SequenceMemory, StepDemand, plan_layout
 
 Steps = Sequence[Sequence[int]]  # for each step, the parent of each of its sequences in the step before
 Requests = list[tuple[int, Steps]]  # prompt tokens, and one step for each output token

@@ -39,7 +39,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.cli.load import Send, open_loop
 from benchmarks import arrivals, harness, shelf_folio, shelf_models
 from benchmarks.latency import Targets
 from benchmarks.lean_server import LeanServer, LeanServers, lean_servers
@@ -47,6 +46,7 @@ from benchmarks.loops import closed_loop
 from benchmarks.shelf_models import NUM_MODELS, BenchModel, ModelAsk, TracedRequest, asks_of, make_models, read_trace
 from benchmarks.shelf_outcome import NAMES, Outcome, draw, memory_curve, print_table
 from benchmarks.shelf_rivals import OneAtATime, StaticSplit, best_split, connections
+from folio.app.cli.load import Send, open_loop
 
 HELD = 3
 LOAD = 0.6

@@ -14,13 +14,13 @@ from statistics import mean
 from types import ModuleType
 from unittest import mock
 
-from app.engine import step_thread
-from app.engine.shelf import arbiter, arrivals, turns
 from benchmarks import harness
 from benchmarks.shelf_models import TracedRequest
 from benchmarks.shelf_simulated import CAPACITY_BYTES, make_models, make_requests, parse, read_trace, slo_share_of
 from benchmarks.simulator import shelf_model
 from benchmarks.simulator.shelf import ShelfSimulation
+from folio.app.engine import step_thread
+from folio.app.engine.shelf import arbiter, arrivals, turns
 
 CONSTANTS: dict[str, ModuleType] = {
     "HORIZON_S": arbiter,

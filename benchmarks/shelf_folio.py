@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.cli.load import Ask, Clock, Record, Send, open_loop
-from app.engine.shelf.status import ModelStatus
 from benchmarks import arrivals, latency
 from benchmarks.latency import Targets
 from benchmarks.loops import closed_loop
@@ -19,6 +17,8 @@ from benchmarks.served import cluster
 from benchmarks.shelf_models import FOLDER, LARGEST, MAX_NUM_SEQS, BenchModel, ModelAsk
 from benchmarks.shelf_outcome import Outcome, memory_curve
 from benchmarks.shelf_rivals import Connect, connections
+from folio.app.cli.load import Ask, Clock, Record, Send, open_loop
+from folio.app.engine.shelf.status import ModelStatus
 
 SHELF, ALONE, ALONE_PREFIX = "shelf", "alone", "/alone"
 # Of a busy model: requests at once, and their lengths; the batch fills during the ramp.
@@ -110,8 +110,8 @@ def measure(
     """The outcome of the replay, and the figures of the other parts."""
     from ray import serve
 
-    from app.config.args import AppArgs
-    from app.main import build
+    from folio.app.config.args import AppArgs
+    from folio.app.main import build
 
     sizes = QUICK if quick else Sizes()
     with cluster(num_cpus=8) as url:

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 from transformers import Qwen2Config
 
-from app.engine import LLM, SamplingParams
 from benchmarks import harness
 from benchmarks.elastic import kv_bytes
 from benchmarks.facts import record
+from folio.app.engine import LLM, SamplingParams
 
 AT_ONCE = 96
 PROMPTS, OUTPUTS = (16, 512), (16, 256)

@@ -20,8 +20,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from app.cli.load import Ask
 from benchmarks import harness
+from folio.app.cli.load import Ask
 
 TRACE = harness.ROOT.parent / "shared" / "traces" / "servegen_models.csv"
 FOLDER = Path.home() / ".cache" / "folio" / "benchmarks" / "shelf"

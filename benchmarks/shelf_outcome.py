@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.cli.load import Record
 from benchmarks.latency import Targets, percentile
 from benchmarks.picture import LIMIT, OURS, RIVALS, legend_below, picture
 from benchmarks.shelf_models import BenchModel, ModelAsk
+from folio.app.cli.load import Record
 
 # Multiples of the latency targets; the figures without a scale are of 1.
 SCALES = (0.5, 1.0, 2.0, 4.0)

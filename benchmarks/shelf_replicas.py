@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from app.engine.shelf.arbiter import Arbiter
 from benchmarks import harness
 from benchmarks.shelf_models import TracedRequest
 from benchmarks.shelf_simulated import (
@@ -31,6 +30,7 @@ from benchmarks.shelf_simulated import (
 )
 from benchmarks.simulator.shelf import ShelfSimulation
 from benchmarks.simulator.shelf_cluster import FIXED, ShelfCluster
+from folio.app.engine.shelf.arbiter import Arbiter
 
 OURS = "prefix_aware"
 POLICIES = (OURS, "least_loaded", "round_robin", FIXED)

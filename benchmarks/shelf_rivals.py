@@ -16,9 +16,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from app.cli.load import Ask, Clock, HttpTarget, Record, Send
 from benchmarks.loops import SILENCE_S
 from benchmarks.shelf_models import BenchModel, ModelAsk
+from folio.app.cli.load import Ask, Clock, HttpTarget, Record, Send
 
 # Status of requests to models that a static split does not serve, as of the API for unknown models.
 NOT_SERVED = 404

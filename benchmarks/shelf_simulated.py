@@ -29,8 +29,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.config.shelf import SLO
-from app.engine.shelf.arbiter import Arbiter
 from benchmarks import harness
 from benchmarks.picture import OURS, RIVALS, legend_below, picture
 from benchmarks.shelf_models import TRACE, TracedRequest
@@ -39,6 +37,8 @@ from benchmarks.simulator.shelf import MemoryPolicy, ShelfOutcome, ShelfSimulati
 from benchmarks.simulator.shelf_model import ShelfModel, ShelfRequest
 from benchmarks.simulator.shelf_policies import OneAtATime, StaticSplit
 from benchmarks.simulator.traffic import lognormal
+from folio.app.config.shelf import SLO
+from folio.app.engine.shelf.arbiter import Arbiter
 
 NUM_MODELS, SEED = 60, 0
 # Billions of parameters, layers, heads, KV heads, dimension of heads; and how many models of ten have the shape.

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from app.config.engine import EngineConfig
-from app.engine import LLM, SamplingParams
-from app.engine.mixed_steps import STRETCH
 from benchmarks import harness
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.mixed_steps import STRETCH
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],

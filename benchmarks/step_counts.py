@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels.cpu.ops
-import kernels.cpu.provider
-from app.engine.execution.builder import Staging
+import folio.kernels.cpu.ops
+import folio.kernels.cpu.provider
+from folio.app.engine.execution.builder import Staging
 
 # Calls that read a tensor's values on the host, and calls that make a tensor of the host's values.
 _READS = frozenset({"cpu", "item", "tolist", "numpy", "nonzero"})
@@ -34,7 +34,7 @@ class Launches(TorchDispatchMode):
     def of_kernels(self) -> Iterator[None]:
         """Count the calls of C++ functions, too, which models loaded within the context make."""
         with ExitStack() as undo:
-            for module in (kernels.cpu.ops, kernels.cpu.provider):
+            for module in (folio.kernels.cpu.ops, folio.kernels.cpu.provider):
                 undo.enter_context(patch.object(module, "load_function", self._loaded(module.load_function)))
             yield
 

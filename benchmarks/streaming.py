@@ -29,10 +29,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.engine.sampling.params import SamplingParams
-from app.fleet.messages import GenerateRequest
 from benchmarks import harness
 from benchmarks.served import Served, served
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.fleet.messages import GenerateRequest
 
 if TYPE_CHECKING:
     import httpx
@@ -175,7 +175,7 @@ def first_tokens(server: Served) -> dict[str, list[float]]:
 
         return ask
 
-    from app.openai.bodies import CompletionRequest
+    from folio.app.openai.bodies import CompletionRequest
 
     request = CompletionRequest.model_validate(body)
     call = GenerateRequest("bench", [1, 2, 3, 4], SamplingParams(max_tokens=2, ignore_eos=True))

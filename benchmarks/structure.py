@@ -1,5 +1,7 @@
 """Size and shape of the source tree: lines, longest parts, import circles, imports against the order of layers.
 
+Modules have the names of their files: `app.main` is imported as `folio.app.main`.
+
 `python -m benchmarks.structure` reads the working tree; `--against COMMIT` puts an earlier commit beside it.
 `--levels PACKAGE` lists its modules by the longest chain of imports below each. `--crossed` lists the files whose code
 runs for one streamed chat request, from the ASGI application to the pages and back, without Ray's part.
@@ -131,9 +133,11 @@ def read(root: Path, path: Path) -> Module:
     module.code = len(code - spans)
     for statement in runtime_imports(tree):
         if isinstance(statement, ast.Import):
-            module.imports.update(alias.name for alias in statement.names)
+            module.imports.update(alias.name.removeprefix("folio.") for alias in statement.names)
         elif statement.module:
-            module.imports.update(f"{statement.module}.{alias.name}" for alias in statement.names)
+            module.imports.update(
+                f"{statement.module}.{alias.name}".removeprefix("folio.") for alias in statement.names
+            )
     return module
 
 
@@ -262,7 +266,8 @@ def crossed() -> list[str]:
         threading.setprofile(None)
         server.close()
     files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    return sorted(str(path.relative_to(ROOT)) for path in files if str(path) in called)
+    relative = [path.relative_to(ROOT) for path in files]
+    return sorted(str(path) for path in relative if str(ROOT / "folio" / path) in called)
 
 
 def summary(root: Path) -> dict[str, object]:

@@ -34,11 +34,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, PreTrainedConfig
 
-from app.engine import LLM, SamplingParams
-from app.engine.model.checkpoint_module import random_model
 from benchmarks import facts, harness, overhead
 from benchmarks.device_time import READ_BYTES, product_limit, read_limit
 from benchmarks.rivals import TransformersGenerate, folio_rate
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.model.checkpoint_module import random_model
 
 DEFAULT_SHAPE = "llama-3-8b"
 # Contexts are longer than the models' own, so that an output fits after the longest prompt.

@@ -31,15 +31,15 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from app.config.machine import num_threads
-from app.engine import LLM, SamplingParams
-from app.engine.execution.batch import PlanHeader, PlanRun, StepPlan
-from app.engine.tensor_parallel import shared_memory
-from app.engine.tensor_parallel.communicator import MemoryCommunicator
-from app.engine.tensor_parallel.processes import ChildProcesses, pack_step, unpack_step
-from app.engine.tensor_parallel.ranks import RankGroup
-from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader, RingWriter
 from benchmarks import harness
+from folio.app.config.machine import num_threads
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.execution.batch import PlanHeader, PlanRun, StepPlan
+from folio.app.engine.tensor_parallel import shared_memory
+from folio.app.engine.tensor_parallel.communicator import MemoryCommunicator
+from folio.app.engine.tensor_parallel.processes import ChildProcesses, pack_step, unpack_step
+from folio.app.engine.tensor_parallel.ranks import RankGroup
+from folio.app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader, RingWriter
 
 VOCAB_SIZE = 32_000
 AT_ONCE, PROMPT_TOKENS = 16, 64

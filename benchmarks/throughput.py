@@ -41,12 +41,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from app.engine import LLM, SamplingParams
 from benchmarks import harness, overhead, rival_servers, sweep
 from benchmarks.device_time import product_limit, read_limit
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
 from benchmarks.rivals import Prompts, Server, TransformersContinuousBatching, TransformersGenerate, folio_rate
 from benchmarks.served import free_port
+from folio.app.engine import LLM, SamplingParams
 
 VOCAB_SIZE, HIDDEN = 151936, 896
 NUM_REQUESTS, SHORTEST, LONGEST, SINGLE_PROMPT = 16, 32, 512, 32

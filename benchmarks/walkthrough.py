@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks import harness
-from kernels import Masking, VarlenBatch, select_provider
-from vmem import (
+from folio.kernels import Masking, VarlenBatch, select_provider
+from folio.vmem import (
     HostBackend,
     KVMemory,
     LayerGroup,

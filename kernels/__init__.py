@@ -6,19 +6,19 @@ Importing the package does not import torch, as in `vmem`: routers need prefix h
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kernels.compilations import note_compilation, num_compilations
-from kernels.cpu.build import has_matrix_tiles
-from kernels.errors import KernelError
+from folio.kernels.compilations import note_compilation, num_compilations
+from folio.kernels.cpu.build import has_matrix_tiles
+from folio.kernels.errors import KernelError
 
 if TYPE_CHECKING:
-    from kernels.attention import flash_attn_with_kvcache, varlen_attention
-    from kernels.blocks import CopyBlocks, select_block_copy
-    from kernels.cpu.collectives import SharedGroup, shared_group_bytes
-    from kernels.cpu.ops import CpuElementwise, CpuLinear
-    from kernels.elementwise import Activation, Elementwise, HeadNorm, RotaryWrite, select_elementwise
-    from kernels.product import FewRowProduct, select_product
-    from kernels.provider import AttentionProvider, CacheScales, Masking, VarlenBatch
-    from kernels.select import PROVIDERS, select_provider
+    from folio.kernels.attention import flash_attn_with_kvcache, varlen_attention
+    from folio.kernels.blocks import CopyBlocks, select_block_copy
+    from folio.kernels.cpu.collectives import SharedGroup, shared_group_bytes
+    from folio.kernels.cpu.ops import CpuElementwise, CpuLinear
+    from folio.kernels.elementwise import Activation, Elementwise, HeadNorm, RotaryWrite, select_elementwise
+    from folio.kernels.product import FewRowProduct, select_product
+    from folio.kernels.provider import AttentionProvider, CacheScales, Masking, VarlenBatch
+    from folio.kernels.select import PROVIDERS, select_provider
 
 __all__ = [
     "PROVIDERS",
@@ -50,27 +50,27 @@ __all__ = [
 
 # Names that are imported at their first use, and their modules.
 _NEED_TORCH = {
-    "flash_attn_with_kvcache": "kernels.attention",
-    "varlen_attention": "kernels.attention",
-    "CopyBlocks": "kernels.blocks",
-    "select_block_copy": "kernels.blocks",
-    "SharedGroup": "kernels.cpu.collectives",
-    "shared_group_bytes": "kernels.cpu.collectives",
-    "CpuElementwise": "kernels.cpu.ops",
-    "CpuLinear": "kernels.cpu.ops",
-    "Activation": "kernels.elementwise",
-    "Elementwise": "kernels.elementwise",
-    "HeadNorm": "kernels.elementwise",
-    "RotaryWrite": "kernels.elementwise",
-    "select_elementwise": "kernels.elementwise",
-    "FewRowProduct": "kernels.product",
-    "select_product": "kernels.product",
-    "AttentionProvider": "kernels.provider",
-    "CacheScales": "kernels.provider",
-    "Masking": "kernels.provider",
-    "VarlenBatch": "kernels.provider",
-    "PROVIDERS": "kernels.select",
-    "select_provider": "kernels.select",
+    "flash_attn_with_kvcache": "folio.kernels.attention",
+    "varlen_attention": "folio.kernels.attention",
+    "CopyBlocks": "folio.kernels.blocks",
+    "select_block_copy": "folio.kernels.blocks",
+    "SharedGroup": "folio.kernels.cpu.collectives",
+    "shared_group_bytes": "folio.kernels.cpu.collectives",
+    "CpuElementwise": "folio.kernels.cpu.ops",
+    "CpuLinear": "folio.kernels.cpu.ops",
+    "Activation": "folio.kernels.elementwise",
+    "Elementwise": "folio.kernels.elementwise",
+    "HeadNorm": "folio.kernels.elementwise",
+    "RotaryWrite": "folio.kernels.elementwise",
+    "select_elementwise": "folio.kernels.elementwise",
+    "FewRowProduct": "folio.kernels.product",
+    "select_product": "folio.kernels.product",
+    "AttentionProvider": "folio.kernels.provider",
+    "CacheScales": "folio.kernels.provider",
+    "Masking": "folio.kernels.provider",
+    "VarlenBatch": "folio.kernels.provider",
+    "PROVIDERS": "folio.kernels.select",
+    "select_provider": "folio.kernels.select",
 }
 
 if not TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.provider import FP8_DTYPES, CacheScales, Masking
+from folio.kernels.provider import FP8_DTYPES, CacheScales, Masking
 
 
 def check_tensor(

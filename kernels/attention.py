@@ -16,7 +16,7 @@ from functools import cache, partial
 
 import torch
 
-from kernels.arguments import (
+from folio.kernels.arguments import (
     bound_of,
     cached_lengths,
     check_new_tokens,
@@ -30,8 +30,8 @@ from kernels.arguments import (
     slots_of,
     window_of,
 )
-from kernels.provider import AttentionCall, AttentionProvider, CacheWrite, VarlenBatch
-from kernels.select import select_provider
+from folio.kernels.provider import AttentionCall, AttentionProvider, CacheWrite, VarlenBatch
+from folio.kernels.select import select_provider
 
 
 def flash_attn_with_kvcache(

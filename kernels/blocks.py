@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.cpu.build import load_function
-from kernels.errors import KernelError
+from folio.kernels.cpu.build import load_function
+from folio.kernels.errors import KernelError
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def select_block_copy(device: torch.device) -> CopyBlocks | None:
     try:
         if device.type == "cpu":
             return CpuBlockCopy()
-        copy: CopyBlocks = importlib.import_module("kernels.triton.cache").copy_blocks
+        copy: CopyBlocks = importlib.import_module("folio.kernels.triton.cache").copy_blocks
         return copy
     except (KernelError, ImportError) as error:
         logger.warning("no one-pass block copy; blocks are copied by indexing, in two passes: %s", error)

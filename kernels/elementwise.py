@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from kernels.errors import KernelError
-from kernels.provider import CacheScales, CacheWrite
+from folio.kernels.errors import KernelError
+from folio.kernels.provider import CacheScales, CacheWrite
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
@@ -138,18 +138,20 @@ def select_elementwise(device: torch.device, *, dependent: bool = False) -> Elem
     """The operations for a device, Triton's or C++.
 
     Args:
-        dependent: a kernel's programs start while the kernel before drains (`kernels.triton.dependent`).
+        dependent: a kernel's programs start while the kernel before drains (`folio.kernels.triton.dependent`).
 
     Raises:
         KernelError: Triton is not installed, there is no compiler, or the device has no dependent launches.
     """
     if device.type == "cpu" and not dependent:
-        cpu: Elementwise = importlib.import_module("kernels.cpu.ops").CpuElementwise()
+        cpu: Elementwise = importlib.import_module("folio.kernels.cpu.ops").CpuElementwise()
         return cpu
     try:
-        if dependent and (reason := importlib.import_module("kernels.triton.dependent").unsupported(device)):
+        if dependent and (reason := importlib.import_module("folio.kernels.triton.dependent").unsupported(device)):
             raise KernelError(f"there are no dependent launches: {reason}")
-        ops: Elementwise = importlib.import_module("kernels.triton.elementwise").TritonElementwise(dependent=dependent)
+        ops: Elementwise = importlib.import_module("folio.kernels.triton.elementwise").TritonElementwise(
+            dependent=dependent
+        )
     except ImportError as error:
         raise KernelError(f"fused layers on {device.type} need the package triton: {error}") from error
     return ops

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.errors import KernelError
+from folio.kernels.errors import KernelError
 
 
 class FewRowProduct(Protocol):
@@ -41,7 +41,9 @@ def select_product(device: torch.device, *, dependent: bool = False) -> FewRowPr
     if device.type == "cpu":
         raise KernelError("products of few rows are for CUDA devices; on a CPU weights are packed")
     try:
-        product: FewRowProduct = importlib.import_module("kernels.triton.product").TritonProduct(dependent=dependent)
+        product: FewRowProduct = importlib.import_module("folio.kernels.triton.product").TritonProduct(
+            dependent=dependent
+        )
     except ImportError as error:
         raise KernelError(f"products of few rows need the package triton: {error}") from error
     return product

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.errors import KernelError
+from folio.kernels.errors import KernelError
 
 MAX_WINDOW = 2**30
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

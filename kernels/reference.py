@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.provider import AttentionCall, AttentionProvider, CacheWrite, Masking
+from folio.kernels.provider import AttentionCall, AttentionProvider, CacheWrite, Masking
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kernels.errors import KernelError
-from kernels.provider import AttendLayer, AttentionCall, AttentionProvider, CacheWrite, StoreLayer
+from folio.kernels.errors import KernelError
+from folio.kernels.provider import AttendLayer, AttentionCall, AttentionProvider, CacheWrite, StoreLayer
 
 logger = logging.getLogger(__name__)
 
 # Module and class of each provider, imported on first use.
 _CLASSES = {
-    "cpu": ("kernels.cpu.provider", "CpuProvider"),
-    "triton": ("kernels.triton.provider", "TritonProvider"),
-    "torch-flash": ("kernels.torch_flash", "TorchFlashProvider"),
-    "sdpa": ("kernels.reference", "SdpaProvider"),
-    "reference": ("kernels.reference", "ReferenceProvider"),
+    "cpu": ("folio.kernels.cpu.provider", "CpuProvider"),
+    "triton": ("folio.kernels.triton.provider", "TritonProvider"),
+    "torch-flash": ("folio.kernels.torch_flash", "TorchFlashProvider"),
+    "sdpa": ("folio.kernels.reference", "SdpaProvider"),
+    "reference": ("folio.kernels.reference", "ReferenceProvider"),
 }
 _DEVICES = {  # the others run on any device
     "cpu": ("cpu",),

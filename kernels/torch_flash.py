@@ -29,9 +29,9 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import varlen as torch_varlen
 
-from kernels.errors import KernelError
-from kernels.provider import AttentionCall, Masking, VarlenBatch
-from kernels.reference import ReferenceProvider
+from folio.kernels.errors import KernelError
+from folio.kernels.provider import AttentionCall, Masking, VarlenBatch
+from folio.kernels.reference import ReferenceProvider
 
 MAX_SPLITS = 128
 BLOCK_MULTIPLE = 256

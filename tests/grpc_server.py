@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 from starlette.types import ASGIApp
 
-from app.proto.folio_pb2_grpc import add_FolioServicer_to_server
-from app.serving.grpc_ingress import GrpcIngress
+from folio.app.proto.folio_pb2_grpc import add_FolioServicer_to_server
+from folio.app.serving.grpc_ingress import GrpcIngress
 
 MAX_MESSAGE_BYTES = 1 << 20
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.model.tokenizer import load_tokenizer
+import folio
 from benchmarks.structure import LAYERS, circles, modules, upward
+from folio.app.engine.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 MODULES = modules(ROOT)
@@ -36,8 +37,8 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-    return names
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return {name.removeprefix("folio.") for name in names}
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
@@ -78,25 +79,38 @@ def test_the_engine_imports_where_ray_and_gpu_libraries_are_missing() -> None:
 import sys
 for name in ("ray", "triton", "cuda", "fastapi", "pydantic"):
     sys.modules[name] = None  # makes an import of it fail
-import vmem, kernels, app.engine
+import folio.vmem, folio.kernels, folio.app.engine
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_the_front_has_the_public_names() -> None:
+    from folio import LLM, AsyncEngine, ChatCompletionRequest, Folio, SamplingParams
+
+    assert {LLM, AsyncEngine, ChatCompletionRequest, Folio, SamplingParams} <= {
+        getattr(folio, name) for name in dir(folio) if not name.startswith("_")
+    }
+    with pytest.raises(AttributeError, match="module 'folio' has no attribute 'Foil'"):
+        folio.Foil  # noqa: B018
+
+
 @pytest.mark.processes
 def test_heavy_libraries_are_imported_where_they_are_needed() -> None:
-    """Regression: a start took 40 s, because each process of Serve imported torch and transformers; `app.client` took
+    """Regression: a start took 40 s, because each process of Serve imported torch and transformers; the client took
     seven."""
     code = """
 import sys
 def check(*names):
     assert not (found := [name for name in names if name in sys.modules]), found
-import vmem, kernels, app.engine, app.client
+import folio.vmem, folio.kernels, folio.app.engine, folio.app.client
+from folio import ChatCompletionRequest, Folio, SamplingParams
+Folio("http://127.0.0.1:8000")
 check("torch", "transformers", "ray")
-import app.main, app.serving.autoscaling, app.serving.router  # Serve's controller, and all that it starts
+# Serve's controller, and all that it starts
+import folio.app.main, folio.app.serving.autoscaling, folio.app.serving.router
 check("torch", "transformers")
-from app.compat.transformers import imported_without_torch
-from app.engine.model.tokenizer import load_tokenizer
+from folio.app.compat.transformers import imported_without_torch
+from folio.app.engine.model.tokenizer import load_tokenizer
 with imported_without_torch():  # an ingress
     tokenizer = load_tokenizer("builtin")
 check("torch")

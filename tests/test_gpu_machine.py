@@ -28,7 +28,7 @@ MISSING = {"fastapi", "jsonschema", "llguidance", "openai", "pydantic", "ray", "
 MISSING |= {"aiohttp", "matplotlib", "prometheus_client", "psutil"}  # there today, but not promised
 if not any(re.match(r"httpx\b", needed) for needed in importlib.metadata.requires("huggingface_hub") or ()):
     MISSING.add("httpx")  # the one of transformers 5.17 brings it along
-PACKAGES = ("vmem", "kernels", "app/engine", "benchmarks")
+PACKAGES = ("folio/vmem", "folio/kernels", "folio/app/engine", "benchmarks")
 TESTS = ("tests/kernels", "tests/vmem", "tests/app/engine")
 ENGINE_TESTS = (
     "tests/app/engine/test_engine.py::test_more_requests_than_sequences",
@@ -91,7 +91,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_module_is_imported(tried: dict[str, Any]) -> None:
-    """`app.engine.sampling.structure` wanted llguidance, and half of the benchmarks httpx, Ray or aiohttp."""
+    """`folio.app.engine.sampling.structure` wanted llguidance, and half of the benchmarks httpx, Ray or aiohttp."""
     assert tried["failed_imports"] == []
 
 

@@ -15,18 +15,18 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from app import main
-from app.config.args import AppArgs, RoutingArgs, StreamingArgs
-from app.config.engine import _BOUNDS, _CHOICES, EngineConfig
-from app.config.http import BatchSettings, HttpSettings, KeyEntry, KeySource, RateLimits, ResponseSettings
-from app.config.machine import MOST_SEQS, MOST_STEP_TOKENS
-from app.config.shelf import SLO, ModelConfig
-from app.fleet.autoscaling import ScalingTargets, _fault
+from folio.app import main
+from folio.app.config.args import AppArgs, RoutingArgs, StreamingArgs
+from folio.app.config.engine import _BOUNDS, _CHOICES, EngineConfig
+from folio.app.config.http import BatchSettings, HttpSettings, KeyEntry, KeySource, RateLimits, ResponseSettings
+from folio.app.config.machine import MOST_SEQS, MOST_STEP_TOKENS
+from folio.app.config.shelf import SLO, ModelConfig
+from folio.app.fleet.autoscaling import ScalingTargets, _fault
 from tools.schema import allowed, cell, code
 
 _REQUIRED = object()
 _HEAD = "| Setting | Default | Allowed | Meaning |\n|---|---|---|---|"
-_POLICY = "app.serving.autoscaling:KVAwareScaling"
+_POLICY = "folio.app.serving.autoscaling:KVAwareScaling"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ SERVE: tuple[tuple[str, object, str], ...] = (
     (
         "grpc_options.grpc_servicer_functions",
         [],
-        "`[app.proto.folio_pb2_grpc.add_FolioServicer_to_server]` opens gRPC",
+        "`[folio.app.proto.folio_pb2_grpc.add_FolioServicer_to_server]` opens gRPC",
     ),
     ("proxy_location", "EveryNode", "where HAProxy runs: [several nodes](../operate/nodes.md)"),
     ("applications.name", "default", "the application's name; `Folio(name)` finds it"),

@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from app.cli.plan import choose_target, plan_figures
-from app.config.engine import EngineConfig
-from app.config.sizes import show_size
-from app.engine.model.size import ModelSize
+from folio.app.cli.plan import choose_target, plan_figures
+from folio.app.config.engine import EngineConfig
+from folio.app.config.sizes import show_size
+from folio.app.engine.model.size import ModelSize
 
 PAGE = Path(__file__).parents[1] / "docs" / "operate" / "gpu-sizing.md"
 NUM_TOKENS = 4096

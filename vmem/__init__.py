@@ -6,32 +6,41 @@ Importing the package does not import torch: routers and clients need the report
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from vmem.backends.base import AddressRange, Backend, MemoryInfo
-from vmem.budget import BudgetAnswer
-from vmem.device_pages import DevicePages
-from vmem.errors import BudgetError, IntegrityError, LayoutError, MapError, OutOfPages, OutOfSwap, PinError, VmemError
-from vmem.eviction import EvictionOrder, EvictionQueue, ReturnOrder
-from vmem.group import LayerGroup, longest_sequence
-from vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
-from vmem.mapper_policy import MappingOptions
-from vmem.pins import PinReport
-from vmem.prefix_summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, CachedPrefix, key_of, split_keys
-from vmem.prefix_tree import PrefixMatch, PrefixNode, TokenChain
-from vmem.report import GroupReport, MemoryReport
-from vmem.segments import PrefixUse
-from vmem.sequence import GroupTable, SequenceMemory, StepDemand, View, ViewPolicy
-from vmem.snapshot import BlockState, MemorySnapshot, SequenceSnapshot, TableSnapshot, take_snapshot
-from vmem.swapping import SwappedGroup
-from vmem.tensor_parallel.orders import PeerRanks
+from folio.vmem.backends.base import AddressRange, Backend, MemoryInfo
+from folio.vmem.budget import BudgetAnswer
+from folio.vmem.device_pages import DevicePages
+from folio.vmem.errors import (
+    BudgetError,
+    IntegrityError,
+    LayoutError,
+    MapError,
+    OutOfPages,
+    OutOfSwap,
+    PinError,
+    VmemError,
+)
+from folio.vmem.eviction import EvictionOrder, EvictionQueue, ReturnOrder
+from folio.vmem.group import LayerGroup, longest_sequence
+from folio.vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
+from folio.vmem.mapper_policy import MappingOptions
+from folio.vmem.pins import PinReport
+from folio.vmem.prefix_summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, CachedPrefix, key_of, split_keys
+from folio.vmem.prefix_tree import PrefixMatch, PrefixNode, TokenChain
+from folio.vmem.report import GroupReport, MemoryReport
+from folio.vmem.segments import PrefixUse
+from folio.vmem.sequence import GroupTable, SequenceMemory, StepDemand, View, ViewPolicy
+from folio.vmem.snapshot import BlockState, MemorySnapshot, SequenceSnapshot, TableSnapshot, take_snapshot
+from folio.vmem.swapping import SwappedGroup
+from folio.vmem.tensor_parallel.orders import PeerRanks
 
 if TYPE_CHECKING:
-    from vmem.backends.cuda import CudaBackend
-    from vmem.backends.host import HostBackend
-    from vmem.backends.select import select_backend
-    from vmem.memory import KVMemory
-    from vmem.tensor_parallel.mirror import MirroredBackend, mirror
-    from vmem.tensor_parallel.peer import PeerMemory
-    from vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents
+    from folio.vmem.backends.cuda import CudaBackend
+    from folio.vmem.backends.host import HostBackend
+    from folio.vmem.backends.select import select_backend
+    from folio.vmem.memory import KVMemory
+    from folio.vmem.tensor_parallel.mirror import MirroredBackend, mirror
+    from folio.vmem.tensor_parallel.peer import PeerMemory
+    from folio.vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents
 
 # fmt: off
 __all__ = [
@@ -49,17 +58,17 @@ __all__ = [
 
 # Names that are imported at their first use, and their modules.
 _NEED_TORCH = {
-    "select_backend": "vmem.backends.select",
-    "CudaBackend": "vmem.backends.cuda",
-    "HostBackend": "vmem.backends.host",
-    "KVMemory": "vmem.memory",
-    "MirroredBackend": "vmem.tensor_parallel.mirror",
-    "mirror": "vmem.tensor_parallel.mirror",
-    "PeerMemory": "vmem.tensor_parallel.peer",
-    "BlockContents": "vmem.tensors",
-    "CacheTensors": "vmem.tensors",
-    "CopyBlocks": "vmem.tensors",
-    "LocalContents": "vmem.tensors",
+    "select_backend": "folio.vmem.backends.select",
+    "CudaBackend": "folio.vmem.backends.cuda",
+    "HostBackend": "folio.vmem.backends.host",
+    "KVMemory": "folio.vmem.memory",
+    "MirroredBackend": "folio.vmem.tensor_parallel.mirror",
+    "mirror": "folio.vmem.tensor_parallel.mirror",
+    "PeerMemory": "folio.vmem.tensor_parallel.peer",
+    "BlockContents": "folio.vmem.tensors",
+    "CacheTensors": "folio.vmem.tensors",
+    "CopyBlocks": "folio.vmem.tensors",
+    "LocalContents": "folio.vmem.tensors",
 }
 
 if not TYPE_CHECKING:

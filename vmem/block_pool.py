@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from vmem.errors import IntegrityError
-from vmem.eviction import EvictionQueue
-from vmem.free_blocks import FreeBlocks
-from vmem.segments import CachedUnit
+from folio.vmem.errors import IntegrityError
+from folio.vmem.eviction import EvictionQueue
+from folio.vmem.free_blocks import FreeBlocks
+from folio.vmem.segments import CachedUnit
 
 
 @dataclass(frozen=True, slots=True)

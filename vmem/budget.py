@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vmem.errors import BudgetError, IntegrityError
+from folio.vmem.errors import BudgetError, IntegrityError
 
 BudgetAnswer = Literal["applied", "deferred", "stale"]
 

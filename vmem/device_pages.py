@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from vmem.errors import IntegrityError, MapError, OutOfPages
-from vmem.mapping_count import MappingCount
-from vmem.swap_space import SwapSpace
+from folio.vmem.errors import IntegrityError, MapError, OutOfPages
+from folio.vmem.mapping_count import MappingCount
+from folio.vmem.swap_space import SwapSpace
 
 
 @dataclass(frozen=True, slots=True, eq=False)

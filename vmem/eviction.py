@@ -12,10 +12,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from vmem.errors import IntegrityError
-from vmem.retention import Retention
-from vmem.return_times import BAND_ENDS, ReturnTimes
-from vmem.segments import CachedUnit, PrefixClass, PrefixUse, Segment, SegmentIndex
+from folio.vmem.errors import IntegrityError
+from folio.vmem.retention import Retention
+from folio.vmem.return_times import BAND_ENDS, ReturnTimes
+from folio.vmem.segments import CachedUnit, PrefixClass, PrefixUse, Segment, SegmentIndex
 
 # Ages are brought up to date, and scores computed, at most so often.
 _PERIOD_S = 0.25

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from vmem.backends.base import AddressRange, Backend, adjacent_runs, retry_undo
-from vmem.block_pool import BlockPool
-from vmem.errors import IntegrityError, VmemError
-from vmem.eviction import EvictionQueue
-from vmem.layout import KVLayout, StateLayout
-from vmem.region import HOLE, Region
+from folio.vmem.backends.base import AddressRange, Backend, adjacent_runs, retry_undo
+from folio.vmem.block_pool import BlockPool
+from folio.vmem.errors import IntegrityError, VmemError
+from folio.vmem.eviction import EvictionQueue
+from folio.vmem.layout import KVLayout, StateLayout
+from folio.vmem.region import HOLE, Region
 
 # Adoption compares this many parked regions only: the choice must not cost what it saves.
 _ADOPTION_CANDIDATES = 4

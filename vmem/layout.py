@@ -37,7 +37,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from vmem.errors import LayoutError
+from folio.vmem.errors import LayoutError
 
 if TYPE_CHECKING:
     import torch

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from vmem.backends.base import Backend
-from vmem.budget import MemoryCounts
-from vmem.errors import IntegrityError, OutOfPages, VmemError
-from vmem.lock import MemoryLock
-from vmem.mapper_policy import MappingPolicy
-from vmem.mapping_work import MappingWork
-from vmem.region import Region
+from folio.vmem.backends.base import Backend
+from folio.vmem.budget import MemoryCounts
+from folio.vmem.errors import IntegrityError, OutOfPages, VmemError
+from folio.vmem.lock import MemoryLock
+from folio.vmem.mapper_policy import MappingPolicy
+from folio.vmem.mapping_work import MappingWork
+from folio.vmem.region import Region
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vmem.backends.base import Backend
-from vmem.budget import PagePool
-from vmem.errors import LayoutError
-from vmem.eviction import EvictionOrder
-from vmem.group import GroupMemory
-from vmem.mapping_count import MappingCount
-from vmem.mapping_work import AttachPages, DestroyPages, DetachPages, MappingWork, MapRegion, UnmapRegion
-from vmem.prefix_tree import PrefixTree
-from vmem.region import HOLE, Region
+from folio.vmem.backends.base import Backend
+from folio.vmem.budget import PagePool
+from folio.vmem.errors import LayoutError
+from folio.vmem.eviction import EvictionOrder
+from folio.vmem.group import GroupMemory
+from folio.vmem.mapping_count import MappingCount
+from folio.vmem.mapping_work import AttachPages, DestroyPages, DetachPages, MappingWork, MapRegion, UnmapRegion
+from folio.vmem.prefix_tree import PrefixTree
+from folio.vmem.region import HOLE, Region
 
 # Interval for checking whether the device has passed a fence.
 _FENCE_POLL_S = 0.002

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from vmem.backends.base import Backend
-from vmem.budget import MemoryCounts, PagePool
-from vmem.errors import OutOfPages, VmemError
-from vmem.group import GroupMemory
-from vmem.region import Region
+from folio.vmem.backends.base import Backend
+from folio.vmem.budget import MemoryCounts, PagePool
+from folio.vmem.errors import OutOfPages, VmemError
+from folio.vmem.group import GroupMemory
+from folio.vmem.region import Region
 
 
 class MappingWork(Protocol):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from vmem.budget import PagePool
-from vmem.errors import PinError
-from vmem.group import GroupMemory
-from vmem.lock import MemoryLock
-from vmem.prefix_summary import CachedPrefix
-from vmem.prefix_tree import TokenChain, decode_tokens
-from vmem.sequence import SequenceMemory
+from folio.vmem.budget import PagePool
+from folio.vmem.errors import PinError
+from folio.vmem.group import GroupMemory
+from folio.vmem.lock import MemoryLock
+from folio.vmem.prefix_summary import CachedPrefix
+from folio.vmem.prefix_tree import TokenChain, decode_tokens
+from folio.vmem.sequence import SequenceMemory
 
 
 @dataclass(frozen=True, slots=True)

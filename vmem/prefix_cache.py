@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vmem.budget import MemoryCounts
-from vmem.errors import IntegrityError
-from vmem.eviction import EvictionOrder
-from vmem.group import GroupMemory
-from vmem.lock import MemoryLock
-from vmem.prefix_summary import NO_KEYS, CachedKeys, CachedPrefix
-from vmem.prefix_tree import PrefixCursor, PrefixMatch, PrefixNode, PrefixTree, TokenChain
-from vmem.segments import PrefixUse
-from vmem.sequence import SequenceMemory
-from vmem.tables import BlockAllocator, BlockTables
+from folio.vmem.budget import MemoryCounts
+from folio.vmem.errors import IntegrityError
+from folio.vmem.eviction import EvictionOrder
+from folio.vmem.group import GroupMemory
+from folio.vmem.lock import MemoryLock
+from folio.vmem.prefix_summary import NO_KEYS, CachedKeys, CachedPrefix
+from folio.vmem.prefix_tree import PrefixCursor, PrefixMatch, PrefixNode, PrefixTree, TokenChain
+from folio.vmem.segments import PrefixUse
+from folio.vmem.sequence import SequenceMemory
+from folio.vmem.tables import BlockAllocator, BlockTables
 
 # Tokens of a partly matching unit that are worth copying its blocks. A copy of 16 tokens takes about as long as
 # computing a tenth of a token (Qwen2.5-0.5B shape on 2 cores), but it costs a block until the copy is made.

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from vmem.errors import IntegrityError
+from folio.vmem.errors import IntegrityError
 
 # With a million cached prefixes, one prefix in 300 million is falsely taken for cached.
 KEY_BYTES = 6

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vmem.budget import MemoryCounts
-from vmem.errors import IntegrityError
-from vmem.group import GroupMemory
-from vmem.prefix_summary import CachedPrefix, HotNodes, PrefixSummary, key_of
-from vmem.segments import PrefixUse, Segment, output_after
+from folio.vmem.budget import MemoryCounts
+from folio.vmem.errors import IntegrityError
+from folio.vmem.group import GroupMemory
+from folio.vmem.prefix_summary import CachedPrefix, HotNodes, PrefixSummary, key_of
+from folio.vmem.segments import PrefixUse, Segment, output_after
 
 Digest = bytes
 Hash = Callable[[Digest, bytes], Digest]

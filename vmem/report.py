@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vmem.backends.base import Backend
-from vmem.budget import MemoryCounts, PagePool
-from vmem.errors import IntegrityError
-from vmem.group import GroupMemory
-from vmem.lock import MemoryLock
-from vmem.mapper import Mapper
-from vmem.pins import PinReport, Pins
-from vmem.prefix_tree import PrefixTree
-from vmem.swapping import Swapping
-from vmem.tables import BlockTables, CopyOnWrite
+from folio.vmem.backends.base import Backend
+from folio.vmem.budget import MemoryCounts, PagePool
+from folio.vmem.errors import IntegrityError
+from folio.vmem.group import GroupMemory
+from folio.vmem.lock import MemoryLock
+from folio.vmem.mapper import Mapper
+from folio.vmem.pins import PinReport, Pins
+from folio.vmem.prefix_tree import PrefixTree
+from folio.vmem.swapping import Swapping
+from folio.vmem.tables import BlockTables, CopyOnWrite
 
 
 @dataclass(frozen=True, slots=True)

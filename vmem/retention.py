@@ -7,7 +7,7 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
-from vmem.segments import Segment
+from folio.vmem.segments import Segment
 
 
 class Retention:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vmem.segments import PrefixClass
+from folio.vmem.segments import PrefixClass
 
 NUM_BANDS = 14
 # Seconds until the end of each band; the last one has none.

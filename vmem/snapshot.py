@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vmem.block_pool import PoolCopy
-from vmem.region import Region
-from vmem.report import MemoryReport
-from vmem.sequence import SequenceMemory
+from folio.vmem.block_pool import PoolCopy
+from folio.vmem.region import Region
+from folio.vmem.report import MemoryReport
+from folio.vmem.sequence import SequenceMemory
 
 if TYPE_CHECKING:
-    from vmem.memory import KVMemory
+    from folio.vmem.memory import KVMemory
 
 StateArray = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 
-from vmem.errors import IntegrityError, OutOfSwap
+from folio.vmem.errors import IntegrityError, OutOfSwap
 
 
 class SwapSpace:

@@ -8,19 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
-from vmem.group import GroupMemory
-from vmem.lock import MemoryLock
-from vmem.mapper import Mapper
-from vmem.prefix_cache import PrefixCache
-from vmem.prefix_tree import PrefixCursor, PrefixTree
-from vmem.sequence import GroupTable, SequenceMemory
-from vmem.swap_space import SwapSpace
-from vmem.tables import BlockAllocator
-from vmem.views import RegionManager
+from folio.vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
+from folio.vmem.group import GroupMemory
+from folio.vmem.lock import MemoryLock
+from folio.vmem.mapper import Mapper
+from folio.vmem.prefix_cache import PrefixCache
+from folio.vmem.prefix_tree import PrefixCursor, PrefixTree
+from folio.vmem.sequence import GroupTable, SequenceMemory
+from folio.vmem.swap_space import SwapSpace
+from folio.vmem.tables import BlockAllocator
+from folio.vmem.views import RegionManager
 
 if TYPE_CHECKING:
-    from vmem.tensors import BlockContents
+    from folio.vmem.tensors import BlockContents
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vmem.backends.base import Backend
-from vmem.budget import MemoryCounts, PagePool
-from vmem.errors import IntegrityError, OutOfPages, VmemError
-from vmem.group import GroupMemory
-from vmem.lock import MemoryLock
-from vmem.mapper import Mapper
-from vmem.mapping_work import AttachPages, DetachPages
-from vmem.prefix_tree import PrefixTree
-from vmem.region import HOLE
-from vmem.sequence import GroupTable, SequenceMemory, TableChanges, ViewPolicy
-from vmem.views import RegionManager
+from folio.vmem.backends.base import Backend
+from folio.vmem.budget import MemoryCounts, PagePool
+from folio.vmem.errors import IntegrityError, OutOfPages, VmemError
+from folio.vmem.group import GroupMemory
+from folio.vmem.lock import MemoryLock
+from folio.vmem.mapper import Mapper
+from folio.vmem.mapping_work import AttachPages, DetachPages
+from folio.vmem.prefix_tree import PrefixTree
+from folio.vmem.region import HOLE
+from folio.vmem.sequence import GroupTable, SequenceMemory, TableChanges, ViewPolicy
+from folio.vmem.views import RegionManager
 
 if TYPE_CHECKING:
-    from vmem.tensors import BlockContents
+    from folio.vmem.tensors import BlockContents
 
 
 @dataclass(eq=False)

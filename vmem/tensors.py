@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from vmem.backends.base import AddressRange, Backend
-from vmem.group import LayerGroup
-from vmem.layout import KVLayout
+from folio.vmem.backends.base import AddressRange, Backend
+from folio.vmem.group import LayerGroup
+from folio.vmem.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 

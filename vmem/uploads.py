@@ -22,9 +22,9 @@ from functools import partial
 
 import torch
 
-from vmem.backends.base import AddressRange, retry_undo
-from vmem.backends.cuda import CudaBackend
-from vmem.errors import IntegrityError, MapError, OutOfPages, VmemError
+from folio.vmem.backends.base import AddressRange, retry_undo
+from folio.vmem.backends.cuda import CudaBackend
+from folio.vmem.errors import IntegrityError, MapError, OutOfPages, VmemError
 
 PAGE_BYTES = 16 << 20
 # Of one copy, and of a staging buffer: long enough that its start and end cost little, short enough that the pages of

@@ -6,15 +6,15 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vmem.backends.base import adjacent_runs
-from vmem.budget import MemoryCounts
-from vmem.errors import MapError, VmemError
-from vmem.group import GroupMemory
-from vmem.mapper import Mapper
-from vmem.mapper_policy import MappingPolicy
-from vmem.mapping_work import MapHomes, MapRegion, UnmapRegion
-from vmem.region import HOLE, Region
-from vmem.sequence import GroupTable, SequenceMemory, StepDemand, TableChanges, ViewPolicy
+from folio.vmem.backends.base import adjacent_runs
+from folio.vmem.budget import MemoryCounts
+from folio.vmem.errors import MapError, VmemError
+from folio.vmem.group import GroupMemory
+from folio.vmem.mapper import Mapper
+from folio.vmem.mapper_policy import MappingPolicy
+from folio.vmem.mapping_work import MapHomes, MapRegion, UnmapRegion
+from folio.vmem.region import HOLE, Region
+from folio.vmem.sequence import GroupTable, SequenceMemory, StepDemand, TableChanges, ViewPolicy
 
 logger = logging.getLogger(__name__)
 

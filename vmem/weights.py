@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
-from vmem.backends import host_calls
-from vmem.backends.base import AddressRange
-from vmem.errors import IntegrityError, MapError
+from folio.vmem.backends import host_calls
+from folio.vmem.backends.base import AddressRange
+from folio.vmem.errors import IntegrityError, MapError
 
 # Where files are mapped page by page, a huge page takes one entry of the page table instead of 512. It needs large
 # folios in the page cache (ext4, XFS), and equal offsets within a huge page in the file and in memory.

@@ -1,4 +1,4 @@
-"""Train the built-in model: `python -m app.builtin.train --out DIR` (about an hour and a half on 2 CPU cores).
+"""Train the built-in model: `python -m folio.app.builtin.train --out DIR` (about an hour and a half on 2 CPU cores).
 
 Data from `corpus.py`, transformers' Llama architecture, an ordinary checkpoint folder as the result. Lengths follow a
 curriculum: short conversations teach the tasks, long ones teach looking further back. The loss counts answer tokens
@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from app.builtin import corpus, openings
-from app.builtin.corpus import Turn
-from app.builtin.muon import Muon
-from app.builtin.untrained import MAX_POSITIONS, build_model, sketch_numbers
+from folio.app.builtin import corpus, openings
+from folio.app.builtin.corpus import Turn
+from folio.app.builtin.muon import Muon
+from folio.app.builtin.untrained import MAX_POSITIONS, build_model, sketch_numbers
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 VOCAB_SIZE = 3072

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.chat_template.arrangement import Arrangement, Message
+from folio.app.chat_template.arrangement import Arrangement, Message
 
 Render = Callable[[Sequence[Message], Sequence[Any] | None], str]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 
-from app.chat_template.arrangement import Arrangement
-from app.chat_template.probes import probe
-from app.chat_template.sandbox import WORK, LimitError, TemplateEnvironment, Work
+from folio.app.chat_template.arrangement import Arrangement
+from folio.app.chat_template.probes import probe
+from folio.app.chat_template.sandbox import WORK, LimitError, TemplateEnvironment, Work
 
 # Processor time of one rendering. Usual ones take milliseconds.
 LIMIT_S = 5.0

@@ -1,7 +1,7 @@
-"""`python -m app.cli` is `folio`, where the script is not installed."""
+"""`python -m folio.app.cli` is `folio`, where the script is not installed."""
 
 import sys
 
-from app.cli.main import main
+from folio.app.cli.main import main
 
 sys.exit(main())

@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from http.client import HTTPException
 
-from app.errors import ConfigError
+from folio.app.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

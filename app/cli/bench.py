@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from app.cli.connection import DEFAULT_URL, ApiKey, Model, Server, Url
-from app.cli.text import console, printable, show_ms, table
-from app.errors import ConfigError, UnavailableError
+from folio.app.cli.connection import DEFAULT_URL, ApiKey, Model, Server, Url
+from folio.app.cli.text import console, printable, show_ms, table
+from folio.app.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
-    from app.cli.load import Ask, HttpTarget, Record
+    from folio.app.cli.load import Ask, HttpTarget, Record
 
 EXAMPLES = """
 folio bench
@@ -114,7 +114,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 async def measure(server: Server, model: str | None, load: Load, num_warm_up: int) -> dict[str, Any]:
     """All runs. Raises `FolioError` if the server cannot be measured."""
-    from app.cli.load import HttpTarget, open_loop
+    from folio.app.cli.load import HttpTarget, open_loop
 
     async with server:
         name = await server.choose_model(model)
@@ -146,7 +146,7 @@ class Prompts:
         self.tokens_per_word = 1.0
 
     def asks(self, rate: float, seed: int) -> list[Ask]:
-        from app.cli.load import poisson
+        from folio.app.cli.load import poisson
 
         return [
             self.ask(seed=seed * 10**6 + i, at_s=at) for i, at in enumerate(poisson(rate, self._load.duration_s, seed))
@@ -154,7 +154,7 @@ class Prompts:
 
     def ask(self, seed: int, at_s: float = 0.0) -> Ask:
         """A request with a prompt of its own, and the prefix that all share."""
-        from app.cli.load import Ask as Request
+        from folio.app.cli.load import Ask as Request
 
         load = self._load
         prefix = self._words(random.Random(load.seed), load.prefix_tokens)
@@ -172,7 +172,7 @@ async def _warm_up(target: HttpTarget, prompts: Prompts, load: Load, count: int)
     """Send requests one by one; leave out options that the server refuses, and learn the tokens of a word.
 
     Raises `UnavailableError` if the server answers none."""
-    from app.cli.load import Clock, Record
+    from folio.app.cli.load import Clock, Record
 
     done = 0
     while done < count:

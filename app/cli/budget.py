@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from app.cli.connection import DEFAULT_URL, ApiKey, Json, Url, call
-from app.cli.sizes import parse_size
-from app.cli.text import console, counted, printable, table
-from app.config.sizes import show_size
+from folio.app.cli.connection import DEFAULT_URL, ApiKey, Json, Url, call
+from folio.app.cli.sizes import parse_size
+from folio.app.cli.text import console, counted, printable, table
+from folio.app.config.sizes import show_size
 
 EXAMPLES = """
 folio budget

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.connection import DEFAULT_URL, ApiKey, Model, Server, Url
-from app.cli.text import counted, printable, read_text, show_ms
-from app.errors import FolioError, RequestError
+from folio.app.cli.connection import DEFAULT_URL, ApiKey, Model, Server, Url
+from folio.app.cli.text import counted, printable, read_text, show_ms
+from folio.app.errors import FolioError, RequestError
 
 EXAMPLES = """
 folio chat

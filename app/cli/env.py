@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app import haproxy
-from app.config.machine import binding_variables
+from folio.app import haproxy
+from folio.app.config.machine import binding_variables
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.checks import FOLIO
-from app.config.args import AppArgs
-from app.config.engine import EngineConfig
-from app.errors import ConfigError
+from folio.app.checks import FOLIO
+from folio.app.config.args import AppArgs
+from folio.app.config.engine import EngineConfig
+from folio.app.errors import ConfigError
 
 if TYPE_CHECKING:
     from ray.serve.schema import ServeDeploySchema
@@ -112,7 +112,7 @@ def fit_replicas(config: ServeDeploySchema, gpus: Sequence[float], *, is_default
 
 
 def _gpus_of_replica(engine: EngineConfig, explicit: Mapping[str, Any], *, has_gpus: bool) -> float:
-    """GPUs that a replica and its ranks ask Ray for (`app.main.replica_resources`)."""
+    """GPUs that a replica and its ranks ask Ray for (`folio.app.main.replica_resources`)."""
     if (bundles := explicit.get("placement_group_bundles")) is not None:
         return math.fsum(bundle.get("GPU", 0.0) for bundle in bundles)
     options = explicit.get("ray_actor_options")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ray.serve.schema import ServeDeploySchema
 
-from app.builtin import BUILTIN
-from app.checks import FOLIO
-from app.cli.address import from_here
-from app.config.args import AppArgs
+from folio.app.builtin import BUILTIN
+from folio.app.checks import FOLIO
+from folio.app.cli.address import from_here
+from folio.app.config.args import AppArgs
 
 
 def base_url(config: ServeDeploySchema) -> str:
@@ -67,4 +67,4 @@ def _curl(url: str, args: AppArgs) -> str:
 def _command(name: str) -> str:
     """How to call a command installed beside this Python from any folder and environment."""
     path = Path(sys.executable).parent / name
-    return shlex.quote(str(path)) if path.exists() else f"{shlex.quote(sys.executable)} -m app.cli"
+    return shlex.quote(str(path)) if path.exists() else f"{shlex.quote(sys.executable)} -m folio.app.cli"

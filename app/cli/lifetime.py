@@ -31,12 +31,12 @@ from ray.job_config import JobConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
-from app.cli.address import reserve_address, wait_for_listener
-from app.cli.env import prepared_environment
-from app.cli.gpus import fit_replicas, gpus_of_nodes, unseen_gpus
-from app.cli.greeting import base_url, greeting
-from app.cli.start_log import StartLog
-from app.compat.ray import (
+from folio.app.cli.address import reserve_address, wait_for_listener
+from folio.app.cli.env import prepared_environment
+from folio.app.cli.gpus import fit_replicas, gpus_of_nodes, unseen_gpus
+from folio.app.cli.greeting import base_url, greeting
+from folio.app.cli.start_log import StartLog
+from folio.app.compat.ray import (
     ServeInstance,
     by_value,
     cluster_address,
@@ -44,9 +44,9 @@ from app.compat.ray import (
     own_search_path,
     raylet_has_ended,
 )
-from app.errors import UnavailableError
-from kernels import KernelError
-from kernels.cpu.build import compile_all, missing_libraries
+from folio.app.errors import UnavailableError
+from folio.kernels import KernelError
+from folio.kernels.cpu.build import compile_all, missing_libraries
 
 logger = logging.getLogger(__name__)
 

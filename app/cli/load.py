@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from app.event_stream import DONE, event_data
+from folio.app.event_stream import DONE, event_data
 
 if TYPE_CHECKING:
     import aiohttp

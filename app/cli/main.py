@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli import bench, budget, chat, check, env, models, pins, plan, serve, top
-from app.cli.text import printable
-from app.errors import ConfigError, FolioError
+from folio.app.cli import bench, budget, chat, check, env, models, pins, plan, serve, top
+from folio.app.cli.text import printable
+from folio.app.errors import ConfigError, FolioError
 
 folio = typer.Typer(
     name="folio",
@@ -24,7 +24,7 @@ folio = typer.Typer(
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        from app.version import VERSION
+        from folio.app.version import VERSION
 
         print(f"folio {VERSION}")
         raise typer.Exit()

@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import typer
 
-from app.cli.connection import DEFAULT_URL, ApiKey, Json, Url, call
-from app.cli.text import console, printable, table
+from folio.app.cli.connection import DEFAULT_URL, ApiKey, Json, Url, call
+from folio.app.cli.text import console, printable, table
 
 EXAMPLES = """
 folio models

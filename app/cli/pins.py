@@ -9,9 +9,9 @@ from urllib.parse import quote, urlencode
 
 import typer
 
-from app.cli.connection import DEFAULT_URL, ApiKey, Json, Url, call
-from app.cli.text import console, counted, printable, read_text, table
-from app.config.sizes import show_size
+from folio.app.cli.connection import DEFAULT_URL, ApiKey, Json, Url, call
+from folio.app.cli.text import console, counted, printable, read_text, table
+from folio.app.config.sizes import show_size
 
 EXAMPLES = """
 folio pins

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from app.cli.connection import Json
-from app.cli.sizes import parse_size
-from app.cli.text import console, table
-from app.config.sizes import show_size
+from folio.app.cli.connection import Json
+from folio.app.cli.sizes import parse_size
+from folio.app.cli.text import console, table
+from folio.app.config.sizes import show_size
 
 if TYPE_CHECKING:
-    from app.engine.model.memory_profile import DevicePlan
-    from app.engine.model.size import ModelSize
+    from folio.app.engine.model.memory_profile import DevicePlan
+    from folio.app.engine.model.size import ModelSize
 
 EXAMPLES = """
 folio plan builtin --memory 4GiB
@@ -97,8 +97,8 @@ def plan(
     check_model(model)
     # transformers reports optional kernels that it lacks, and its progress.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from app.config.engine import EngineConfig
-    from app.engine.model.size import ModelSize
+    from folio.app.config.engine import EngineConfig
+    from folio.app.engine.model.size import ModelSize
 
     with _errors_only():
         size = ModelSize(
@@ -125,7 +125,7 @@ def plan(
 @contextmanager
 def _errors_only() -> Iterator[None]:
     """The engine's warnings are for its replica's log."""
-    ours = logging.getLogger("app")
+    ours = logging.getLogger("folio")
     before = ours.level
     ours.setLevel(logging.ERROR)
     try:
@@ -145,16 +145,16 @@ def choose_target(device: str | None, memory: int | None) -> Target:
         return Target(name, name, memory)
     if name == _CUDA:
         raise typer.BadParameter("--device cuda needs --memory, such as 80GiB; or name a GPU, such as h100")
-    from app.config.machine import Machine
+    from folio.app.config.machine import Machine
 
     return Target(_CPU, "this machine", Machine.detect().memory_bytes)
 
 
 def check_model(model: str) -> None:
     """Raise `ModelError` for a path without a model, and for weights of other formats; a Hub id is not looked up."""
-    from app.builtin import resolve_model
-    from app.config.checkpoint import format_fault, name_fault
-    from app.errors import ModelError
+    from folio.app.builtin import resolve_model
+    from folio.app.config.checkpoint import format_fault, name_fault
+    from folio.app.errors import ModelError
 
     folder = Path(resolve_model(model)).expanduser()
     fault = format_fault(folder) if folder.is_dir() else name_fault(model)
@@ -166,8 +166,8 @@ def check_model(model: str) -> None:
 
 def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, Any]:
     """The plan as JSON. Raises `ConfigError` if the model does not fit."""
-    from app.engine.model.kv_plan import layout_kind
-    from app.engine.model.size import GRANULARITY_BYTES, replicas_that_fit
+    from folio.app.engine.model.kv_plan import layout_kind
+    from folio.app.engine.model.size import GRANULARITY_BYTES, replicas_that_fit
 
     room = size.room(target.memory_bytes)
     rooms = replicas_that_fit(size, target.memory_bytes, num_tokens)

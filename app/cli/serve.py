@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from app.cli.sizes import parse_size
+from folio.app.cli.sizes import parse_size
 
 EXAMPLES = """
 folio serve
@@ -129,13 +129,13 @@ def serve(
     Without --config, the options are put over the packaged defaults.
     """
     begun_at = time.monotonic()
-    from app.cli.env import stay_on_this_machine
-    from app.cli.search_path import add_working_directory
+    from folio.app.cli.env import stay_on_this_machine
+    from folio.app.cli.search_path import add_working_directory
 
     is_local = "RAY_ADDRESS" not in os.environ
     if is_local:
         stay_on_this_machine()
-    from app.cli.settings import compose  # which imports Ray
+    from folio.app.cli.settings import compose  # which imports Ray
 
     options = {
         "MODEL": None if model is None else _absolute(model),
@@ -166,8 +166,8 @@ def serve(
 
         print(yaml.safe_dump(settings.value, sort_keys=False, allow_unicode=True), end="")
         return 0
-    from app.cli.lifetime import run  # not before: Ray takes seconds
-    from app.cli.start_log import StartLog
+    from folio.app.cli.lifetime import run  # not before: Ray takes seconds
+    from folio.app.cli.start_log import StartLog
 
     return run(
         checked,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.cli.address import HOST
-from app.config.sizes import show_size
-from app.errors import ConfigError
+from folio.app.cli.address import HOST
+from folio.app.config.sizes import show_size
+from folio.app.errors import ConfigError
 
 if TYPE_CHECKING:
     from ray.serve.schema import ServeDeploySchema
@@ -61,7 +61,7 @@ class Settings:
         Raises:
             ConfigError: a line for each fault, beginning with the option or with the file and the key.
         """
-        from app.checks import check_config
+        from folio.app.checks import check_config
 
         try:
             return check_config(self.value, is_local=is_local)
@@ -89,7 +89,7 @@ def compose(file: Path | None, given: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: the file cannot be read, or has no place for an option.
     """
-    from app.checks import read_config
+    from folio.app.checks import read_config
 
     value = read_config(file or DEFAULT)
     options = {}
@@ -113,7 +113,7 @@ def compose(file: Path | None, given: Mapping[str, Any]) -> Settings:
 
 def _only_application(value: Mapping[str, Any], file: Path | None, option: str) -> tuple[int, dict[str, Any]]:
     """The file's one application of Folio's, and its number."""
-    from app.checks import FOLIO
+    from folio.app.checks import FOLIO
 
     listed = value.get("applications")
     folios = [
@@ -141,7 +141,7 @@ def _put(value: dict[str, Any], path: tuple[str, ...], entry: object, option: st
 
 def _put_replicas(application: dict[str, Any], replicas: tuple[int, int | None], file: Path | None) -> str:
     """Set a fixed number, or the bounds of autoscaling. Returns the key that has been set."""
-    from app.checks import read_config
+    from folio.app.checks import read_config
 
     deployments = application.setdefault("deployments", [])
     if not isinstance(deployments, list) or not all(isinstance(deployment, dict) for deployment in deployments):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from app.config import sizes
+from folio.app.config import sizes
 
 
 def parse_size(text: str) -> int:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-# A line of Folio's (`app.logs`), and one of Serve's, which comes from its controller, proxies and replicas.
+# A line of Folio's (`folio.app.logs`), and one of Serve's, which comes from its controller, proxies and replicas.
 _OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>[A-Z]+) (?P<logger>[\w.]+): (?P<message>.*)")
 _SERVES = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d{4}-\d\d-\d\d ")
 _MINOR = ("DEBUG", "INFO")
@@ -22,7 +22,7 @@ _REPLICA_FAILED = "Exception in Replica("
 # Of Serve's warnings, one for the user: the cluster has too few CPUs or GPUs, and the start waits for ever.
 _WAITS_FOR_EVER = "to be scheduled"
 # Loggers whose lines tell a phase of a replica's start.
-_PHASES = ("app.engine.startup", "kernels.cpu.build")
+_PHASES = ("folio.app.engine.startup", "folio.kernels.cpu.build")
 _PROGRESS_BAR = "Loading weights:"  # of transformers; those of downloads are shown
 _MOST_HIDDEN = 200  # lines that are kept for a failed start
 
@@ -41,7 +41,11 @@ class StartLog:
         self._is_starting = self._hides_failures = True
         self._hidden: deque[str] = deque(maxlen=_MOST_HIDDEN)
         if not verbose:  # lines of this process
-            for name, level in (("ray", logging.ERROR), ("ray.serve", logging.ERROR), ("kernels", logging.WARNING)):
+            for name, level in (
+                ("ray", logging.ERROR),
+                ("ray.serve", logging.ERROR),
+                ("folio.kernels", logging.WARNING),
+            ):
                 logging.getLogger(name).setLevel(level)
 
     @property

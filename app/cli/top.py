@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.connection import DEFAULT_URL, ApiKey, Server, Url
-from app.cli.text import console
-from app.errors import FolioError, UnavailableError
+from folio.app.cli.connection import DEFAULT_URL, ApiKey, Server, Url
+from folio.app.cli.text import console
+from folio.app.errors import FolioError, UnavailableError
 
 EXAMPLES = """
 folio top
@@ -68,7 +68,7 @@ async def states(server: Server, interval_s: float) -> AsyncGenerator[dict[str, 
 
 async def _print(server: Server, interval_s: float, *, once: bool, as_json: bool) -> None:
     """Print states as JSON lines, or once: the second one, which has the steps of a whole period."""
-    from app.cli.top_view import view
+    from folio.app.cli.top_view import view
 
     screen = console(0)
     async with server, aclosing(states(server, 0.0 if once else interval_s)) as found:
@@ -100,7 +100,7 @@ async def _live(server: Server, interval_s: float) -> None:
 async def _draw(watch: Watch, following: asyncio.Task[None]) -> None:
     from rich.live import Live
 
-    from app.cli.top_view import view
+    from folio.app.cli.top_view import view
 
     screen = console(0)
     with _end() as end, Live(console=screen, screen=True, auto_refresh=False) as live:

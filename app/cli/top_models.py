@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from app.cli.text import counted, printable, show_ms
-from app.config.sizes import show_size
+from folio.app.cli.text import counted, printable, show_ms
+from folio.app.config.sizes import show_size
 
 # The most ready first, with colours.
 _STATES = {

@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from app.cli.text import counted, printable, show_ms
-from app.cli.top_models import model_rows, models_view
-from app.config.sizes import show_size
+from folio.app.cli.text import counted, printable, show_ms
+from folio.app.cli.top_models import model_rows, models_view
+from folio.app.config.sizes import show_size
 
 # Kinds of memory in the order of the bar, with colours and characters: without colours the bar is still read.
 KINDS = (

@@ -5,8 +5,8 @@ question = Message(role="user", content="What is Folio?")
 answer = await folio.chat(ChatCompletionRequest(model="builtin", messages=[question]))
 """
 
-from app.client.folio import Folio
-from app.errors import (
+from folio.app.client.folio import Folio
+from folio.app.errors import (
     ContextLengthError,
     DeadlineError,
     EngineError,
@@ -20,18 +20,18 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.openai.bodies import CompletionRequest, ForkRequest
-from app.openai.chat_body import ChatCompletionRequest, Message
-from app.openai.messages.body import CountTokensRequest, MessagesRequest
-from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
-from app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, PinRequest, UnloadAdapterRequest
-from app.openai.operation.replies import LoadReport, PinCard, PinList
-from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, Usage
-from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.replies import ResponseObject, StreamEvent
-from vmem import BudgetAnswer, MemoryReport
+from folio.app.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.openai.chat_body import ChatCompletionRequest, Message
+from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
+from folio.app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from folio.app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, PinRequest, UnloadAdapterRequest
+from folio.app.openai.operation.replies import LoadReport, PinCard, PinList
+from folio.app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from folio.app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
+from folio.app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, Usage
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.responses.replies import ResponseObject, StreamEvent
+from folio.vmem import BudgetAnswer, MemoryReport
 
 __all__ = [
     "AddModelRequest",

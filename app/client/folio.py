@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, cast
 
-from app.client.transport import Transport
-from app.errors import EngineError, UnavailableError
-from app.openai.bodies import CompletionRequest, ForkRequest
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.messages.body import CountTokensRequest, MessagesRequest
-from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
-from app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, PinRequest, UnloadAdapterRequest
-from app.openai.operation.replies import LoadReport, ModelCard, ModelList, PinList
-from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
-from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.replies import ResponseObject, StreamEvent
-from vmem import BudgetAnswer, MemoryReport
+from folio.app.client.transport import Transport
+from folio.app.errors import EngineError, UnavailableError
+from folio.app.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
+from folio.app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from folio.app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, PinRequest, UnloadAdapterRequest
+from folio.app.openai.operation.replies import LoadReport, ModelCard, ModelList, PinList
+from folio.app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from folio.app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
+from folio.app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.responses.replies import ResponseObject, StreamEvent
+from folio.vmem import BudgetAnswer, MemoryReport
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -229,15 +229,15 @@ def _transport(application: str | DeploymentHandle[Any], headers: dict[str, str]
     """The transport for an application. Imports are local: calls by URL need no Ray, those by handle no gRPC."""
     scheme = application.partition("://")[0] if isinstance(application, str) and "://" in application else None
     if scheme in ("http", "https"):
-        from app.client.over_http import OverHttp
+        from folio.app.client.over_http import OverHttp
 
         return OverHttp(cast(str, application), headers)
     if scheme in ("grpc", "grpcs"):
-        from app.client.over_grpc import OverGrpc
+        from folio.app.client.over_grpc import OverGrpc
 
         return OverGrpc(cast(str, application), headers)
     if scheme is not None:
         raise ValueError(f"the scheme of {application!r} is {scheme}://; it must be http, https, grpc or grpcs")
-    from app.client.over_handle import OverHandle
+    from folio.app.client.over_handle import OverHandle
 
     return OverHandle(application)

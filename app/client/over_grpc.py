@@ -11,15 +11,15 @@ import grpc
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
-from app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
-from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError
-from app.http_errors import error_of
-from app.openai.operation.replies import LoadReport, PinList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
-from app.proto import convert
-from app.proto import folio_pb2 as pb
-from app.proto.folio_pb2_grpc import FolioStub
-from vmem import MemoryReport
+from folio.app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
+from folio.app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError
+from folio.app.http_errors import error_of
+from folio.app.openai.operation.replies import LoadReport, PinList
+from folio.app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from folio.app.proto import convert
+from folio.app.proto import folio_pb2 as pb
+from folio.app.proto.folio_pb2_grpc import FolioStub
+from folio.vmem import MemoryReport
 
 # The call ends this much later than `timeout_s`, so that the server's own error arrives first.
 _GRACE_S = 2.0

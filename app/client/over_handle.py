@@ -10,8 +10,8 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from app.compat.ray import translate_failures
-from app.errors import UnavailableError
+from folio.app.compat.ray import translate_failures
+from folio.app.errors import UnavailableError
 
 
 class OverHandle:

@@ -12,11 +12,11 @@ import aiohttp
 from pydantic import BaseModel, TypeAdapter
 from pydantic_core import from_json
 
-from app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
-from app.event_stream import DONE, event_data
-from app.http_errors import error_of, error_of_status
-from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
-from app.openai.operation.replies import (
+from folio.app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
+from folio.app.event_stream import DONE, event_data
+from folio.app.http_errors import error_of, error_of_status
+from folio.app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from folio.app.openai.operation.replies import (
     BudgetReport,
     LoadReport,
     ModelCard,
@@ -26,10 +26,10 @@ from app.openai.operation.replies import (
     PinDeleted,
     PinList,
 )
-from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
-from app.openai.responses.replies import ResponseObject, StreamEvent
-from vmem import MemoryReport
+from folio.app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
+from folio.app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from folio.app.openai.responses.replies import ResponseObject, StreamEvent
+from folio.vmem import MemoryReport
 
 _CONNECT_TIMEOUT_S = 10.0
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from app.errors import RequestError, UnavailableError
+from folio.app.errors import RequestError, UnavailableError
 
 T = TypeVar("T")
 

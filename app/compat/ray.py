@@ -5,7 +5,7 @@ Seen to work with `VERSION`. `tests/app/compat/test_ray.py` fails first when Ray
 - `ServeControllerClient.deploy_apps`: `serve.run` takes Python objects, not a configuration; the REST API
   for configurations needs the dashboard.
 - `JobConfig(_client_job=, _py_driver_sys_path=)`: otherwise Ray's workers look for modules in the working directory
-  first, where a user's folder `app` would hide ours.
+  first, where a user's `folio.py` would hide ours.
 - `global_worker_stdstream_dispatcher`, `print_to_stdstream`: a driver prints all lines of its workers, or none.
 - `ServeControllerClient._controller`, `_shutdown`: `serve.shutdown` has no timeout, and logs "infinite retries" when
   the controller ends before it answers.
@@ -46,7 +46,7 @@ from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.serve.schema import LoggingConfig, ServeDeploySchema
 
-from app.errors import EngineError, FolioError, OverloadedError, UnavailableError
+from folio.app.errors import EngineError, FolioError, OverloadedError, UnavailableError
 
 VERSION = "2.60"
 

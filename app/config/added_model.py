@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from app.config.checkpoint import checkpoint_faults, weight_bytes
-from app.config.engine import EngineConfig
-from app.config.shelf import ModelConfig, ShelfConfig
-from app.errors import RequestError
+from folio.app.config.checkpoint import checkpoint_faults, weight_bytes
+from folio.app.config.engine import EngineConfig
+from folio.app.config.shelf import ModelConfig, ShelfConfig
+from folio.app.errors import RequestError
 
 # Settings that concern the process or all its models, which added models have from the first one.
 _OF_FIRST = (

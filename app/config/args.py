@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from app.config.engine import EngineConfig, PolicyName
-from app.config.http import HttpSettings, NonNegativeBytes, PositiveBytes, Settings
-from app.config.parsers import ReasoningParserName, ToolParserName
-from app.config.shelf import NEEDS_TOKENIZER, ModelConfig, ShelfConfig, shelf_problems
-from app.errors import ConfigError
+from folio.app.config.engine import EngineConfig, PolicyName
+from folio.app.config.http import HttpSettings, NonNegativeBytes, PositiveBytes, Settings
+from folio.app.config.parsers import ReasoningParserName, ToolParserName
+from folio.app.config.shelf import NEEDS_TOKENIZER, ModelConfig, ShelfConfig, shelf_problems
+from folio.app.errors import ConfigError
 
 
 class RoutingArgs(Settings):

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from app.config.sizes import Bytes
-from app.errors import ConfigError
+from folio.app.config.sizes import Bytes
+from folio.app.errors import ConfigError
 
-# Copies from `vmem` and `app.fleet.policies`, which take seconds to import; a test compares them.
+# Copies from `vmem` and `folio.app.fleet.policies`, which take seconds to import; a test compares them.
 LayoutKind = Literal["interleaved", "sliced", "whole", "per_layer"]
 ViewPolicy = Literal["auto", "region", "block_table"]
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "consistent_hash"]

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from app.config.sizes import WrittenSize
+from folio.app.config.sizes import WrittenSize
 
 UnknownFieldsMode = Literal["error", "ignore"]
 PositiveBytes = Annotated[PositiveInt, WrittenSize()]
@@ -32,7 +32,7 @@ class Settings(BaseModel):
 
 
 class RateLimits(Settings):
-    """Limits of one caller over all ingress replicas (`app.edge.limits`); `None`: no limit.
+    """Limits of one caller over all ingress replicas (`folio.app.edge.limits`); `None`: no limit.
 
     Attributes:
         requests_per_minute: may also come at once, after a minute without any.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from app.config.engine import EngineConfig
+    from folio.app.config.engine import EngineConfig
 
 # The scheduler visits every running sequence in each step, and each may have a region of its own.
 MOST_SEQS = 1 << 16

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from app.config.engine import DeviceName, EngineConfig
-from app.config.parsers import ReasoningParserName, ToolParserName
-from app.errors import ConfigError
+from folio.app.config.engine import DeviceName, EngineConfig
+from folio.app.config.parsers import ReasoningParserName, ToolParserName
+from folio.app.errors import ConfigError
 
 NEEDS_TOKENIZER = "a server needs the tokenizer: leave the setting out"
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from app.dashboard.state import Candidate, DashboardState, Decision, FleetEvent
-from app.dashboard.traffic import TrafficLog
-from app.dashboard.views import ReplicaView, WatchCall
-from app.errors import OverloadedError
-from app.fleet.decisions import DECISIONS
+from folio.app.dashboard.state import Candidate, DashboardState, Decision, FleetEvent
+from folio.app.dashboard.traffic import TrafficLog
+from folio.app.dashboard.views import ReplicaView, WatchCall
+from folio.app.errors import OverloadedError
+from folio.app.fleet.decisions import DECISIONS
 
 PERIOD_S = 1.0
 # Share of the period between two looks while a viewer follows a request: pages of a short answer come and go at once.

@@ -15,9 +15,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from app.dashboard.collector import Collector, Wish
-from app.dashboard.state import DashboardState
-from app.static_files import add_files
+from folio.app.dashboard.collector import Collector, Wish
+from folio.app.dashboard.state import DashboardState
+from folio.app.static_files import add_files
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.engine.shelf.status import ModelState
-from vmem import BlockState
+from folio.app.engine.shelf.status import ModelState
+from folio.vmem import BlockState
 
 VERSION = 1
 # Names of the values in `BlockMap.cells`, by their number. `swapped` blocks are in host memory, beside the cells.
@@ -33,8 +33,8 @@ class State(BaseModel):
 
 
 class Load(State):
-    """Load of a replica, see `app.engine.report.ReplicaReport`. Sequences run or wait; `busy_share` is of recent time
-    in steps that compute prompts."""
+    """Load of a replica, see `folio.app.engine.report.ReplicaReport`. Sequences run or wait; `busy_share` is of recent
+    time in steps that compute prompts."""
 
     num_running: int
     num_waiting: int
@@ -48,7 +48,7 @@ class Load(State):
 
 
 class Memory(State):
-    """KV memory of a replica, see `vmem.MemoryReport`. Counts and times run from the start of the replica."""
+    """KV memory of a replica, see `folio.vmem.MemoryReport`. Counts and times run from the start of the replica."""
 
     budget_bytes: int
     physical_bytes: int
@@ -126,7 +126,7 @@ class Steps(State):
 
 
 class ModelOnDevice(State):
-    """A model of a replica whose models share a device, see `app.engine.shelf.status.ModelStatus`."""
+    """A model of a replica whose models share a device, see `folio.app.engine.shelf.status.ModelStatus`."""
 
     name: str
     state: ModelState
@@ -143,7 +143,7 @@ class ModelOnDevice(State):
 
 
 class Device(State):
-    """The memory that the models of a replica share, see `app.engine.shelf.status.DeviceStatus`."""
+    """The memory that the models of a replica share, see `folio.app.engine.shelf.status.DeviceStatus`."""
 
     capacity_bytes: int
     used_bytes: int
@@ -154,7 +154,7 @@ class Device(State):
 
 
 class Gpu(State):
-    """Memory of a replica's GPU by part, see `app.engine.gpu_memory.GpuMemory`."""
+    """Memory of a replica's GPU by part, see `folio.app.engine.gpu_memory.GpuMemory`."""
 
     parts: dict[str, int]
     pinned_bytes: int

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.dashboard.state import Percentiles, Traffic
+from folio.app.dashboard.state import Percentiles, Traffic
 
 _WINDOW_S = 60.0
 # Rates are of this time: a wave of load must show.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from app.dashboard.state import (
+from folio.app.dashboard.state import (
     BlockMap,
     Device,
     Gpu,
@@ -23,13 +23,13 @@ from app.dashboard.state import (
     block_map,
     runs_of,
 )
-from app.engine.report import ReplicaReport
-from app.engine.shelf.status import DeviceStatus, ModelStatus
-from app.engine.watch import EngineView, EngineWatch, StepRecord, WatchedSequence
-from vmem import MemoryReport, MemorySnapshot
+from folio.app.engine.report import ReplicaReport
+from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
+from folio.app.engine.watch import EngineView, EngineWatch, StepRecord, WatchedSequence
+from folio.vmem import MemoryReport, MemorySnapshot
 
 if TYPE_CHECKING:
-    from app.engine.gpu_memory import GpuMemory
+    from folio.app.engine.gpu_memory import GpuMemory
 
 # Entries of `Steps`, and runs of a `Table`, at most.
 MOST_STEPS, MOST_RUNS = 40, 128

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from app.config.http import HttpSettings
-from app.edge.keys import KeyRing
-from app.errors import ForbiddenError, RateLimitError
-from app.request_context import RequestContext, current_context
+from folio.app.config.http import HttpSettings
+from folio.app.edge.keys import KeyRing
+from folio.app.errors import ForbiddenError, RateLimitError
+from folio.app.request_context import RequestContext, current_context
 
 
 class Callers:

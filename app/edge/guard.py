@@ -12,12 +12,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.config.http import HttpSettings, RateLimits
-from app.edge.keys import KeyRing
-from app.edge.limits import IngressLimits
-from app.edge.origins import OriginPolicy
-from app.edge.quota import AddressQuotas, Quota
-from app.edge.request_body import (
+from folio.app.config.http import HttpSettings, RateLimits
+from folio.app.edge.keys import KeyRing
+from folio.app.edge.limits import IngressLimits
+from folio.app.edge.origins import OriginPolicy
+from folio.app.edge.quota import AddressQuotas, Quota
+from folio.app.edge.request_body import (
     BodyBounds,
     Head,
     check_coding,
@@ -28,11 +28,11 @@ from app.edge.request_body import (
     read_head,
     replay,
 )
-from app.edge.request_log import log_request
-from app.error_json import error_json, is_anthropic
-from app.errors import ForbiddenError, RateLimitError
-from app.http_errors import HttpRefusal, error_response
-from app.request_context import CURRENT, EdgeObserver, RequestContext
+from folio.app.edge.request_log import log_request
+from folio.app.error_json import error_json, is_anthropic
+from folio.app.errors import ForbiddenError, RateLimitError
+from folio.app.http_errors import HttpRefusal, error_response
+from folio.app.request_context import CURRENT, EdgeObserver, RequestContext
 
 logger = logging.getLogger(__name__)
 

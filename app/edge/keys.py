@@ -17,11 +17,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from app.config.http import KeyEntry, KeyFile, KeySource, RateLimits
-from app.edge.limits import IngressLimits
-from app.edge.quota import Quota
-from app.errors import ConfigError
-from app.request_context import EdgeObserver
+from folio.app.config.http import KeyEntry, KeyFile, KeySource, RateLimits
+from folio.app.edge.limits import IngressLimits
+from folio.app.edge.quota import Quota
+from folio.app.errors import ConfigError
+from folio.app.request_context import EdgeObserver
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from app.edge.limits import (
+from folio.app.edge.limits import (
     EARLY_REPORT_S,
     LEDGER_LEASE_S,
     REPORT_PERIOD_S,

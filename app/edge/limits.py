@@ -1,8 +1,8 @@
 """Limits of callers in one ingress, granted from leases so that they hold over several ingresses.
 
-A request never waits for the ledger (`app.edge.limit_ledger`). An ingress grants requests from its leases and reports
-usage and demand a few times a second; earlier when a lease is half used or was too small. The ledger knows the usage
-of all ingresses and answers with new leases: in proportion to demand, and in total never more than is left.
+A request never waits for the ledger (`folio.app.edge.limit_ledger`). An ingress grants requests from its leases and
+reports usage and demand a few times a second; earlier when a lease is half used or was too small. The ledger knows the
+usage of all ingresses and answers with new leases: in proportion to demand, and in total never more than is left.
 
     level    what the caller has left, over all ingresses    ┌─────────────────────────────────────────────┐
     lease    the part that one ingress may grant             │ ingress a │ b │  ingress c  │    spare       │

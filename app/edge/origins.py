@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from app.config.http import HttpSettings
-from app.errors import ForbiddenError
-from app.http_errors import HttpRefusal
+from folio.app.config.http import HttpSettings
+from folio.app.errors import ForbiddenError
+from folio.app.http_errors import HttpRefusal
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST, _ORIGIN, _SITE, _MODE, _DEST = b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.config.http import HttpSettings
-from app.edge.compression import decompressed, known_codings
-from app.haproxy import ATTEMPT_HEADER, REQUEST_ID
-from app.http_errors import HttpRefusal
+from folio.app.config.http import HttpSettings
+from folio.app.edge.compression import decompressed, known_codings
+from folio.app.haproxy import ATTEMPT_HEADER, REQUEST_ID
+from folio.app.http_errors import HttpRefusal
 
 _REQUEST_ID = re.compile(REQUEST_ID.encode())
 _LENGTH = re.compile(rb"[0-9]{1,18}")

@@ -6,13 +6,13 @@ Importing the package imports neither torch nor transformers: routers, ingresses
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from app.config.engine import EngineConfig
-from app.engine.delta import Delta, FinishReason, RequestOptions, TokenLogprobs
-from app.engine.sampling.params import SamplingParams, Structure
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.delta import Delta, FinishReason, RequestOptions, TokenLogprobs
+from folio.app.engine.sampling.params import SamplingParams, Structure
 
 if TYPE_CHECKING:
-    from app.engine.async_engine import AsyncEngine
-    from app.engine.llm import LLM, Completion, Output
+    from folio.app.engine.async_engine import AsyncEngine
+    from folio.app.engine.llm import LLM, Completion, Output
 
 __all__ = [
     "LLM",
@@ -30,10 +30,10 @@ __all__ = [
 
 # Names that are imported at their first use, and their modules.
 _NEED_TORCH = {
-    "AsyncEngine": "app.engine.async_engine",
-    "LLM": "app.engine.llm",
-    "Completion": "app.engine.llm",
-    "Output": "app.engine.llm",
+    "AsyncEngine": "folio.app.engine.async_engine",
+    "LLM": "folio.app.engine.llm",
+    "Completion": "folio.app.engine.llm",
+    "Output": "folio.app.engine.llm",
 }
 
 if not TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.engine.request import Request, SequenceGroup
-from app.engine.running import RunningGroups
-from vmem import KVMemory
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.running import RunningGroups
+from folio.vmem import KVMemory
 
 
 class Admission:

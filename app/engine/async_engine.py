@@ -13,27 +13,27 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import TypeVar, Unpack
 
-from app.config.engine import EngineConfig
-from app.engine.delta import Delta, DeltaQueue, RequestOptions
-from app.engine.driver import STOPPED, Act, Begin, EngineDriver, Stream
-from app.engine.engine import Admit, Engine
-from app.engine.faults import start_error
-from app.engine.load_report import MOST_KEYS, Activity
-from app.engine.lora.source import AdapterSource, files_version, folder_below
-from app.engine.model.device import resolve
-from app.engine.model.loader import read_weights
-from app.engine.model.pooling import Pooling
-from app.engine.report import Progress, ReplicaReport, StartTimes
-from app.engine.request import check_timeout
-from app.engine.sampling.params import SamplingParams
-from app.engine.shared_device import SharedDevice
-from app.engine.speculation import SpeculationCounts
-from app.engine.startup import PeerPrefixes, get_ready, hot_prefixes, prefix_fingerprint
-from app.engine.step_thread import StepThread
-from app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from app.engine.watch import EngineWatch
-from app.errors import ModelError, RequestError, UnknownRequestError
-from vmem import BudgetAnswer, CachedPrefix, MemoryReport
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.delta import Delta, DeltaQueue, RequestOptions
+from folio.app.engine.driver import STOPPED, Act, Begin, EngineDriver, Stream
+from folio.app.engine.engine import Admit, Engine
+from folio.app.engine.faults import start_error
+from folio.app.engine.load_report import MOST_KEYS, Activity
+from folio.app.engine.lora.source import AdapterSource, files_version, folder_below
+from folio.app.engine.model.device import resolve
+from folio.app.engine.model.loader import read_weights
+from folio.app.engine.model.pooling import Pooling
+from folio.app.engine.report import Progress, ReplicaReport, StartTimes
+from folio.app.engine.request import check_timeout
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.shared_device import SharedDevice
+from folio.app.engine.speculation import SpeculationCounts
+from folio.app.engine.startup import PeerPrefixes, get_ready, hot_prefixes, prefix_fingerprint
+from folio.app.engine.step_thread import StepThread
+from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.engine.watch import EngineWatch
+from folio.app.errors import ModelError, RequestError, UnknownRequestError
+from folio.vmem import BudgetAnswer, CachedPrefix, MemoryReport
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class AsyncEngine:
 
     @cached_property
     def prefix_fingerprint(self) -> str:
-        """See `app.engine.startup.prefix_fingerprint`."""
+        """See `folio.app.engine.startup.prefix_fingerprint`."""
         return prefix_fingerprint(self._engine.config, self._engine.model)
 
     def hot_prefixes(self) -> list[CachedPrefix]:

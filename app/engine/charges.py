@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 
-from vmem import DevicePages, KVMemory, OutOfPages
+from folio.vmem import DevicePages, KVMemory, OutOfPages
 
 
 def promised_bytes(memory: KVMemory) -> int:

@@ -7,22 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from app.engine.delta import Delta
-from app.engine.faults import failure_of
-from app.engine.generation import BestOf, EndedOutputs, Generation
-from app.engine.load_report import LoadMeter
-from app.engine.request import Request
-from app.engine.sampling.beam import BeamSearch
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.sampler import Sampled
-from app.engine.sampling.state import SamplingState
-from app.engine.scheduler import Scheduler
-from app.engine.speculation import Speculation
-from app.engine.token_selection import BeamCandidates, SampledRows, TokenSelection
-from app.engine.turn import MOST_TOKENS_READ
-from app.engine.vocabulary import Vocabulary
-from app.errors import EngineError, FolioError, RequestError
-from vmem import IntegrityError, KVMemory, ViewPolicy, VmemError
+from folio.app.engine.delta import Delta
+from folio.app.engine.faults import failure_of
+from folio.app.engine.generation import BestOf, EndedOutputs, Generation
+from folio.app.engine.load_report import LoadMeter
+from folio.app.engine.request import Request
+from folio.app.engine.sampling.beam import BeamSearch
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.sampler import Sampled
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.scheduler import Scheduler
+from folio.app.engine.speculation import Speculation
+from folio.app.engine.token_selection import BeamCandidates, SampledRows, TokenSelection
+from folio.app.engine.turn import MOST_TOKENS_READ
+from folio.app.engine.vocabulary import Vocabulary
+from folio.app.errors import EngineError, FolioError, RequestError
+from folio.vmem import IntegrityError, KVMemory, ViewPolicy, VmemError
 
 NOT_FINITE = "the model's logits are not finite numbers"
 CONTRADICTION = (

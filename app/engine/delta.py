@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from app.engine.pooled import PoolingParams
-from app.engine.turn import Turn
-from app.errors import FolioError
+from folio.app.engine.pooled import PoolingParams
+from folio.app.engine.turn import Turn
+from folio.app.errors import FolioError
 
 FinishReason = Literal["stop", "length"]
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.engine.delta import Delta, DeltaQueue
-from app.engine.engine import Engine
-from app.engine.faults import device_fault, is_hardware_fault
-from app.engine.report import Progress
-from app.engine.step_thread import StepThread, run_call
-from app.errors import EngineError, FolioError, RequestError, UnavailableError
-from vmem import IntegrityError
+from folio.app.engine.delta import Delta, DeltaQueue
+from folio.app.engine.engine import Engine
+from folio.app.engine.faults import device_fault, is_hardware_fault
+from folio.app.engine.report import Progress
+from folio.app.engine.step_thread import StepThread, run_call
+from folio.app.errors import EngineError, FolioError, RequestError, UnavailableError
+from folio.vmem import IntegrityError
 
 logger = logging.getLogger(__name__)
 

@@ -13,42 +13,42 @@ from contextlib import ExitStack
 from operator import attrgetter
 from typing import Unpack
 
-from app.config.engine import EngineConfig
-from app.engine.charges import DeviceCharges
-from app.engine.decoding import Decoder
-from app.engine.delta import Delta, RequestOptions
-from app.engine.execution.executor import Executor
-from app.engine.execution.self_test import self_test
-from app.engine.execution.work_queue import ThreadQueue
-from app.engine.faults import kernel_errors_as_config_errors
-from app.engine.footprint import Footprint
-from app.engine.generation import Generation
-from app.engine.intake import RequestValidator, check_fork, fit_context
-from app.engine.load_report import LoadMeter, LoadReporter
-from app.engine.lora.source import AdapterSource
-from app.engine.lora.store import AdapterStore
-from app.engine.lora.weights import check_sources
-from app.engine.model.device import resolve
-from app.engine.model.kv_plan import build_memory
-from app.engine.model.memory_profile import DevicePlan, plan_device
-from app.engine.pin_restorer import PinRestorer
-from app.engine.pooler import Pooler
-from app.engine.preemption import PreemptionCostModel
-from app.engine.prefix_keys import adapter_of
-from app.engine.report import StartTimes, process_age_s
-from app.engine.request import SequenceGroup, check_timeout
-from app.engine.sampling.beam import BeamSearch
-from app.engine.sampling.params import SamplingParams
-from app.engine.scheduler import Scheduler
-from app.engine.shared_device import SharedDevice
-from app.engine.speculation import Speculation
-from app.engine.step_loop import StepLoop
-from app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from app.engine.text_prefix import encode_pinned
-from app.engine.token_selection import TokenChooser
-from app.engine.vocabulary import Vocabulary
-from app.engine.watch import EngineWatch
-from app.errors import (
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.charges import DeviceCharges
+from folio.app.engine.decoding import Decoder
+from folio.app.engine.delta import Delta, RequestOptions
+from folio.app.engine.execution.executor import Executor
+from folio.app.engine.execution.self_test import self_test
+from folio.app.engine.execution.work_queue import ThreadQueue
+from folio.app.engine.faults import kernel_errors_as_config_errors
+from folio.app.engine.footprint import Footprint
+from folio.app.engine.generation import Generation
+from folio.app.engine.intake import RequestValidator, check_fork, fit_context
+from folio.app.engine.load_report import LoadMeter, LoadReporter
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.engine.lora.store import AdapterStore
+from folio.app.engine.lora.weights import check_sources
+from folio.app.engine.model.device import resolve
+from folio.app.engine.model.kv_plan import build_memory
+from folio.app.engine.model.memory_profile import DevicePlan, plan_device
+from folio.app.engine.pin_restorer import PinRestorer
+from folio.app.engine.pooler import Pooler
+from folio.app.engine.preemption import PreemptionCostModel
+from folio.app.engine.prefix_keys import adapter_of
+from folio.app.engine.report import StartTimes, process_age_s
+from folio.app.engine.request import SequenceGroup, check_timeout
+from folio.app.engine.sampling.beam import BeamSearch
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.scheduler import Scheduler
+from folio.app.engine.shared_device import SharedDevice
+from folio.app.engine.speculation import Speculation
+from folio.app.engine.step_loop import StepLoop
+from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.engine.text_prefix import encode_pinned
+from folio.app.engine.token_selection import TokenChooser
+from folio.app.engine.vocabulary import Vocabulary
+from folio.app.engine.watch import EngineWatch
+from folio.app.errors import (
     ConfigError,
     DeadlineError,
     FolioError,
@@ -56,7 +56,7 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from vmem import (
+from folio.vmem import (
     BudgetAnswer,
     BudgetError,
     CachedPrefix,

@@ -14,10 +14,10 @@ from types import TracebackType
 
 import torch
 
-from app.engine.request import Request
-from app.errors import ConfigError, EngineError, FolioError, UnavailableError
-from kernels import KernelError
-from vmem import IntegrityError
+from folio.app.engine.request import Request
+from folio.app.errors import ConfigError, EngineError, FolioError, UnavailableError
+from folio.kernels import KernelError
+from folio.vmem import IntegrityError
 
 logger = logging.getLogger(__name__)
 

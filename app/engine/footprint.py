@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 
-from app.engine.execution.captured_graphs import CapturedGraphs
-from app.engine.model.weight_arena import WeightArena
-from vmem import BudgetError, CachedPrefix, KVMemory
+from folio.app.engine.execution.captured_graphs import CapturedGraphs
+from folio.app.engine.model.weight_arena import WeightArena
+from folio.vmem import BudgetError, CachedPrefix, KVMemory
 
 
 class Footprint:

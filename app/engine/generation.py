@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from app.engine.delta import Delta, RequestOptions
-from app.engine.request import Request
-from app.engine.sampling.beam import BeamSearch
-from app.engine.sampling.params import SamplingParams
+from folio.app.engine.delta import Delta, RequestOptions
+from folio.app.engine.request import Request
+from folio.app.engine.sampling.beam import BeamSearch
+from folio.app.engine.sampling.params import SamplingParams
 
 # Most outputs in `EndedOutputs`, and most tokens of these with their prompts.
 _ENDED_OUTPUTS, _ENDED_TOKENS = 2000, 1 << 20

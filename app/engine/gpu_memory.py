@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from app.engine.footprint import Footprint
-from app.engine.model.memory_profile import DeviceMemory
-from vmem import DevicePages
+from folio.app.engine.footprint import Footprint
+from folio.app.engine.model.memory_profile import DeviceMemory
+from folio.vmem import DevicePages
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,21 +7,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from app.config.engine import EngineConfig
-from app.engine.delta import RequestOptions
-from app.engine.generation import BestOf, Generation
-from app.engine.model.loader import LoadedModel
-from app.engine.pooled import PooledPrompt, PoolingParams
-from app.engine.prefix_keys import extra_keys
-from app.engine.request import Request, SequenceGroup, check_timeout
-from app.engine.sampling.beam import BeamSearch
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.state import SamplingState
-from app.engine.scheduler import Scheduler
-from app.engine.turn import COMPLETION
-from app.engine.vocabulary import Vocabulary
-from app.errors import ConfigError, ContextLengthError, RequestError
-from vmem import KVMemory, PinError, PrefixUse
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.delta import RequestOptions
+from folio.app.engine.generation import BestOf, Generation
+from folio.app.engine.model.loader import LoadedModel
+from folio.app.engine.pooled import PooledPrompt, PoolingParams
+from folio.app.engine.prefix_keys import extra_keys
+from folio.app.engine.request import Request, SequenceGroup, check_timeout
+from folio.app.engine.sampling.beam import BeamSearch
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.scheduler import Scheduler
+from folio.app.engine.turn import COMPLETION
+from folio.app.engine.vocabulary import Vocabulary
+from folio.app.errors import ConfigError, ContextLengthError, RequestError
+from folio.vmem import KVMemory, PinError, PrefixUse
 
 logger = logging.getLogger(__name__)
 

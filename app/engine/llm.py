@@ -11,12 +11,12 @@ from typing import Any, Self, Unpack
 
 import numpy as np
 
-from app.config.engine import EngineConfig
-from app.engine.delta import Delta, FinishReason, RequestOptions, TokenLogprobs
-from app.engine.engine import Engine
-from app.engine.pooled import PoolingParams
-from app.engine.sampling.params import SamplingParams
-from app.errors import EngineError, RequestError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.delta import Delta, FinishReason, RequestOptions, TokenLogprobs
+from folio.app.engine.engine import Engine
+from folio.app.engine.pooled import PoolingParams
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import EngineError, RequestError
 
 
 @dataclass(slots=True)

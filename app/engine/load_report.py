@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from app.engine.preemption import PreemptionCostModel, PreemptionMode
-from app.engine.report import Progress, ReplicaReport, StepTimes, attended_tokens
-from app.engine.request import Request
-from app.engine.scheduler import Scheduler
-from app.errors import OverloadedError
-from kernels import num_compilations
-from vmem import KVMemory, MemoryReport
+from folio.app.engine.preemption import PreemptionCostModel, PreemptionMode
+from folio.app.engine.report import Progress, ReplicaReport, StepTimes, attended_tokens
+from folio.app.engine.request import Request
+from folio.app.engine.scheduler import Scheduler
+from folio.app.errors import OverloadedError
+from folio.kernels import num_compilations
+from folio.vmem import KVMemory, MemoryReport
 
 # Time constant of rates: what happened this long ago counts for 1/e.
 _DECAY_S = 10.0
@@ -76,7 +76,7 @@ class LoadMeter:
         freed_tokens, ended_requests: what requests that end have freed, and their number.
         step_s, queue_s, prefill_s, step_tokens: see `Activity`.
         expected_cached_tokens, cached_tokens, missed_tokens: see `ReplicaReport`.
-        num_early_compilations: `kernels.num_compilations` before the engine's first request.
+        num_early_compilations: `folio.kernels.num_compilations` before the engine's first request.
     """
 
     def __init__(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from app.engine.preemption import PreemptionCostModel
-from app.engine.report import StepTimes, attended_tokens
-from app.engine.scheduled import Scheduled
+from folio.app.engine.preemption import PreemptionCostModel
+from folio.app.engine.report import StepTimes, attended_tokens
+from folio.app.engine.scheduled import Scheduled
 
 # A step with prompts may take this many times as long as its decodes alone.
 STRETCH = 4

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
-from app.engine.delta import Delta
-from app.errors import RequestError, UnknownModelError
-from vmem import CachedPrefix, MemoryReport, PinReport
+from folio.app.engine.delta import Delta
+from folio.app.errors import RequestError, UnknownModelError
+from folio.vmem import CachedPrefix, MemoryReport, PinReport
 
 logger = logging.getLogger(__name__)
 

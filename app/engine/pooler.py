@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from app.engine.decoding import NOT_FINITE, Decoder
-from app.engine.delta import Delta
-from app.engine.faults import failure_of
-from app.engine.generation import Generation
-from app.engine.model.pooling import Pooling
-from app.engine.pooled import Array, PooledPrompt
-from app.engine.request import Request
-from app.engine.scheduled import Scheduled
-from app.errors import EngineError
+from folio.app.engine.decoding import NOT_FINITE, Decoder
+from folio.app.engine.delta import Delta
+from folio.app.engine.faults import failure_of
+from folio.app.engine.generation import Generation
+from folio.app.engine.model.pooling import Pooling
+from folio.app.engine.pooled import Array, PooledPrompt
+from folio.app.engine.request import Request
+from folio.app.engine.scheduled import Scheduled
+from folio.app.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from app.engine.report import StepTimes, attended_tokens
-from app.engine.request import Request, SequenceGroup
-from vmem import KVMemory, OutOfPages, OutOfSwap, SequenceMemory, StepDemand, ViewPolicy
+from folio.app.engine.report import StepTimes, attended_tokens
+from folio.app.engine.request import Request, SequenceGroup
+from folio.vmem import KVMemory, OutOfPages, OutOfSwap, SequenceMemory, StepDemand, ViewPolicy
 
 logger = logging.getLogger(__name__)
 

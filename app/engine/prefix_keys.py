@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
-from kernels import KernelError
-from kernels.cpu.chain import CpuChain
-from vmem import KEY_BYTES, TokenChain, key_of, split_keys
+from folio.kernels import KernelError
+from folio.kernels.cpu.chain import CpuChain
+from folio.vmem import KEY_BYTES, TokenChain, key_of, split_keys
 
 logger = logging.getLogger(__name__)
 

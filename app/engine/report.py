@@ -43,7 +43,7 @@ class ReplicaReport:
     Attributes:
         made_at: seconds of the replica's monotonic clock; not comparable with other clocks.
         unit_tokens: prefixes are shared in multiples of this many tokens; a key stands for one multiple.
-        keys, changes, stride, keys_version: the cached prefixes, see `vmem.CachedKeys`.
+        keys, changes, stride, keys_version: the cached prefixes, see `folio.vmem.CachedKeys`.
         step_tokens: most tokens of a step.
         max_num_seqs: most sequences that run at once.
         num_running: sequences of the groups that run, coming forks included.

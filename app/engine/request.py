@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from app.engine.delta import Delta, FinishReason, TokenLogprobs
-from app.engine.pooled import PooledPrompt
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.state import SamplingState
-from app.engine.sampling.token_text import IncrementalDetokenizer
-from app.engine.turn import COMPLETION, Turn
-from app.errors import RequestError
-from vmem import PrefixUse, SequenceMemory, SwappedGroup, TokenChain
+from folio.app.engine.delta import Delta, FinishReason, TokenLogprobs
+from folio.app.engine.pooled import PooledPrompt
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.sampling.token_text import IncrementalDetokenizer
+from folio.app.engine.turn import COMPLETION, Turn
+from folio.app.errors import RequestError
+from folio.vmem import PrefixUse, SequenceMemory, SwappedGroup, TokenChain
 
 
 @dataclass(slots=True, eq=False)

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable
 from operator import attrgetter
 
-from app.config.engine import PreemptionPolicy
-from app.engine.preemption import PreemptionCostModel, PreemptionMode, swap_out
-from app.engine.request import Request, SequenceGroup
-from vmem import KVMemory, OutOfPages
+from folio.app.config.engine import PreemptionPolicy
+from folio.app.engine.preemption import PreemptionCostModel, PreemptionMode, swap_out
+from folio.app.engine.request import Request, SequenceGroup
+from folio.vmem import KVMemory, OutOfPages
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.engine.report import attended_tokens
-from app.engine.request import Request
-from vmem import PrefixNode
+from folio.app.engine.report import attended_tokens
+from folio.app.engine.request import Request
+from folio.vmem import PrefixNode
 
 
 class Scheduled:

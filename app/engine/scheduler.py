@@ -11,16 +11,16 @@ from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
 
-from app.config.engine import PreemptionPolicy
-from app.engine.admission import Admission, tokens_to_match
-from app.engine.faults import SequenceFailure, attribute_failures, is_request_failure
-from app.engine.mixed_steps import MixedSteps
-from app.engine.preemption import PreemptionCostModel
-from app.engine.request import Request, SequenceGroup
-from app.engine.running import RunningGroups, TokensAwaited, rank
-from app.engine.scheduled import Committed, Scheduled
-from app.engine.waiting_queue import WaitingQueue
-from vmem import KVMemory, OutOfPages, PrefixMatch, StepDemand, ViewPolicy
+from folio.app.config.engine import PreemptionPolicy
+from folio.app.engine.admission import Admission, tokens_to_match
+from folio.app.engine.faults import SequenceFailure, attribute_failures, is_request_failure
+from folio.app.engine.mixed_steps import MixedSteps
+from folio.app.engine.preemption import PreemptionCostModel
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.running import RunningGroups, TokensAwaited, rank
+from folio.app.engine.scheduled import Committed, Scheduled
+from folio.app.engine.waiting_queue import WaitingQueue
+from folio.vmem import KVMemory, OutOfPages, PrefixMatch, StepDemand, ViewPolicy
 
 logger = logging.getLogger(__name__)
 

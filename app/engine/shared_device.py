@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.engine.model.weight_store import WeightStore
-from vmem import DevicePages
+from folio.app.engine.model.weight_store import WeightStore
+from folio.vmem import DevicePages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from app.config.engine import EngineConfig
-from app.engine.delta import RequestOptions
-from app.engine.engine import Engine
-from app.engine.execution.variants import run_variants
-from app.engine.faults import kernel_errors_as_config_errors
-from app.engine.model.loader import LoadedModel
-from app.engine.pooled import PoolingParams
-from app.engine.prefix_keys import adapter_of
-from app.engine.sampling.params import SamplingParams, Structure
-from app.errors import RequestError, UnavailableError
-from vmem import CachedPrefix, IntegrityError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.delta import RequestOptions
+from folio.app.engine.engine import Engine
+from folio.app.engine.execution.variants import run_variants
+from folio.app.engine.faults import kernel_errors_as_config_errors
+from folio.app.engine.model.loader import LoadedModel
+from folio.app.engine.pooled import PoolingParams
+from folio.app.engine.prefix_keys import adapter_of
+from folio.app.engine.sampling.params import SamplingParams, Structure
+from folio.app.errors import RequestError, UnavailableError
+from folio.vmem import CachedPrefix, IntegrityError
 
 logger = logging.getLogger(__name__)
 

@@ -20,25 +20,25 @@ from dataclasses import dataclass
 
 import torch
 
-from app.engine.decoding import Decoder
-from app.engine.delta import Delta
-from app.engine.execution.batch import demands, next_demands
-from app.engine.execution.executor import Executor, Forward
-from app.engine.faults import SequenceFailure, attribute_failures, failure_of
-from app.engine.generation import Generation
-from app.engine.load_report import LoadMeter
-from app.engine.lora.store import AdapterStore
-from app.engine.pooler import PooledRows, Pooler
-from app.engine.preemption import PreemptionCostModel
-from app.engine.request import Request
-from app.engine.running import TokensAwaited
-from app.engine.scheduled import Committed, Scheduled
-from app.engine.scheduler import Scheduler
-from app.engine.speculation import Speculation
-from app.engine.token_selection import TokenChooser, TokenSelection
-from app.engine.watch import EngineWatch
-from app.errors import EngineError, FolioError, RequestError
-from vmem import KVMemory, PinError
+from folio.app.engine.decoding import Decoder
+from folio.app.engine.delta import Delta
+from folio.app.engine.execution.batch import demands, next_demands
+from folio.app.engine.execution.executor import Executor, Forward
+from folio.app.engine.faults import SequenceFailure, attribute_failures, failure_of
+from folio.app.engine.generation import Generation
+from folio.app.engine.load_report import LoadMeter
+from folio.app.engine.lora.store import AdapterStore
+from folio.app.engine.pooler import PooledRows, Pooler
+from folio.app.engine.preemption import PreemptionCostModel
+from folio.app.engine.request import Request
+from folio.app.engine.running import TokensAwaited
+from folio.app.engine.scheduled import Committed, Scheduled
+from folio.app.engine.scheduler import Scheduler
+from folio.app.engine.speculation import Speculation
+from folio.app.engine.token_selection import TokenChooser, TokenSelection
+from folio.app.engine.watch import EngineWatch
+from folio.app.errors import EngineError, FolioError, RequestError
+from folio.vmem import KVMemory, PinError
 
 # Poll interval of a step that finds no memory.
 _WAIT_FOR_PAGES_S = 0.01

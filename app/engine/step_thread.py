@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
-from app.errors import UnavailableError
+from folio.app.errors import UnavailableError
 
 # Seconds of an engine of share 1 in a round: about a step, so that the steps of several engines alternate.
 _QUANTUM_S = 0.02

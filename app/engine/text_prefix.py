@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.chat_template.template import ChatTemplate, RenderError, chat_template_of
-from app.config.engine import EngineConfig
-from app.errors import ConfigError, RequestError
+from folio.app.chat_template.template import ChatTemplate, RenderError, chat_template_of
+from folio.app.config.engine import EngineConfig
+from folio.app.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from app.engine.delta import TokenLogprobs
-from app.engine.execution.batch import Array
-from app.engine.faults import failure_of
-from app.engine.generation import Generation
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.beam import BeamSearch, likeliest
-from app.engine.sampling.choice import compiled_kernels
-from app.engine.sampling.logprobs import prompt_logprobs
-from app.engine.sampling.sampler import PendingSample, Sampled, launch_sampling, sample_apart
-from app.engine.sampling.state import SamplingState
-from app.engine.scheduled import Scheduled
-from app.errors import FolioError, RequestError
+from folio.app.engine.delta import TokenLogprobs
+from folio.app.engine.execution.batch import Array
+from folio.app.engine.faults import failure_of
+from folio.app.engine.generation import Generation
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.beam import BeamSearch, likeliest
+from folio.app.engine.sampling.choice import compiled_kernels
+from folio.app.engine.sampling.logprobs import prompt_logprobs
+from folio.app.engine.sampling.sampler import PendingSample, Sampled, launch_sampling, sample_apart
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.scheduled import Scheduled
+from folio.app.errors import FolioError, RequestError
 
 
 @dataclass(frozen=True, slots=True)

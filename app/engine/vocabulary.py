@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
-from app.engine.model.loader import LoadedModel
-from app.engine.sampling.bad_words import BadWords, TokenSearch, encode_word
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.reasoning import Matcher
-from app.engine.sampling.state import SamplingState, check_token_ids
-from app.engine.sampling.structure import StructureCompiler, is_available
-from app.engine.sampling.token_text import IncrementalDetokenizer, has_independent_tokens, token_bytes
-from app.errors import RequestError
+from folio.app.engine.model.loader import LoadedModel
+from folio.app.engine.sampling.bad_words import BadWords, TokenSearch, encode_word
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.reasoning import Matcher
+from folio.app.engine.sampling.state import SamplingState, check_token_ids
+from folio.app.engine.sampling.structure import StructureCompiler, is_available
+from folio.app.engine.sampling.token_text import IncrementalDetokenizer, has_independent_tokens, token_bytes
+from folio.app.errors import RequestError
 
 _KNOWN_BAD_WORDS = 64
 

@@ -25,7 +25,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from operator import attrgetter
 
-from app.engine.request import SequenceGroup
+from folio.app.engine.request import SequenceGroup
 
 Tenant = str | None
 _turn = attrgetter("prefill_key")

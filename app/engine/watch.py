@@ -8,14 +8,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from app.engine.report import ReplicaReport
-from vmem import MemorySnapshot, SequenceSnapshot, take_snapshot
+from folio.app.engine.report import ReplicaReport
+from folio.vmem import MemorySnapshot, SequenceSnapshot, take_snapshot
 
 if TYPE_CHECKING:
-    from app.engine.load_report import LoadReporter
-    from app.engine.request import Request
-    from app.engine.scheduler import Scheduler
-    from vmem import KVMemory, SequenceMemory
+    from folio.app.engine.load_report import LoadReporter
+    from folio.app.engine.request import Request
+    from folio.app.engine.scheduler import Scheduler
+    from folio.vmem import KVMemory, SequenceMemory
 
 # Steps are recorded for this long after the last look, and no more than this many of them.
 _WATCHED_S, _MOST_STEPS = 10.0, 4096

@@ -28,18 +28,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from app.errors import ConfigError
+from folio.app.errors import ConfigError
 
-if TYPE_CHECKING:  # app.engine imports torch, which checks of a configuration and Serve's controller do without
-    from app.engine.report import ReplicaReport
-    from app.engine.shelf.status import DeviceStatus
+if TYPE_CHECKING:  # folio.app.engine imports torch, which checks of a configuration and Serve's controller do without
+    from folio.app.engine.report import ReplicaReport
+    from folio.app.engine.shelf.status import DeviceStatus
 
 _PREFIX = "folio_"
 # Of the shares of weights; the model's name follows.
 WEIGHTS_PREFIX = _PREFIX + "weights_share:"
 # Tolerance for sums of floats when a demand is rounded up.
 _EPSILON = 1e-6
-# Time constant of a replica's `busy_share` (app.engine.load_report).
+# Time constant of a replica's `busy_share` (folio.app.engine.load_report).
 _BUSY_S = 10.0
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.report import attended_tokens
+from folio.app.engine.report import attended_tokens
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.fleet.cost import CostWeights, request_cost
-from app.fleet.fleet import Fleet, RoutedRequest
+from folio.app.fleet.cost import CostWeights, request_cost
+from folio.app.fleet.fleet import Fleet, RoutedRequest
 
 # Decisions that are kept, and replicas whose scores are kept of each.
 _MOST_DECISIONS, _MOST_SCORES = 64, 4
@@ -15,7 +15,7 @@ _MOST_DECISIONS, _MOST_SCORES = 64, 4
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A replica as the policy saw it for one request, see `app.fleet.cost`."""
+    """A replica as the policy saw it for one request, see `folio.app.fleet.cost`."""
 
     replica: str
     cached_tokens: int

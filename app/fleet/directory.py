@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from vmem import CHANGE_BYTES, split_keys
+from folio.vmem import CHANGE_BYTES, split_keys
 
 
 class PrefixDirectory:
@@ -60,7 +60,7 @@ class PrefixDirectory:
         return found
 
     def apply_keys(self, slot: int, keys: bytes, changes: bytes, stride: int, version: int) -> None:
-        """Take over a replica's reported keys (`vmem.CachedKeys`); expected ones remain.
+        """Take over a replica's reported keys (`folio.vmem.CachedKeys`); expected ones remain.
 
         Reports may be lost or repeated. If a report has all changes since the last one, they are applied; otherwise all
         keys are compared.

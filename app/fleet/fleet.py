@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.report import ReplicaReport, StepTimes
-from app.fleet.cost import LOAD_FIELDS, Array, LoadArrays
-from app.fleet.directory import PrefixDirectory
+from folio.app.engine.report import ReplicaReport, StepTimes
+from folio.app.fleet.cost import LOAD_FIELDS, Array, LoadArrays
+from folio.app.fleet.directory import PrefixDirectory
 
 # Step times until a replica has measured some. Only the order of the costs matters then.
 _FIRST_GUESS = StepTimes(fixed_s=0.01, token_s=1e-4)
@@ -40,7 +40,7 @@ class RoutedRequest:
 
     Attributes:
         num_tokens: length of the prompt.
-        keys: keys of its whole units from the beginning on (`vmem.key_of`); empty until `unit_tokens` is known.
+        keys: keys of its whole units from the beginning on (`folio.vmem.key_of`); empty until `unit_tokens` is known.
         session: the client's name for related requests, a hint.
     """
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from app.config.added_model import AddedModel
-from app.engine.lora.source import AdapterSource
+from folio.app.config.added_model import AddedModel
+from folio.app.engine.lora.source import AdapterSource
 
 # Longest time of a change; then another one may begin, and the first can no longer be committed.
 LEASE_S = 180.0

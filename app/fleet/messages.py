@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from app.config.added_model import AddedModel
-from app.engine.delta import Delta, FinishReason, TokenLogprobs
-from app.engine.pooled import PooledKind, PoolingParams
-from app.engine.report import ReplicaReport, StepTimes
-from app.engine.sampling.params import SamplingParams
-from app.engine.shelf.status import ModelStatus
-from app.engine.turn import COMPLETION, Turn
-from vmem import CachedPrefix, MemoryReport
+from folio.app.config.added_model import AddedModel
+from folio.app.engine.delta import Delta, FinishReason, TokenLogprobs
+from folio.app.engine.pooled import PooledKind, PoolingParams
+from folio.app.engine.report import ReplicaReport, StepTimes
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.shelf.status import ModelStatus
+from folio.app.engine.turn import COMPLETION, Turn
+from folio.vmem import CachedPrefix, MemoryReport
 
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}
 _STEP_FIELDS = {field.name for field in fields(StepTimes)}
@@ -40,9 +40,10 @@ class GenerateRequest:
         crowded: replicas whose queues were full a moment ago; they come last.
         refused_by, stopped: replicas that have refused this request, or whose engines have stopped; they are left out.
         owner: the caller who may fork the request; `None`: callers without an owner of their own.
-        share: the key under which a shared stream may carry all pieces but the first (`app.serving.shared_streams`).
-        repeat_key: the same in a call that is sent again because the caller of the first has died (`app.fleet.retry`).
-            Other calls of the same HTTP request have other keys.
+        share: the key under which a shared stream may carry all pieces but the first
+            (`folio.app.serving.shared_streams`).
+        repeat_key: the same in a call that is sent again because the caller of the first has died
+            (`folio.app.fleet.retry`). Other calls of the same HTTP request have other keys.
         pooling: return a vector of the prompt, and generate nothing.
         beside: more prompts to pool in the same call; output `i + 1` is of `beside[i]`.
         model: the model's name at the replica; empty: the first one.

@@ -11,9 +11,9 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from app.errors import ConfigError
-from app.fleet.cost import CostWeights, request_cost
-from app.fleet.fleet import Fleet, RoutedRequest
+from folio.app.errors import ConfigError
+from folio.app.fleet.cost import CostWeights, request_cost
+from folio.app.fleet.fleet import Fleet, RoutedRequest
 
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "consistent_hash"]
 

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Literal
 
-from app.errors import DeadlineError, ModelUnavailableError, NoReplicaError, OverloadedError, UnavailableError
-from app.fleet.messages import GenerateRequest
-from app.fleet.overload import LoadShedder
+from folio.app.errors import DeadlineError, ModelUnavailableError, NoReplicaError, OverloadedError, UnavailableError
+from folio.app.fleet.messages import GenerateRequest
+from folio.app.fleet.overload import LoadShedder
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from app.engine.report import ReplicaReport, StepTimes
-from app.engine.shelf.status import DeviceStatus, ModelStatus
-from vmem import MemoryReport
+from folio.app.engine.report import ReplicaReport, StepTimes
+from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
+from folio.vmem import MemoryReport
 
 # Time for which a replica is avoided by requests for a model that could not be loaded there.
 _FAILED_S = 60.0

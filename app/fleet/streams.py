@@ -21,10 +21,10 @@ from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, 
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from app.errors import UnavailableError
+from folio.app.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from app.engine.async_engine import Pace
+    from folio.app.engine.async_engine import Pace
 
 BEAT_S = 5.0
 # The same for calls that show their progress.

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from app.errors import FolioError, NoReplicaError
-from app.fleet.messages import ReplicaStatus
+from folio.app.errors import FolioError, NoReplicaError
+from folio.app.fleet.messages import ReplicaStatus
 
 _PREFIX = "ray_folio_"  # Ray adds `ray_`
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"

@@ -6,17 +6,17 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from app.engine.delta import TokenLogprobs
-from app.fleet.messages import Piece, public_id
-from app.openai.base import joined_text
-from app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody, TokenFields
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.logprobs import Offsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
-from app.openai.output.parser import Part
-from app.openai.output.plan import OutputPlan
-from app.openai.output.reader import Kind
-from app.openai.output.reasoning import ReasoningTokens
-from app.openai.replies import (
+from folio.app.engine.delta import TokenLogprobs
+from folio.app.fleet.messages import Piece, public_id
+from folio.app.openai.base import joined_text
+from folio.app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody, TokenFields
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.logprobs import Offsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
+from folio.app.openai.output.parser import Part
+from folio.app.openai.output.plan import OutputPlan
+from folio.app.openai.output.reader import Kind
+from folio.app.openai.output.reasoning import ReasoningTokens
+from folio.app.openai.replies import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -32,9 +32,9 @@ from app.openai.replies import (
     PromptTokensDetails,
     Usage,
 )
-from app.openai.sampling_body import SamplingBody
-from app.openai.tools.bodies import FunctionCallDelta, ToolCall, ToolCallDelta
-from app.request_context import current_context
+from folio.app.openai.sampling_body import SamplingBody
+from folio.app.openai.tools.bodies import FunctionCallDelta, ToolCall, ToolCallDelta
+from folio.app.request_context import current_context
 
 
 class Answer:

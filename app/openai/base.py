@@ -20,9 +20,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.errors import RequestError
-from app.openai.output.json_text import paired_surrogates
-from app.openai.unknown_fields import UnknownFields
+from folio.app.errors import RequestError
+from folio.app.openai.output.json_text import paired_surrogates
+from folio.app.openai.unknown_fields import UnknownFields
 
 # Nesting of objects and arrays. Python's recursion limit depends on the caller's depth and would be answered with 500.
 MAX_JSON_DEPTH = 100

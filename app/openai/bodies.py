@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from app.engine.sampling.params import SamplingParams
-from app.errors import RequestError
-from app.openai.base import ClientFields, ListOf, Name, StrictBody, Text, at_most, unsupported_field
-from app.openai.sampling_body import ResponseFormat, SamplingBody, TokenIds, structure_of
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import RequestError
+from folio.app.openai.base import ClientFields, ListOf, Name, StrictBody, Text, at_most, unsupported_field
+from folio.app.openai.sampling_body import ResponseFormat, SamplingBody, TokenIds, structure_of
 
 MAX_PROMPTS = 256
 

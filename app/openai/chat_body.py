@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Tag, model_validator
 
-from app.engine.sampling.params import SamplingParams
-from app.errors import RequestError
-from app.openai.base import (
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import RequestError
+from folio.app.openai.base import (
     JsonObject,
     ListOf,
     StrictBody,
@@ -23,11 +23,11 @@ from app.openai.base import (
     text_or,
     unsupported_field,
 )
-from app.openai.bodies import GenerationBody, TokenFields
-from app.openai.output.plan import OutputPlan
-from app.openai.sampling_body import ResponseFormat, structure_of
-from app.openai.tools.bodies import ToolCall, ToolChoice, Tools
-from app.openai.tools.choice import GivenTools
+from folio.app.openai.bodies import GenerationBody, TokenFields
+from folio.app.openai.output.plan import OutputPlan
+from folio.app.openai.sampling_body import ResponseFormat, structure_of
+from folio.app.openai.tools.bodies import ToolCall, ToolChoice, Tools
+from folio.app.openai.tools.choice import GivenTools
 
 MAX_MESSAGES = 4096
 # Of one message; also the most tool calls of one message.

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.chat_template.template import LIMIT_S, ChatTemplate, RenderError, chat_template_of
-from app.errors import RequestError
-from app.openai.base import check_json
-from app.openai.chat_body import Message
-from app.openai.tools.bodies import ToolCall
+from folio.app.chat_template.template import LIMIT_S, ChatTemplate, RenderError, chat_template_of
+from folio.app.errors import RequestError
+from folio.app.openai.base import check_json
+from folio.app.openai.chat_body import Message
+from folio.app.openai.tools.bodies import ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

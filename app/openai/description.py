@@ -16,11 +16,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.error_json import AnthropicErrorBody
-from app.http_errors import ErrorBody
-from app.openai.messages.replies import MessageEvent
-from app.openai.replies import ChatCompletionChunk, Completion
-from app.openai.responses.replies import StreamEvent
+from folio.app.error_json import AnthropicErrorBody
+from folio.app.http_errors import ErrorBody
+from folio.app.openai.messages.replies import MessageEvent
+from folio.app.openai.replies import ChatCompletionChunk, Completion
+from folio.app.openai.responses.replies import StreamEvent
 
 DESCRIPTION = (
     "OpenAI's completions, chat completions and responses, and Anthropic's messages, for one model and its adapters. "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from app.static_files import add_files
+from folio.app.static_files import add_files
 
 _FOLDER = Path(__file__).parent / "swagger_ui"
 _FILES = ("swagger-ui.css", "swagger-ui-bundle.js", "start.js")

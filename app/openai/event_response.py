@@ -11,8 +11,8 @@ from typing import Any, cast
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
 
-from app import http_errors as errors
-from app.request_context import current_context, note_error, request_id
+from folio.app import http_errors as errors
+from folio.app.request_context import current_context, note_error, request_id
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from app import http_errors as errors
-from app.error_json import AnthropicErrorBody, anthropic_error
-from app.openai.event_response import KEEP_ALIVE, EventResponse
-from app.openai.messages.replies import MessageEvent, Ping
-from app.openai.replies import ChatCompletionChunk, ChatDelta, Completion
-from app.openai.responses.replies import ErrorEvent, StreamEvent
-from app.request_context import current_context
+from folio.app import http_errors as errors
+from folio.app.error_json import AnthropicErrorBody, anthropic_error
+from folio.app.openai.event_response import KEEP_ALIVE, EventResponse
+from folio.app.openai.messages.replies import MessageEvent, Ping
+from folio.app.openai.replies import ChatCompletionChunk, ChatDelta, Completion
+from folio.app.openai.responses.replies import ErrorEvent, StreamEvent
+from folio.app.request_context import current_context
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 # The empty text of a chunk. It occurs once: within strings quotes are escaped.

@@ -14,18 +14,18 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from app import http_errors as errors
-from app.config.http import UnknownFieldsMode
-from app.error_json import error_json
-from app.errors import FolioError
-from app.http_errors import ErrorBody, HttpRefusal
-from app.openai import description as examples
-from app.openai.base import json_routes
-from app.openai.batches.http import add_batches
-from app.openai.batches.runner import BatchRunner
-from app.openai.bodies import CompletionRequest, ForkRequest
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.description import (
+from folio.app import http_errors as errors
+from folio.app.config.http import UnknownFieldsMode
+from folio.app.error_json import error_json
+from folio.app.errors import FolioError
+from folio.app.http_errors import ErrorBody, HttpRefusal
+from folio.app.openai import description as examples
+from folio.app.openai.base import json_routes
+from folio.app.openai.batches.http import add_batches
+from folio.app.openai.batches.runner import BatchRunner
+from folio.app.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.description import (
     ANTHROPIC_ERRORS,
     CHAT_STREAM,
     COMPLETION_STREAM,
@@ -35,21 +35,21 @@ from app.openai.description import (
     RESPONSE_STREAM,
     describe,
 )
-from app.openai.docs_page import add_docs_page
-from app.openai.events import stream_chunks, stream_events, stream_messages
-from app.openai.messages.body import CountTokensRequest, MessagesRequest
-from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
-from app.openai.operation.http import OperationService, add_models, add_operation
-from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
-from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.http import add_stored_responses
-from app.openai.responses.replies import ResponseObject, StreamEvent
-from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
-from app.openai.unknown_fields import UnknownFields
-from app.request_context import EdgeObserver, note_error, request_id
-from app.version import VERSION
+from folio.app.openai.docs_page import add_docs_page
+from folio.app.openai.events import stream_chunks, stream_events, stream_messages
+from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
+from folio.app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from folio.app.openai.operation.http import OperationService, add_models, add_operation
+from folio.app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from folio.app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
+from folio.app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.responses.http import add_stored_responses
+from folio.app.openai.responses.replies import ResponseObject, StreamEvent
+from folio.app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+from folio.app.openai.unknown_fields import UnknownFields
+from folio.app.request_context import EdgeObserver, note_error, request_id
+from folio.app.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def build_api(
     observer: EdgeObserver | None = None,
     batches: BatchRunner | None = None,
 ) -> FastAPI:
-    """Build the ASGI application. `app.edge.guard.protect` adds keys, limits and the log.
+    """Build the ASGI application. `folio.app.edge.guard.protect` adds keys, limits and the log.
 
     Args:
         unknown_fields, observer: see `UnknownFields`.

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from app.engine.delta import TokenLogprobs
-from app.engine.sampling.token_text import byte_level_bytes
-from app.openai.replies import (
+from folio.app.engine.delta import TokenLogprobs
+from folio.app.engine.sampling.token_text import byte_level_bytes
+from folio.app.openai.replies import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, Self, TypeVar
 
-from app.openai.served_models import ServedModel, ServedModels
-from app.request_context import current_context
+from folio.app.openai.served_models import ServedModel, ServedModels
+from folio.app.request_context import current_context
 
 
 class _NamesModel(Protocol):

@@ -8,19 +8,19 @@ from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from app.engine.text_prefix import conversation_prefix, text_prefix
-from app.errors import RequestError
-from app.openai.base import joined_text
-from app.openai.bodies import CompletionRequest, GenerationBody
-from app.openai.chat_body import ChatCompletionRequest, Message, TemplateFields
-from app.openai.conversations import ConversationTemplate, template_messages
-from app.openai.operation.bodies import PinRequest
-from app.openai.output.formats import shows_tools
-from app.openai.text_encoder import TextBounds, TextEncoder
-from app.openai.token_bodies import TokenizeRequest
-from app.openai.tools.bodies import Tool
-from app.openai.tools.choice import GivenTools
-from app.openai.tools.shown import with_tools_as_text
+from folio.app.engine.text_prefix import conversation_prefix, text_prefix
+from folio.app.errors import RequestError
+from folio.app.openai.base import joined_text
+from folio.app.openai.bodies import CompletionRequest, GenerationBody
+from folio.app.openai.chat_body import ChatCompletionRequest, Message, TemplateFields
+from folio.app.openai.conversations import ConversationTemplate, template_messages
+from folio.app.openai.operation.bodies import PinRequest
+from folio.app.openai.output.formats import shows_tools
+from folio.app.openai.text_encoder import TextBounds, TextEncoder
+from folio.app.openai.token_bodies import TokenizeRequest
+from folio.app.openai.tools.bodies import Tool
+from folio.app.openai.tools.choice import GivenTools
+from folio.app.openai.tools.shown import with_tools_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from app.fleet.messages import ServedPooling
+from folio.app.fleet.messages import ServedPooling
 
 # Bound of the wait for replicas' statuses, of which each is ready at once.
 STATUS_TIMEOUT_S = 2.0
 
 
 class Replicas(Protocol):
-    """All engine replicas, see `app.serving.calls.ReplicaClient`. Every method raises `FolioError`s."""
+    """All engine replicas, see `folio.app.serving.calls.ReplicaClient`. Every method raises `FolioError`s."""
 
     async def max_model_len(self, model: str) -> int: ...
     async def pooling(self, model: str) -> ServedPooling: ...

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from app.openai.base import Omitted
-from app.openai.tools.bodies import ToolCall, ToolCallDelta
+from folio.app.openai.base import Omitted
+from folio.app.openai.tools.bodies import ToolCall, ToolCallDelta
 
 ChoiceEnd = Literal["stop", "length", "tool_calls"]
 

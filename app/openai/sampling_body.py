@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from app.engine.sampling.params import (
+from folio.app.engine.sampling.params import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -20,10 +20,10 @@ from app.engine.sampling.params import (
     SamplingParams,
     Structure,
 )
-from app.errors import RequestError
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, text_or
-from app.openai.output.plan import OutputPlan
-from app.openai.output.schemas import enforceable, enforceable_json
+from folio.app.errors import RequestError
+from folio.app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, text_or
+from folio.app.openai.output.plan import OutputPlan
+from folio.app.openai.output.schemas import enforceable, enforceable_json
 
 MAX_CHOICES = 4096
 MAX_TAGS = 128
@@ -120,7 +120,7 @@ def _structures(
 
 class SamplingBody(StrictBody):
     """How to choose tokens, and when to stop. A null is the default of each field. Bounds are those of
-    `app.engine.sampling.params.SamplingParams`."""
+    `folio.app.engine.sampling.params.SamplingParams`."""
 
     model: Annotated[Text, Field(max_length=256, examples=["builtin"])]
     """The served model, or an adapter of it."""

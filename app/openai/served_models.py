@@ -9,19 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from app.compat.transformers import imported_without_torch
-from app.config.shelf import ModelConfig
-from app.engine.model.context import context_length, read_config, sampling_defaults
-from app.engine.model.tokenizer import load_tokenizer
-from app.engine.shelf.status import ModelState
-from app.errors import ModelError, ModelUnavailableError, UnknownModelError
-from app.fleet.loaded import LoadedTable
-from app.fleet.messages import HostedModel, ServedPooling
-from app.fleet.overload import LoadShedder
-from app.openai.output.formats import output_format
-from app.openai.pooled.translate import PooledTranslator
-from app.openai.replicas import Replicas
-from app.openai.translate import Translator
+from folio.app.compat.transformers import imported_without_torch
+from folio.app.config.shelf import ModelConfig
+from folio.app.engine.model.context import context_length, read_config, sampling_defaults
+from folio.app.engine.model.tokenizer import load_tokenizer
+from folio.app.engine.shelf.status import ModelState
+from folio.app.errors import ModelError, ModelUnavailableError, UnknownModelError
+from folio.app.fleet.loaded import LoadedTable
+from folio.app.fleet.messages import HostedModel, ServedPooling
+from folio.app.fleet.overload import LoadShedder
+from folio.app.openai.output.formats import output_format
+from folio.app.openai.pooled.translate import PooledTranslator
+from folio.app.openai.replicas import Replicas
+from folio.app.openai.translate import Translator
 
 logger = logging.getLogger(__name__)
 

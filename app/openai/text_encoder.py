@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Encoding
 from tokenizers.pre_tokenizers import ByteLevel
 
-from app.errors import ContextLengthError, RequestError
+from folio.app.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

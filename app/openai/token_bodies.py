@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from app.openai.base import Omitted, StrictBody, Text, at_most
-from app.openai.chat_body import Messages, TemplateFields
-from app.openai.sampling_body import TokenIds
-from app.openai.tools.bodies import Tools
+from folio.app.openai.base import Omitted, StrictBody, Text, at_most
+from folio.app.openai.chat_body import Messages, TemplateFields
+from folio.app.openai.sampling_body import TokenIds
+from folio.app.openai.tools.bodies import Tools
 
 # Decoding them is one call, which holds the interpreter's lock part of the time.
 MAX_DETOKENIZED = 1 << 18

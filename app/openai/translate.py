@@ -13,27 +13,27 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from app.engine.sampling.params import SamplingParams
-from app.engine.turn import COMPLETION, Turn
-from app.errors import ContextLengthError, RequestError, UnknownModelError, UnknownRequestError
-from app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
-from app.openai.answers import ChatAnswer, CompletionAnswer
-from app.openai.base import SizedExecutor
-from app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.conversations import SlowTemplateError
-from app.openai.logprobs import TokenTexts
-from app.openai.messages.answers import MessageAnswer
-from app.openai.messages.body import CountTokensRequest, MessagesRequest, in_terms_of_messages
-from app.openai.messages.replies import TokenCount
-from app.openai.output.formats import OutputFormat, output_format
-from app.openai.output.plan import plan_output
-from app.openai.prompts import PromptEncoder
-from app.openai.responses.answers import ResponseAnswer
-from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
-from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
-from app.openai.tools.choice import chosen_tools
-from app.request_context import checked, current_context, note_ignored
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.turn import COMPLETION, Turn
+from folio.app.errors import ContextLengthError, RequestError, UnknownModelError, UnknownRequestError
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
+from folio.app.openai.answers import ChatAnswer, CompletionAnswer
+from folio.app.openai.base import SizedExecutor
+from folio.app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.conversations import SlowTemplateError
+from folio.app.openai.logprobs import TokenTexts
+from folio.app.openai.messages.answers import MessageAnswer
+from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest, in_terms_of_messages
+from folio.app.openai.messages.replies import TokenCount
+from folio.app.openai.output.formats import OutputFormat, output_format
+from folio.app.openai.output.plan import plan_output
+from folio.app.openai.prompts import PromptEncoder
+from folio.app.openai.responses.answers import ResponseAnswer
+from folio.app.openai.responses.body import ResponsesRequest, in_terms_of_responses
+from folio.app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+from folio.app.openai.tools.choice import chosen_tools
+from folio.app.request_context import checked, current_context, note_ignored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,8 +14,8 @@ from urllib.parse import quote
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from app.config.http import UnknownFieldsMode
-from app.request_context import EdgeObserver, current_context
+from folio.app.config.http import UnknownFieldsMode
+from folio.app.request_context import EdgeObserver, current_context
 
 logger = logging.getLogger(__name__)
 

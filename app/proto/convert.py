@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from app.errors import RequestError
-from app.proto import folio_pb2 as pb
+from folio.app.errors import RequestError
+from folio.app.proto import folio_pb2 as pb
 
 M = TypeVar("M")
 Fields = dict[str, Any]
@@ -212,7 +212,7 @@ def _ungrouped(fields: Fields) -> Fields:
 
 
 def _with_prompt(body: Fields) -> Fields:
-    """The prompt by the kind of its first element, as in `app.openai.bodies`."""
+    """The prompt by the kind of its first element, as in `folio.app.openai.bodies`."""
     fields = {name: value for name, value in body.items() if name != "prompt"}
     prompt = body.get("prompt")
     if isinstance(prompt, str):

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from app.proto import folio_pb2 as app_dot_proto_dot_folio__pb2
+from folio.app.proto import folio_pb2 as folio_dot_app_dot_proto_dot_folio__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in app/proto/folio_pb2_grpc.py depends on'
+        + ' but the generated code in folio/app/proto/folio_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,53 +36,53 @@ class FolioStub:
         """
         self.Generate = channel.unary_unary(
                 '/folio.v1.Folio/Generate',
-                request_serializer=app_dot_proto_dot_folio__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=app_dot_proto_dot_folio__pb2.Completion.FromString,
+                request_serializer=folio_dot_app_dot_proto_dot_folio__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=folio_dot_app_dot_proto_dot_folio__pb2.Completion.FromString,
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
                 '/folio.v1.Folio/GenerateStream',
-                request_serializer=app_dot_proto_dot_folio__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=app_dot_proto_dot_folio__pb2.Completion.FromString,
+                request_serializer=folio_dot_app_dot_proto_dot_folio__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=folio_dot_app_dot_proto_dot_folio__pb2.Completion.FromString,
                 _registered_method=True)
         self.Chat = channel.unary_unary(
                 '/folio.v1.Folio/Chat',
-                request_serializer=app_dot_proto_dot_folio__pb2.ChatRequest.SerializeToString,
-                response_deserializer=app_dot_proto_dot_folio__pb2.ChatCompletion.FromString,
+                request_serializer=folio_dot_app_dot_proto_dot_folio__pb2.ChatRequest.SerializeToString,
+                response_deserializer=folio_dot_app_dot_proto_dot_folio__pb2.ChatCompletion.FromString,
                 _registered_method=True)
         self.ChatStream = channel.unary_stream(
                 '/folio.v1.Folio/ChatStream',
-                request_serializer=app_dot_proto_dot_folio__pb2.ChatRequest.SerializeToString,
-                response_deserializer=app_dot_proto_dot_folio__pb2.ChatCompletionChunk.FromString,
+                request_serializer=folio_dot_app_dot_proto_dot_folio__pb2.ChatRequest.SerializeToString,
+                response_deserializer=folio_dot_app_dot_proto_dot_folio__pb2.ChatCompletionChunk.FromString,
                 _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/folio.v1.Folio/Pin',
-                request_serializer=app_dot_proto_dot_folio__pb2.PinRequest.SerializeToString,
-                response_deserializer=app_dot_proto_dot_folio__pb2.PinCard.FromString,
+                request_serializer=folio_dot_app_dot_proto_dot_folio__pb2.PinRequest.SerializeToString,
+                response_deserializer=folio_dot_app_dot_proto_dot_folio__pb2.PinCard.FromString,
                 _registered_method=True)
         self.Unpin = channel.unary_unary(
                 '/folio.v1.Folio/Unpin',
-                request_serializer=app_dot_proto_dot_folio__pb2.UnpinRequest.SerializeToString,
-                response_deserializer=app_dot_proto_dot_folio__pb2.PinDeleted.FromString,
+                request_serializer=folio_dot_app_dot_proto_dot_folio__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=folio_dot_app_dot_proto_dot_folio__pb2.PinDeleted.FromString,
                 _registered_method=True)
         self.Pins = channel.unary_unary(
                 '/folio.v1.Folio/Pins',
-                request_serializer=app_dot_proto_dot_folio__pb2.PinsRequest.SerializeToString,
-                response_deserializer=app_dot_proto_dot_folio__pb2.PinList.FromString,
+                request_serializer=folio_dot_app_dot_proto_dot_folio__pb2.PinsRequest.SerializeToString,
+                response_deserializer=folio_dot_app_dot_proto_dot_folio__pb2.PinList.FromString,
                 _registered_method=True)
         self.Load = channel.unary_unary(
                 '/folio.v1.Folio/Load',
-                request_serializer=app_dot_proto_dot_folio__pb2.LoadRequest.SerializeToString,
-                response_deserializer=app_dot_proto_dot_folio__pb2.LoadReport.FromString,
+                request_serializer=folio_dot_app_dot_proto_dot_folio__pb2.LoadRequest.SerializeToString,
+                response_deserializer=folio_dot_app_dot_proto_dot_folio__pb2.LoadReport.FromString,
                 _registered_method=True)
         self.Report = channel.unary_unary(
                 '/folio.v1.Folio/Report',
-                request_serializer=app_dot_proto_dot_folio__pb2.ReportRequest.SerializeToString,
-                response_deserializer=app_dot_proto_dot_folio__pb2.MemoryReports.FromString,
+                request_serializer=folio_dot_app_dot_proto_dot_folio__pb2.ReportRequest.SerializeToString,
+                response_deserializer=folio_dot_app_dot_proto_dot_folio__pb2.MemoryReports.FromString,
                 _registered_method=True)
         self.Ready = channel.unary_unary(
                 '/folio.v1.Folio/Ready',
-                request_serializer=app_dot_proto_dot_folio__pb2.ReadyRequest.SerializeToString,
-                response_deserializer=app_dot_proto_dot_folio__pb2.ReadyReply.FromString,
+                request_serializer=folio_dot_app_dot_proto_dot_folio__pb2.ReadyRequest.SerializeToString,
+                response_deserializer=folio_dot_app_dot_proto_dot_folio__pb2.ReadyReply.FromString,
                 _registered_method=True)
 
 
@@ -165,52 +165,52 @@ def add_FolioServicer_to_server(servicer, server):
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=None,
-                    response_serializer=app_dot_proto_dot_folio__pb2.Completion.SerializeToString,
+                    response_serializer=folio_dot_app_dot_proto_dot_folio__pb2.Completion.SerializeToString,
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
                     request_deserializer=None,
-                    response_serializer=app_dot_proto_dot_folio__pb2.Completion.SerializeToString,
+                    response_serializer=folio_dot_app_dot_proto_dot_folio__pb2.Completion.SerializeToString,
             ),
             'Chat': grpc.unary_unary_rpc_method_handler(
                     servicer.Chat,
                     request_deserializer=None,
-                    response_serializer=app_dot_proto_dot_folio__pb2.ChatCompletion.SerializeToString,
+                    response_serializer=folio_dot_app_dot_proto_dot_folio__pb2.ChatCompletion.SerializeToString,
             ),
             'ChatStream': grpc.unary_stream_rpc_method_handler(
                     servicer.ChatStream,
                     request_deserializer=None,
-                    response_serializer=app_dot_proto_dot_folio__pb2.ChatCompletionChunk.SerializeToString,
+                    response_serializer=folio_dot_app_dot_proto_dot_folio__pb2.ChatCompletionChunk.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
                     request_deserializer=None,
-                    response_serializer=app_dot_proto_dot_folio__pb2.PinCard.SerializeToString,
+                    response_serializer=folio_dot_app_dot_proto_dot_folio__pb2.PinCard.SerializeToString,
             ),
             'Unpin': grpc.unary_unary_rpc_method_handler(
                     servicer.Unpin,
                     request_deserializer=None,
-                    response_serializer=app_dot_proto_dot_folio__pb2.PinDeleted.SerializeToString,
+                    response_serializer=folio_dot_app_dot_proto_dot_folio__pb2.PinDeleted.SerializeToString,
             ),
             'Pins': grpc.unary_unary_rpc_method_handler(
                     servicer.Pins,
                     request_deserializer=None,
-                    response_serializer=app_dot_proto_dot_folio__pb2.PinList.SerializeToString,
+                    response_serializer=folio_dot_app_dot_proto_dot_folio__pb2.PinList.SerializeToString,
             ),
             'Load': grpc.unary_unary_rpc_method_handler(
                     servicer.Load,
                     request_deserializer=None,
-                    response_serializer=app_dot_proto_dot_folio__pb2.LoadReport.SerializeToString,
+                    response_serializer=folio_dot_app_dot_proto_dot_folio__pb2.LoadReport.SerializeToString,
             ),
             'Report': grpc.unary_unary_rpc_method_handler(
                     servicer.Report,
                     request_deserializer=None,
-                    response_serializer=app_dot_proto_dot_folio__pb2.MemoryReports.SerializeToString,
+                    response_serializer=folio_dot_app_dot_proto_dot_folio__pb2.MemoryReports.SerializeToString,
             ),
             'Ready': grpc.unary_unary_rpc_method_handler(
                     servicer.Ready,
                     request_deserializer=None,
-                    response_serializer=app_dot_proto_dot_folio__pb2.ReadyReply.SerializeToString,
+                    response_serializer=folio_dot_app_dot_proto_dot_folio__pb2.ReadyReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -238,8 +238,8 @@ class Folio:
             request,
             target,
             '/folio.v1.Folio/Generate',
-            app_dot_proto_dot_folio__pb2.GenerateRequest.SerializeToString,
-            app_dot_proto_dot_folio__pb2.Completion.FromString,
+            folio_dot_app_dot_proto_dot_folio__pb2.GenerateRequest.SerializeToString,
+            folio_dot_app_dot_proto_dot_folio__pb2.Completion.FromString,
             options,
             channel_credentials,
             insecure,
@@ -265,8 +265,8 @@ class Folio:
             request,
             target,
             '/folio.v1.Folio/GenerateStream',
-            app_dot_proto_dot_folio__pb2.GenerateRequest.SerializeToString,
-            app_dot_proto_dot_folio__pb2.Completion.FromString,
+            folio_dot_app_dot_proto_dot_folio__pb2.GenerateRequest.SerializeToString,
+            folio_dot_app_dot_proto_dot_folio__pb2.Completion.FromString,
             options,
             channel_credentials,
             insecure,
@@ -292,8 +292,8 @@ class Folio:
             request,
             target,
             '/folio.v1.Folio/Chat',
-            app_dot_proto_dot_folio__pb2.ChatRequest.SerializeToString,
-            app_dot_proto_dot_folio__pb2.ChatCompletion.FromString,
+            folio_dot_app_dot_proto_dot_folio__pb2.ChatRequest.SerializeToString,
+            folio_dot_app_dot_proto_dot_folio__pb2.ChatCompletion.FromString,
             options,
             channel_credentials,
             insecure,
@@ -319,8 +319,8 @@ class Folio:
             request,
             target,
             '/folio.v1.Folio/ChatStream',
-            app_dot_proto_dot_folio__pb2.ChatRequest.SerializeToString,
-            app_dot_proto_dot_folio__pb2.ChatCompletionChunk.FromString,
+            folio_dot_app_dot_proto_dot_folio__pb2.ChatRequest.SerializeToString,
+            folio_dot_app_dot_proto_dot_folio__pb2.ChatCompletionChunk.FromString,
             options,
             channel_credentials,
             insecure,
@@ -346,8 +346,8 @@ class Folio:
             request,
             target,
             '/folio.v1.Folio/Pin',
-            app_dot_proto_dot_folio__pb2.PinRequest.SerializeToString,
-            app_dot_proto_dot_folio__pb2.PinCard.FromString,
+            folio_dot_app_dot_proto_dot_folio__pb2.PinRequest.SerializeToString,
+            folio_dot_app_dot_proto_dot_folio__pb2.PinCard.FromString,
             options,
             channel_credentials,
             insecure,
@@ -373,8 +373,8 @@ class Folio:
             request,
             target,
             '/folio.v1.Folio/Unpin',
-            app_dot_proto_dot_folio__pb2.UnpinRequest.SerializeToString,
-            app_dot_proto_dot_folio__pb2.PinDeleted.FromString,
+            folio_dot_app_dot_proto_dot_folio__pb2.UnpinRequest.SerializeToString,
+            folio_dot_app_dot_proto_dot_folio__pb2.PinDeleted.FromString,
             options,
             channel_credentials,
             insecure,
@@ -400,8 +400,8 @@ class Folio:
             request,
             target,
             '/folio.v1.Folio/Pins',
-            app_dot_proto_dot_folio__pb2.PinsRequest.SerializeToString,
-            app_dot_proto_dot_folio__pb2.PinList.FromString,
+            folio_dot_app_dot_proto_dot_folio__pb2.PinsRequest.SerializeToString,
+            folio_dot_app_dot_proto_dot_folio__pb2.PinList.FromString,
             options,
             channel_credentials,
             insecure,
@@ -427,8 +427,8 @@ class Folio:
             request,
             target,
             '/folio.v1.Folio/Load',
-            app_dot_proto_dot_folio__pb2.LoadRequest.SerializeToString,
-            app_dot_proto_dot_folio__pb2.LoadReport.FromString,
+            folio_dot_app_dot_proto_dot_folio__pb2.LoadRequest.SerializeToString,
+            folio_dot_app_dot_proto_dot_folio__pb2.LoadReport.FromString,
             options,
             channel_credentials,
             insecure,
@@ -454,8 +454,8 @@ class Folio:
             request,
             target,
             '/folio.v1.Folio/Report',
-            app_dot_proto_dot_folio__pb2.ReportRequest.SerializeToString,
-            app_dot_proto_dot_folio__pb2.MemoryReports.FromString,
+            folio_dot_app_dot_proto_dot_folio__pb2.ReportRequest.SerializeToString,
+            folio_dot_app_dot_proto_dot_folio__pb2.MemoryReports.FromString,
             options,
             channel_credentials,
             insecure,
@@ -481,8 +481,8 @@ class Folio:
             request,
             target,
             '/folio.v1.Folio/Ready',
-            app_dot_proto_dot_folio__pb2.ReadyRequest.SerializeToString,
-            app_dot_proto_dot_folio__pb2.ReadyReply.FromString,
+            folio_dot_app_dot_proto_dot_folio__pb2.ReadyRequest.SerializeToString,
+            folio_dot_app_dot_proto_dot_folio__pb2.ReadyReply.FromString,
             options,
             channel_credentials,
             insecure,

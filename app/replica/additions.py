@@ -8,16 +8,16 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from app.config.added_model import AddedModel
-from app.config.engine import DeviceName
-from app.config.shelf import ShelfConfig
-from app.engine.lora.source import AdapterSource
-from app.errors import ModelUnavailableError, UnavailableError
-from app.fleet.loaded import LoadedTable
+from folio.app.config.added_model import AddedModel
+from folio.app.config.engine import DeviceName
+from folio.app.config.shelf import ShelfConfig
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.errors import ModelUnavailableError, UnavailableError
+from folio.app.fleet.loaded import LoadedTable
 
 if TYPE_CHECKING:
-    from app.engine.shelf.shelf import Shelf
-    from app.engine.shelf.shelved_model import ShelvedModel
+    from folio.app.engine.shelf.shelf import Shelf
+    from folio.app.engine.shelf.shelved_model import ShelvedModel
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from app.engine.report import ReplicaReport
-from app.errors import UnavailableError
-from app.fleet.shelf_load import summed_load, summed_memory, unloaded_report
-from vmem import MemoryReport
+from folio.app.engine.report import ReplicaReport
+from folio.app.errors import UnavailableError
+from folio.app.fleet.shelf_load import summed_load, summed_memory, unloaded_report
+from folio.vmem import MemoryReport
 
 if TYPE_CHECKING:
-    from app.engine.gpu_memory import GpuMemory
-    from app.engine.shelf.shelf import Shelf
+    from folio.app.engine.gpu_memory import GpuMemory
+    from folio.app.engine.shelf.shelf import Shelf
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,24 @@ from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from app.engine import Delta
-from app.engine.report import Progress
-from app.errors import (
+from folio.app.engine import Delta
+from folio.app.engine.report import Progress
+from folio.app.errors import (
     ModelUnavailableError,
     OverloadedError,
     UnavailableError,
     UnknownModelError,
     UnknownRequestError,
 )
-from app.fleet.messages import ForkCall, GenerateRequest, Piece, PieceCollector
-from app.fleet.retry import DuplicateGuard
-from app.fleet.streams import StreamPace, interleave
-from app.tracing import traced
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, PieceCollector
+from folio.app.fleet.retry import DuplicateGuard
+from folio.app.fleet.streams import StreamPace, interleave
+from folio.app.tracing import traced
 
 if TYPE_CHECKING:
-    from app.engine.async_engine import Pace
-    from app.engine.shelf.shelf import Shelf
-    from app.engine.shelf.shelved_model import ShelvedModel
+    from folio.app.engine.async_engine import Pace
+    from folio.app.engine.shelf.shelf import Shelf
+    from folio.app.engine.shelf.shelved_model import ShelvedModel
 
 
 class RequestStreams:

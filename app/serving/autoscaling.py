@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from app.errors import ConfigError
-from app.fleet.autoscaling import (
+from folio.app.errors import ConfigError
+from folio.app.fleet.autoscaling import (
     LOAD_METRICS,
     WEIGHTS_PREFIX,
     AutoscalingLoad,

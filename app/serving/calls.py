@@ -14,7 +14,7 @@ from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app.compat.ray import (
+from folio.app.compat.ray import (
     CALL_ERRORS,
     by_value,
     call_broken_error,
@@ -23,15 +23,15 @@ from app.compat.ray import (
     streaming_handle,
     translate_failures,
 )
-from app.engine.report import Progress
-from app.engine.sampling.params import SamplingParams
-from app.errors import OverloadedError, UnavailableError
-from app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling
-from app.fleet.overload import LoadShedder
-from app.fleet.retry import CallRetries, CallWindow
-from app.fleet.streams import SILENCE_S, interleave, without_heartbeats
-from app.request_context import current_context
-from app.serving.shared_streams import ExpectedStream, SharedReader
+from folio.app.engine.report import Progress
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import OverloadedError, UnavailableError
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling
+from folio.app.fleet.overload import LoadShedder
+from folio.app.fleet.retry import CallRetries, CallWindow
+from folio.app.fleet.streams import SILENCE_S, interleave, without_heartbeats
+from folio.app.request_context import current_context
+from folio.app.serving.shared_streams import ExpectedStream, SharedReader
 
 # A gRPC message holds 4 MiB. An output token takes up to 16 bytes, id and text: all outputs of a call with this many
 # tokens fit into half a message, even when a slow reader gets them in one item.

@@ -10,10 +10,10 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayError
 
-from app.dashboard.views import ReplicaView, WatchCall
-from app.edge.admission import AdmissionControl
-from app.errors import FolioError
-from app.serving.calls import ReplicaClient
+from folio.app.dashboard.views import ReplicaView, WatchCall
+from folio.app.edge.admission import AdmissionControl
+from folio.app.errors import FolioError
+from folio.app.serving.calls import ReplicaClient
 
 _TIMEOUT_S = 2.0
 # The controller is asked no more often than this.
@@ -21,7 +21,7 @@ _STATUS_AGE_S = 3.0
 
 
 class WatchedReplicas:
-    """See `app.dashboard.collector.Source`.
+    """See `folio.app.dashboard.collector.Source`.
 
     Args:
         count_starting: returns the number of replicas that start; may block.

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from ray.serve import metrics
 
-from app.engine.report import ReplicaReport, StartTimes
-from app.replica.figures import Figures
-from app.serving.metrics import FIRST_S
-from vmem import MemoryReport
+from folio.app.engine.report import ReplicaReport, StartTimes
+from folio.app.replica.figures import Figures
+from folio.app.serving.metrics import FIRST_S
+from folio.vmem import MemoryReport
 
 if TYPE_CHECKING:
-    from app.engine.async_engine import AsyncEngine
-    from app.engine.load_report import Activity
-    from app.engine.speculation import SpeculationCounts
+    from folio.app.engine.async_engine import AsyncEngine
+    from folio.app.engine.load_report import Activity
+    from folio.app.engine.speculation import SpeculationCounts
 
 _QUEUE_S: list[float] = [0.001, *FIRST_S]
 _STEP_S: list[float] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10]

@@ -21,13 +21,13 @@ from pydantic_core import from_json
 from ray.serve.grpc_util import RayServegRPCContext
 from starlette.types import ASGIApp, Message
 
-from app.errors import RequestError
-from app.event_stream import DONE, event_data
-from app.haproxy import ATTEMPT_HEADER
-from app.http_errors import HttpRefusal, error_of, error_response
-from app.openai.base import LOOP_BYTES, SizedExecutor
-from app.proto import convert
-from app.proto import folio_pb2 as pb
+from folio.app.errors import RequestError
+from folio.app.event_stream import DONE, event_data
+from folio.app.haproxy import ATTEMPT_HEADER
+from folio.app.http_errors import HttpRefusal, error_of, error_response
+from folio.app.openai.base import LOOP_BYTES, SizedExecutor
+from folio.app.proto import convert
+from folio.app.proto import folio_pb2 as pb
 
 # Others: INVALID_ARGUMENT below 500, INTERNAL from 500 on. 413 is not RESOURCE_EXHAUSTED: a retry would fail, too.
 _STATUSES = {

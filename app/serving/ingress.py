@@ -18,71 +18,71 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from app.compat.ray import http_host
-from app.config.http import HttpSettings
-from app.config.shelf import ShelfConfig
-from app.dashboard.collector import Collector
-from app.dashboard.http import add_dashboard
-from app.dashboard.traffic import TrafficLog
-from app.edge.admission import AdmissionControl, LoadSheddingMiddleware, overloaded_error
-from app.edge.callers import Callers
-from app.edge.guard import key_ring, protect
-from app.edge.limits import IngressLimits
-from app.edge.request_body import ReadsRefusedBodies
-from app.errors import (
+from folio.app.compat.ray import http_host
+from folio.app.config.http import HttpSettings
+from folio.app.config.shelf import ShelfConfig
+from folio.app.dashboard.collector import Collector
+from folio.app.dashboard.http import add_dashboard
+from folio.app.dashboard.traffic import TrafficLog
+from folio.app.edge.admission import AdmissionControl, LoadSheddingMiddleware, overloaded_error
+from folio.app.edge.callers import Callers
+from folio.app.edge.guard import key_ring, protect
+from folio.app.edge.limits import IngressLimits
+from folio.app.edge.request_body import ReadsRefusedBodies
+from folio.app.errors import (
     DeadlineError,
     FolioError,
     UnavailableError,
 )
-from app.fleet.messages import GenerateRequest, Piece, ServedPooling
-from app.fleet.overload import LoadShedder
-from app.fleet.vllm_metrics import load_families
-from app.haproxy import trusted_addresses
-from app.logs import configure_logs
-from app.openai.batches.runner import BatchRunner
-from app.openai.batches.store import BatchStore
-from app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.event_response import note_broken_stream
-from app.openai.http import build_api
-from app.openai.messages.body import CountTokensRequest, MessagesRequest
-from app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
-from app.openai.model_names import ModelNames
-from app.openai.operation.bodies import (
+from folio.app.fleet.messages import GenerateRequest, Piece, ServedPooling
+from folio.app.fleet.overload import LoadShedder
+from folio.app.fleet.vllm_metrics import load_families
+from folio.app.haproxy import trusted_addresses
+from folio.app.logs import configure_logs
+from folio.app.openai.batches.runner import BatchRunner
+from folio.app.openai.batches.store import BatchStore
+from folio.app.openai.bodies import CompletionRequest, ForkRequest, GenerationBody
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.event_response import note_broken_stream
+from folio.app.openai.http import build_api
+from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
+from folio.app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from folio.app.openai.model_names import ModelNames
+from folio.app.openai.operation.bodies import (
     AddModelRequest,
     BudgetRequest,
     LoadAdapterRequest,
     PinRequest,
     UnloadAdapterRequest,
 )
-from app.openai.operation.changes import ModelChanges
-from app.openai.operation.model_cards import ModelCards
-from app.openai.operation.pins import Pins
-from app.openai.operation.replies import BudgetReport, LoadReport, ModelCard, ModelList, PinList, load_report
-from app.openai.pooled.answers import PooledAnswer
-from app.openai.pooled.bodies import EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
-from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.pooled.translate import PooledTranslator
-from app.openai.replicas import STATUS_TIMEOUT_S
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
-from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.replies import ResponseEvent, ResponseObject, StreamEvent
-from app.openai.responses.store import open_store
-from app.openai.responses.stored import StoredResponses
-from app.openai.served_models import ServedModel, ServedModels
-from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
-from app.openai.translate import Translator
-from app.openai.unknown_fields import UnknownFields
-from app.serving.calls import ReplicaClient
-from app.serving.dashboard import WatchedReplicas, count_starting
-from app.serving.grpc_ingress import GrpcIngress
-from app.serving.limits import LimitReporter, num_ingresses
-from app.serving.loaded import LoadedTables, TableCopy
-from app.serving.metrics import EdgeMeter, Measured, RequestMeter
-from app.serving.metrics_page import FreshPage, MetricsPage, render
-from app.serving.shared_streams import SharedReader
-from app.tracing import keep_traces_whole
-from vmem import BudgetAnswer, MemoryReport
+from folio.app.openai.operation.changes import ModelChanges
+from folio.app.openai.operation.model_cards import ModelCards
+from folio.app.openai.operation.pins import Pins
+from folio.app.openai.operation.replies import BudgetReport, LoadReport, ModelCard, ModelList, PinList, load_report
+from folio.app.openai.pooled.answers import PooledAnswer
+from folio.app.openai.pooled.bodies import EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
+from folio.app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
+from folio.app.openai.pooled.translate import PooledTranslator
+from folio.app.openai.replicas import STATUS_TIMEOUT_S
+from folio.app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.responses.replies import ResponseEvent, ResponseObject, StreamEvent
+from folio.app.openai.responses.store import open_store
+from folio.app.openai.responses.stored import StoredResponses
+from folio.app.openai.served_models import ServedModel, ServedModels
+from folio.app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+from folio.app.openai.translate import Translator
+from folio.app.openai.unknown_fields import UnknownFields
+from folio.app.serving.calls import ReplicaClient
+from folio.app.serving.dashboard import WatchedReplicas, count_starting
+from folio.app.serving.grpc_ingress import GrpcIngress
+from folio.app.serving.limits import LimitReporter, num_ingresses
+from folio.app.serving.loaded import LoadedTables, TableCopy
+from folio.app.serving.metrics import EdgeMeter, Measured, RequestMeter
+from folio.app.serving.metrics_page import FreshPage, MetricsPage, render
+from folio.app.serving.shared_streams import SharedReader
+from folio.app.tracing import keep_traces_whole
+from folio.vmem import BudgetAnswer, MemoryReport
 
 # Timeouts of `ready` before and after a replica has answered once: later a replica may be busy.
 STARTING_TIMEOUT_S, READY_TIMEOUT_S = 0.2, 10.0

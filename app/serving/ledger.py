@@ -28,14 +28,14 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from app.engine.report import ReplicaReport
-from app.errors import ConfigError, UnavailableError
-from app.fleet.ledger import BudgetLedger, BudgetOrder, LedgerHeartbeat, Membership, MemberUsage
-from vmem.errors import BudgetError
+from folio.app.engine.report import ReplicaReport
+from folio.app.errors import ConfigError, UnavailableError
+from folio.app.fleet.ledger import BudgetLedger, BudgetOrder, LedgerHeartbeat, Membership, MemberUsage
+from folio.vmem.errors import BudgetError
 
 if TYPE_CHECKING:
-    from app.engine.model.memory_profile import DevicePlan
-    from vmem import KVMemory
+    from folio.app.engine.model.memory_profile import DevicePlan
+    from folio.vmem import KVMemory
 
 logger = logging.getLogger(__name__)
 

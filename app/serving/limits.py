@@ -17,10 +17,10 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from app.edge.limit_ledger import LimitLedger
-from app.edge.limits import EARLY_REPORT_S, REPORT_PERIOD_S, IngressLimits, LimitAnswer, LimitUsage
-from app.fleet.overload import LoadShedder
-from app.serving.ledger import NAMESPACE, find_actor
+from folio.app.edge.limit_ledger import LimitLedger
+from folio.app.edge.limits import EARLY_REPORT_S, REPORT_PERIOD_S, IngressLimits, LimitAnswer, LimitUsage
+from folio.app.fleet.overload import LoadShedder
+from folio.app.serving.ledger import NAMESPACE, find_actor
 
 logger = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from app.config.shelf import ModelConfig
-from app.engine.lora.source import AdapterSource
-from app.errors import FolioError, NoReplicaError, RequestError, UnavailableError, UnknownModelError
-from app.fleet.loaded import LoadedRegistry, LoadedTable
-from app.fleet.messages import CheckedModel
-from app.serving.calls import ReplicaClient
-from app.serving.ledger import find_actor
+from folio.app.config.shelf import ModelConfig
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.errors import FolioError, NoReplicaError, RequestError, UnavailableError, UnknownModelError
+from folio.app.fleet.loaded import LoadedRegistry, LoadedTable
+from folio.app.fleet.messages import CheckedModel
+from folio.app.serving.calls import ReplicaClient
+from folio.app.serving.ledger import find_actor
 
 logger = logging.getLogger(__name__)
 

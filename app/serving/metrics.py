@@ -1,7 +1,7 @@
 """Prometheus metrics of an ingress. Names: docs/reference/metrics.md.
 
 Names end with their base unit (seconds, bytes, tokens), and labels are in snake case: `promtool check metrics` has no
-complaint. `app.serving.metrics_page` makes the page `/metrics` and adds the label `model_name`.
+complaint. `folio.app.serving.metrics_page` makes the page `/metrics` and adds the label `model_name`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import trace
 from ray.serve import metrics
 
-from app.dashboard.traffic import TrafficLog
-from app.fleet.messages import GenerateRequest, Piece
-from app.http_errors import outcome_of
-from app.request_context import EdgeObserver
-from app.tracing import set_outcome
+from folio.app.dashboard.traffic import TrafficLog
+from folio.app.fleet.messages import GenerateRequest, Piece
+from folio.app.http_errors import outcome_of
+from folio.app.request_context import EdgeObserver
+from folio.app.tracing import set_outcome
 
 if TYPE_CHECKING:
-    from app.engine.sampling.params import SamplingParams
+    from folio.app.engine.sampling.params import SamplingParams
 
 # From 0.01 s to ten minutes, with enough buckets above 10 s to see how overload grows.
 FIRST_S: list[float] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600]

@@ -21,8 +21,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from app.errors import UnavailableError
-from app.fleet.vllm_metrics import vllm_families
+from folio.app.errors import UnavailableError
+from folio.app.fleet.vllm_metrics import vllm_families
 
 # Metrics of Folio, and of Serve.
 _PREFIXES = ("ray_folio_", "ray_serve_")

@@ -11,8 +11,8 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app.fleet.messages import HotPrefixes
-from vmem import CachedPrefix
+from folio.app.fleet.messages import HotPrefixes
+from folio.vmem import CachedPrefix
 
 logger = logging.getLogger(__name__)
 

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 from ray import serve
 
-from app.config.added_model import check_added
-from app.config.shelf import ModelConfig, ShelfConfig
-from app.dashboard.views import ReplicaView, ShelfView, WatchCall, view_replica, view_shelf
-from app.engine.lora.source import AdapterSource
-from app.engine.report import Progress
-from app.errors import ConfigError, RequestError, UnavailableError, UnknownPinError, UnknownRequestError
-from app.fleet.autoscaling import AutoscalingLoad
-from app.fleet.loaded import LoadedTable
-from app.fleet.messages import (
+from folio.app.config.added_model import check_added
+from folio.app.config.shelf import ModelConfig, ShelfConfig
+from folio.app.dashboard.views import ReplicaView, ShelfView, WatchCall, view_replica, view_shelf
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.engine.report import Progress
+from folio.app.errors import ConfigError, RequestError, UnavailableError, UnknownPinError, UnknownRequestError
+from folio.app.fleet.autoscaling import AutoscalingLoad
+from folio.app.fleet.loaded import LoadedTable
+from folio.app.fleet.messages import (
     CheckedModel,
     ForkCall,
     GenerateRequest,
@@ -38,24 +38,24 @@ from app.fleet.messages import (
     SharedStreamCall,
     reports_as_stats,
 )
-from app.fleet.shelf_load import reports_for_routers
-from app.fleet.streams import BEAT_S, PROGRESS_S, StreamPace, with_heartbeats
-from app.logs import configure_logs
-from app.replica.additions import ShelfAdditions
-from app.replica.figures import figures_of
-from app.replica.request_streams import RequestStreams
-from app.serving.engine_metrics import EngineMeter, RoutingAudit
-from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.loaded import TableCopy
-from app.serving.peers import LOADING_TIMEOUT_S, STARTING_TIMEOUT_S, peer_prefixes
-from app.serving.shared_streams import Entry, SharedStreams
-from app.serving.shelf_metrics import ShelfMeter
-from app.tracing import keep_traces_whole
-from vmem import BudgetAnswer, MemoryReport
+from folio.app.fleet.shelf_load import reports_for_routers
+from folio.app.fleet.streams import BEAT_S, PROGRESS_S, StreamPace, with_heartbeats
+from folio.app.logs import configure_logs
+from folio.app.replica.additions import ShelfAdditions
+from folio.app.replica.figures import figures_of
+from folio.app.replica.request_streams import RequestStreams
+from folio.app.serving.engine_metrics import EngineMeter, RoutingAudit
+from folio.app.serving.ledger import BudgetMember, device_of_this_replica
+from folio.app.serving.loaded import TableCopy
+from folio.app.serving.peers import LOADING_TIMEOUT_S, STARTING_TIMEOUT_S, peer_prefixes
+from folio.app.serving.shared_streams import Entry, SharedStreams
+from folio.app.serving.shelf_metrics import ShelfMeter
+from folio.app.tracing import keep_traces_whole
+from folio.vmem import BudgetAnswer, MemoryReport
 
 if TYPE_CHECKING:
-    from app.engine.async_engine import AsyncEngine
-    from app.engine.shelf.shelf import Shelf
+    from folio.app.engine.async_engine import AsyncEngine
+    from folio.app.engine.shelf.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +103,10 @@ class EngineReplica:
     ) -> None:
         # Imported here, in the replica: Serve's controller and the process that builds the application import this
         # module, too, and would take seconds to import torch and transformers.
-        from app.engine.load_report import MOST_KEYS
-        from app.engine.model.device import resolve
-        from app.engine.shelf.shelf import Shelf
-        from app.serving.tp_actors import actors_of_this_replica
+        from folio.app.engine.load_report import MOST_KEYS
+        from folio.app.engine.model.device import resolve
+        from folio.app.engine.shelf.shelf import Shelf
+        from folio.app.serving.tp_actors import actors_of_this_replica
 
         configure_logs()
         keep_traces_whole()
@@ -315,8 +315,8 @@ class EngineReplica:
         await self._additions.adopt(table)
 
     async def hot_prefixes(self, fingerprint: str) -> HotPrefixes | None:
-        """The prefixes that warm the cache of a new replica (`app.engine.startup.hot_prefixes`), of the model with this
-        fingerprint; `None` if there is none."""
+        """The prefixes that warm the cache of a new replica (`folio.app.engine.startup.hot_prefixes`), of the
+        model with this fingerprint; `None` if there is none."""
         for engine in self._shelf.engines().values():
             if await asyncio.to_thread(getattr, engine, "prefix_fingerprint") == fingerprint:
                 return HotPrefixes(fingerprint, await _run_in_thread(engine.hot_prefixes))

@@ -24,13 +24,13 @@ from typing import Any
 from ray.serve import metrics
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from app.compat.ray import BoundedWaitRouter, back_off
-from app.engine.prefix_keys import compiled_hashing, prompt_keys
-from app.errors import DeadlineError, NoReplicaError, OverloadedError
-from app.fleet.decisions import DECISIONS, RoutingDecision, scores_of
-from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
-from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, reports_from_stats
-from app.fleet.policies import Policy, make_policy
+from folio.app.compat.ray import BoundedWaitRouter, back_off
+from folio.app.engine.prefix_keys import compiled_hashing, prompt_keys
+from folio.app.errors import DeadlineError, NoReplicaError, OverloadedError
+from folio.app.fleet.decisions import DECISIONS, RoutingDecision, scores_of
+from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
+from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, reports_from_stats
+from folio.app.fleet.policies import Policy, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class FolioRouter(BoundedWaitRouter):
         """Take the `request_router_kwargs` of the YAML.
 
         Args:
-            policy: see `app.fleet.policies`.
+            policy: see `folio.app.fleet.policies`.
             stale_after_s: age at which a load report is ignored.
             wait_for_replica_s: longest wait of a request for a replica.
             isolate_tenants: the engines' setting, on which the keys of cached prefixes depend.

@@ -32,11 +32,11 @@ from typing import Any, TypeAlias
 
 from ray.serve.handle import DeploymentHandle
 
-from app.compat.ray import CALL_ERRORS, streaming_handle
-from app.engine.delta import FinishReason
-from app.errors import FolioError, UnavailableError
-from app.fleet.messages import Piece, SharedStreamCall, SharedStreamKey
-from app.fleet.streams import SILENCE_S, without_heartbeats
+from folio.app.compat.ray import CALL_ERRORS, streaming_handle
+from folio.app.engine.delta import FinishReason
+from folio.app.errors import FolioError, UnavailableError
+from folio.app.fleet.messages import Piece, SharedStreamCall, SharedStreamKey
+from folio.app.fleet.streams import SILENCE_S, without_heartbeats
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import get_args
 
 from ray.serve import metrics
 
-from app.engine.shelf.status import DeviceStatus, ModelState, ModelStatus
-from app.serving.engine_metrics import SteadyGauge, TotalCounter
+from folio.app.engine.shelf.status import DeviceStatus, ModelState, ModelStatus
+from folio.app.serving.engine_metrics import SteadyGauge, TotalCounter
 
 _WAKE_S: list[float] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300]
 

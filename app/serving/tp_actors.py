@@ -17,10 +17,10 @@ from ray.actor import ActorHandle
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from app.config.machine import num_threads
-from app.engine.tensor_parallel.processes import Launch, RankSpec
-from app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
-from app.errors import ConfigError
+from folio.app.config.machine import num_threads
+from folio.app.engine.tensor_parallel.processes import Launch, RankSpec
+from folio.app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
+from folio.app.errors import ConfigError
 
 # Actors start in seconds; beyond this bound the cluster has no room for them.
 START_TIMEOUT_S = 300.0

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.fleet.autoscaling import ScalingTargets
 from benchmarks.simulator.device import roofline
 from benchmarks.simulator.jobs import Job, Source, Summary, run_all, simulate
+from folio.app.fleet.autoscaling import ScalingTargets
 
 DEVICE = roofline(
     "Llama-2-13B on one A100",

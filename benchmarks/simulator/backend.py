@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vmem import AddressRange, MemoryInfo
+from folio.vmem import AddressRange, MemoryInfo
 
 
 class CountingBackend:

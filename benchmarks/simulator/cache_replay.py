@@ -10,7 +10,7 @@ from benchmarks.simulator.device import Device
 from benchmarks.simulator.eviction_orders import LeastRecentlyUsed, Optimal, Uses
 from benchmarks.simulator.memory import make_memory, prompt_of
 from benchmarks.simulator.traffic import Arrival
-from vmem import PrefixUse
+from folio.vmem import PrefixUse
 
 ORDERS = ("lru", "folio", "optimal")
 # Generated tokens differ from all tokens of prompts.

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from app.engine.report import ReplicaReport
-from app.fleet.autoscaling import AutoscalingLoad, ScalingPolicy
-from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
-from app.fleet.policies import Policy
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.outcome import Lifetime, Outcome
 from benchmarks.simulator.replica import Served, SimulatedReplica
 from benchmarks.simulator.traffic import Arrival
-from vmem import key_of
+from folio.app.engine.report import ReplicaReport
+from folio.app.fleet.autoscaling import AutoscalingLoad, ScalingPolicy
+from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
+from folio.app.fleet.policies import Policy
+from folio.vmem import key_of
 
 # Of a router's state, and of the replicas by name in their present state, which rivals know beyond reports.
 MakePolicy = Callable[[Fleet, Callable[[str], SimulatedReplica]], Policy]

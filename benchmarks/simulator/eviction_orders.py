@@ -9,8 +9,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from vmem import EvictionQueue
-from vmem.segments import CachedUnit, PrefixUse, Segment
+from folio.vmem import EvictionQueue
+from folio.vmem.segments import CachedUnit, PrefixUse, Segment
 
 NextUse = Callable[[bytes], float]
 

@@ -15,16 +15,16 @@ from typing import Literal, TypeVar
 
 import torch
 
-from app.fleet.autoscaling import ScalingPolicy, ScalingTargets
-from app.fleet.cost import CostWeights
-from app.fleet.fleet import Fleet
-from app.fleet.policies import Policy, PrefixAware, make_policy
 from benchmarks.simulator import single_cache, traffic
 from benchmarks.simulator.cluster import REPORT_PERIOD_S, Cluster, MakePolicy, Scaling
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.kv_aware import KvAware, KvIndex
 from benchmarks.simulator.ray_affinity import RayAffinity, prefix_tree
 from benchmarks.simulator.replica import SimulatedReplica
+from folio.app.fleet.autoscaling import ScalingPolicy, ScalingTargets
+from folio.app.fleet.cost import CostWeights
+from folio.app.fleet.fleet import Fleet
+from folio.app.fleet.policies import Policy, PrefixAware, make_policy
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from app.fleet.directory import PrefixDirectory
-from app.fleet.fleet import RoutedRequest
 from benchmarks.simulator.replica import SimulatedReplica
+from folio.app.fleet.directory import PrefixDirectory
+from folio.app.fleet.fleet import RoutedRequest
 
 
 class KvIndex:

@@ -10,7 +10,7 @@ import torch
 from benchmarks.simulator.backend import CountingBackend
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.traffic import Arrival
-from vmem import EvictionOrder, KVMemory, LayerGroup, LayerSpec, MappingOptions, TokenChain, plan_layout
+from folio.vmem import EvictionOrder, KVMemory, LayerGroup, LayerSpec, MappingOptions, TokenChain, plan_layout
 
 _NEVER_S = 1e9
 _PAGE_BYTES = 4096

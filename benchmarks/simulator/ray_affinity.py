@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from app.fleet.fleet import RoutedRequest
 from benchmarks.simulator.traffic import block_of
+from folio.app.fleet.fleet import RoutedRequest
 
 _MODULE = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree"
 _MATCH_RATE = 0.1

@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from app.engine.load_report import LoadMeter, LoadReporter
-from app.engine.preemption import PreemptionCostModel
-from app.engine.report import ReplicaReport
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams
-from app.engine.scheduled import Scheduled
-from app.engine.scheduler import Scheduler
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.memory import make_memory, prompt_of
 from benchmarks.simulator.traffic import Arrival
-from vmem import CachedKeys, EvictionOrder, PrefixUse, key_of
+from folio.app.engine.load_report import LoadMeter, LoadReporter
+from folio.app.engine.preemption import PreemptionCostModel
+from folio.app.engine.report import ReplicaReport
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.scheduled import Scheduled
+from folio.app.engine.scheduler import Scheduler
+from folio.vmem import CachedKeys, EvictionOrder, PrefixUse, key_of
 
 # Above the number of keys of any of these caches.
 _ALL_KEYS = 1 << 20

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from app.engine.report import ReplicaReport
-from app.engine.shelf.allocation import Allocation, ModelNeed
-from app.engine.shelf.status import DeviceStatus
-from app.engine.step_thread import Turns
-from app.fleet.shelf_load import reports_for_routers
 from benchmarks.simulator.shelf_model import ShelfModel, ShelfRequest, SimulatedModel
+from folio.app.engine.report import ReplicaReport
+from folio.app.engine.shelf.allocation import Allocation, ModelNeed
+from folio.app.engine.shelf.status import DeviceStatus
+from folio.app.engine.step_thread import Turns
+from folio.app.fleet.shelf_load import reports_for_routers
 
 # Time between two plans: while requests wait, while there is work, and without any. A shelf plans every 20 ms while
 # requests wait, which takes the simulator twice as long and changes little.

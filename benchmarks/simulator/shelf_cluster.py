@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from app.engine.report import ReplicaReport
-from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
-from app.fleet.policies import Policy, make_policy
 from benchmarks.simulator.cluster import REPORT_LAG_S, REPORT_PERIOD_S
 from benchmarks.simulator.shelf import ShelfOutcome, ShelfSimulation
 from benchmarks.simulator.shelf_model import ShelfRequest
+from folio.app.engine.report import ReplicaReport
+from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
+from folio.app.fleet.policies import Policy, make_policy
 
 # Each model has one replica, as if the operator had distributed the models.
 FIXED = "fixed"

@@ -7,15 +7,15 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
-from app.config.shelf import Keep
-from app.engine.load_report import DecayingRate
-from app.engine.report import ReplicaReport, StepTimes, attended_tokens
-from app.engine.shelf import arbiter
-from app.engine.shelf.allocation import ModelNeed
-from app.engine.shelf.arrivals import ArrivalHistory
-from app.engine.shelf.measure import LEAST_URGENCY, MOST_PRESSURE
-from app.engine.shelf.status import ModelStatus
 from benchmarks.simulator.device import Device
+from folio.app.config.shelf import Keep
+from folio.app.engine.load_report import DecayingRate
+from folio.app.engine.report import ReplicaReport, StepTimes, attended_tokens
+from folio.app.engine.shelf import arbiter
+from folio.app.engine.shelf.allocation import ModelNeed
+from folio.app.engine.shelf.arrivals import ArrivalHistory
+from folio.app.engine.shelf.measure import LEAST_URGENCY, MOST_PRESSURE
+from folio.app.engine.shelf.status import ModelStatus
 
 # Tokens of a block, and tokens that a running sequence may add before the next plan.
 _BLOCK, _AHEAD = 16, 64

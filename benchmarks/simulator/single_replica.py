@@ -10,7 +10,7 @@ from dataclasses import replace
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.replica import Served, SimulatedReplica
 from benchmarks.simulator.traffic import Arrival
-from vmem import EvictionOrder
+from folio.vmem import EvictionOrder
 
 
 class Schedule:

@@ -200,7 +200,7 @@ def _unit(block: int) -> bytes:
 
 
 def block_of(key: bytes) -> int:
-    """The block of a unit's key (inverse of `vmem.key_of`)."""
+    """The block of a unit's key (inverse of `folio.vmem.key_of`)."""
     return int.from_bytes(key[1:6], "big")
 
 

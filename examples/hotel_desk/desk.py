@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from app.client import (
+from folio import (
     ChatCompletion,
     ChatCompletionRequest,
     Folio,

@@ -1,6 +1,6 @@
-"""`python -m kernels.cpu`: compile the libraries that this machine lacks."""
+"""`python -m folio.kernels.cpu`: compile the libraries that this machine lacks."""
 
-from kernels.cpu.build import compile_all
+from folio.kernels.cpu.build import compile_all
 
 if __name__ == "__main__":
     compile_all()

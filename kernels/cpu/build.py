@@ -1,8 +1,8 @@
 """Build of the C++ kernels.
 
-A wheel has the libraries of each of `INSTRUCTION_SETS` (`kernels.cpu.wheel`). Where there are none, as in a checkout or
-on other processors, they are compiled for this machine's processor, into the user's cache: by `compile_all`, or by the
-first that loads one.
+A wheel has the libraries of each of `INSTRUCTION_SETS` (`folio.kernels.cpu.wheel`). Where there are none, as in a
+checkout or on other processors, they are compiled for this machine's processor, into the user's cache: by
+`compile_all`, or by the first that loads one.
 
 The libraries need no torch headers. Those with parallel loops share torch's OpenMP runtime, because torch is imported
 before they are loaded; so `torch.set_num_threads` governs them.
@@ -27,8 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kernels.compilations import note_compilation
-from kernels.errors import KernelError
+from folio.kernels.compilations import note_compilation
+from folio.kernels.errors import KernelError
 
 logger = logging.getLogger(__name__)
 

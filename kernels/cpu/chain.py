@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from kernels.cpu.build import load_library
+from folio.kernels.cpu.build import load_library
 
 DIGEST_BYTES = 16
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.cpu.build import load_function
-from kernels.cpu.ops import CPP_DTYPES
+from folio.kernels.cpu.build import load_function
+from folio.kernels.cpu.ops import CPP_DTYPES
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 

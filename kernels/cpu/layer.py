@@ -8,10 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.build import load_function
-from kernels.cpu.ops import CPP_DTYPES, CpuRotaryWrite, PackedWeight, RotaryFields, address, cache_error, on_huge_pages
-from kernels.cpu.provider import AttentionFields, CpuAttend
-from kernels.elementwise import ACTIVATIONS, Activation, HeadNorm
+from folio.kernels.cpu.build import load_function
+from folio.kernels.cpu.ops import (
+    CPP_DTYPES,
+    CpuRotaryWrite,
+    PackedWeight,
+    RotaryFields,
+    address,
+    cache_error,
+    on_huge_pages,
+)
+from folio.kernels.cpu.provider import AttentionFields, CpuAttend
+from folio.kernels.elementwise import ACTIVATIONS, Activation, HeadNorm
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.build import build_name, load_function
-from kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrite, WriteLayer
-from kernels.errors import KernelError
-from kernels.reference import write_by_index
+from folio.kernels.cpu.build import build_name, load_function
+from folio.kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrite, WriteLayer
+from folio.kernels.errors import KernelError
+from folio.kernels.reference import write_by_index
 
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _INT, _FLOAT = ctypes.c_int, ctypes.c_float

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kernels.arguments import check_numbers
-from kernels.cpu.build import load_function
-from kernels.cpu.ops import CPP_DTYPES, address, cache_error, slots_outside
-from kernels.provider import AttendLayer, AttentionCall, AttentionProvider, CacheWrite, StoreLayer
+from folio.kernels.arguments import check_numbers
+from folio.kernels.cpu.build import load_function
+from folio.kernels.cpu.ops import CPP_DTYPES, address, cache_error, slots_outside
+from folio.kernels.provider import AttendLayer, AttentionCall, AttentionProvider, CacheWrite, StoreLayer
 
 _MAX_GROUP_SIZE = 64
 _UNSUPPORTED = 1  # `Result` of call.h

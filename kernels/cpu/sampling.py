@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
-from kernels.cpu.build import load_function
-from kernels.cpu.ops import CPP_DTYPES
+from folio.kernels.cpu.build import load_function
+from folio.kernels.cpu.ops import CPP_DTYPES
 
 SETTING_NAMES = ("key", "top_p", "temperature", "min_p", "top_k", "repetition", "frequency", "presence")
 
@@ -26,7 +26,7 @@ class _ChooseCall(ctypes.Structure):
 
 
 class CpuChoice:
-    """As `kernels.triton.sampling.choose`, after penalties.
+    """As `folio.kernels.triton.sampling.choose`, after penalties.
 
     Args:
         march: the compiler's name of the processor.

@@ -1,7 +1,7 @@
 """The wheel's part of the C++ kernels: on x86-64 a library of each for every instruction set, compiled as it is built.
 
 Without a compiler, with one older than g++ 11, which does not know all of these sets, for an editable installation, and
-on other processors the wheel has none: kernels are compiled where they run (`kernels.cpu.build`).
+on other processors the wheel has none: kernels are compiled where they run (`folio.kernels.cpu.build`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class BuildKernels(build_py):
         super().run()
         if self.editable_mode or not has_libraries():
             return
-        sys.path.insert(0, str(Path(__file__).parents[2]))  # setuptools loads this file alone
-        from kernels import KernelError
-        from kernels.cpu.build import compile_packaged
+        sys.path.insert(0, str(Path(__file__).parents[3]))  # setuptools loads this file alone
+        from folio.kernels import KernelError
+        from folio.kernels.cpu.build import compile_packaged
 
-        folder = Path(self.build_lib) / "kernels" / "cpu" / "lib"
+        folder = Path(self.build_lib) / "folio" / "kernels" / "cpu" / "lib"
         try:
             compile_packaged(folder)
         except (KernelError, OSError) as error:

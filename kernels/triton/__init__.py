@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 
-from kernels.compilations import note_compilation
+from folio.kernels.compilations import note_compilation
 
 
 def _note_load(module: object, function: object, name: str, metadata_group: object, hash: str) -> None:

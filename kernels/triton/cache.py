@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from kernels.blocks import check_copy
-from kernels.provider import FP8_DTYPES, CacheWrite, StoreLayer
-from kernels.triton.launch import Kernel
+from folio.kernels.blocks import check_copy
+from folio.kernels.provider import FP8_DTYPES, CacheWrite, StoreLayer
+from folio.kernels.triton.launch import Kernel
 
 # ruff: noqa: N803, N806 (compile-time constants are capitals in Triton's kernels)
 

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrite, WriteLayer
-from kernels.errors import KernelError
-from kernels.provider import FP8_DTYPES
-from kernels.triton.cache import store_cached
-from kernels.triton.dependent import launch_options, start_next, wait_for_previous
-from kernels.triton.launch import Kernel, Launch
+from folio.kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrite, WriteLayer
+from folio.kernels.errors import KernelError
+from folio.kernels.provider import FP8_DTYPES
+from folio.kernels.triton.cache import store_cached
+from folio.kernels.triton.dependent import launch_options, start_next, wait_for_previous
+from folio.kernels.triton.launch import Kernel, Launch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WARP_ELEMENTS = 1024  # of a row: 32 per thread
@@ -252,7 +252,7 @@ class TritonElementwise(Elementwise):
     """The operations in Triton. A kernel is compiled for each size on first use, which takes seconds.
 
     Args:
-        dependent: programmatic dependent launch, see `kernels.triton.dependent`.
+        dependent: programmatic dependent launch, see `folio.kernels.triton.dependent`.
     """
 
     def __init__(self, *, dependent: bool = False) -> None:

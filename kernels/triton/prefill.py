@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.provider import AttentionCall
-from kernels.triton.cache import along_last
-from kernels.triton.launch import Kernel
-from kernels.triton.tiles import (
+from folio.kernels.provider import AttentionCall
+from folio.kernels.triton.cache import along_last
+from folio.kernels.triton.launch import Kernel
+from folio.kernels.triton.tiles import (
     CHANGING,
     AttendInto,
     attend_arguments,

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from kernels.errors import KernelError
-from kernels.product import FewRowProduct
-from kernels.triton.dependent import launch_options, start_next, wait_for_previous
-from kernels.triton.launch import Kernel, Launch
+from folio.kernels.errors import KernelError
+from folio.kernels.product import FewRowProduct
+from folio.kernels.triton.dependent import launch_options, start_next, wait_for_previous
+from folio.kernels.triton.launch import Kernel, Launch
 
 _MAX_ROWS = 64
 _DTYPES = (torch.bfloat16, torch.float16)

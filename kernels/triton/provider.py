@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.errors import KernelError
-from kernels.provider import FP8_DTYPES, AttendLayer, AttentionCall, AttentionProvider, CacheWrite, StoreLayer
-from kernels.reference import write_by_index
+from folio.kernels.errors import KernelError
+from folio.kernels.provider import FP8_DTYPES, AttendLayer, AttentionCall, AttentionProvider, CacheWrite, StoreLayer
+from folio.kernels.reference import write_by_index
 
 if TYPE_CHECKING:
-    from kernels.triton.tiles import AttendInto
+    from folio.kernels.triton.tiles import AttendInto
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_DIM = 256
@@ -41,10 +41,10 @@ class TritonProvider(AttentionProvider):
             ) from error
         if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
             raise KernelError("attention triton needs a CUDA device; TRITON_INTERPRET=1 interprets it on a CPU")
-        from kernels.triton.cache import prepare_write
-        from kernels.triton.decode import SplitDecode
-        from kernels.triton.prefill import prepare_prefill
-        from kernels.triton.tiles import INTERPRETED
+        from folio.kernels.triton.cache import prepare_write
+        from folio.kernels.triton.decode import SplitDecode
+        from folio.kernels.triton.prefill import prepare_prefill
+        from folio.kernels.triton.tiles import INTERPRETED
 
         self._prepare_write, self._prepare_prefill = prepare_write, prepare_prefill
         self._decode = SplitDecode()

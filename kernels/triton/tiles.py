@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from kernels.provider import AttentionCall
-from kernels.triton.cache import along_last
+from folio.kernels.provider import AttentionCall
+from folio.kernels.triton.cache import along_last
 
 # A table of width 1 with longer blocks is a region view. Shorter blocks are looked up even in a table of width 1, so
 # that a short batch over blocks does not compile a further kernel.

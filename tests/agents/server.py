@@ -53,7 +53,7 @@ def served(folder: Path, errands: Mapping[str, tuple[Step, Step]], real: Path | 
     config.write_text(json.dumps(_configuration(models, server.port)))  # JSON is YAML
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
     with log.open("w") as out:
-        command = [sys.executable, "-m", "app.cli", "serve", "--config", str(config)]
+        command = [sys.executable, "-m", "folio.app.cli", "serve", "--config", str(config)]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
         try:
             until(lambda: server.is_whole() or process.poll() is not None, _START_S, log.read_text)
@@ -75,7 +75,7 @@ def _configuration(models: Mapping[str, Path], port: int) -> dict[str, Any]:
         {"name": "EngineReplica", "num_replicas": 2},
     ]
     args = {"device_memory_bytes": 4 << 30, "models": shelf}
-    application = {"name": "folio", "route_prefix": "/", "import_path": "app.main:build", "args": args}
+    application = {"name": "folio", "route_prefix": "/", "import_path": "folio.app.main:build", "args": args}
     return {
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [application | {"deployments": deployments}],

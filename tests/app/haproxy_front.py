@@ -34,8 +34,8 @@ from ray.serve._private.http_util import (
 from ray.serve.config import HTTPOptions, gRPCOptions
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app import haproxy
-from app.edge.request_body import ReadsRefusedBodies
+from folio.app import haproxy
+from folio.app.edge.request_body import ReadsRefusedBodies
 from tests.hostile.wire import Answer, Connection, connected, request
 from tests.local_server import listening
 from tests.processes import until, until_async
@@ -358,7 +358,7 @@ def grpc_front(*kinds: str) -> Iterator[tuple[grpc.Channel, list[GrpcPeer]]]:
     [http_port, port] = haproxy.free_ports(2)
     servers = [ServerConfig(f"ingress-{i}", "127.0.0.1", peer.port) for i, peer in enumerate(found)]
     backend = BackendConfig("grpc-folio", "/", servers=servers, app_name="folio", protocol=RequestProtocol.GRPC)
-    functions = ["app.proto.folio_pb2_grpc.add_FolioServicer_to_server"]
+    functions = ["folio.app.proto.folio_pb2_grpc.add_FolioServicer_to_server"]
     options = gRPCOptions(port=port, grpc_servicer_functions=functions)
     try:
         with front(backend_of([http_port]), backend, grpc_options=options) as haproxy_:

@@ -12,14 +12,14 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-import app.config.engine
-import app.fleet.policies
-import vmem
-from app.checks import check_args, load_config
-from app.cli.main import main
-from app.config.args import AppArgs
-from app.config.engine import EngineConfig
-from app.errors import ConfigError
+import folio.app.config.engine
+import folio.app.fleet.policies
+from folio import vmem
+from folio.app.checks import check_args, load_config
+from folio.app.cli.main import main
+from folio.app.config.args import AppArgs
+from folio.app.config.engine import EngineConfig
+from folio.app.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 KEY = "applications[0]"
@@ -31,7 +31,7 @@ GOOD: dict[str, Any] = {
         {
             "name": "folio",
             "route_prefix": "/",
-            "import_path": "app.main:build",
+            "import_path": "folio.app.main:build",
             "args": {"engine": {"model": "builtin", "kv_memory_bytes": 1 << 26}},
             "deployments": [{"name": "Ingress"}, {"name": "EngineReplica", "num_replicas": 1}],
         }
@@ -119,7 +119,10 @@ def test_folios_own_files_are_valid(file: str, monkeypatch: pytest.MonkeyPatch) 
             application(import_path="app.mian:build"),
             f"{KEY}.import_path is 'app.mian:build'; no module app.mian exists",
         ),
-        (application(import_path="app.main:bild"), f"{KEY}.import_path is 'app.main:bild'; Folio's is app.main:build"),
+        (
+            application(import_path="folio.app.main:bild"),
+            f"{KEY}.import_path is 'folio.app.main:bild'; Folio's is folio.app.main:build",
+        ),
         (
             application(deployments=[{"name": "EngineReplca"}]),
             f'{KEY}.deployments[0].name is "EngineReplca"; the nearest is EngineReplica',
@@ -153,7 +156,7 @@ def test_folios_own_files_are_valid(file: str, monkeypatch: pytest.MonkeyPatch) 
             replica(
                 autoscaling_config={
                     "policy": {
-                        "policy_function": "app.serving.autoscaling:KVAwareScaling",
+                        "policy_function": "folio.app.serving.autoscaling:KVAwareScaling",
                         "policy_kwargs": {"ttft": 1.0},
                     }
                 }
@@ -193,13 +196,13 @@ def test_an_exporter_without_text_is_asked_for(tmp_path: Path) -> None:
     [line] = faults(tmp_path, tracing())
     assert line.startswith("tracing_config.exporter_import_path is missing; ")
     assert faults(tmp_path, tracing(enabled=False)) == []
-    assert faults(tmp_path, tracing(exporter_import_path="app.tracing:files")) == []
+    assert faults(tmp_path, tracing(exporter_import_path="folio.app.tracing:files")) == []
 
 
 def test_the_package_of_an_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    otlp = tracing(exporter_import_path="app.tracing:otlp")
+    otlp = tracing(exporter_import_path="folio.app.tracing:otlp")
     assert faults(tmp_path, otlp) == []
-    monkeypatch.setattr("app.checks._is_module", lambda _: False)
+    monkeypatch.setattr("folio.app.checks._is_module", lambda _: False)
     assert "pip install 'folio-serve[traces]'" in faults(tmp_path, otlp)[0]
     assert faults(tmp_path, otlp, is_local=False) == []
 
@@ -213,7 +216,12 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_all_faults_at_once(tmp_path: Path) -> None:
     """Faults of keys, values, models and other applications do not hide each other."""
-    second = {"name": "b", "route_prefix": "/b", "import_path": "app.main:build", "args": {"engine": {"model": "/y"}}}
+    second = {
+        "name": "b",
+        "route_prefix": "/b",
+        "import_path": "folio.app.main:build",
+        "args": {"engine": {"model": "/y"}},
+    }
     content = engine(max_num_seq=8, model="/x", pin_quota=3, dtype="int4", max_num_seqs=0, warm_up="maybe")
     content["applications"][0]["args"]["engine"] |= {"num_threads": 10_000, "speculation": "draft"}
     content["applications"][0]["args"]["routing"] = {"report_period_s": 10, "policy": "nearest"}
@@ -305,8 +313,8 @@ def test_faults_of_models_begin_with_the_number_of_the_model(tmp_path: Path) -> 
 
 
 def test_models_must_fit_into_the_memory_of_the_device(tmp_path: Path) -> None:
-    from app.builtin import resolve_model
-    from app.config.checkpoint import weight_bytes
+    from folio.app.builtin import resolve_model
+    from folio.app.config.checkpoint import weight_bytes
 
     size = weight_bytes(Path(resolve_model("builtin")))
     assert size > 1 << 20
@@ -347,16 +355,33 @@ def test_a_deployed_application_is_checked_alike(tmp_path: Path) -> None:
     check_args(AppArgs(engine=EngineConfig(model="builtin")))
 
 
+def test_names_of_the_version_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Folio's modules were `app`, `vmem` and `kernels`, which a project's own folders hid."""
+    policy = {"policy_function": "app.serving.autoscaling:KVAwareScaling", "policy_kwargs": {"target": 1}}
+    replicas = {"name": "EngineReplica", "autoscaling_config": {"policy": policy}}
+    old = application(import_path="app.main:build", deployments=[replicas])
+    [fault] = faults(tmp_path, old)  # of what Folio has checked
+    assert "policy_kwargs.target is not a setting" in fault
+    said = [record.message.partition(": ")[2] for record in caplog.records]
+    assert said == [
+        "app.main:build is now folio.app.main:build; Folio 0.2 will not find it, please change it",
+        "app.serving.autoscaling:KVAwareScaling is now folio.app.serving.autoscaling:KVAwareScaling; "
+        "Folio 0.2 will not find it, please change it",
+    ]
+
+
 def test_copied_choices_are_the_same() -> None:
-    """`app.config.engine` does not import their users, so that a check stays fast."""
-    assert get_args(app.config.engine.LayoutKind) == get_args(vmem.LayoutKind)
-    assert get_args(app.config.engine.ViewPolicy) == get_args(vmem.ViewPolicy)
-    assert get_args(app.config.engine.PolicyName) == get_args(app.fleet.policies.PolicyName)
+    """`folio.app.config.engine` does not import their users, so that a check stays fast."""
+    assert get_args(folio.app.config.engine.LayoutKind) == get_args(vmem.LayoutKind)
+    assert get_args(folio.app.config.engine.ViewPolicy) == get_args(vmem.ViewPolicy)
+    assert get_args(folio.app.config.engine.PolicyName) == get_args(folio.app.fleet.policies.PolicyName)
 
 
 @pytest.mark.processes
 def test_a_check_imports_nothing_heavy() -> None:
     """Regression: a typo was found only after torch and transformers were imported."""
-    code = "import app.checks, sys; print(sorted({'torch', 'transformers', 'vmem', 'kernels'} & sys.modules.keys()))"
+    code = (
+        "import folio.app.checks, sys; print(sorted({'torch', 'transformers', 'vmem', 'kernels'} & sys.modules.keys()))"
+    )
     ran = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
     assert ran.stdout.strip() == "[]"

@@ -6,9 +6,16 @@ import json
 
 import pytest
 
-from app.error_json import error_json, is_anthropic
-from app.errors import ContextLengthError, FolioError, ForbiddenError, ModelError, RateLimitError, UnknownModelError
-from app.http_errors import error_of, error_response
+from folio.app.error_json import error_json, is_anthropic
+from folio.app.errors import (
+    ContextLengthError,
+    FolioError,
+    ForbiddenError,
+    ModelError,
+    RateLimitError,
+    UnknownModelError,
+)
+from folio.app.http_errors import error_of, error_response
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from app.event_stream import DONE, event_data
+from folio.app.event_stream import DONE, event_data
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])

@@ -21,10 +21,10 @@ import pytest
 from ray.serve._private.haproxy import BackendConfig
 from starlette.types import Message, Receive, Scope, Send
 
-from app import haproxy
-from app.config.http import HttpSettings
-from app.edge import request_body as unread
-from app.edge.guard import Guard
+from folio.app import haproxy
+from folio.app.config.http import HttpSettings
+from folio.app.edge import request_body as unread
+from folio.app.edge.guard import Guard
 from tests.app.haproxy_front import (
     BACKEND,
     DEADLINE_S,

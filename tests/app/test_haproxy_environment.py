@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from ray.serve._private import constants
 
-from app import haproxy
-from app.cli import env
+from folio.app import haproxy
+from folio.app.cli import env
 from tests.app.haproxy_front import (
     backend_of,
     short_directory,

@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from app import errors, haproxy
-from app.http_errors import (
+from folio.app import errors, haproxy
+from folio.app.http_errors import (
     _HTTP_CODES,
     _UNREAD_CODES,
     ErrorBody,

@@ -8,8 +8,8 @@ from io import StringIO
 
 import pytest
 
-from app.errors import ConfigError, DeadlineError, EngineError, ForbiddenError, OverloadedError, RequestError
-from app.logs import DropRefusals, WithheldMessages, configure_logs, describe
+from folio.app.errors import ConfigError, DeadlineError, EngineError, ForbiddenError, OverloadedError, RequestError
+from folio.app.logs import DropRefusals, WithheldMessages, configure_logs, describe
 
 SECRET = "xyzzy"
 
@@ -45,7 +45,12 @@ def test_causes_and_parts() -> None:
     error.__suppress_context__ = False
     text = describe(error)
     assert SECRET not in text
-    for name in ("builtins.KeyError", "app.errors.RequestError", "builtins.ExceptionGroup", "builtins.RuntimeError"):
+    for name in (
+        "builtins.KeyError",
+        "folio.app.errors.RequestError",
+        "builtins.ExceptionGroup",
+        "builtins.RuntimeError",
+    ):
         assert name in text
 
 
@@ -61,7 +66,7 @@ def written() -> Iterator[StringIO]:
     written = StringIO()
     handler = logging.StreamHandler(written)
     serves = logging.getLogger("ray.serve")
-    ours = logging.getLogger("app")
+    ours = logging.getLogger("folio")
     before = ours.level, serves.level, logging.getLogger().handlers[:]
     serves.addHandler(handler)
     try:

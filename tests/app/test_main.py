@@ -8,10 +8,10 @@ import pytest
 import ray
 from pydantic import ValidationError
 
-from app.config.args import AppArgs, RoutingArgs, StreamingArgs
-from app.config.engine import EngineConfig
-from app.errors import ConfigError
-from app.main import bounded, build, max_ongoing_requests, most_seqs, replica_resources, served_shelf
+from folio.app.config.args import AppArgs, RoutingArgs, StreamingArgs
+from folio.app.config.engine import EngineConfig
+from folio.app.errors import ConfigError
+from folio.app.main import bounded, build, max_ongoing_requests, most_seqs, replica_resources, served_shelf
 
 
 @pytest.mark.parametrize(

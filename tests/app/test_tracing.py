@@ -18,13 +18,13 @@ from opentelemetry.trace import StatusCode
 from ray.serve._private.tracing_utils import _load_span_processors
 from ray.serve.schema import TracingConfig
 
-from app import tracing
-from app.engine.delta import Delta
-from app.engine.sampling.params import SamplingParams
-from app.errors import EngineError, OverloadedError
-from app.fleet.messages import GenerateRequest, Piece
-from app.serving.metrics import RequestMeter
-from app.tracing import WholeTraces, keep_traces_whole, traced
+from folio.app import tracing
+from folio.app.engine.delta import Delta
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import EngineError, OverloadedError
+from folio.app.fleet.messages import GenerateRequest, Piece
+from folio.app.serving.metrics import RequestMeter
+from folio.app.tracing import WholeTraces, keep_traces_whole, traced
 
 INGRESS, ROUTER, REPLICA = (
     "replica_handle_request Ingress __call__",
@@ -195,7 +195,7 @@ def test_files_have_a_line_for_each_span_and_no_exceptions(tmp_path: Path, monke
     """As Serve uses it: the processors first, then the provider. Serve records exceptions, whose messages may quote a
     request."""
     monkeypatch.setattr(tracing, "logs_directory", lambda: tmp_path)
-    config = TracingConfig(enabled=True, exporter_import_path="app.tracing:files", sampling_ratio=1.0)
+    config = TracingConfig(enabled=True, exporter_import_path="folio.app.tracing:files", sampling_ratio=1.0)
     processors = _load_span_processors(config.exporter_import_path, "x")
     provider = TracerProvider()
     for processor in processors:
@@ -213,7 +213,7 @@ def test_files_have_a_line_for_each_span_and_no_exceptions(tmp_path: Path, monke
 @pytest.mark.usefixtures("_environment")
 def test_spans_go_to_the_collector_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    [processor] = _load_span_processors("app.tracing:otlp", "x")
+    [processor] = _load_span_processors("folio.app.tracing:otlp", "x")
     exporter: Any = processor._batch_processor._exporter
     assert exporter._endpoint == "http://127.0.0.1:9/v1/traces"
     processor.shutdown()

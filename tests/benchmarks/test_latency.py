@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from app.cli.load import Record
 from benchmarks.latency import Summary, Targets, percentile, slope_per_minute, tokens_per_s
+from folio.app.cli.load import Record
 
 
 def completed(due_s: float, first_s: float, last_s: float, num_tokens: int) -> Record:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from app.cli.load import Ask, Clock, Record
 from benchmarks.loops import closed_loop
+from folio.app.cli.load import Ask, Clock, Record
 
 
 def test_a_closed_loop_keeps_so_many_under_way() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from transformers import AutoConfig
 
-from app.engine import LLM, SamplingParams
 from benchmarks import sweep
 from benchmarks.overhead import step_parts
+from folio.app.engine import LLM, SamplingParams
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def attributes(owner: object, depth: int = 3) -> dict[int, set[str]]:
     """Names of the attributes of an object and of its collaborators."""
     found = {id(owner): set(vars(owner))}
     for part in list(vars(owner).values()) if depth > 1 else ():
-        if hasattr(part, "__dict__") and type(part).__module__.startswith(("app.", "vmem.")):
+        if hasattr(part, "__dict__") and type(part).__module__.startswith(("folio.app.", "folio.vmem.")):
             found |= attributes(part, depth - 1)
     return found
 

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from app.builtin import BUILTIN_FOLDER
-from app.cli.load import Ask, Clock, Record, Send
-from app.config.args import AppArgs
 from benchmarks.latency import Targets
 from benchmarks.lean_server import lean_servers
 from benchmarks.loops import closed_loop
@@ -19,6 +16,9 @@ from benchmarks.shelf_folio import shelf_args
 from benchmarks.shelf_models import BenchModel, ModelAsk, TracedRequest, asks_of, read_trace
 from benchmarks.shelf_outcome import Outcome
 from benchmarks.shelf_rivals import NOT_SERVED, OneAtATime, StaticSplit, best_split, connections
+from folio.app.builtin import BUILTIN_FOLDER
+from folio.app.cli.load import Ask, Clock, Record, Send
+from folio.app.config.args import AppArgs
 
 
 def model(name: str, weight_bytes: int = 100) -> BenchModel:

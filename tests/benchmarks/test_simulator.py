@@ -9,11 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from app.checks import check_args
-from app.config.args import AppArgs
-from app.fleet.autoscaling import ScalingPolicy, ScalingTargets
-from app.fleet.fleet import Fleet
-from app.fleet.policies import Policy, make_policy
 from benchmarks import routing_real
 from benchmarks.simulator import single_cache, traffic
 from benchmarks.simulator.autoscaling import num_flaps
@@ -23,7 +18,12 @@ from benchmarks.simulator.kv_aware import KvAware, KvIndex
 from benchmarks.simulator.outcome import Outcome
 from benchmarks.simulator.ray_affinity import RayAffinity
 from benchmarks.simulator.replica import SimulatedReplica
-from vmem import key_of
+from folio.app.checks import check_args
+from folio.app.config.args import AppArgs
+from folio.app.fleet.autoscaling import ScalingPolicy, ScalingTargets
+from folio.app.fleet.fleet import Fleet
+from folio.app.fleet.policies import Policy, make_policy
+from folio.vmem import key_of
 
 UNIT = traffic.MOONCAKE_UNIT
 DEVICE = Device(

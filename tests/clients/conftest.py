@@ -127,7 +127,7 @@ def _served(python: Path, folder: Path) -> Iterator[str]:
     config.write_text(json.dumps(_configuration(folder / MODEL, port)))  # JSON is YAML
     url, log = f"http://127.0.0.1:{port}", folder / "server.log"
     with log.open("w") as out:
-        command = [python, "-m", "app.cli", "serve", "--config", config]
+        command = [python, "-m", "folio.app.cli", "serve", "--config", config]
         server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
         try:
             until(lambda: _is_ready(url) or server.poll() is not None, _START_S, log.read_text)
@@ -144,7 +144,12 @@ def _configuration(model: Path, port: int) -> dict[str, Any]:
         {"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}},
         {"name": "EngineReplica", "num_replicas": 1},
     ]
-    application = {"name": "folio", "route_prefix": "/", "import_path": "app.main:build", "args": {"engine": engine}}
+    application = {
+        "name": "folio",
+        "route_prefix": "/",
+        "import_path": "folio.app.main:build",
+        "args": {"engine": engine},
+    }
     return {
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [application | {"deployments": deployments}],

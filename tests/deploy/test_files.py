@@ -13,11 +13,11 @@ import typer
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from app import haproxy
-from app.checks import load_config
-from app.cli.env import ENVIRONMENT
-from app.cli.main import folio
-from app.main import DRAIN_TIMEOUT_S
+from folio.app import haproxy
+from folio.app.checks import load_config
+from folio.app.cli.env import ENVIRONMENT
+from folio.app.cli.main import folio
+from folio.app.main import DRAIN_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from app.checks import load_config
-from app.config.args import AppArgs
-from app.config.engine import EngineConfig
-from app.config.http import KeyFile
+from folio.app.checks import load_config
+from folio.app.config.args import AppArgs
+from folio.app.config.engine import EngineConfig
+from folio.app.config.http import KeyFile
 from tests.docs.blocks import PAGES, Block, blocks_of, is_as_expected, page_blocks, valid_pages
 from tests.docs.runner import Page
 from tests.e2e.pages import needs_server
@@ -58,8 +58,8 @@ def check(value: dict[str, Any], folder: Path) -> None:
     if value.keys() <= AppArgs.model_fields.keys():
         value = {"args": value}
     if value.keys() <= {"args", "deployments"}:
-        value = {"applications": [{"name": "folio", "import_path": "app.main:build"} | value]}
-    value.setdefault("applications", [{"import_path": "app.main:build"}])
+        value = {"applications": [{"name": "folio", "import_path": "folio.app.main:build"} | value]}
+    value.setdefault("applications", [{"import_path": "folio.app.main:build"}])
     for application in value["applications"]:
         args = application.setdefault("args", {})
         if "models" not in args:

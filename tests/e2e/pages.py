@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,23 +29,32 @@ class Runner:
 
     Args:
         address: of the server, in place of `ADDRESS`.
-        ray_address: of its Ray cluster.
+        ray_variables: environment variables with which a driver finds its Ray cluster.
         folder: where command lines run; a page may leave files there.
+        python: of the environment in which the blocks run.
+        path: `PYTHONPATH` of the blocks.
     """
 
-    def __init__(self, address: str, ray_address: str, folder: Path) -> None:
+    def __init__(
+        self,
+        address: str,
+        ray_variables: Mapping[str, str],
+        folder: Path,
+        python: Path = Path(sys.executable),
+        path: Path = ROOT,
+    ) -> None:
         self._address = address
         self._folder = folder
-        bin_folder = Path(sys.executable).parent
+        bin_folder = python.parent
         self._environment = os.environ | {
-            "RAY_ADDRESS": ray_address,
-            "PYTHONPATH": str(ROOT),
+            **ray_variables,
+            "PYTHONPATH": str(path),
             "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
             "COLUMNS": "100",
         }
-        command = [sys.executable, "-m", "tests.docs.runner"]
+        command = [python, ROOT / "tests" / "docs" / "runner.py"]
         self._python = subprocess.Popen(
-            command, cwd=ROOT, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, cwd=folder, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def close(self) -> None:

@@ -10,8 +10,8 @@ import pytest
 import ray
 from ray import serve
 
-from app.config.engine import EngineConfig
-from app.main import AppArgs, build
+from folio.app.config.engine import EngineConfig
+from folio.app.main import AppArgs, build
 from tests.docs.blocks import ROOT, valid_pages
 from tests.e2e.conftest import deleted_at_the_end
 from tests.e2e.pages import Runner, needs_server
@@ -24,7 +24,8 @@ def runner(cluster_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     engine = EngineConfig(model="builtin", kv_memory_bytes=256 << 20)
     with deleted_at_the_end("folio"):
         serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/")
-        runner = Runner(cluster_url.removeprefix("http://"), ray.get_runtime_context().gcs_address, Path(folder))
+        variables = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        runner = Runner(cluster_url.removeprefix("http://"), variables, Path(folder))
         yield runner
         runner.close()
 

@@ -13,7 +13,7 @@ import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
-from app.client import (
+from folio.app.client import (
     CompletionRequest,
     DeadlineError,
     Folio,
@@ -22,10 +22,10 @@ from app.client import (
     RequestError,
     UnknownModelError,
 )
-from app.config.engine import EngineConfig
-from app.main import AppArgs, build
-from app.proto import folio_pb2 as pb
-from app.proto.folio_pb2_grpc import FolioStub
+from folio.app.config.engine import EngineConfig
+from folio.app.main import AppArgs, build
+from folio.app.proto import folio_pb2 as pb
+from folio.app.proto.folio_pb2_grpc import FolioStub
 from tests.e2e.conftest import deleted_at_the_end
 from tests.processes import until_async
 

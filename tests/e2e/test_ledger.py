@@ -12,21 +12,21 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError
 
-from app.config.engine import EngineConfig
-from app.engine import SamplingParams
-from app.fleet.messages import GenerateRequest
-from app.main import AppArgs, replica_resources, served_shelf
-from app.serving.ledger import NAMESPACE, ledger_name
-from app.serving.replica import EngineReplica
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import SamplingParams
+from folio.app.fleet.messages import GenerateRequest
+from folio.app.main import AppArgs, replica_resources, served_shelf
+from folio.app.serving.ledger import NAMESPACE, ledger_name
+from folio.app.serving.replica import EngineReplica
+from folio.vmem import MemoryReport
 from tests.e2e.conftest import deleted_at_the_end
 from tests.processes import until
-from vmem import MemoryReport
 
 NAME = "folio-shared"
 SHARED_BYTES = 64 << 20
 # The least that needs a second replica: any two requests. It then stays for the rest of the test.
 POLICY = {
-    "policy_function": "app.serving.autoscaling:KVAwareScaling",
+    "policy_function": "folio.app.serving.autoscaling:KVAwareScaling",
     "policy_kwargs": {"kv_share": 0.001, "up_after_s": 1.0, "down_after_s": 600.0},
 }
 AUTOSCALING = {

@@ -51,7 +51,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     folder, port = tmp_path_factory.mktemp("command"), free_port()
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    arguments = ["-m", "app.cli", "serve", "--port", str(port), "--replicas", "1", "--grace-s", "30"]
+    arguments = ["-m", "folio.app.cli", "serve", "--port", str(port), "--replicas", "1", "--grace-s", "30"]
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -25,9 +25,9 @@ import httpx
 import pytest
 import yaml
 
-from app import haproxy
-from app.cli.env import ENVIRONMENT
 from benchmarks.served import free_port
+from folio.app import haproxy
+from folio.app.cli.env import ENVIRONMENT
 from tests.nightly import examples
 from tests.processes import until
 
@@ -143,13 +143,13 @@ class Cluster:
         config = {
             "http_options": {"host": "127.0.0.1", "port": self._http_port},
             "proxy_location": "EveryNode",
-            "applications": [{"import_path": "app.main:build"} | application for application in applications],
+            "applications": [{"import_path": "folio.app.main:build"} | application for application in applications],
         }
         file = self.folder / "serve_config.yaml"
         file.write_text(yaml.safe_dump(config))
         environment = self.nodes[0].environment | {"RAY_ADDRESS": f"127.0.0.1:{self._gcs_port}"}
         with open(self.folder / "app.log", "wb") as log:
-            command = [sys.executable, "-m", "app.cli", "serve", "--config", str(file)]
+            command = [sys.executable, "-m", "folio.app.cli", "serve", "--config", str(file)]
             self._app = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT)
 
     def running(self) -> bool:

@@ -15,14 +15,14 @@ import httpx
 import openai
 import pytest
 
-from app.engine import SamplingParams
-from app.engine.prefix_keys import prompt_keys
-from app.errors import UnknownRequestError
-from app.fleet.fleet import RoutedRequest
-from app.fleet.messages import GenerateRequest
-from app.openai.bodies import CompletionRequest, ForkRequest
-from app.openai.operation.bodies import PinRequest
 from benchmarks.served import Served, processes_called
+from folio.app.engine import SamplingParams
+from folio.app.engine.prefix_keys import prompt_keys
+from folio.app.errors import UnknownRequestError
+from folio.app.fleet.fleet import RoutedRequest
+from folio.app.fleet.messages import GenerateRequest
+from folio.app.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.openai.operation.bodies import PinRequest
 from tests.e2e.conftest import deleted_at_the_end
 from tests.processes import until
 

@@ -72,9 +72,9 @@ def command(tmp_path: Path, collector: tuple[str, list[Span]]) -> Iterator[tuple
     """The process, the leader of its group, and where it serves; what it writes is in `output`."""
     port = free_port()
     engine = {"model": "builtin", "kv_memory_bytes": 64 << 20}
-    application: dict[str, Any] = {"name": "folio", "import_path": "app.main:build", "args": {"engine": engine}}
+    application: dict[str, Any] = {"name": "folio", "import_path": "folio.app.main:build", "args": {"engine": engine}}
     application["deployments"] = [{"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}}]
-    tracing = {"enabled": True, "exporter_import_path": "app.tracing:otlp", "sampling_ratio": 0.0}
+    tracing = {"enabled": True, "exporter_import_path": "folio.app.tracing:otlp", "sampling_ratio": 0.0}
     (tmp_path / "desk.py").write_text(DESK)
     desk = {"name": "desk", "route_prefix": "/desk", "import_path": "desk:desk"}
     config = {
@@ -91,7 +91,7 @@ def command(tmp_path: Path, collector: tuple[str, list[Span]]) -> Iterator[tuple
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise RuntimeError('the user's {name}')")
     environment["PYTHONPATH"] = str(ROOT)
-    arguments = [sys.executable, "-P", "-m", "app.cli", "serve", "--config", file, "--grace-s", str(DEADLINE_S)]
+    arguments = [sys.executable, "-P", "-m", "folio.app.cli", "serve", "--config", file, "--grace-s", str(DEADLINE_S)]
     with (tmp_path / "output").open("wb") as output:
         process = subprocess.Popen(
             arguments, cwd=tmp_path, env=environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT

@@ -20,23 +20,23 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from app.builtin import corpus
-from app.client import Folio
-from app.config.engine import EngineConfig
-from app.config.http import HttpSettings
-from app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
-from app.main import AppArgs, build
-from app.openai.bodies import CompletionRequest, ForkRequest
-from app.openai.chat_body import ChatCompletionRequest, Message
-from app.openai.operation.bodies import PinRequest
 from benchmarks import disconnects
 from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import PIN
 from examples.hotel_desk.register import read_keys
+from folio.app.builtin import corpus
+from folio.app.client import Folio
+from folio.app.config.engine import EngineConfig
+from folio.app.config.http import HttpSettings
+from folio.app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
+from folio.app.main import AppArgs, build
+from folio.app.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.openai.chat_body import ChatCompletionRequest, Message
+from folio.app.openai.operation.bodies import PinRequest
+from folio.vmem import MemoryReport
 from tests.e2e.conftest import deleted_at_the_end
 from tests.processes import until, until_async
 from tests.promlint import complaints
-from vmem import MemoryReport
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60

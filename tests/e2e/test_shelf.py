@@ -18,9 +18,9 @@ import torch
 from ray import serve
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.builtin import resolve_model
-from app.main import AppArgs, build
 from benchmarks.served import processes_called
+from folio.app.builtin import resolve_model
+from folio.app.main import AppArgs, build
 from tests.e2e.conftest import deleted_at_the_end
 from tests.processes import until
 

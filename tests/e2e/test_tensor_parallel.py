@@ -11,11 +11,11 @@ import httpx
 import pytest
 from ray import serve
 
-from app.config.engine import EngineConfig
-from app.errors import ConfigError
-from app.main import AppArgs, build
-from app.serving.tp_actors import ActorProcesses
 from benchmarks.served import processes_called
+from folio.app.config.engine import EngineConfig
+from folio.app.errors import ConfigError
+from folio.app.main import AppArgs, build
+from folio.app.serving.tp_actors import ActorProcesses
 from tests.e2e.conftest import deleted_at_the_end
 from tests.processes import until
 

@@ -11,11 +11,11 @@ import yaml
 from ray import cloudpickle
 from ray.serve.schema import ServeDeploySchema
 
-from app.client import ChatCompletion
-from app.main import AppArgs
 from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import api, mean_logprob
 from examples.hotel_desk.register import find_notes, read_keys
+from folio.app.client import ChatCompletion
+from folio.app.main import AppArgs
 
 FOLDER = Path(__file__).parents[2] / "examples/hotel_desk"
 KEYS = {101: 11, 102: 22, 103: 33, 201: 44, 301: 55}

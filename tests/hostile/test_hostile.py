@@ -19,12 +19,12 @@ import httpx
 import pytest
 from ray import serve
 
-from app.config.args import AppArgs
-from app.config.engine import EngineConfig
-from app.config.http import HttpSettings
-from app.main import build
 from benchmarks import disconnects, harness
 from benchmarks.served import cluster, processes_called
+from folio.app.config.args import AppArgs
+from folio.app.config.engine import EngineConfig
+from folio.app.config.http import HttpSettings
+from folio.app.main import build
 from tests.hostile import bodies, crowds, protocol, structures
 from tests.hostile.attacker import Attacker, Record
 from tests.hostile.bystanders import Bystanders, Tally, answers_in_peace

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import AttentionProvider, CacheScales, Masking, VarlenBatch
-from kernels.provider import FP8_DTYPES
-from kernels.reference import ReferenceProvider, first_visible
+from folio.kernels import AttentionProvider, CacheScales, Masking, VarlenBatch
+from folio.kernels.provider import FP8_DTYPES
+from folio.kernels.reference import ReferenceProvider, first_visible
 
 # Largest difference allowed against float64, for values of order 1: sums are float32, weights and results are rounded.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kernels.cpu import build
+from folio.kernels.cpu import build
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import AttentionProvider, CacheScales, KernelError, Masking, VarlenBatch, select_provider
-from kernels.cpu.provider import CpuProvider
-from kernels.reference import ReferenceProvider
+from folio.kernels import AttentionProvider, CacheScales, KernelError, Masking, VarlenBatch, select_provider
+from folio.kernels.cpu.provider import CpuProvider
+from folio.kernels.reference import ReferenceProvider
 from tests.kernels.cases import RAGGED, TOLERANCE, Case, GuardedMemory, check, make_batch, make_case, random_case
 
 CPU = torch.device("cpu")

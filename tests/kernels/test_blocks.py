@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from kernels import KernelError, blocks, select_block_copy
-from kernels.cpu import build
+from folio.kernels import KernelError, blocks, select_block_copy
+from folio.kernels.cpu import build
 
 CPU = torch.device("cpu")
 

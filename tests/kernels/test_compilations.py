@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import num_compilations
-from kernels.cpu.row_max import CpuRowMax
+from folio.kernels import num_compilations
+from folio.kernels.cpu.row_max import CpuRowMax
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,8 +31,8 @@ def test_each_variant_of_a_triton_kernel_counts_once(tmp_path: Path) -> None:
         pytest.skip("Triton is not installed")
     code = """
 import torch
-from kernels import num_compilations
-from kernels.triton.cache import copy_blocks
+from folio.kernels import num_compilations
+from folio.kernels.triton.cache import copy_blocks
 from tests.kernels.triton.test_compile import use_no_device
 use_no_device()
 words, rows = torch.zeros(4, 1024, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)

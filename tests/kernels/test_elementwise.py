@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels import Activation, CacheScales, Elementwise, HeadNorm, KernelError, RotaryWrite, select_elementwise
-from kernels.provider import FP8_DTYPES
-from kernels.reference import ReferenceProvider
+from folio.kernels import Activation, CacheScales, Elementwise, HeadNorm, KernelError, RotaryWrite, select_elementwise
+from folio.kernels.provider import FP8_DTYPES
+from folio.kernels.reference import ReferenceProvider
 
 CUDA = torch.cuda.is_available()
 NAMES = [

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import KernelError, Masking, flash_attn_with_kvcache, select_provider, varlen_attention
-from kernels.cpu.provider import CpuProvider
-from kernels.reference import ReferenceProvider
+from folio.kernels import KernelError, Masking, flash_attn_with_kvcache, select_provider, varlen_attention
+from folio.kernels.cpu.provider import CpuProvider
+from folio.kernels.reference import ReferenceProvider
 
 PROVIDERS = {"cpu": CpuProvider, "reference": ReferenceProvider}
 
@@ -392,8 +392,8 @@ def test_eight_bit_cache() -> None:
 
 REFUSED_CALLS = """
 import ctypes, mmap, torch
-from kernels import KernelError, Masking, VarlenBatch
-from kernels.cpu.provider import CpuProvider
+from folio.kernels import KernelError, Masking, VarlenBatch
+from folio.kernels.cpu.provider import CpuProvider
 
 libc = ctypes.CDLL(None)
 libc.mmap.restype = ctypes.c_void_p

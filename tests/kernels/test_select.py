@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from kernels import KernelError, Masking, select_provider
-from kernels.cpu import build
+from folio.kernels import KernelError, Masking, select_provider
+from folio.kernels.cpu import build
 from tests.kernels.cases import check, make_case
 
 CPU = torch.device("cpu")

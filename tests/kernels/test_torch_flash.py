@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.nn.attention import varlen as torch_varlen
 
-from kernels import KernelError, Masking
-from kernels.provider import AttentionCall
-from kernels.torch_flash import TorchFlashProvider
+from folio.kernels import KernelError, Masking
+from folio.kernels.provider import AttentionCall
+from folio.kernels.torch_flash import TorchFlashProvider
 from tests.kernels import cases
 from tests.kernels.cases import Case, Lengths, check
 

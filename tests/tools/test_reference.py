@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.serve.schema import ServeDeploySchema
 
-from app.checks import _settings
+from folio.app.checks import _settings
 from tools.reference import FOLDER, PAGES
 from tools.settings import GROUPS, SERVE, Group, settings_of
 

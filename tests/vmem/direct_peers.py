@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vmem import Backend, LocalContents, PeerMemory
-from vmem.tensor_parallel.orders import is_failure
+from folio.vmem import Backend, LocalContents, PeerMemory
+from folio.vmem.tensor_parallel.orders import is_failure
 
 
 class DirectPeers:

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vmem.backends.fake_driver import CUresult, FakeDriver
-from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
-from tests.vmem.direct_peers import DirectPeers
-from vmem import (
+from folio.vmem import (
     BlockContents,
     CacheTensors,
     CudaBackend,
@@ -37,11 +34,14 @@ from vmem import (
     key_of,
     plan_layout,
 )
-from vmem.backends.cuda import CPU
-from vmem.layout import Row
-from vmem.mapper import Mapper
-from vmem.prefix_tree import Hash, stable_hash
-from vmem.tensor_parallel.mirror import MirroredContents
+from folio.vmem.backends.cuda import CPU
+from folio.vmem.layout import Row
+from folio.vmem.mapper import Mapper
+from folio.vmem.prefix_tree import Hash, stable_hash
+from folio.vmem.tensor_parallel.mirror import MirroredContents
+from tests.vmem.backends.fake_driver import CUresult, FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
+from tests.vmem.direct_peers import DirectPeers
 
 BLOCK_TOKENS = 16
 PAGE_BYTES = 4096

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from vmem.block_pool import BlockPool
-from vmem.errors import IntegrityError
-from vmem.eviction import ReturnOrder
+from folio.vmem.block_pool import BlockPool
+from folio.vmem.errors import IntegrityError
+from folio.vmem.eviction import ReturnOrder
 
 
 def warm(num_blocks: int) -> BlockPool:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
+from folio.vmem import CudaBackend, DevicePages, HostBackend, IntegrityError, MapError, OutOfPages
+from folio.vmem.backends.cuda import CPU
+from folio.vmem.backends.host import PageFile
+from folio.vmem.device_pages import PageCalls
 from tests.vmem.backends.fake_driver import CUresult, FakeDriver
 from tests.vmem.small_memory import PAGE_BYTES, FlakyCuda
-from vmem import CudaBackend, DevicePages, HostBackend, IntegrityError, MapError, OutOfPages
-from vmem.backends.cuda import CPU
-from vmem.backends.host import PageFile
-from vmem.device_pages import PageCalls
 
 SMALL, LARGE = 100, 300
 

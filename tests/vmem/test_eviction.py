@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from folio.vmem import KVMemory, OutOfPages, PrefixUse, ReturnOrder
+from folio.vmem.return_times import BAND_ENDS, ReturnTimes
+from folio.vmem.segments import Segment
 from tests.vmem.small_memory import PAGE_BYTES, Tokens, do_background, make_memory, no_thread
 from tests.vmem.test_prefix_tree import compute, prompt
-from vmem import KVMemory, OutOfPages, PrefixUse, ReturnOrder
-from vmem.return_times import BAND_ENDS, ReturnTimes
-from vmem.segments import Segment
 
 __all__ = ["no_thread"]  # a fixture
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vmem import (
+from folio.vmem import (
     KVLayout,
     LayerGroup,
     LayerSpec,

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
+from folio.vmem import CHANGE_BYTES, NO_KEYS, LocalContents, MapError, StepDemand, lock, report
 from tests.processes import until
 from tests.vmem.small_memory import (
     MAX_TOKENS,
@@ -21,7 +22,6 @@ from tests.vmem.small_memory import (
     no_thread,
 )
 from tests.vmem.test_memory import DEADLINE_S, begin, finish
-from vmem import CHANGE_BYTES, NO_KEYS, LocalContents, MapError, StepDemand, lock, report
 
 __all__ = ["no_thread"]  # a fixture
 

@@ -13,6 +13,26 @@ from typing import Any
 import pytest
 import torch
 
+from folio.vmem import (
+    BudgetError,
+    HostBackend,
+    IntegrityError,
+    KVMemory,
+    LayerGroup,
+    LayoutError,
+    LayoutKind,
+    MapError,
+    MappingOptions,
+    OutOfPages,
+    OutOfSwap,
+    SequenceMemory,
+    StepDemand,
+    ViewPolicy,
+    VmemError,
+    plan_layout,
+)
+from folio.vmem.budget import MemoryCounts
+from folio.vmem.mapper_policy import PromptDemand
 from tests.processes import until
 from tests.vmem.small_memory import (
     BLOCK_TOKENS,
@@ -33,26 +53,6 @@ from tests.vmem.small_memory import (
     read,
     write,
 )
-from vmem import (
-    BudgetError,
-    HostBackend,
-    IntegrityError,
-    KVMemory,
-    LayerGroup,
-    LayoutError,
-    LayoutKind,
-    MapError,
-    MappingOptions,
-    OutOfPages,
-    OutOfSwap,
-    SequenceMemory,
-    StepDemand,
-    ViewPolicy,
-    VmemError,
-    plan_layout,
-)
-from vmem.budget import MemoryCounts
-from vmem.mapper_policy import PromptDemand
 
 __all__ = ["no_thread"]  # a fixture
 
@@ -686,7 +686,7 @@ def test_a_page_that_cannot_be_created_leaves_none_behind(no_thread: None) -> No
 
 def test_a_report_made_at_most_50_ms_ago_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers that cannot have the lock get the last one."""
-    monkeypatch.setattr("vmem.report._RENEWED_AFTER_S", 100.0)
+    monkeypatch.setattr("folio.vmem.report._RENEWED_AFTER_S", 100.0)
     memory, _ = make_memory()
     sequence = begin(memory, 32)
     with memory.lock, ThreadPoolExecutor(1) as pool:
@@ -801,7 +801,7 @@ def test_mapping_that_keeps_failing_is_raised(
             return True
         return False
 
-    caplog.set_level("WARNING", "vmem.mapper")
+    caplog.set_level("WARNING", "folio.vmem.mapper")
     with monkeypatch.context() as patch:
         patch.setattr(device, "map", refuse)
         until(is_raised)

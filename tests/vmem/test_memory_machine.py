@@ -18,6 +18,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from folio.vmem import (
+    LayoutKind,
+    MapError,
+    OutOfPages,
+    OutOfSwap,
+    PinError,
+    PrefixUse,
+    SequenceMemory,
+    StepDemand,
+    SwappedGroup,
+    VmemError,
+)
+from folio.vmem.mapper import Mapper
+from folio.vmem.prefix_tree import stable_hash
 from tests.nightly import examples
 from tests.vmem.small_memory import (
     DOCUMENTS,
@@ -35,20 +49,6 @@ from tests.vmem.small_memory import (
     write,
     write_state,
 )
-from vmem import (
-    LayoutKind,
-    MapError,
-    OutOfPages,
-    OutOfSwap,
-    PinError,
-    PrefixUse,
-    SequenceMemory,
-    StepDemand,
-    SwappedGroup,
-    VmemError,
-)
-from vmem.mapper import Mapper
-from vmem.prefix_tree import stable_hash
 
 # What is drawn must not depend on what happened, or threads would make examples impossible to repeat.
 CHOICE = st.integers(0, 7)

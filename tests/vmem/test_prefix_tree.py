@@ -8,6 +8,19 @@ from contextlib import nullcontext
 
 import pytest
 
+from folio.vmem import (
+    IntegrityError,
+    KVMemory,
+    LayoutKind,
+    LocalContents,
+    OutOfPages,
+    OutOfSwap,
+    PinError,
+    SequenceMemory,
+    StepDemand,
+    VmemError,
+)
+from folio.vmem.prefix_tree import stable_hash
 from tests.vmem.small_memory import (
     PAGE_BYTES,
     FlakyCuda,
@@ -23,19 +36,6 @@ from tests.vmem.small_memory import (
     write,
     write_state,
 )
-from vmem import (
-    IntegrityError,
-    KVMemory,
-    LayoutKind,
-    LocalContents,
-    OutOfPages,
-    OutOfSwap,
-    PinError,
-    SequenceMemory,
-    StepDemand,
-    VmemError,
-)
-from vmem.prefix_tree import stable_hash
 
 __all__ = ["no_thread"]  # a fixture
 

@@ -10,6 +10,19 @@ from typing import Any
 
 import pytest
 
+from folio.vmem import (
+    AddressRange,
+    BudgetError,
+    DevicePages,
+    IntegrityError,
+    KVMemory,
+    LayoutKind,
+    MapError,
+    OutOfPages,
+    PinError,
+    SequenceMemory,
+    StepDemand,
+)
 from tests.vmem.small_memory import (
     BLOCK_TOKENS,
     DOCUMENTS,
@@ -25,19 +38,6 @@ from tests.vmem.small_memory import (
     pages_read,
     read,
     write,
-)
-from vmem import (
-    AddressRange,
-    BudgetError,
-    DevicePages,
-    IntegrityError,
-    KVMemory,
-    LayoutKind,
-    MapError,
-    OutOfPages,
-    PinError,
-    SequenceMemory,
-    StepDemand,
 )
 
 DOCUMENT = DOCUMENTS[0][:100]

@@ -21,6 +21,22 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from folio.vmem import (
+    AddressRange,
+    DevicePages,
+    KVMemory,
+    LayerGroup,
+    LayerSpec,
+    MapError,
+    OutOfPages,
+    OutOfSwap,
+    PinError,
+    SequenceMemory,
+    StepDemand,
+    SwappedGroup,
+    VmemError,
+    plan_layout,
+)
 from tests.nightly import examples
 from tests.vmem.backends.fake_driver import FakeDriver
 from tests.vmem.small_memory import (
@@ -36,22 +52,6 @@ from tests.vmem.small_memory import (
     pages_read,
     read,
     write,
-)
-from vmem import (
-    AddressRange,
-    DevicePages,
-    KVMemory,
-    LayerGroup,
-    LayerSpec,
-    MapError,
-    OutOfPages,
-    OutOfSwap,
-    PinError,
-    SequenceMemory,
-    StepDemand,
-    SwappedGroup,
-    VmemError,
-    plan_layout,
 )
 
 # What is drawn must not depend on what happened, or threads would make examples impossible to repeat.

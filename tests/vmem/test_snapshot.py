@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from folio.vmem import BlockState, KVMemory, StepDemand, take_snapshot
 from tests.vmem.small_memory import cache, make_memory, no_thread
-from vmem import BlockState, KVMemory, StepDemand, take_snapshot
 
 __all__ = ["no_thread"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from folio.vmem import DevicePages, IntegrityError, KVMemory, LocalContents, OutOfSwap, SequenceMemory, StepDemand
 from tests.vmem.small_memory import BLOCK_TOKENS, PAGE_BYTES, FlakyHost, make_memory
-from vmem import DevicePages, IntegrityError, KVMemory, LocalContents, OutOfSwap, SequenceMemory, StepDemand
 
 CAPACITY = 200 * PAGE_BYTES
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from folio.vmem import KVMemory, MapError, MemoryReport, OutOfPages, SequenceMemory, StepDemand, VmemError
 from tests.processes import until
 from tests.vmem.small_memory import (
     DOCUMENTS,
@@ -23,7 +24,6 @@ from tests.vmem.small_memory import (
     read,
     write,
 )
-from vmem import KVMemory, MapError, MemoryReport, OutOfPages, SequenceMemory, StepDemand, VmemError
 
 DURATION_S = 30
 FAIL_RATE, SLOW_RATE = 0.002, 0.05

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from folio.vmem import CudaBackend, DevicePages, IntegrityError, MapError, OutOfPages
+from folio.vmem.backends.cuda import CPU
+from folio.vmem.uploads import CudaRange, FilePart, PinnedMemory, Uploads
 from tests.vmem.backends.fake_driver import CUresult, FakeDriver
 from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
-from vmem import CudaBackend, DevicePages, IntegrityError, MapError, OutOfPages
-from vmem.backends.cuda import CPU
-from vmem.uploads import CudaRange, FilePart, PinnedMemory, Uploads
 
 GRANULE = FakeDriver.granularity_bytes
 PAGE, PIECE = 2 * GRANULE, 4 * GRANULE

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vmem import IntegrityError, MapError, OutOfPages
-from vmem.backends import host_calls
-from vmem.weights import HUGE_PAGE_BYTES, FileRange, read_ahead
+from folio.vmem import IntegrityError, MapError, OutOfPages
+from folio.vmem.backends import host_calls
+from folio.vmem.weights import HUGE_PAGE_BYTES, FileRange, read_ahead
 
 OFFSET = HUGE_PAGE_BYTES
 NUM_BYTES = 3 * mmap.PAGESIZE - 100
@@ -159,7 +159,7 @@ def test_read_ahead_without_populate(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_a_touch_of_a_hole_and_a_write_kill_the_process(file: int, *, is_mapped: bool, touch: str) -> None:
     code = f"""
-from vmem.weights import FileRange
+from folio.vmem.weights import FileRange
 weights = FileRange(8192)
 tensor = weights.tensor()
 if {is_mapped}:

@@ -36,7 +36,7 @@ def main() -> int:
     if missing:
         print(f"folio: {'; '.join(missing)}; install it for {sys.executable}", file=sys.stderr)
         return 2
-    from app.cli.main import main as folio
+    from folio.app.cli.main import main as folio
 
     return folio()
 

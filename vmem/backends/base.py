@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from vmem.device_pages import DevicePages, PageCalls
-from vmem.errors import IntegrityError, MapError, VmemError
+from folio.vmem.device_pages import DevicePages, PageCalls
+from folio.vmem.errors import IntegrityError, MapError, VmemError
 
 if TYPE_CHECKING:
     import torch

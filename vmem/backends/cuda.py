@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from vmem.backends.base import AccountedBackend, AddressRange, MemoryInfo, retry_undo
-from vmem.backends.run_bound import RunBound
-from vmem.device_pages import DevicePages
-from vmem.errors import MapError, OutOfPages, VmemError
+from folio.vmem.backends.base import AccountedBackend, AddressRange, MemoryInfo, retry_undo
+from folio.vmem.backends.run_bound import RunBound
+from folio.vmem.device_pages import DevicePages
+from folio.vmem.errors import MapError, OutOfPages, VmemError
 
 CPU, CUDA = 1, 2  # DLDeviceType
 

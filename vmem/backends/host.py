@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
-from vmem.backends import host_calls
-from vmem.backends.base import AccountedBackend, AddressRange, FenceQueue, MemoryInfo, adjacent_runs
-from vmem.device_pages import DevicePages
-from vmem.errors import MapError, OutOfPages
+from folio.vmem.backends import host_calls
+from folio.vmem.backends.base import AccountedBackend, AddressRange, FenceQueue, MemoryInfo, adjacent_runs
+from folio.vmem.device_pages import DevicePages
+from folio.vmem.errors import MapError, OutOfPages
 
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2

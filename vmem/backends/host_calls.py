@@ -7,8 +7,8 @@ import errno
 import mmap
 import os
 
-from vmem.backends.base import AddressRange
-from vmem.errors import MapError
+from folio.vmem.backends.base import AddressRange
+from folio.vmem.errors import MapError
 
 PROT_NONE = 0
 MAP_FIXED, MAP_FIXED_NOREPLACE, MAP_NORESERVE = 0x10, 0x100000, 0x4000  # Python's mmap has no names for these

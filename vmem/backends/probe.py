@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from vmem.backends.base import Backend, retry_undo
-from vmem.errors import MapError, OutOfPages
+from folio.vmem.backends.base import Backend, retry_undo
+from folio.vmem.errors import MapError, OutOfPages
 
 _BYTE = 0x5A
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from vmem.backends.base import AccountedBackend, FenceQueue
-from vmem.backends.cuda import CudaBackend
-from vmem.backends.host import HostBackend
-from vmem.device_pages import DevicePages
-from vmem.errors import MapError
+from folio.vmem.backends.base import AccountedBackend, FenceQueue
+from folio.vmem.backends.cuda import CudaBackend
+from folio.vmem.backends.host import HostBackend
+from folio.vmem.device_pages import DevicePages
+from folio.vmem.errors import MapError
 
 
 def select_backend(

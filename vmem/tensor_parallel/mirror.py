@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vmem.backends.base import AccountedBackend, AddressRange, Backend, MemoryInfo, one_at_a_time, retry_undo
-from vmem.errors import IntegrityError, VmemError
-from vmem.tensor_parallel.orders import (
+from folio.vmem.backends.base import AccountedBackend, AddressRange, Backend, MemoryInfo, one_at_a_time, retry_undo
+from folio.vmem.errors import IntegrityError, VmemError
+from folio.vmem.tensor_parallel.orders import (
     ALL_RANKS,
     Answers,
     MemoryOrder,
@@ -32,7 +32,7 @@ from vmem.tensor_parallel.orders import (
     message,
     unpack,
 )
-from vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents
+from folio.vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents
 
 
 class MirroredBackend:

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from vmem.errors import IntegrityError, MapError, OutOfPages, OutOfSwap, VmemError
+from folio.vmem.errors import IntegrityError, MapError, OutOfPages, OutOfSwap, VmemError
 
 Answers = Callable[[], list[bytes]]
 ALL_RANKS = -1  # else one bit a rank

@@ -7,10 +7,10 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 
-from vmem.backends.base import AddressRange, Backend
-from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
-from vmem.tensor_parallel.orders import MemoryOrder, MemoryRequest, ReplyStatus, pack, unpack
-from vmem.tensors import BlockContents, CacheTensors
+from folio.vmem.backends.base import AddressRange, Backend
+from folio.vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
+from folio.vmem.tensor_parallel.orders import MemoryOrder, MemoryRequest, ReplyStatus, pack, unpack
+from folio.vmem.tensors import BlockContents, CacheTensors
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from app.engine.execution.batch import BatchPart, StepBatch
-from app.errors import ModelError
-from kernels import AttentionProvider, CacheScales, Elementwise, HeadNorm, Masking, RotaryWrite, VarlenBatch
-from kernels.provider import AttendLayer, AttentionCall, CacheWrite
-from vmem import CacheTensors, LayerSpec, View
+from folio.app.engine.execution.batch import BatchPart, StepBatch
+from folio.app.errors import ModelError
+from folio.kernels import AttentionProvider, CacheScales, Elementwise, HeadNorm, Masking, RotaryWrite, VarlenBatch
+from folio.kernels.provider import AttendLayer, AttentionCall, CacheWrite
+from folio.vmem import CacheTensors, LayerSpec, View
 
 IMPLEMENTATION = "folio"
 _HANDLER = "folio_attention_handler"

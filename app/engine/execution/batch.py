@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from app.engine.execution.recurrent import StateBatch
-from app.engine.lora.layers import AdapterBatch
-from app.engine.scheduled import Scheduled
-from kernels import VarlenBatch
-from vmem import LayerGroup, SequenceMemory, StepDemand, View
+from folio.app.engine.execution.recurrent import StateBatch
+from folio.app.engine.lora.layers import AdapterBatch
+from folio.app.engine.scheduled import Scheduled
+from folio.kernels import VarlenBatch
+from folio.vmem import LayerGroup, SequenceMemory, StepDemand, View
 
 Array = np.ndarray[Any, Any]
 

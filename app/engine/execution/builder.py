@@ -8,11 +8,11 @@ from itertools import islice
 import numpy as np
 import torch
 
-from app.engine.execution.batch import Array, BatchPart, PlanRun, StepBatch, StepPlan, TableLayout
-from app.engine.execution.recurrent import StateBatch
-from app.engine.lora.layers import adapter_batch
-from kernels import VarlenBatch
-from vmem import CacheTensors
+from folio.app.engine.execution.batch import Array, BatchPart, PlanRun, StepBatch, StepPlan, TableLayout
+from folio.app.engine.execution.recurrent import StateBatch
+from folio.app.engine.lora.layers import adapter_batch
+from folio.kernels import VarlenBatch
+from folio.vmem import CacheTensors
 
 # Copied tables have a width of whole units, so that a step needs no kernel of its own.
 _WIDTH_UNIT = 16

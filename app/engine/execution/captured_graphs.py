@@ -16,11 +16,11 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from app.engine.charges import DeviceCharges
-from app.engine.execution.graph import CaptureError, Graph
-from app.errors import ModelError
-from kernels import note_compilation
-from vmem import KVMemory
+from folio.app.engine.charges import DeviceCharges
+from folio.app.engine.execution.graph import CaptureError, Graph
+from folio.app.errors import ModelError
+from folio.kernels import note_compilation
+from folio.vmem import KVMemory
 
 logger = logging.getLogger(__name__)
 

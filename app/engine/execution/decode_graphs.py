@@ -18,11 +18,11 @@ from typing import cast
 
 import torch
 
-from app.engine.execution.batch import BatchPart, StepBatch
-from app.engine.execution.captured_graphs import CapturedGraphs, GraphKey, GraphKind, GraphPlan
-from app.engine.execution.graph import Graph
-from kernels import VarlenBatch
-from vmem import CacheTensors, View, ViewPolicy
+from folio.app.engine.execution.batch import BatchPart, StepBatch
+from folio.app.engine.execution.captured_graphs import CapturedGraphs, GraphKey, GraphKind, GraphPlan
+from folio.app.engine.execution.graph import Graph
+from folio.kernels import VarlenBatch
+from folio.vmem import CacheTensors, View, ViewPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -11,26 +11,26 @@ from functools import partial
 import numpy as np
 import torch
 
-from app.config.engine import ResolvedConfig
-from app.config.machine import binding_variables, num_threads
-from app.engine.charges import DeviceCharges, promised_bytes
-from app.engine.execution.batch import StepPlan
-from app.engine.execution.builder import BatchBuilder
-from app.engine.execution.captured_graphs import CapturedGraphs, GraphPlan
-from app.engine.execution.decode_graphs import decode_buckets
-from app.engine.execution.graph import Graph, cuda_graphs
-from app.engine.execution.model_runner import ModelRunner, ObservedLayers
-from app.engine.execution.planner import StepPlanner
-from app.engine.execution.recorded_graph import RecordableProvider, Recorder
-from app.engine.execution.work_queue import InlineQueue, ThreadQueue, WorkQueue
-from app.engine.model.loader import load_model
-from app.engine.model.weight_arena import WeightArena
-from app.engine.model.weight_store import WeightStore
-from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrder, pack_arrays, pack_step
-from app.engine.tensor_parallel.ranks import RankGroup
-from app.errors import FolioError, ModelError, UnavailableError
-from kernels import KernelError, select_provider
-from vmem import DevicePages, KVMemory, MirroredBackend, ViewPolicy
+from folio.app.config.engine import ResolvedConfig
+from folio.app.config.machine import binding_variables, num_threads
+from folio.app.engine.charges import DeviceCharges, promised_bytes
+from folio.app.engine.execution.batch import StepPlan
+from folio.app.engine.execution.builder import BatchBuilder
+from folio.app.engine.execution.captured_graphs import CapturedGraphs, GraphPlan
+from folio.app.engine.execution.decode_graphs import decode_buckets
+from folio.app.engine.execution.graph import Graph, cuda_graphs
+from folio.app.engine.execution.model_runner import ModelRunner, ObservedLayers
+from folio.app.engine.execution.planner import StepPlanner
+from folio.app.engine.execution.recorded_graph import RecordableProvider, Recorder
+from folio.app.engine.execution.work_queue import InlineQueue, ThreadQueue, WorkQueue
+from folio.app.engine.model.loader import load_model
+from folio.app.engine.model.weight_arena import WeightArena
+from folio.app.engine.model.weight_store import WeightStore
+from folio.app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrder, pack_arrays, pack_step
+from folio.app.engine.tensor_parallel.ranks import RankGroup
+from folio.app.errors import FolioError, ModelError, UnavailableError
+from folio.kernels import KernelError, select_provider
+from folio.vmem import DevicePages, KVMemory, MirroredBackend, ViewPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from app.engine.execution.attention import AttentionHandler, CachedAttention, RotaryLayer
-from app.engine.execution.batch import StepBatch
-from app.engine.execution.captured_graphs import CapturedGraphs, GraphKey, GraphKind, GraphPlan
-from app.engine.execution.graph import Graph
-from kernels import Masking
+from folio.app.engine.execution.attention import AttentionHandler, CachedAttention, RotaryLayer
+from folio.app.engine.execution.batch import StepBatch
+from folio.app.engine.execution.captured_graphs import CapturedGraphs, GraphKey, GraphKind, GraphPlan
+from folio.app.engine.execution.graph import Graph
+from folio.kernels import Masking
 
 logger = logging.getLogger(__name__)
 

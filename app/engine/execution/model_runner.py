@@ -12,25 +12,25 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from app.engine.charges import DeviceCharges
-from app.engine.execution import recurrent
-from app.engine.execution.attention import (
+from folio.app.engine.charges import DeviceCharges
+from folio.app.engine.execution import recurrent
+from folio.app.engine.execution.attention import (
     IMPLEMENTATION,
     AttentionHandler,
     CachedAttention,
     GeometryProbe,
     bind_attention,
 )
-from app.engine.execution.batch import StepBatch
-from app.engine.execution.captured_graphs import CapturedGraphs, GraphPlan
-from app.engine.execution.decode_graphs import DecodeGraphs
-from app.engine.execution.mixed_graphs import MixedGraphs
-from app.engine.execution.recurrent import CachedStates, RecurrentLayer, StateProbe
-from app.engine.model.kv_scales import RoundingProbe, ScaleProbe, measured_tokens
-from app.engine.model.loader import LoadedModel
-from app.errors import ModelError
-from kernels import AttentionProvider, CacheScales
-from vmem import CacheTensors, KVMemory, LayerSpec
+from folio.app.engine.execution.batch import StepBatch
+from folio.app.engine.execution.captured_graphs import CapturedGraphs, GraphPlan
+from folio.app.engine.execution.decode_graphs import DecodeGraphs
+from folio.app.engine.execution.mixed_graphs import MixedGraphs
+from folio.app.engine.execution.recurrent import CachedStates, RecurrentLayer, StateProbe
+from folio.app.engine.model.kv_scales import RoundingProbe, ScaleProbe, measured_tokens
+from folio.app.engine.model.loader import LoadedModel
+from folio.app.errors import ModelError
+from folio.kernels import AttentionProvider, CacheScales
+from folio.vmem import CacheTensors, KVMemory, LayerSpec
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import cast
 
 import numpy as np
 
-from app.engine.execution.batch import Array, PlanHeader, PlanRun, StepPlan
-from app.engine.execution.builder import BatchBuilder
-from app.engine.execution.rows import SequenceRows
-from app.engine.scheduled import Scheduled
-from vmem import KVMemory, SequenceMemory
+from folio.app.engine.execution.batch import Array, PlanHeader, PlanRun, StepPlan
+from folio.app.engine.execution.builder import BatchBuilder
+from folio.app.engine.execution.rows import SequenceRows
+from folio.app.engine.scheduled import Scheduled
+from folio.vmem import KVMemory, SequenceMemory
 
 _NONE: Array = np.zeros(0, dtype=np.int32)
 _NO_PENDING: Array = np.zeros((2, 0), dtype=np.int64)

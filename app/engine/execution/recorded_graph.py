@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from app.compat.torch import DispatchMode
-from app.engine.execution.graph import CaptureError
-from kernels import AttentionProvider
-from kernels.provider import AttentionCall, CacheWrite
+from folio.app.compat.torch import DispatchMode
+from folio.app.engine.execution.graph import CaptureError
+from folio.kernels import AttentionProvider
+from folio.kernels.provider import AttentionCall, CacheWrite
 
 # Methods that give the host a value or an address.
 _HOST_READS = {

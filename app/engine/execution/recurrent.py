@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from app.errors import ModelError
+from folio.app.errors import ModelError
 
 Kind = Literal["conv", "recurrent"]
 ALIGNMENT_BYTES = 64  # a cache line, and more than any dtype or vector load needs

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.engine.execution.batch import Array, TableLayout
-from vmem import GroupTable, KVMemory, SequenceMemory
+from folio.app.engine.execution.batch import Array, TableLayout
+from folio.vmem import GroupTable, KVMemory, SequenceMemory
 
 _NO_ENTRIES: Array = np.zeros(0, dtype=np.int64)
 

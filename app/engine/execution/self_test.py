@@ -15,15 +15,15 @@ from collections.abc import Sequence
 
 import torch
 
-from app.engine.execution.batch import demands
-from app.engine.execution.executor import Executor
-from app.engine.model.loader import LoadedModel
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams
-from app.engine.scheduled import Scheduled
-from app.errors import ModelError
-from vmem import KVMemory, LayerGroup, ViewPolicy, VmemError, select_backend
-from vmem.tensor_parallel.mirror import mirror
+from folio.app.engine.execution.batch import demands
+from folio.app.engine.execution.executor import Executor
+from folio.app.engine.model.loader import LoadedModel
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.scheduled import Scheduled
+from folio.app.errors import ModelError
+from folio.vmem import KVMemory, LayerGroup, ViewPolicy, VmemError, select_backend
+from folio.vmem.tensor_parallel.mirror import mirror
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from app.engine.execution.batch import demands, memory_of
-from app.engine.execution.executor import Executor
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams
-from app.engine.scheduled import Scheduled
-from vmem import KVMemory, View, ViewPolicy
+from folio.app.engine.execution.batch import demands, memory_of
+from folio.app.engine.execution.executor import Executor
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.scheduled import Scheduled
+from folio.vmem import KVMemory, View, ViewPolicy
 
 # Kernels choose their tiles by the number of queries up to this one.
 _MOST_QUERIES = 256

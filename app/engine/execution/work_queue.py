@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from vmem import BlockContents
+from folio.vmem import BlockContents
 
 T = TypeVar("T")
 

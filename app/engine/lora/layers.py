@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from app.engine.execution.recurrent import PackedMixer
-from app.engine.lora.weights import LowRank
-from app.engine.tensor_parallel.sharding import ShardPlan, WeightShard
+from folio.app.engine.execution.recurrent import PackedMixer
+from folio.app.engine.lora.weights import LowRank
+from folio.app.engine.tensor_parallel.sharding import ShardPlan, WeightShard
 
 # Experts see only the tokens that are routed to them, in another order.
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")

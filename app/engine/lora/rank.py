@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from app.engine.lora.layers import LoRALayers, Updates, num_bytes
-from app.engine.lora.source import AdapterSource, files_version
-from app.engine.lora.weights import find_folder, read_config, read_weights, stored_numbers
-from app.engine.model.file_digests import FileDigests
-from app.errors import EngineError, FolioError, ModelError
+from folio.app.engine.lora.layers import LoRALayers, Updates, num_bytes
+from folio.app.engine.lora.source import AdapterSource, files_version
+from folio.app.engine.lora.weights import find_folder, read_config, read_weights, stored_numbers
+from folio.app.engine.model.file_digests import FileDigests
+from folio.app.errors import EngineError, FolioError, ModelError
 
 logger = logging.getLogger(__name__)
 

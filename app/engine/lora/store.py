@@ -18,16 +18,16 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from app.engine.charges import DeviceCharges
-from app.engine.faults import failure_of
-from app.engine.lora.layers import LoRALayers, Updates
-from app.engine.lora.rank import HEADER, Action, RankAdapters
-from app.engine.lora.source import AdapterSource
-from app.engine.request import Request, SequenceGroup
-from app.engine.scheduler import Scheduler
-from app.engine.tensor_parallel.processes import RankOrder
-from app.engine.tensor_parallel.ranks import RankGroup
-from app.errors import EngineError, FolioError, ModelError, ModelUnavailableError, UnknownModelError
+from folio.app.engine.charges import DeviceCharges
+from folio.app.engine.faults import failure_of
+from folio.app.engine.lora.layers import LoRALayers, Updates
+from folio.app.engine.lora.rank import HEADER, Action, RankAdapters
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.scheduler import Scheduler
+from folio.app.engine.tensor_parallel.processes import RankOrder
+from folio.app.engine.tensor_parallel.ranks import RankGroup
+from folio.app.errors import EngineError, FolioError, ModelError, ModelUnavailableError, UnknownModelError
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
-from app.engine.lora.source import CONFIG_FILE, FILES, WEIGHTS_FILE
-from app.errors import ConfigError, ModelError
+from folio.app.engine.lora.source import CONFIG_FILE, FILES, WEIGHTS_FILE
+from folio.app.errors import ConfigError, ModelError
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _TENSOR = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")

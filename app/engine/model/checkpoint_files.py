@@ -11,11 +11,11 @@ import logging
 import os
 from pathlib import Path
 
-from app.builtin import resolve_model
-from app.config.engine import ResolvedConfig
-from app.engine.model.weight_key import weight_files
-from vmem import MapError
-from vmem.weights import read_ahead
+from folio.app.builtin import resolve_model
+from folio.app.config.engine import ResolvedConfig
+from folio.app.engine.model.weight_key import weight_files
+from folio.vmem import MapError
+from folio.vmem.weights import read_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def read_checkpoint(config: ResolvedConfig) -> None:
 
 
 def read_contents(fd: int, offset: int, num_bytes: int) -> None:
-    """Read a part of a file into the page cache. Raises `MapError`. Args: `offset`: see `vmem.weights.read_ahead`."""
+    """Read a part of a file into the page cache, see `folio.vmem.weights.read_ahead`. Raises `MapError`."""
     for _ in read_ahead(fd, offset, num_bytes):
         pass
 

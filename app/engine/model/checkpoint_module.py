@@ -13,24 +13,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from app.builtin import resolve_model
-from app.compat.transformers import uses_attention_interface, weights_copied
-from app.config.engine import ResolvedConfig
-from app.config.machine import Machine
-from app.engine.execution import attention, recurrent
-from app.engine.model.fused_layer import fuse_layers
-from app.engine.model.fusion import fuse_attention, fuse_modules
-from app.engine.model.fusion_record import FusionRecord
-from app.engine.model.linear import choose_product, pack_linears, use_few_row_products
-from app.engine.model.load_turn import LoadTurn
-from app.engine.model.model_parts import fingerprint
-from app.engine.model.pooling import Pooling, is_classifier
-from app.engine.model.tokenizer import one_line
-from app.engine.model.weight_key import weight_files
-from app.engine.tensor_parallel.communicator import Communicator
-from app.engine.tensor_parallel.sharding import ShardPlan, load_share
-from app.errors import ConfigError, ModelError
-from kernels import KernelError, select_elementwise, select_product
+from folio.app.builtin import resolve_model
+from folio.app.compat.transformers import uses_attention_interface, weights_copied
+from folio.app.config.engine import ResolvedConfig
+from folio.app.config.machine import Machine
+from folio.app.engine.execution import attention, recurrent
+from folio.app.engine.model.fused_layer import fuse_layers
+from folio.app.engine.model.fusion import fuse_attention, fuse_modules
+from folio.app.engine.model.fusion_record import FusionRecord
+from folio.app.engine.model.linear import choose_product, pack_linears, use_few_row_products
+from folio.app.engine.model.load_turn import LoadTurn
+from folio.app.engine.model.model_parts import fingerprint
+from folio.app.engine.model.pooling import Pooling, is_classifier
+from folio.app.engine.model.tokenizer import one_line
+from folio.app.engine.model.weight_key import weight_files
+from folio.app.engine.tensor_parallel.communicator import Communicator
+from folio.app.engine.tensor_parallel.sharding import ShardPlan, load_share
+from folio.app.errors import ConfigError, ModelError
+from folio.kernels import KernelError, select_elementwise, select_product
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.engine.execution.attention import CachedAttention, PreparedPart, bound
-from app.engine.model.fused_layer import FusedLayer
-from app.engine.model.fusion import FusedAttention, FusedGatedMLP
-from app.engine.model.linear import PackedLinear
-from kernels import HeadNorm
-from kernels.cpu.layer import CpuLayer, LayerPart, LayerWeights, Product, StepParts, Workspace
-from kernels.cpu.ops import AVX512_PRODUCTS, CpuRotaryWrite, PackedWeight
-from kernels.cpu.provider import CpuAttend
+from folio.app.engine.execution.attention import CachedAttention, PreparedPart, bound
+from folio.app.engine.model.fused_layer import FusedLayer
+from folio.app.engine.model.fusion import FusedAttention, FusedGatedMLP
+from folio.app.engine.model.linear import PackedLinear
+from folio.kernels import HeadNorm
+from folio.kernels.cpu.layer import CpuLayer, LayerPart, LayerWeights, Product, StepParts, Workspace
+from folio.kernels.cpu.ops import AVX512_PRODUCTS, CpuRotaryWrite, PackedWeight
+from folio.kernels.cpu.provider import CpuAttend
 
 
 class LayerStep:

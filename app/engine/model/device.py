@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from app.config.engine import EngineConfig, ResolvedConfig
-from app.config.machine import Machine
-from app.engine.model.tokenizer import one_line
-from app.errors import ConfigError
-from kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
-from vmem import Backend, select_backend
-from vmem.backends.probe import check_mapping
+from folio.app.config.engine import EngineConfig, ResolvedConfig
+from folio.app.config.machine import Machine
+from folio.app.engine.model.tokenizer import one_line
+from folio.app.errors import ConfigError
+from folio.kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
+from folio.vmem import Backend, select_backend
+from folio.vmem.backends.probe import check_mapping
 
 logger = logging.getLogger(__name__)
 

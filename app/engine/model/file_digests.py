@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from app.engine.model.weight_folder import create_locked
+from folio.app.engine.model.weight_folder import create_locked
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.engine.model.fusion import PROBE_TOKENS, FusedAttention, FusedRMSNorm, close
-from app.engine.model.fusion_record import FusionRecord, Learned, replace_modules
-from app.engine.model.lazy_sum import LazySum, evaluated
-from kernels import Elementwise
+from folio.app.engine.model.fusion import PROBE_TOKENS, FusedAttention, FusedRMSNorm, close
+from folio.app.engine.model.fusion_record import FusionRecord, Learned, replace_modules
+from folio.app.engine.model.lazy_sum import LazySum, evaluated
+from folio.kernels import Elementwise
 
 # Names of a layer's norms: before attention, after it, before the MLP, after it. A norm that comes after is applied to
 # the output before the residual is added.

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.engine.execution.attention import AttentionHandler, RotaryLayer, bind_attention, bound
-from app.engine.model.fusion_record import FusionRecord, Learned, replace_modules
-from app.engine.model.lazy_sum import LazySum
-from kernels import Activation, Elementwise, HeadNorm, Masking
+from folio.app.engine.execution.attention import AttentionHandler, RotaryLayer, bind_attention, bound
+from folio.app.engine.model.fusion_record import FusionRecord, Learned, replace_modules
+from folio.app.engine.model.lazy_sum import LazySum
+from folio.kernels import Activation, Elementwise, HeadNorm, Masking
 
 # Relative to the largest value; bfloat16 rounds once here and several times in the original.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

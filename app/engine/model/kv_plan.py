@@ -7,17 +7,17 @@ from collections.abc import Mapping
 
 import torch
 
-from app.config.engine import EngineConfig, LayoutKind, ResolvedConfig
-from app.config.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
-from app.engine.execution.model_runner import ObservedLayers
-from app.engine.execution.recurrent import state_bytes
-from app.engine.execution.work_queue import QueuedContents, ThreadQueue
-from app.engine.model.loader import LoadedModel
-from app.engine.model.memory_profile import HEADROOM_BYTES, DevicePlan
-from app.engine.sampling.logprobs import CHUNK_ELEMENTS
-from app.errors import ConfigError
-from kernels import select_block_copy
-from vmem import (
+from folio.app.config.engine import EngineConfig, LayoutKind, ResolvedConfig
+from folio.app.config.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
+from folio.app.engine.execution.model_runner import ObservedLayers
+from folio.app.engine.execution.recurrent import state_bytes
+from folio.app.engine.execution.work_queue import QueuedContents, ThreadQueue
+from folio.app.engine.model.loader import LoadedModel
+from folio.app.engine.model.memory_profile import HEADROOM_BYTES, DevicePlan
+from folio.app.engine.sampling.logprobs import CHUNK_ELEMENTS
+from folio.app.errors import ConfigError
+from folio.kernels import select_block_copy
+from folio.vmem import (
     DevicePages,
     KVMemory,
     LayerGroup,
@@ -29,7 +29,7 @@ from vmem import (
     plan_groups,
     select_backend,
 )
-from vmem.tensor_parallel.mirror import mirror
+from folio.vmem.tensor_parallel.mirror import mirror
 
 logger = logging.getLogger(__name__)
 

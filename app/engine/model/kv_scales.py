@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from app.config.engine import KVDtype
-from app.engine.execution.attention import AttentionHandler
-from kernels import CacheScales, Masking
+from folio.app.config.engine import KVDtype
+from folio.app.engine.execution.attention import AttentionHandler
+from folio.kernels import CacheScales, Masking
 
 FP8_DTYPES: Mapping[KVDtype, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # The forward that is measured: so many random tokens, always the same.

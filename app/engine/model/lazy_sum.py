@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from app.compat.torch import tensor_without_memory
+from folio.app.compat.torch import tensor_without_memory
 
 
 class LazySum(torch.Tensor):

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from app.compat.torch import onednn_linear, onednn_pack, onednn_supports
-from app.engine.model.fusion import FusedAttention
-from app.errors import ConfigError
-from kernels import CpuLinear, FewRowProduct, KernelError, has_matrix_tiles
+from folio.app.compat.torch import onednn_linear, onednn_pack, onednn_supports
+from folio.app.engine.model.fusion import FusedAttention
+from folio.app.errors import ConfigError
+from folio.kernels import CpuLinear, FewRowProduct, KernelError, has_matrix_tiles
 
 logger = logging.getLogger(__name__)
 

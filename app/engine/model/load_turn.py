@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from app.errors import UnavailableError
+from folio.app.errors import UnavailableError
 
 # Below the time after which the shelf gives up a load that hangs, which is not what a load does that waits for another.
 _MOST_S = 240.0

@@ -17,13 +17,13 @@ from typing import Protocol
 
 import torch
 
-from app.config.engine import ResolvedConfig
-from app.engine.execution.captured_graphs import GRAPH_BYTES
-from app.engine.execution.executor import Executor
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.sampler import sample
-from app.engine.sampling.state import SamplingState
-from app.errors import ConfigError, UnavailableError
+from folio.app.config.engine import ResolvedConfig
+from folio.app.engine.execution.captured_graphs import GRAPH_BYTES
+from folio.app.engine.execution.executor import Executor
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.sampler import sample
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.errors import ConfigError, UnavailableError
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from app.errors import ConfigError
-from vmem import IntegrityError
+from folio.app.errors import ConfigError
+from folio.vmem import IntegrityError
 
 logger = logging.getLogger(__name__)
 

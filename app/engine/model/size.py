@@ -13,20 +13,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from app.config.engine import EngineConfig
-from app.config.machine import DEFAULT_MAP_COUNT, SPARE_SHARE, Machine
-from app.engine.execution import attention, recurrent
-from app.engine.execution.model_runner import ObservedLayers, observe_layers
-from app.engine.model import kv_plan
-from app.engine.model.checkpoint_module import random_model
-from app.engine.model.context import context_length
-from app.engine.model.loader import LoadedModel, describe_model, load_config
-from app.engine.model.memory_profile import DevicePlan
-from app.engine.model.tokenizer import one_line
-from app.engine.tensor_parallel.sharding import plan_shards
-from app.errors import ConfigError, ModelError
-from kernels import Masking, VarlenBatch
-from vmem import LayerGroup, longest_sequence
+from folio.app.config.engine import EngineConfig
+from folio.app.config.machine import DEFAULT_MAP_COUNT, SPARE_SHARE, Machine
+from folio.app.engine.execution import attention, recurrent
+from folio.app.engine.execution.model_runner import ObservedLayers, observe_layers
+from folio.app.engine.model import kv_plan
+from folio.app.engine.model.checkpoint_module import random_model
+from folio.app.engine.model.context import context_length
+from folio.app.engine.model.loader import LoadedModel, describe_model, load_config
+from folio.app.engine.model.memory_profile import DevicePlan
+from folio.app.engine.model.tokenizer import one_line
+from folio.app.engine.tensor_parallel.sharding import plan_shards
+from folio.app.errors import ConfigError, ModelError
+from folio.kernels import Masking, VarlenBatch
+from folio.vmem import LayerGroup, longest_sequence
 
 # Of the machine, granules of physical memory: a base page of Linux, and CUDA's smallest allocation.
 GRANULARITY_BYTES = {"cpu": 4 << 10, "cuda": 2 << 20}

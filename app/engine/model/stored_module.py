@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from app.config.engine import ResolvedConfig
-from app.engine.execution import recurrent
-from app.engine.model.checkpoint_files import read_checkpoint
-from app.engine.model.checkpoint_module import MadeModule, empty_module, make_module, optimise
-from app.engine.model.fusion_record import FusionRecord
-from app.engine.model.model_parts import fingerprint
-from app.engine.model.pooling import Pooling
-from app.engine.model.tokenizer import one_line
-from app.engine.model.weight_arena import Collection, Skeleton, WeightArena, collect
-from app.engine.model.weight_key import WeightKey, weight_key
-from app.engine.model.weight_store import StoredFile, WeightStore
-from app.errors import ModelError
+from folio.app.config.engine import ResolvedConfig
+from folio.app.engine.execution import recurrent
+from folio.app.engine.model.checkpoint_files import read_checkpoint
+from folio.app.engine.model.checkpoint_module import MadeModule, empty_module, make_module, optimise
+from folio.app.engine.model.fusion_record import FusionRecord
+from folio.app.engine.model.model_parts import fingerprint
+from folio.app.engine.model.pooling import Pooling
+from folio.app.engine.model.tokenizer import one_line
+from folio.app.engine.model.weight_arena import Collection, Skeleton, WeightArena, collect
+from folio.app.engine.model.weight_key import WeightKey, weight_key
+from folio.app.engine.model.weight_store import StoredFile, WeightStore
+from folio.app.errors import ModelError
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.builtin import resolve_model
-from app.errors import ModelError
+from folio.app.builtin import resolve_model
+from folio.app.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

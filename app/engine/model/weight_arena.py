@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from app.engine.model.model_parts import find_tensors
-from app.engine.model.weight_file import TensorPlace, WeightTable
-from app.errors import ModelError
-from vmem import AddressRange, IntegrityError
-from vmem.weights import read_ahead
+from folio.app.engine.model.model_parts import find_tensors
+from folio.app.engine.model.weight_file import TensorPlace, WeightTable
+from folio.app.errors import ModelError
+from folio.vmem import AddressRange, IntegrityError
+from folio.vmem.weights import read_ahead
 
 _PAGE_BYTES = 4096
 # A cache line, and more than any dtype or vector load needs.

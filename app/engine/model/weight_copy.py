@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from vmem.errors import MapError
-from vmem.uploads import FilePart, PinnedMemory, Uploads
+from folio.vmem.errors import MapError
+from folio.vmem.uploads import FilePart, PinnedMemory, Uploads
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vmem.weights import HUGE_PAGE_BYTES
+from folio.vmem.weights import HUGE_PAGE_BYTES
 
 # Of the file's layout; a file of another one is made again.
 LAYOUT_VERSION = 1

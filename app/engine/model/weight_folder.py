@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from app.engine.model.weight_key import WeightKey
+    from folio.app.engine.model.weight_key import WeightKey
 
 logger = logging.getLogger(__name__)
 

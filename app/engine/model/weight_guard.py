@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vmem import MapError
+from folio.vmem import MapError
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
 
-from app.builtin import resolve_model
-from app.config.engine import ResolvedConfig
-from app.engine.model.weight_file import LAYOUT_VERSION
-from app.engine.model.weight_folder import SUFFIX
-from app.version import VERSION
-from kernels import CpuLinear, KernelError
-from kernels.cpu.build import build_name
+from folio.app.builtin import resolve_model
+from folio.app.config.engine import ResolvedConfig
+from folio.app.engine.model.weight_file import LAYOUT_VERSION
+from folio.app.engine.model.weight_folder import SUFFIX
+from folio.app.version import VERSION
+from folio.kernels import CpuLinear, KernelError
+from folio.kernels.cpu.build import build_name
 
 # Files of a checkpoint that decide about its module, by pattern; its tokenizer's do not, and may come later.
 _CONFIG = ("config.json", "generation_config.json", "*.index.json")

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import torch
 
-from app.engine.model.file_digests import FileDigests
-from app.engine.model.pinned_share import PinnedShare
-from app.engine.model.weight_arena import Collection, WeightArena, WeightRange, WeightSource
-from app.engine.model.weight_copy import CopiedWeights
-from app.engine.model.weight_file import (
+from folio.app.engine.model.file_digests import FileDigests
+from folio.app.engine.model.pinned_share import PinnedShare
+from folio.app.engine.model.weight_arena import Collection, WeightArena, WeightRange, WeightSource
+from folio.app.engine.model.weight_copy import CopiedWeights
+from folio.app.engine.model.weight_file import (
     WeightFileError,
     WeightHeader,
     WeightTable,
@@ -39,13 +39,13 @@ from app.engine.model.weight_file import (
     write_all,
     write_weights,
 )
-from app.engine.model.weight_folder import create_locked, make_room, open_shared, remove_unfinished, sync_folder
-from app.engine.model.weight_guard import WeightGuard
-from app.engine.model.weight_key import WeightKey
-from app.errors import ConfigError, ModelError
-from vmem.errors import MapError
-from vmem.uploads import CudaRange, Uploads
-from vmem.weights import HUGE_PAGE_BYTES, Charges, FileRange, read_ahead
+from folio.app.engine.model.weight_folder import create_locked, make_room, open_shared, remove_unfinished, sync_folder
+from folio.app.engine.model.weight_guard import WeightGuard
+from folio.app.engine.model.weight_key import WeightKey
+from folio.app.errors import ConfigError, ModelError
+from folio.vmem.errors import MapError
+from folio.vmem.uploads import CudaRange, Uploads
+from folio.vmem.weights import HUGE_PAGE_BYTES, Charges, FileRange, read_ahead
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from app.errors import RequestError
+from folio.app.errors import RequestError
 
 # In no word: UTF-8 does not have it.
 _SEPARATOR = b"\xff"

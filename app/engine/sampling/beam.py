@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from app.engine.sampling.params import EarlyStopping
+from folio.app.engine.sampling.params import EarlyStopping
 
 
 @dataclass(frozen=True, slots=True)

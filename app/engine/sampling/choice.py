@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from app.engine.sampling.noise import draw, highest_of, sums_of
-from app.engine.sampling.penalties import TokenCounts, penalise
-from app.engine.sampling.settings import GREEDY, MIN_P, TRUNCATED
-from kernels import KernelError
-from kernels.cpu.row_max import CpuRowMax
-from kernels.cpu.sampling import SETTING_NAMES, CpuChoice
+from folio.app.engine.sampling.noise import draw, highest_of, sums_of
+from folio.app.engine.sampling.penalties import TokenCounts, penalise
+from folio.app.engine.sampling.settings import GREEDY, MIN_P, TRUNCATED
+from folio.kernels import KernelError
+from folio.kernels.cpu.row_max import CpuRowMax
+from folio.kernels.cpu.sampling import SETTING_NAMES, CpuChoice
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from app.engine.sampling.settings import BIASED, FORBIDDING, MASKED
+from folio.app.engine.sampling.settings import BIASED, FORBIDDING, MASKED
 
 if TYPE_CHECKING:
-    from app.engine.sampling.state import SamplingState
+    from folio.app.engine.sampling.state import SamplingState
 
 _Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from app.engine.delta import TokenLogprobs
-from app.engine.sampling.choice import sort_keys
-from app.engine.sampling.transfer import Readback, to_device
+from folio.app.engine.delta import TokenLogprobs
+from folio.app.engine.sampling.choice import sort_keys
+from folio.app.engine.sampling.transfer import Readback, to_device
 
 # Logits processed at once: on CPUs some tens of MB with all intermediate results.
 CHUNK_ELEMENTS = 1 << 21

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Literal
 
-from app.errors import RequestError
+from folio.app.errors import RequestError
 
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import numpy as np
 import torch
 
-from app.engine.sampling.settings import PENALISED
-from app.engine.sampling.transfer import to_device
+from folio.app.engine.sampling.settings import PENALISED
+from folio.app.engine.sampling.transfer import to_device
 
 if TYPE_CHECKING:
-    from app.engine.sampling.state import SamplingState
+    from folio.app.engine.sampling.state import SamplingState
 
 _FIRST_ROOM = 64
 _ENTRY_BYTES = 8

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from app.engine.sampling.params import ReasoningBudget
-from app.errors import RequestError
+from folio.app.engine.sampling.params import ReasoningBudget
+from folio.app.errors import RequestError
 
 
 class Matcher(Protocol):

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from app.engine.delta import TokenLogprobs
-from app.engine.sampling import choice
-from app.engine.sampling.logits import Edits, apply_edits, gather_edits
-from app.engine.sampling.logprobs import chunks, launch_logprobs, read_logprobs
-from app.engine.sampling.penalties import counts_of, gather_penalties
-from app.engine.sampling.settings import BIASED, EDITED, GREEDY, MASKED, PROCESSED, TRUNCATED, gather_settings
-from app.engine.sampling.state import SamplingState
-from app.engine.sampling.transfer import Readback, to_device
+from folio.app.engine.delta import TokenLogprobs
+from folio.app.engine.sampling import choice
+from folio.app.engine.sampling.logits import Edits, apply_edits, gather_edits
+from folio.app.engine.sampling.logprobs import chunks, launch_logprobs, read_logprobs
+from folio.app.engine.sampling.penalties import counts_of, gather_penalties
+from folio.app.engine.sampling.settings import BIASED, EDITED, GREEDY, MASKED, PROCESSED, TRUNCATED, gather_settings
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.sampling.transfer import Readback, to_device
 
 # A row is sound: its logits are numbers and allow a token. Or blocked: they are numbers, and none is allowed.
 _SOUND, _BLOCKED = 1, 2
@@ -195,7 +195,7 @@ def _choose_on_gpu(
     positions: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `_choose_on_cpu`. Only logits that change are copied."""
-    from kernels.triton import penalties, sampling  # a machine without a GPU has no Triton
+    from folio.kernels.triton import penalties, sampling  # a machine without a GPU has no Triton
 
     vocab_size, device = logits.shape[-1], logits.device
     arrays = [indices, *(np.ascontiguousarray(settings[name]) for name in sampling.SETTINGS)]

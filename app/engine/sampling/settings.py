@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from app.engine.sampling.noise import noise_keys
+from folio.app.engine.sampling.noise import noise_keys
 
 if TYPE_CHECKING:
-    from app.engine.sampling.state import SamplingState
+    from folio.app.engine.sampling.state import SamplingState
 
 # What a row needs, as bits of `SETTINGS["features"]`: no noise; top_k or top_p; min_p; and changes of its logits.
 GREEDY, TRUNCATED, MIN_P = 1, 2, 4

@@ -8,12 +8,12 @@ import secrets
 
 import numpy as np
 
-from app.engine.sampling.bad_words import BadWords
-from app.engine.sampling.noise import noise_key
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.penalties import TokenCounts
-from app.engine.sampling.reasoning import Matcher
-from app.engine.sampling.settings import (
+from folio.app.engine.sampling.bad_words import BadWords
+from folio.app.engine.sampling.noise import noise_key
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.penalties import TokenCounts
+from folio.app.engine.sampling.reasoning import Matcher
+from folio.app.engine.sampling.settings import (
     BIASED,
     FORBIDDING,
     GREEDY,
@@ -23,7 +23,7 @@ from app.engine.sampling.settings import (
     SETTINGS,
     TRUNCATED,
 )
-from app.errors import RequestError
+from folio.app.errors import RequestError
 
 # Division of logits by a lower temperature overflows, and the result is greedy in any case.
 _GREEDY_BELOW = 1e-5

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.sampling.params import Structure, StructureKind
-from app.engine.sampling.reasoning import BudgetedMatcher, Matcher
-from app.engine.sampling.token_text import token_bytes
-from app.errors import EngineError, RequestError
+from folio.app.engine.sampling.params import Structure, StructureKind
+from folio.app.engine.sampling.reasoning import BudgetedMatcher, Matcher
+from folio.app.engine.sampling.token_text import token_bytes
+from folio.app.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -50,7 +50,7 @@ _OPTIONS_GRAMMAR = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: "-
 
 
 def is_available() -> bool:
-    """Whether llguidance is installed; the server depends on it, `app.engine` does not."""
+    """Whether llguidance is installed; the server depends on it, `folio.app.engine` does not."""
     return importlib.util.find_spec("llguidance") is not None
 
 

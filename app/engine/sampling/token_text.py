@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from app.errors import RequestError
+from folio.app.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

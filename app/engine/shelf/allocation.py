@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from app.config.shelf import Keep
+from folio.app.config.shelf import Keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from app.engine.shelf.allocation import Allocation, ModelNeed, Wait
-from app.engine.shelf.turns import Turns, refusals, take_turns
+from folio.app.engine.shelf.allocation import Allocation, ModelNeed, Wait
+from folio.app.engine.shelf.turns import Turns, refusals, take_turns
 
 # Requests within this time count for the worth of memory.
 HORIZON_S = 60.0

@@ -15,24 +15,24 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from app.engine.async_engine import AsyncEngine
-from app.engine.faults import device_fault
-from app.engine.footprint import set_budget_within
-from app.engine.model.device import resolve
-from app.engine.model.kv_plan import estimated_activations
-from app.engine.model.memory_profile import DevicePlan
-from app.engine.model.size import ModelSize
-from app.engine.shelf.allocation import Allocation, ModelNeed
-from app.engine.shelf.arbiter import Arbiter
-from app.engine.shelf.device import ShelfDevice
-from app.engine.shelf.measure import loaded_need, unloaded_need
-from app.engine.shelf.moves import Moves, longest_load_s
-from app.engine.shelf.read_ahead import ReadAhead
-from app.engine.shelf.shelved_model import Estimate, ShelvedModel
-from app.engine.startup import PeerPrefixes
-from app.engine.step_thread import StepThread
-from app.errors import EngineError, ModelError, UnavailableError
-from vmem import IntegrityError, KVMemory, OutOfPages
+from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.faults import device_fault
+from folio.app.engine.footprint import set_budget_within
+from folio.app.engine.model.device import resolve
+from folio.app.engine.model.kv_plan import estimated_activations
+from folio.app.engine.model.memory_profile import DevicePlan
+from folio.app.engine.model.size import ModelSize
+from folio.app.engine.shelf.allocation import Allocation, ModelNeed
+from folio.app.engine.shelf.arbiter import Arbiter
+from folio.app.engine.shelf.device import ShelfDevice
+from folio.app.engine.shelf.measure import loaded_need, unloaded_need
+from folio.app.engine.shelf.moves import Moves, longest_load_s
+from folio.app.engine.shelf.read_ahead import ReadAhead
+from folio.app.engine.shelf.shelved_model import Estimate, ShelvedModel
+from folio.app.engine.startup import PeerPrefixes
+from folio.app.engine.step_thread import StepThread
+from folio.app.errors import EngineError, ModelError, UnavailableError
+from folio.vmem import IntegrityError, KVMemory, OutOfPages
 
 logger = logging.getLogger(__name__)
 

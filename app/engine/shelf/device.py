@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from app.config.machine import Machine
-from app.config.shelf import ModelConfig
-from app.engine.model.device import resolve
-from app.engine.model.memory_profile import HEADROOM_BYTES, TorchMemory
-from app.engine.model.pinned_share import PinnedShare, default_folder
-from app.engine.model.weight_store import WeightStore
-from app.engine.shared_device import SharedDevice
-from app.engine.shelf.allocation import ModelNeed
-from app.engine.shelf.read_ahead import STEPS_ON_CPU_BYTES_PER_S
-from app.engine.shelf.status import DeviceStatus
-from app.errors import ConfigError
-from vmem import CudaBackend, DevicePages, OutOfPages, select_backend
-from vmem.uploads import Uploads
+from folio.app.config.machine import Machine
+from folio.app.config.shelf import ModelConfig
+from folio.app.engine.model.device import resolve
+from folio.app.engine.model.memory_profile import HEADROOM_BYTES, TorchMemory
+from folio.app.engine.model.pinned_share import PinnedShare, default_folder
+from folio.app.engine.model.weight_store import WeightStore
+from folio.app.engine.shared_device import SharedDevice
+from folio.app.engine.shelf.allocation import ModelNeed
+from folio.app.engine.shelf.read_ahead import STEPS_ON_CPU_BYTES_PER_S
+from folio.app.engine.shelf.status import DeviceStatus
+from folio.app.errors import ConfigError
+from folio.vmem import CudaBackend, DevicePages, OutOfPages, select_backend
+from folio.vmem.uploads import Uploads
 
 # Share of a machine's memory that all models may take together if the settings do not say.
 _CPU_SHARE = 0.5

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from app.config.shelf import SLO
-from app.engine.async_engine import AsyncEngine
-from app.engine.engine import Engine
-from app.engine.request import Request, SequenceGroup
-from app.engine.shelf.allocation import ModelNeed
-from app.engine.shelf.arbiter import HORIZON_S
-from app.engine.shelf.shelved_model import ShelvedModel
+from folio.app.config.shelf import SLO
+from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.engine import Engine
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.shelf.allocation import ModelNeed
+from folio.app.engine.shelf.arbiter import HORIZON_S
+from folio.app.engine.shelf.shelved_model import ShelvedModel
 
 # A request that begins gets memory for so many tokens beside its prompt, so that it need not wait again at once.
 _GROWTH_TOKENS = 64

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from app.engine.shelf.shelved_model import ShelvedModel
-from app.errors import ConfigError, ModelError, UnavailableError
+from folio.app.engine.shelf.shelved_model import ShelvedModel
+from folio.app.errors import ConfigError, ModelError, UnavailableError
 
 logger = logging.getLogger(__name__)
 

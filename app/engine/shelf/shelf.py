@@ -9,19 +9,19 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from app.config.shelf import ModelConfig
-from app.engine.async_engine import AsyncEngine
-from app.engine.engine import Admit
-from app.engine.gpu_memory import GpuMemory, gpu_memory
-from app.engine.lora.source import AdapterSource
-from app.engine.model.memory_profile import TorchMemory
-from app.engine.shelf.control import Control
-from app.engine.shelf.device import ShelfDevice
-from app.engine.shelf.shelved_model import ShelvedModel
-from app.engine.shelf.status import DeviceStatus, ModelStatus
-from app.engine.startup import PeerPrefixes
-from app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from app.errors import RequestError, UnavailableError, UnknownModelError
+from folio.app.config.shelf import ModelConfig
+from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.engine import Admit
+from folio.app.engine.gpu_memory import GpuMemory, gpu_memory
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.engine.model.memory_profile import TorchMemory
+from folio.app.engine.shelf.control import Control
+from folio.app.engine.shelf.device import ShelfDevice
+from folio.app.engine.shelf.shelved_model import ShelvedModel
+from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
+from folio.app.engine.startup import PeerPrefixes
+from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.errors import RequestError, UnavailableError, UnknownModelError
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
-from app.config.shelf import ModelConfig
-from app.engine.async_engine import AsyncEngine, Pace
-from app.engine.delta import Delta, RequestOptions
-from app.engine.engine import TOO_LATE
-from app.engine.lora.source import AdapterSource
-from app.engine.report import Progress
-from app.engine.request import check_timeout
-from app.engine.sampling.params import SamplingParams
-from app.engine.shelf.arrivals import ArrivalHistory
-from app.engine.shelf.status import ModelState, ModelStatus
-from app.errors import DeadlineError, OverloadedError, UnavailableError
+from folio.app.config.shelf import ModelConfig
+from folio.app.engine.async_engine import AsyncEngine, Pace
+from folio.app.engine.delta import Delta, RequestOptions
+from folio.app.engine.engine import TOO_LATE
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.engine.report import Progress
+from folio.app.engine.request import check_timeout
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.shelf.arrivals import ArrivalHistory
+from folio.app.engine.shelf.status import ModelState, ModelStatus
+from folio.app.errors import DeadlineError, OverloadedError, UnavailableError
 
 # After a failed load, requests are refused for this long, doubled by each further failure up to the second number.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 300.0

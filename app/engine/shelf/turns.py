@@ -27,7 +27,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from app.engine.shelf.allocation import ModelNeed, Wait
+from folio.app.engine.shelf.allocation import ModelNeed, Wait
 
 # A turn lasts at least this long, ...
 LEAST_TURN_S = 1.0

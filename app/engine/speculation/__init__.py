@@ -1,6 +1,6 @@
 """Speculative decoding: proposing draft tokens, which the engine verifies in one step. `Speculation` is the
 interface."""
 
-from app.engine.speculation.speculation import Speculation, SpeculationCounts
+from folio.app.engine.speculation.speculation import Speculation, SpeculationCounts
 
 __all__ = ["Speculation", "SpeculationCounts"]

@@ -22,27 +22,36 @@ from dataclasses import dataclass
 
 import torch
 
-from app.config.engine import ResolvedConfig
-from app.config.machine import num_threads
-from app.engine.execution.captured_graphs import CapturedGraphs
-from app.engine.execution.executor import Executor
-from app.engine.execution.model_runner import ObservedLayers
-from app.engine.execution.self_test import self_test
-from app.engine.faults import SequenceFailure, attribute_failures
-from app.engine.model.kv_plan import build_memory, bytes_per_token
-from app.engine.model.loader import LoadedModel
-from app.engine.model.memory_profile import DevicePlan
-from app.engine.model.weight_store import WeightStore
-from app.engine.preemption import LinearCost
-from app.engine.report import StepTimes
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.sampler import Sampled, sample, sample_apart
-from app.engine.scheduled import Scheduled
-from app.engine.tensor_parallel.processes import spawn_ranks
-from app.errors import ConfigError
-from kernels import KernelError
-from vmem import DevicePages, IntegrityError, KVMemory, MapError, OutOfPages, SequenceMemory, StepDemand, VmemError
+from folio.app.config.engine import ResolvedConfig
+from folio.app.config.machine import num_threads
+from folio.app.engine.execution.captured_graphs import CapturedGraphs
+from folio.app.engine.execution.executor import Executor
+from folio.app.engine.execution.model_runner import ObservedLayers
+from folio.app.engine.execution.self_test import self_test
+from folio.app.engine.faults import SequenceFailure, attribute_failures
+from folio.app.engine.model.kv_plan import build_memory, bytes_per_token
+from folio.app.engine.model.loader import LoadedModel
+from folio.app.engine.model.memory_profile import DevicePlan
+from folio.app.engine.model.weight_store import WeightStore
+from folio.app.engine.preemption import LinearCost
+from folio.app.engine.report import StepTimes
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.sampler import Sampled, sample, sample_apart
+from folio.app.engine.scheduled import Scheduled
+from folio.app.engine.tensor_parallel.processes import spawn_ranks
+from folio.app.errors import ConfigError
+from folio.kernels import KernelError
+from folio.vmem import (
+    DevicePages,
+    IntegrityError,
+    KVMemory,
+    MapError,
+    OutOfPages,
+    SequenceMemory,
+    StepDemand,
+    VmemError,
+)
 
 logger = logging.getLogger(__name__)
 

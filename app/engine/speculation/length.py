@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.report import StepTimes
-from app.engine.request import Request
+from folio.app.engine.report import StepTimes
+from folio.app.engine.request import Request
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

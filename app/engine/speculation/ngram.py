@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.faults import attribute_failures
-from app.engine.model.memory_profile import DevicePlan
-from app.engine.report import StepTimes
-from app.engine.request import Request
-from vmem import DevicePages, IntegrityError
+from folio.app.engine.faults import attribute_failures
+from folio.app.engine.model.memory_profile import DevicePlan
+from folio.app.engine.report import StepTimes
+from folio.app.engine.request import Request
+from folio.vmem import DevicePages, IntegrityError
 
 # Tokens of a piece. Longer pieces make look-ups in long texts faster and single steps slower.
 PIECE_TOKENS = 8192

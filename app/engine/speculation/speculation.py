@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.config.engine import ResolvedConfig
-from app.engine.execution.captured_graphs import CapturedGraphs
-from app.engine.execution.model_runner import ObservedLayers
-from app.engine.faults import SequenceFailure, is_request_failure
-from app.engine.model.loader import LoadedModel
-from app.engine.model.memory_profile import DevicePlan
-from app.engine.model.weight_store import WeightStore
-from app.engine.report import StepTimes
-from app.engine.request import Request
-from app.engine.speculation.draft import DraftProposer
-from app.engine.speculation.length import LengthControl
-from app.engine.speculation.ngram import NgramProposer
-from app.errors import ConfigError
-from vmem import DevicePages, IntegrityError, KVMemory
+from folio.app.config.engine import ResolvedConfig
+from folio.app.engine.execution.captured_graphs import CapturedGraphs
+from folio.app.engine.execution.model_runner import ObservedLayers
+from folio.app.engine.faults import SequenceFailure, is_request_failure
+from folio.app.engine.model.loader import LoadedModel
+from folio.app.engine.model.memory_profile import DevicePlan
+from folio.app.engine.model.weight_store import WeightStore
+from folio.app.engine.report import StepTimes
+from folio.app.engine.request import Request
+from folio.app.engine.speculation.draft import DraftProposer
+from folio.app.engine.speculation.length import LengthControl
+from folio.app.engine.speculation.ngram import NgramProposer
+from folio.app.errors import ConfigError
+from folio.vmem import DevicePages, IntegrityError, KVMemory
 
 
 class Proposer(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from kernels import SharedGroup
+from folio.kernels import SharedGroup
 
 dist: Any = torch.distributed  # only partly annotated
 

@@ -17,8 +17,8 @@ from typing import Literal, cast, get_args
 
 import torch
 
-from app.config.engine import ResolvedConfig
-from app.errors import ConfigError
+from folio.app.config.engine import ResolvedConfig
+from folio.app.errors import ConfigError
 
 SWITCH = "FOLIO_RANKS_SHARE_GPUS"
 _NCCL_SWITCH, _LEAST_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)

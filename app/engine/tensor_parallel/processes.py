@@ -16,12 +16,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from app.config.engine import ResolvedConfig
-from app.engine.execution.batch import Array, PlanHeader, PlanRun, StepPlan
-from app.engine.tensor_parallel.gpu_sharing import SWITCH, Sharing
-from app.engine.tensor_parallel.shared_memory import MemoryAddress
-from app.engine.tensor_parallel.sockets import SocketAddress
-from app.errors import ConfigError, FolioError, ModelError
+from folio.app.config.engine import ResolvedConfig
+from folio.app.engine.execution.batch import Array, PlanHeader, PlanRun, StepPlan
+from folio.app.engine.tensor_parallel.gpu_sharing import SWITCH, Sharing
+from folio.app.engine.tensor_parallel.shared_memory import MemoryAddress
+from folio.app.engine.tensor_parallel.sockets import SocketAddress
+from folio.app.errors import ConfigError, FolioError, ModelError
 
 STEPS, MEMORY = range(2)  # the links
 # Errors that a peer reports and rank 0 raises under the same name.
@@ -95,7 +95,7 @@ class ChildProcesses:
 
     def __init__(self, num_peers: int) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        command = [sys.executable, "-m", "app.engine.tensor_parallel.worker", str(os.getpid())]
+        command = [sys.executable, "-m", "folio.app.engine.tensor_parallel.worker", str(os.getpid())]
         self._children = [subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) for _ in range(num_peers)]
 
     def run(self, specs: Sequence[RankSpec]) -> None:
@@ -137,7 +137,7 @@ class RankOrder(enum.IntEnum):
     CONNECT = 1  # join the process group
     LOAD = 2  # load the shard of the model
     OBSERVE = 3  # observe the layers' geometry
-    MEMORY = 4  # see `vmem.tensor_parallel.orders.MemoryOrder`
+    MEMORY = 4  # see `folio.vmem.tensor_parallel.orders.MemoryOrder`
     OPEN = 5  # use the memory of the given number
     STEP = 6  # compute a step
     OWN_LOGITS = 7  # compute one sequence by the model's own attention

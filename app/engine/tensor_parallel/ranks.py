@@ -18,16 +18,25 @@ from typing import TypeVar
 
 import torch
 
-from app.config.engine import ResolvedConfig
-from app.engine.tensor_parallel import processes as limits
-from app.engine.tensor_parallel import shared_memory
-from app.engine.tensor_parallel.communicator import Communicator
-from app.engine.tensor_parallel.gpu_sharing import read_sharing
-from app.engine.tensor_parallel.processes import ERRORS, MEMORY, STEPS, Launch, Link, RankOrder, RankProcesses, RankSpec
-from app.engine.tensor_parallel.rendezvous import Store, join, open_store
-from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
-from app.engine.tensor_parallel.sockets import SocketAddress, SocketListener
-from app.errors import EngineError, FolioError, UnavailableError
+from folio.app.config.engine import ResolvedConfig
+from folio.app.engine.tensor_parallel import processes as limits
+from folio.app.engine.tensor_parallel import shared_memory
+from folio.app.engine.tensor_parallel.communicator import Communicator
+from folio.app.engine.tensor_parallel.gpu_sharing import read_sharing
+from folio.app.engine.tensor_parallel.processes import (
+    ERRORS,
+    MEMORY,
+    STEPS,
+    Launch,
+    Link,
+    RankOrder,
+    RankProcesses,
+    RankSpec,
+)
+from folio.app.engine.tensor_parallel.rendezvous import Store, join, open_store
+from folio.app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
+from folio.app.engine.tensor_parallel.sockets import SocketAddress, SocketListener
+from folio.app.errors import EngineError, FolioError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +50,7 @@ R = TypeVar("R")
 
 
 class RankGroup:
-    """The peers of one engine; also the `vmem.PeerRanks` of its memory.
+    """The peers of one engine; also the `folio.vmem.PeerRanks` of its memory.
 
     Raises:
         ConfigError: no room for the processes, or GPUs cannot be shared as the environment asks.
@@ -193,7 +202,7 @@ class RankGroup:
     def _unavailable(self) -> UnavailableError:
         return UnavailableError(f"{self._reason}; send the request again")
 
-    # ---- vmem.PeerRanks: without the peers memory continues on this rank; `check_alive` reports the loss ----
+    # ---- folio.vmem.PeerRanks: without the peers memory continues on this rank; `check_alive` reports the loss ----
 
     def open_memory(self) -> int:
         return next(self._memories) % 256

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed
 
-from app.compat.torch import gloo_group, nccl_group
-from app.engine.tensor_parallel.communicator import Communicator, MemoryCommunicator, ProcessGroupCommunicator
-from app.engine.tensor_parallel.gpu_sharing import Sharing, allow_sharing_in_nccl
-from kernels import KernelError, shared_group_bytes
+from folio.app.compat.torch import gloo_group, nccl_group
+from folio.app.engine.tensor_parallel.communicator import Communicator, MemoryCommunicator, ProcessGroupCommunicator
+from folio.app.engine.tensor_parallel.gpu_sharing import Sharing, allow_sharing_in_nccl
+from folio.kernels import KernelError, shared_group_bytes
 
 logger = logging.getLogger(__name__)
 

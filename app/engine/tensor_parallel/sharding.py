@@ -41,9 +41,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from app.engine.execution.recurrent import PackedMixer
-from app.engine.tensor_parallel.communicator import Communicator
-from app.errors import ModelError
+from folio.app.engine.execution.recurrent import PackedMixer
+from folio.app.engine.tensor_parallel.communicator import Communicator
+from folio.app.errors import ModelError
 
 logger = logging.getLogger(__name__)
 

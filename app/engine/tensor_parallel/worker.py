@@ -1,7 +1,7 @@
 """Rank worker: a peer, which executes rank 0's orders until STOP or the loss of rank 0.
 
-`python -m app.engine.tensor_parallel.worker PARENT` runs a peer for `ChildProcesses`: PARENT is rank 0's process id,
-and standard input has the pickled `RankSpec`.
+`python -m folio.app.engine.tensor_parallel.worker PARENT` runs a peer for `ChildProcesses`: PARENT is rank 0's process
+id, and standard input has the pickled `RankSpec`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import time
 
 import torch
 
-from app.config.machine import num_threads
-from app.engine.execution.builder import BatchBuilder
-from app.engine.execution.model_runner import ModelRunner
-from app.engine.lora.rank import RankAdapters
-from app.engine.model.loader import LoadedModel, load_model
-from app.engine.tensor_parallel.communicator import Communicator
-from app.engine.tensor_parallel.gpu_sharing import rank_device
-from app.engine.tensor_parallel.processes import (
+from folio.app.config.machine import num_threads
+from folio.app.engine.execution.builder import BatchBuilder
+from folio.app.engine.execution.model_runner import ModelRunner
+from folio.app.engine.lora.rank import RankAdapters
+from folio.app.engine.model.loader import LoadedModel, load_model
+from folio.app.engine.tensor_parallel.communicator import Communicator
+from folio.app.engine.tensor_parallel.gpu_sharing import rank_device
+from folio.app.engine.tensor_parallel.processes import (
     ERRORS,
     JOIN_TIMEOUT_S,
     MEMORY,
@@ -36,11 +36,11 @@ from app.engine.tensor_parallel.processes import (
     unpack_arrays,
     unpack_step,
 )
-from app.engine.tensor_parallel.rendezvous import join, open_store
-from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
-from kernels import select_block_copy, select_provider
-from vmem import LocalContents, PeerMemory, select_backend
-from vmem.tensor_parallel.orders import is_failure
+from folio.app.engine.tensor_parallel.rendezvous import join, open_store
+from folio.app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
+from folio.kernels import select_block_copy, select_provider
+from folio.vmem import LocalContents, PeerMemory, select_backend
+from folio.vmem.tensor_parallel.orders import is_failure
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from app.openai.base import Metadata, StrictBody, Text
+from folio.app.openai.base import Metadata, StrictBody, Text
 
 # OpenAI's bounds of `expires_after`.
 LEAST_KEEP_S, MOST_KEEP_S = 3600, 30 * 86400

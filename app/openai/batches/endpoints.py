@@ -8,22 +8,22 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ValidationError
 
-from app.openai.bodies import CompletionRequest
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.operation.replies import LoadReport
-from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from app.openai.replies import ChatCompletion, Completion
-from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.replies import ResponseObject
-from app.openai.unknown_fields import UnknownFields
+from folio.app.openai.bodies import CompletionRequest
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.operation.replies import LoadReport
+from folio.app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from folio.app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
+from folio.app.openai.replies import ChatCompletion, Completion
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.responses.replies import ResponseObject
+from folio.app.openai.unknown_fields import UnknownFields
 
 # Requests with a lower number go first: those of batches are last.
 LAST_PRIORITY = 2**31 - 1
 
 
 class BatchService(Protocol):
-    """The part of `app.openai.http.Service` that batches call."""
+    """The part of `folio.app.openai.http.Service` that batches call."""
 
     async def generate(self, request: CompletionRequest) -> Completion: ...
     async def chat(self, request: ChatCompletionRequest) -> ChatCompletion: ...

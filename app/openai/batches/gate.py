@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 
-from app.openai.operation.replies import LoadReport
+from folio.app.openai.operation.replies import LoadReport
 
 # Share that batches leave to others: of the sequences that replicas can run, and of the KV cache without pins.
 _LEFT_SHARE = 0.25

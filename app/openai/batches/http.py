@@ -10,11 +10,11 @@ from fastapi import Body, FastAPI, Path, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from app.errors import RequestError
-from app.openai.batches.body import BatchRequest
-from app.openai.batches.replies import BatchList, BatchObject, FileDeleted, FileList, FileObject, Purpose
-from app.openai.batches.runner import BatchRunner
-from app.openai.batches.upload import receive_file
+from folio.app.errors import RequestError
+from folio.app.openai.batches.body import BatchRequest
+from folio.app.openai.batches.replies import BatchList, BatchObject, FileDeleted, FileList, FileObject, Purpose
+from folio.app.openai.batches.runner import BatchRunner
+from folio.app.openai.batches.upload import receive_file
 
 _FORM: dict[str, Any] = {
     "requestBody": {

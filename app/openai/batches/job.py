@@ -18,12 +18,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from app.openai.batches.answer_log import AnswerLog
-from app.openai.batches.endpoints import ENDPOINTS, Endpoint
-from app.openai.batches.lines import InputReader, LinePlace, places_in, unanswered_line
-from app.openai.batches.replies import BatchError, BatchErrors, RequestCounts
-from app.openai.batches.store import BatchRecord, BatchStore, Ending, StoreFullError
-from app.openai.unknown_fields import UnknownFields
+from folio.app.openai.batches.answer_log import AnswerLog
+from folio.app.openai.batches.endpoints import ENDPOINTS, Endpoint
+from folio.app.openai.batches.lines import InputReader, LinePlace, places_in, unanswered_line
+from folio.app.openai.batches.replies import BatchError, BatchErrors, RequestCounts
+from folio.app.openai.batches.store import BatchRecord, BatchStore, Ending, StoreFullError
+from folio.app.openai.unknown_fields import UnknownFields
 
 # The input file is validated in pieces of this size, in a thread that leaves the interpreter to others in between.
 _PIECE_BYTES = 64 << 10

@@ -18,12 +18,12 @@ from typing import Annotated, Any, BinaryIO, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
 
-from app.http_errors import ErrorBody, validation_error
-from app.openai.base import StrictBody, Text, parse_json
-from app.openai.batches.endpoints import ENDPOINTS
-from app.openai.batches.replies import BatchError
-from app.openai.events import on_one_line
-from app.openai.unknown_fields import UnknownFields
+from folio.app.http_errors import ErrorBody, validation_error
+from folio.app.openai.base import StrictBody, Text, parse_json
+from folio.app.openai.batches.endpoints import ENDPOINTS
+from folio.app.openai.batches.replies import BatchError
+from folio.app.openai.events import on_one_line
+from folio.app.openai.unknown_fields import UnknownFields
 
 # OpenAI's bound.
 MAX_LINES = 50_000

@@ -10,13 +10,13 @@ from typing import Protocol
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 
-from app.errors import EngineError, FolioError, NoReplicaError, OverloadedError, RateLimitError, UnavailableError
-from app.http_errors import ErrorBody, error_response, validation_error
-from app.openai.batches.endpoints import BatchService
-from app.openai.batches.gate import LineGate
-from app.openai.batches.job import Job
-from app.openai.batches.lines import LinePlace, answer_line
-from app.request_context import CURRENT, RequestContext
+from folio.app.errors import EngineError, FolioError, NoReplicaError, OverloadedError, RateLimitError, UnavailableError
+from folio.app.http_errors import ErrorBody, error_response, validation_error
+from folio.app.openai.batches.endpoints import BatchService
+from folio.app.openai.batches.gate import LineGate
+from folio.app.openai.batches.job import Job
+from folio.app.openai.batches.lines import LinePlace, answer_line
+from folio.app.request_context import CURRENT, RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _PAUSE_S = 2.0
 
 
 class BatchCallers(Protocol):
-    """See `app.edge.callers.Callers`, which is not imported from here."""
+    """See `folio.app.edge.callers.Callers`, which is not imported from here."""
 
     def current_name(self) -> str: ...
 

@@ -8,15 +8,15 @@ from collections import Counter
 from contextlib import suppress
 from typing import IO
 
-from app.errors import FolioError
-from app.openai.batches.endpoints import BatchService
-from app.openai.batches.gate import LineGate, spare_lines
-from app.openai.batches.job import Job
-from app.openai.batches.lines import LinePlace
-from app.openai.batches.replies import BatchError
-from app.openai.batches.requests import BatchCallers, BatchRequests
-from app.openai.batches.store import BatchRecord, BatchStore, Ending, StoreFullError
-from app.openai.unknown_fields import UnknownFields
+from folio.app.errors import FolioError
+from folio.app.openai.batches.endpoints import BatchService
+from folio.app.openai.batches.gate import LineGate, spare_lines
+from folio.app.openai.batches.job import Job
+from folio.app.openai.batches.lines import LinePlace
+from folio.app.openai.batches.replies import BatchError
+from folio.app.openai.batches.requests import BatchCallers, BatchRequests
+from folio.app.openai.batches.store import BatchRecord, BatchStore, Ending, StoreFullError
+from folio.app.openai.unknown_fields import UnknownFields
 
 logger = logging.getLogger(__name__)
 

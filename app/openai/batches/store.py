@@ -31,12 +31,12 @@ from typing import IO, Literal, Self
 
 from pydantic import BaseModel
 
-from app.config.http import BatchSettings
-from app.errors import ConfigError, RequestError, UnknownBatchError, UnknownFileError
-from app.openai.batches.body import BatchRequest
-from app.openai.batches.documents import read_document, write_document
-from app.openai.batches.endpoints import ENDPOINTS
-from app.openai.batches.replies import BatchObject, FileObject, Purpose
+from folio.app.config.http import BatchSettings
+from folio.app.errors import ConfigError, RequestError, UnknownBatchError, UnknownFileError
+from folio.app.openai.batches.body import BatchRequest
+from folio.app.openai.batches.documents import read_document, write_document
+from folio.app.openai.batches.endpoints import ENDPOINTS
+from folio.app.openai.batches.replies import BatchObject, FileObject, Purpose
 
 WINDOW_S = 86400
 # Of one owner. Lists and counts of bytes read all of them.

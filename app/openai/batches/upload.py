@@ -11,10 +11,10 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.exceptions import HTTPException
 
-from app.errors import ForbiddenError, RequestError
-from app.openai.batches.body import ExpiresAfter
-from app.openai.batches.replies import FileObject
-from app.openai.batches.store import BatchStore, Upload
+from folio.app.errors import ForbiddenError, RequestError
+from folio.app.openai.batches.body import ExpiresAfter
+from folio.app.openai.batches.replies import FileObject
+from folio.app.openai.batches.store import BatchStore, Upload
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from app.engine.delta import FinishReason
-from app.fleet.messages import Piece
-from app.openai.answers import ChatAnswer
-from app.openai.messages.body import MessagesRequest
-from app.openai.messages.replies import (
+from folio.app.engine.delta import FinishReason
+from folio.app.fleet.messages import Piece
+from folio.app.openai.answers import ChatAnswer
+from folio.app.openai.messages.body import MessagesRequest
+from folio.app.openai.messages.replies import (
     BlockDelta,
     BlockStart,
     BlockStop,
@@ -35,7 +35,7 @@ from app.openai.messages.replies import (
     ThinkingDelta,
     ToolUseContent,
 )
-from app.openai.output.parser import Part
+from folio.app.openai.output.parser import Part
 
 
 class MessageAnswer:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, left_out_kind, only_text, text_or
-from app.openai.chat_body import MAX_PARTS
+from folio.app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, left_out_kind, only_text, text_or
+from folio.app.openai.chat_body import MAX_PARTS
 
 
 class CacheControl(StrictBody):

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from app.engine.sampling.params import MAX_STOP_STRINGS
-from app.errors import RequestError, UnknownThreadError
-from app.openai.base import (
+from folio.app.engine.sampling.params import MAX_STOP_STRINGS
+from folio.app.errors import RequestError, UnknownThreadError
+from folio.app.openai.base import (
     JsonObject,
     ListOf,
     StrictBody,
@@ -19,12 +19,12 @@ from app.openai.base import (
     in_terms_of,
     unsupported_field,
 )
-from app.openai.bodies import GenerationBody
-from app.openai.chat_body import MAX_MESSAGES, ChatCompletionRequest, ReasoningEffort, Thinking
-from app.openai.messages.blocks import Cacheable, CacheControl, LeftOutBlock, TextBlocks, ToolResultBlock
-from app.openai.messages.conversation import MessageParam, chat_messages
-from app.openai.sampling_body import JsonSchema, JsonSchemaFormat
-from app.openai.tools.bodies import (
+from folio.app.openai.bodies import GenerationBody
+from folio.app.openai.chat_body import MAX_MESSAGES, ChatCompletionRequest, ReasoningEffort, Thinking
+from folio.app.openai.messages.blocks import Cacheable, CacheControl, LeftOutBlock, TextBlocks, ToolResultBlock
+from folio.app.openai.messages.conversation import MessageParam, chat_messages
+from folio.app.openai.sampling_body import JsonSchema, JsonSchemaFormat
+from folio.app.openai.tools.bodies import (
     MAX_TOOLS,
     ChosenFunction,
     FunctionDefinition,

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from app.openai.base import StrictBody
-from app.openai.chat_body import Message
-from app.openai.messages.blocks import (
+from folio.app.openai.base import StrictBody
+from folio.app.openai.chat_body import Message
+from folio.app.openai.messages.blocks import (
     Block,
     Blocks,
     LeftOutBlock,
@@ -21,7 +21,7 @@ from app.openai.messages.blocks import (
     ToolUseBlock,
     readable,
 )
-from app.openai.tools.bodies import FunctionCall, ToolCall
+from folio.app.openai.tools.bodies import FunctionCall, ToolCall
 
 # Blocks that only messages of this role have.
 _ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant", "tool_result": "user"}

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from app.config.parsers import ReasoningParserName, ToolParserName
-from app.config.shelf import LEAST_WEIGHT, MOST_WEIGHT
-from app.openai.base import Name, StrictBody, Text
-from app.openai.bodies import PinName
-from app.openai.chat_body import Messages
-from app.openai.sampling_body import TokenIds
+from folio.app.config.parsers import ReasoningParserName, ToolParserName
+from folio.app.config.shelf import LEAST_WEIGHT, MOST_WEIGHT
+from folio.app.openai.base import Name, StrictBody, Text
+from folio.app.openai.bodies import PinName
+from folio.app.openai.chat_body import Messages
+from folio.app.openai.sampling_body import TokenIds
 
 
 class PinRequest(StrictBody):

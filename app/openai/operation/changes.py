@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from app.config.added_model import added_engine, check_added
-from app.config.shelf import SLO, ModelConfig, ShelfConfig
-from app.errors import ConfigError, ForbiddenError, ModelError, RequestError
-from app.openai.model_names import ModelNames
-from app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, UnloadAdapterRequest
+from folio.app.config.added_model import added_engine, check_added
+from folio.app.config.shelf import SLO, ModelConfig, ShelfConfig
+from folio.app.errors import ConfigError, ForbiddenError, ModelError, RequestError
+from folio.app.openai.model_names import ModelNames
+from folio.app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, UnloadAdapterRequest
 
 
 class Tables(Protocol):
     """What has been added at run time; a change is on all engine replicas or on none. See
-    `app.serving.loaded.LoadedTables`."""
+    `folio.app.serving.loaded.LoadedTables`."""
 
     async def load(self, name: str, path: str, *, in_place: bool, model: str) -> None: ...
     async def unload(self, name: str) -> None: ...

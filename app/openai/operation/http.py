@@ -8,16 +8,16 @@ from typing import Annotated, Protocol
 from fastapi import Body, FastAPI, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
-from app.errors import UnavailableError, UnknownModelError, UnknownPinError
-from app.openai import description as examples
-from app.openai.operation.bodies import (
+from folio.app.errors import UnavailableError, UnknownModelError, UnknownPinError
+from folio.app.openai import description as examples
+from folio.app.openai.operation.bodies import (
     AddModelRequest,
     BudgetRequest,
     LoadAdapterRequest,
     PinRequest,
     UnloadAdapterRequest,
 )
-from app.openai.operation.replies import (
+from folio.app.openai.operation.replies import (
     BudgetReport,
     LoadReport,
     ModelCard,
@@ -28,9 +28,9 @@ from app.openai.operation.replies import (
     PinList,
     Version,
 )
-from app.request_context import current_context
-from app.version import VERSION
-from vmem import MemoryReport
+from folio.app.request_context import current_context
+from folio.app.version import VERSION
+from folio.vmem import MemoryReport
 
 logger = logging.getLogger(__name__)
 

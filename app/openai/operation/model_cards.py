@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from app.builtin import BUILTIN, BUILTIN_DESCRIPTION
-from app.errors import FolioError
-from app.openai.model_names import ModelNames
-from app.openai.operation.replies import ModelCard, ModelList
-from app.openai.replicas import STATUS_TIMEOUT_S, Replicas
-from app.openai.served_models import Seen, ServedModel, seen_models
+from folio.app.builtin import BUILTIN, BUILTIN_DESCRIPTION
+from folio.app.errors import FolioError
+from folio.app.openai.model_names import ModelNames
+from folio.app.openai.operation.replies import ModelCard, ModelList
+from folio.app.openai.replicas import STATUS_TIMEOUT_S, Replicas
+from folio.app.openai.served_models import Seen, ServedModel, seen_models
 
 # Greatest age of the context lengths of several models.
 _CONTEXT_FRESH_S = 10.0

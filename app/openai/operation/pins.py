@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.errors import FolioError, NoReplicaError, RequestError, UnknownPinError
-from app.fleet.messages import GenerateRequest
-from app.openai.model_names import ModelNames
-from app.openai.operation.bodies import PinRequest
-from app.openai.operation.replies import PinList, pin_list
-from app.openai.replicas import STATUS_TIMEOUT_S, Replicas
-from app.openai.served_models import ServedModel
-from app.request_context import current_context
+from folio.app.errors import FolioError, NoReplicaError, RequestError, UnknownPinError
+from folio.app.fleet.messages import GenerateRequest
+from folio.app.openai.model_names import ModelNames
+from folio.app.openai.operation.bodies import PinRequest
+from folio.app.openai.operation.replies import PinList, pin_list
+from folio.app.openai.replicas import STATUS_TIMEOUT_S, Replicas
+from folio.app.openai.served_models import ServedModel
+from folio.app.request_context import current_context
 
 UNPIN_TIMEOUT_S = 10.0
 

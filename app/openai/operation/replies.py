@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from app.engine.report import ReplicaReport
-from app.engine.shelf.status import ModelState, ModelStatus
-from app.fleet.messages import ReplicaStatus
-from app.openai.base import Omitted
-from vmem import BudgetAnswer, PinReport
+from folio.app.engine.report import ReplicaReport
+from folio.app.engine.shelf.status import ModelState, ModelStatus
+from folio.app.fleet.messages import ReplicaStatus
+from folio.app.openai.base import Omitted
+from folio.vmem import BudgetAnswer, PinReport
 
 
 class ModelCard(BaseModel):

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from app.openai.output.parser import HARMONY_LITERALS, ReasoningSyntax
-from app.openai.output.python_calls import PythonCalls
-from app.openai.output.syntaxes import NAME, JsonCalls, NamedJson, ToolSyntax
-from app.openai.output.tagged_calls import TaggedParameters
+from folio.app.openai.output.parser import HARMONY_LITERALS, ReasoningSyntax
+from folio.app.openai.output.python_calls import PythonCalls
+from folio.app.openai.output.syntaxes import NAME, JsonCalls, NamedJson, ToolSyntax
+from folio.app.openai.output.tagged_calls import TaggedParameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from app.openai.output.reader import Emit, Reader, Reading
+from folio.app.openai.output.reader import Emit, Reader, Reading
 
 # Characters of a call before its arguments; they are held back until it is certain that it is one.
 MAX_HEADER = 16 << 10

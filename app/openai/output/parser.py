@@ -18,10 +18,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.engine.sampling.token_text import overlap
-from app.openai.output.json_text import PairedSurrogates, stream_object
-from app.openai.output.reader import MAX_SPACE, SPACE, Kind, Reader, Reading
-from app.openai.output.syntaxes import Functions, ToolSyntax
+from folio.app.engine.sampling.token_text import overlap
+from folio.app.openai.output.json_text import PairedSurrogates, stream_object
+from folio.app.openai.output.reader import MAX_SPACE, SPACE, Kind, Reader, Reading
+from folio.app.openai.output.syntaxes import Functions, ToolSyntax
 
 # Characters read behind markers that began no call. An output with more of them has no further calls: each may cost a
 # look ahead of `MAX_HEADER`.

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from app.engine.sampling.params import ReasoningBudget, Structure
-from app.engine.turn import Turn
-from app.errors import RequestError
-from app.openai.output.formats import OutputFormat
-from app.openai.output.parser import HarmonyParser, OutputParser
-from app.openai.output.syntaxes import Functions, any_of, closed_arguments, listed, up_to
-from app.openai.tools.choice import ChosenTools
+from folio.app.engine.sampling.params import ReasoningBudget, Structure
+from folio.app.engine.turn import Turn
+from folio.app.errors import RequestError
+from folio.app.openai.output.formats import OutputFormat
+from folio.app.openai.output.parser import HarmonyParser, OutputParser
+from folio.app.openai.output.syntaxes import Functions, any_of, closed_arguments, listed, up_to
+from folio.app.openai.tools.choice import ChosenTools
 
 # Arguments of functions that are not strict.
 _ANY: Mapping[str, Any] = {"type": "object"}

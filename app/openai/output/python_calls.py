@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.openai.output.reader import SPACE, Emit, Reader, Reading
-from app.openai.output.syntaxes import (
+from folio.app.openai.output.reader import SPACE, Emit, Reader, Reading
+from folio.app.openai.output.syntaxes import (
     MAX_PARALLEL_CALLS,
     NAME,
     SEPARATOR,

@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from app.openai.output.json_text import strict_json
-from app.request_context import note_ignored
+from folio.app.openai.output.json_text import strict_json
+from folio.app.request_context import note_ignored
 
 _SCHEMA = {"additionalItems", "additionalProperties", "items"}
 _SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}

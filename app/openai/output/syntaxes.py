@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.openai.output.json_text import call_header, stream_object, strict_json, take_object_rest
-from app.openai.output.reader import SPACE, Emit, Reader, Reading
+from folio.app.openai.output.json_text import call_header, stream_object, strict_json, take_object_rest
+from folio.app.openai.output.reader import SPACE, Emit, Reader, Reading
 
 # Name of each function that may be called → JSON schema of its arguments.
 Functions = Mapping[str, Mapping[str, Any]]

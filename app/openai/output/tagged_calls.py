@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.engine.sampling.token_text import overlap
-from app.openai.output.reader import SPACE, Emit, Reader, Reading
-from app.openai.output.syntaxes import (
+from folio.app.engine.sampling.token_text import overlap
+from folio.app.openai.output.reader import SPACE, Emit, Reader, Reading
+from folio.app.openai.output.syntaxes import (
     NEWLINE,
     Functions,
     Terminal,

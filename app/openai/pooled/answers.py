@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.engine.pooled import Array
-from app.fleet.messages import GenerateRequest, Piece
-from app.openai.pooled.bodies import EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
-from app.openai.pooled.replies import (
+from folio.app.engine.pooled import Array
+from folio.app.fleet.messages import GenerateRequest, Piece
+from folio.app.openai.pooled.bodies import EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
+from folio.app.openai.pooled.replies import (
     Embedding,
     EmbeddingList,
     PooledUsage,
@@ -21,8 +21,8 @@ from app.openai.pooled.replies import (
     Score,
     ScoreList,
 )
-from app.openai.replies import PromptTokensDetails
-from app.request_context import current_context
+from folio.app.openai.replies import PromptTokensDetails
+from folio.app.request_context import current_context
 
 
 class PooledAnswer:

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from app.openai.base import ListOf, Name, StrictBody, Text, at_most
-from app.openai.bodies import kind_of_prompt
-from app.openai.sampling_body import TokenIds
+from folio.app.openai.base import ListOf, Name, StrictBody, Text, at_most
+from folio.app.openai.bodies import kind_of_prompt
+from folio.app.openai.sampling_body import TokenIds
 
 # As OpenAI's.
 MAX_INPUTS = 2048

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from app.errors import ContextLengthError, RequestError
-from app.openai.prompts import PromptEncoder
+from folio.app.errors import ContextLengthError, RequestError
+from folio.app.openai.prompts import PromptEncoder
 
 _PLACES = re.compile(r"(\{query\}|\{document\})")
 

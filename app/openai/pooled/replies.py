@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from app.openai.base import Omitted
-from app.openai.replies import PromptTokensDetails
+from folio.app.openai.base import Omitted
+from folio.app.openai.replies import PromptTokensDetails
 
 
 class PooledUsage(BaseModel):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 
-from app.engine.pooled import PoolingParams
-from app.engine.sampling.params import SamplingParams
-from app.errors import RequestError
-from app.fleet.messages import GenerateRequest, ServedPooling
-from app.openai.pooled.answers import EmbeddingAnswer, RankingAnswer, ScoreAnswer
-from app.openai.pooled.bodies import MAX_INPUTS, EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
-from app.openai.pooled.inputs import InputEncoder
-from app.openai.prompts import PromptEncoder
-from app.request_context import current_context
+from folio.app.engine.pooled import PoolingParams
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import RequestError
+from folio.app.fleet.messages import GenerateRequest, ServedPooling
+from folio.app.openai.pooled.answers import EmbeddingAnswer, RankingAnswer, ScoreAnswer
+from folio.app.openai.pooled.bodies import MAX_INPUTS, EmbeddingRequest, PooledBody, RerankRequest, ScoreRequest
+from folio.app.openai.pooled.inputs import InputEncoder
+from folio.app.openai.prompts import PromptEncoder
+from folio.app.request_context import current_context
 
 # A pooled request generates nothing.
 _PARAMS = SamplingParams(max_tokens=1)

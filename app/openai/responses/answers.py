@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
-from app.engine.delta import FinishReason, TokenLogprobs
-from app.errors import ContextLengthError, OverloadedError, RequestError
-from app.fleet.messages import Piece
-from app.http_errors import error_response
-from app.openai.answers import ChatAnswer
-from app.openai.base import OtherKind
-from app.openai.responses.body import NamedSchemaFormat, ResponsesRequest, TextConfig
-from app.openai.responses.call_text import CallText
-from app.openai.responses.replies import (
+from folio.app.engine.delta import FinishReason, TokenLogprobs
+from folio.app.errors import ContextLengthError, OverloadedError, RequestError
+from folio.app.fleet.messages import Piece
+from folio.app.http_errors import error_response
+from folio.app.openai.answers import ChatAnswer
+from folio.app.openai.base import OtherKind
+from folio.app.openai.responses.body import NamedSchemaFormat, ResponsesRequest, TextConfig
+from folio.app.openai.responses.call_text import CallText
+from folio.app.openai.responses.replies import (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
     FailureDetail,
@@ -49,9 +49,9 @@ from app.openai.responses.replies import (
     TextDoneEvent,
     TextEcho,
 )
-from app.openai.responses.tools import CustomTool
-from app.openai.sampling_body import TextFormat
-from app.request_context import current_context
+from folio.app.openai.responses.tools import CustomTool
+from folio.app.openai.sampling_body import TextFormat
+from folio.app.request_context import current_context
 
 # Fields of a response that have the request's values.
 _ECHOED = (

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Tag
 
-from app.errors import RequestError
-from app.openai.base import (
+from folio.app.errors import RequestError
+from folio.app.openai.base import (
     JsonObject,
     ListOf,
     Name,
@@ -20,8 +20,8 @@ from app.openai.base import (
     text_or,
     unsupported_field,
 )
-from app.openai.bodies import GenerationBody
-from app.openai.chat_body import (
+from folio.app.openai.bodies import GenerationBody
+from folio.app.openai.chat_body import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOP_LOGPROBS,
@@ -29,11 +29,11 @@ from app.openai.chat_body import (
     ReasoningEffort,
     TemplateFields,
 )
-from app.openai.responses.conversation import messages_of
-from app.openai.responses.items import CallOutput, InputItem, InputMessage, ItemReference, OtherItem, OtherPart
-from app.openai.responses.tools import AnyTool, Choice, ShownTools
-from app.openai.sampling_body import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
-from app.openai.tools.bodies import MAX_TOOLS
+from folio.app.openai.responses.conversation import messages_of
+from folio.app.openai.responses.items import CallOutput, InputItem, InputMessage, ItemReference, OtherItem, OtherPart
+from folio.app.openai.responses.tools import AnyTool, Choice, ShownTools
+from folio.app.openai.sampling_body import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
+from folio.app.openai.tools.bodies import MAX_TOOLS
 
 _LOGPROBS = "message.output_text.logprobs"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 
-from app.openai.tools.bodies import TEXT_ARGUMENT
+from folio.app.openai.tools.bodies import TEXT_ARGUMENT
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{TEXT_ARGUMENT}"\s*:\s*"')
 # A string up to an escape that may continue, its end, or an escape that JSON does not have.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from app.openai.base import joined_text
-from app.openai.chat_body import Message
-from app.openai.responses.items import (
+from folio.app.openai.base import joined_text
+from folio.app.openai.chat_body import Message
+from folio.app.openai.responses.items import (
     CallOutput,
     GivenAction,
     GivenCustomCall,
@@ -17,8 +17,8 @@ from app.openai.responses.items import (
     InputItem,
     InputMessage,
 )
-from app.openai.responses.tools import qualified_name
-from app.openai.tools.bodies import TEXT_ARGUMENT, FunctionCall, ToolCall
+from folio.app.openai.responses.tools import qualified_name
+from folio.app.openai.tools.bodies import TEXT_ARGUMENT, FunctionCall, ToolCall
 
 
 def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Message]:

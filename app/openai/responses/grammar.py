@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from app.openai.output.schemas import MAX_PATTERN_CHARS, is_pattern
+from folio.app.openai.output.schemas import MAX_PATTERN_CHARS, is_pattern
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r\f]+|//[^\n]*|\#[^\n]*|\\\n)

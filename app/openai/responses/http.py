@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import FastAPI, Path, Query
 
-from app.errors import RequestError
-from app.openai.responses.replies import ItemList, ResponseDeleted, ResponseObject
+from folio.app.errors import RequestError
+from folio.app.openai.responses.replies import ItemList, ResponseDeleted, ResponseObject
 
 Id = Annotated[str, Path(max_length=256)]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from app.openai.base import (
+from folio.app.openai.base import (
     JsonObject,
     ListOf,
     OtherKind,
@@ -25,8 +25,8 @@ from app.openai.base import (
     only_text,
     text_or,
 )
-from app.openai.chat_body import MAX_PARTS
-from app.openai.tools.bodies import Arguments, CallId
+from folio.app.openai.chat_body import MAX_PARTS
+from folio.app.openai.tools.bodies import Arguments, CallId
 
 
 class OtherPart(OtherKind):

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.openai.base import Omitted
-from app.openai.chat_body import ReasoningEffort
-from app.openai.replies import ChatTokenLogprob
-from app.openai.responses.tools import AllowedToolSet, CustomTool, FunctionTool, NamedTool, NamespaceTool
-from app.openai.sampling_body import JsonObjectFormat, TextFormat
+from folio.app.openai.base import Omitted
+from folio.app.openai.chat_body import ReasoningEffort
+from folio.app.openai.replies import ChatTokenLogprob
+from folio.app.openai.responses.tools import AllowedToolSet, CustomTool, FunctionTool, NamedTool, NamespaceTool
+from folio.app.openai.sampling_body import JsonObjectFormat, TextFormat
 
 ItemStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 

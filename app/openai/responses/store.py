@@ -28,12 +28,12 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from app.config.http import HttpSettings, ResponseSettings
-from app.errors import ConfigError, RequestError, UnknownResponseError
-from app.openai.batches.documents import Model, read_document, write_document
-from app.openai.batches.store import owner_folder
-from app.openai.responses.answers import document_key
-from app.openai.responses.replies import ResponseObject
+from folio.app.config.http import HttpSettings, ResponseSettings
+from folio.app.errors import ConfigError, RequestError, UnknownResponseError
+from folio.app.openai.batches.documents import Model, read_document, write_document
+from folio.app.openai.batches.store import owner_folder
+from folio.app.openai.responses.answers import document_key
+from folio.app.openai.responses.replies import ResponseObject
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from app.errors import PreviousResponseError, RequestError, UnknownResponseError
-from app.openai.chat_body import MAX_MESSAGES
-from app.openai.responses.answers import document_key
-from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.items import InputItem, InputMessage, ItemReference
-from app.openai.responses.replies import ResponseObject
-from app.openai.responses.store import ResponseStore
-from app.request_context import current_context, note_ignored
+from folio.app.errors import PreviousResponseError, RequestError, UnknownResponseError
+from folio.app.openai.chat_body import MAX_MESSAGES
+from folio.app.openai.responses.answers import document_key
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.responses.items import InputItem, InputMessage, ItemReference
+from folio.app.openai.responses.replies import ResponseObject
+from folio.app.openai.responses.store import ResponseStore
+from folio.app.request_context import current_context, note_ignored
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, Tag, model_validator
 
-from app.openai.base import JsonObject, ListOf, OtherKind, StrictBody, Text, at_most, by_type
-from app.openai.responses.grammar import pattern_of
-from app.openai.sampling_body import TextFormat
-from app.openai.tools.bodies import (
+from folio.app.openai.base import JsonObject, ListOf, OtherKind, StrictBody, Text, at_most, by_type
+from folio.app.openai.responses.grammar import pattern_of
+from folio.app.openai.sampling_body import TextFormat
+from folio.app.openai.tools.bodies import (
     MAX_TOOLS,
     TEXT_ARGUMENT,
     AllowedToolChoice,

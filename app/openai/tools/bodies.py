@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, Tag, model_validator
 
-from app.errors import RequestError
-from app.openai.base import (
+from folio.app.errors import RequestError
+from folio.app.openai.base import (
     JsonObject,
     ListOf,
     Omitted,

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from app.errors import RequestError
-from app.openai.base import OtherKind
-from app.openai.output.schemas import enforceable
-from app.openai.tools.bodies import AllowedToolChoice, NamedToolChoice, OtherTool, Tool, ToolChoice
+from folio.app.errors import RequestError
+from folio.app.openai.base import OtherKind
+from folio.app.openai.output.schemas import enforceable
+from folio.app.openai.tools.bodies import AllowedToolChoice, NamedToolChoice, OtherTool, Tool, ToolChoice
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from app.builtin import BUILTIN_FOLDER, corpus, openings
-from app.builtin.corpus import Turn
-from app.engine import LLM, SamplingParams
+from folio.app.builtin import BUILTIN_FOLDER, corpus, openings
+from folio.app.builtin.corpus import Turn
+from folio.app.engine import LLM, SamplingParams
 
 HERE = Path(__file__).parent
 # An intent, and a message that was written without looking at the corpus.

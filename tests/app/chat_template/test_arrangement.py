@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.chat_template.arrangement import Arrangement
-from app.chat_template.template import ChatTemplate
+from folio.app.chat_template.arrangement import Arrangement
+from folio.app.chat_template.template import ChatTemplate
 from tests.app.chat_template.templates import TEMPLATES
 
 READY = {name: ChatTemplate(source, {"bos_token": "<bos>"}) for name, source in TEMPLATES.items()}

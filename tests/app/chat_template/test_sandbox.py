@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from app.chat_template.template import ChatTemplate, RenderError
+from folio.app.chat_template.template import ChatTemplate, RenderError
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 LIMIT_S = 0.2

@@ -17,7 +17,7 @@ def config(tmp_path: Path) -> Callable[..., str]:
 
     def write(engine: dict[str, Any], **http: Any) -> str:
         args = {"engine": {"model": "builtin"} | engine}
-        application = {"name": "folio", "import_path": "app.main:build", "args": args}
+        application = {"name": "folio", "import_path": "folio.app.main:build", "args": args}
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
         return str(path)
@@ -28,7 +28,7 @@ def config(tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture(autouse=True)
 def levels() -> Iterator[None]:
     """`StartLog` sets levels of loggers for the process."""
-    names = ("ray", "ray.serve", "kernels")
+    names = ("ray", "ray.serve", "folio.kernels")
     before = {name: logging.getLogger(name).level for name in names}
     yield
     for name, level in before.items():

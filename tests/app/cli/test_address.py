@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.cli.address import reserve_address, wait_for_listener
-from app.errors import ConfigError
+from folio.app.cli.address import reserve_address, wait_for_listener
+from folio.app.errors import ConfigError
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{}", "LOCALHOST:{}", "auto", "ray://10.0.0.9:10001"])

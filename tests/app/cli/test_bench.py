@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from app.cli.bench import Load, Prompts, kind_of_error, summary
-from app.cli.load import Record
-from app.cli.main import main
+from folio.app.cli.bench import Load, Prompts, kind_of_error, summary
+from folio.app.cli.load import Record
+from folio.app.cli.main import main
 from tests.app.cli.fake_server import DONE, Answer, error, event, serving, stream, text, usage
 
 LOAD = Load((1.0,), 10.0, 100, 8, 40, 0, slo_ttft_s=0.5, slo_tpot_s=0.1, api="chat")

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from app.cli import chat as chat_module
-from app.cli.chat import Reply, read_message
-from app.cli.connection import Server
-from app.cli.main import main
-from app.cli.text import printable
-from app.errors import UnavailableError
+from folio.app.cli import chat as chat_module
+from folio.app.cli.chat import Reply, read_message
+from folio.app.cli.connection import Server
+from folio.app.cli.main import main
+from folio.app.cli.text import printable
+from folio.app.errors import UnavailableError
 from tests.app.cli.fake_server import DONE, Answer, error, event, serving, stream, text, usage
 
 

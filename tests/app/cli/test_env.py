@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from app import haproxy
-from app.cli import env
-from app.config.machine import binding_variables
+from folio.app import haproxy
+from folio.app.cli import env
+from folio.app.config.machine import binding_variables
 
 BINDING: list[tuple[dict[str, str], list[str]]] = [
     ({}, []),

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import ray
 
-from app.cli import gpus, lifetime
-from app.cli.settings import DEFAULT, compose
-from app.errors import ConfigError
+from folio.app.cli import gpus, lifetime
+from folio.app.cli.settings import DEFAULT, compose
+from folio.app.errors import ConfigError
 
 SHARED = {"ray_actor_options": {"num_gpus": 0.4}, "num_replicas": 5}
 

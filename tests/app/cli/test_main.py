@@ -11,8 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from app.cli import main as frame
-from app.errors import ConfigError, UnavailableError
+from folio.app.cli import main as frame
+from folio.app.errors import ConfigError, UnavailableError
 
 ROOT = Path(__file__).parents[3]
 COMMANDS: dict[str, Any] = typer.main.get_command(frame.folio).commands  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def test_the_end_of_a_command(
 @pytest.mark.processes
 def test_help_needs_nothing_heavy() -> None:
     code = (
-        "import sys; from app.cli.main import main; main(['--help']); "
+        "import sys; from folio.app.cli.main import main; main(['--help']); "
         "print(sorted({'ray', 'torch', 'transformers', 'fastapi', 'aiohttp'} & sys.modules.keys()))"
     )
     ran = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)

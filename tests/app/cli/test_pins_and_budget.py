@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from app.cli.main import main
+from folio.app.cli.main import main
 from tests.app.cli.fake_server import error, serving
 
 REPORT = {

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from app.cli.main import main
-from app.cli.plan import DEVICES, choose_target
+from folio.app.cli.main import main
+from folio.app.cli.plan import DEVICES, choose_target
 from tests.conftest import HYBRIDS, SMALL, MakeCheckpoint
 
 

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from app.cli.connection import Server
-from app.cli.main import main
-from app.cli.top import Watch
-from app.cli.top_view import KINDS, bar, kinds_of, view
-from app.dashboard.state import Load, Memory, ReplicaState, Traffic
+from folio.app.cli.connection import Server
+from folio.app.cli.main import main
+from folio.app.cli.top import Watch
+from folio.app.cli.top_view import KINDS, bar, kinds_of, view
+from folio.app.dashboard.state import Load, Memory, ReplicaState, Traffic
 from tests.app.cli.fake_server import error, serving, stream
 
 MIB = 1 << 20

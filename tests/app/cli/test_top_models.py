@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.cli.top_models import model_rows
-from app.dashboard.state import ReplicaState
+from folio.app.cli.top_models import model_rows
+from folio.app.dashboard.state import ReplicaState
 from tests.app.cli.test_top import MIB, replica, shown, state_of
 
 

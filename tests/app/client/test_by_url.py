@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import pytest
 
-from app.client import (
+from folio.app.client import (
     AddModelRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -40,11 +40,11 @@ from app.client import (
     UnknownPinError,
     UnloadAdapterRequest,
 )
-from app.client.over_grpc import call_error
-from app.config.http import HttpSettings, KeySource
-from app.openai.messages.body import CountTokensRequest, MessagesRequest
-from app.openai.messages.replies import BlockDelta, TextContent, TextDelta
-from app.openai.responses.body import ResponsesRequest
+from folio.app.client.over_grpc import call_error
+from folio.app.config.http import HttpSettings, KeySource
+from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
+from folio.app.openai.messages.replies import BlockDelta, TextContent, TextDelta
+from folio.app.openai.responses.body import ResponsesRequest
 from tests.app.openai.test_http import FakeService
 from tests.grpc_server import grpc_listening
 from tests.local_server import LocalServer, guarded_api, listening
@@ -381,7 +381,7 @@ def test_calls_by_url_need_no_ray() -> None:
     code = """
 import sys
 sys.modules["ray"] = None  # makes an import of it fail
-from app.client import Folio
+from folio.app.client import Folio
 Folio("http://x"), Folio("grpc://x")
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -11,8 +11,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-import app.client
-from app.client import (
+import folio.app.client
+from folio.app.client import (
     CompletionRequest,
     EngineError,
     Folio,
@@ -22,7 +22,7 @@ from app.client import (
     UnavailableError,
     over_handle,
 )
-from app.client import folio as folio_module
+from folio.app.client import folio as folio_module
 from tests.processes import until_async
 
 REQUEST = CompletionRequest(model="m", prompt="x")
@@ -162,5 +162,5 @@ def test_ready_waits_for_the_application(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_public_names_exist() -> None:
-    for name in app.client.__all__:
-        assert hasattr(app.client, name)
+    for name in folio.app.client.__all__:
+        assert hasattr(folio.app.client, name)

@@ -1,4 +1,4 @@
-"""The interfaces of Ray Serve that `app.compat.ray` relies on: these tests fail first when Ray changes."""
+"""The interfaces of Ray Serve that `folio.app.compat.ray` relies on: these tests fail first when Ray changes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.schema import ServeDeploySchema
 
-from app.compat import ray as compat
-from app.errors import EngineError, FolioError, NoReplicaError, OverloadedError, RequestError, UnavailableError
-from app.serving.router import FolioRouter
+from folio.app.compat import ray as compat
+from folio.app.errors import EngineError, FolioError, NoReplicaError, OverloadedError, RequestError, UnavailableError
+from folio.app.serving.router import FolioRouter
 from tests.app.compat.ray_types import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from tests.processes import until
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from app.compat import torch as compat
+from folio.app.compat import torch as compat
 
 HOUR = timedelta(hours=1)
 

@@ -7,8 +7,8 @@ import inspect
 import pytest
 from transformers import BloomForCausalLM, DynamicCache, LlamaForCausalLM
 
-from app.compat.transformers import uses_attention_interface
-from app.engine.execution.recurrent import StateCache
+from folio.app.compat.transformers import uses_attention_interface
+from folio.app.engine.execution.recurrent import StateCache
 
 
 def test_models_outside_the_attention_interface_are_known() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.config.engine import DEVICE_DEFAULTS, EngineConfig, ResolvedConfig
-from app.errors import ConfigError
+from folio.app.config.engine import DEVICE_DEFAULTS, EngineConfig, ResolvedConfig
+from folio.app.errors import ConfigError
 
 
 def test_defaults_follow_the_device() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import app.config.machine
-from app.config.engine import EngineConfig
-from app.config.machine import Machine, check_resources, num_threads, resident_bytes
+import folio.app.config.machine
+from folio.app.config.engine import EngineConfig
+from folio.app.config.machine import Machine, check_resources, num_threads, resident_bytes
 
 GIB = 1 << 30
 ROOMY = Machine(memory_bytes=24 * GIB, available_bytes=20 * GIB, limited=False, num_cores=8, max_map_count=65_530)
@@ -151,7 +151,7 @@ def test_a_ceiling_may_exceed_available_memory() -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     """Checks must not take as long as importing torch."""
-    tree = ast.parse(Path(app.config.machine.__file__).read_text())
+    tree = ast.parse(Path(folio.app.config.machine.__file__).read_text())
     modules = [n.module or "" for n in tree.body if isinstance(n, ast.ImportFrom)]
     modules += [alias.name for n in tree.body if isinstance(n, ast.Import) for alias in n.names]
     assert {module.split(".")[0] for module in modules} <= sys.stdlib_module_names

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from app.config.args import AppArgs
-from app.config.engine import EngineConfig
-from app.config.shelf import SLO, ModelConfig
-from app.errors import ConfigError
+from folio.app.config.args import AppArgs
+from folio.app.config.engine import EngineConfig
+from folio.app.config.shelf import SLO, ModelConfig
+from folio.app.errors import ConfigError
 
 GIB = 1 << 30
 

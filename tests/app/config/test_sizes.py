@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from app.config.sizes import Bytes, parse_size, show_size
+from folio.app.config.sizes import Bytes, parse_size, show_size
 
 
 @pytest.mark.parametrize(

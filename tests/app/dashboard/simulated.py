@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from fastapi import FastAPI
 
-from app.dashboard.collector import Collector
-from app.dashboard.http import add_dashboard
-from app.dashboard.state import (
+from folio.app.dashboard.collector import Collector
+from folio.app.dashboard.http import add_dashboard
+from folio.app.dashboard.state import (
     Load,
     Memory,
     ReplicaDetail,
@@ -22,16 +22,16 @@ from app.dashboard.state import (
     block_map,
     runs_of,
 )
-from app.dashboard.traffic import TrafficLog
-from app.dashboard.views import ReplicaView, WatchCall
-from vmem import BlockState
+from folio.app.dashboard.traffic import TrafficLog
+from folio.app.dashboard.views import ReplicaView, WatchCall
+from folio.vmem import BlockState
 
 _BLOCK_BYTES = 2 << 20
 _STATES = [BlockState.ACTIVE, BlockState.SHARED, BlockState.CACHED, BlockState.PARKED, BlockState.FREE]
 
 
 class SimulatedReplicas:
-    """Replicas whose blocks come and go at random. See `app.dashboard.collector.Source`."""
+    """Replicas whose blocks come and go at random. See `folio.app.dashboard.collector.Source`."""
 
     def __init__(self, num_replicas: int, num_blocks: int) -> None:
         self.names = [f"r{number:02}x{number * 7919 % 9973:04}" for number in range(num_replicas)]

@@ -9,12 +9,12 @@ from contextlib import aclosing
 
 import pytest
 
-from app.dashboard.collector import MOST_VIEWERS, Collector, Wish
-from app.dashboard.state import DashboardState, Load, ReplicaState, Steps
-from app.dashboard.traffic import TrafficLog
-from app.dashboard.views import ReplicaView, WatchCall
-from app.errors import OverloadedError
-from app.fleet.decisions import DECISIONS
+from folio.app.dashboard.collector import MOST_VIEWERS, Collector, Wish
+from folio.app.dashboard.state import DashboardState, Load, ReplicaState, Steps
+from folio.app.dashboard.traffic import TrafficLog
+from folio.app.dashboard.views import ReplicaView, WatchCall
+from folio.app.errors import OverloadedError
+from folio.app.fleet.decisions import DECISIONS
 
 _LOAD = Load(
     num_running=1,

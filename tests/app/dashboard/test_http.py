@@ -18,13 +18,13 @@ from starlette.requests import ClientDisconnect
 from starlette.testclient import TestClient
 from starlette.types import Message
 
-from app.config.http import HttpSettings, KeySource
-from app.dashboard import http
-from app.dashboard.collector import MOST_VIEWERS
-from app.dashboard.http import STATIC, EventStream
-from app.dashboard.state import DashboardState, ReplicaDetail, ReplicaState
-from app.dashboard.views import WatchCall, view_replica
-from app.fleet.messages import split_public_id
+from folio.app.config.http import HttpSettings, KeySource
+from folio.app.dashboard import http
+from folio.app.dashboard.collector import MOST_VIEWERS
+from folio.app.dashboard.http import STATIC, EventStream
+from folio.app.dashboard.state import DashboardState, ReplicaDetail, ReplicaState
+from folio.app.dashboard.views import WatchCall, view_replica
+from folio.app.fleet.messages import split_public_id
 from tests.local_server import LocalServer, guarded_api, listening
 from tests.processes import until
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.dashboard.http import STATIC
-from app.dashboard.state import Gpu
+from folio.app.dashboard.http import STATIC
+from folio.app.dashboard.state import Gpu
 
 NODE = shutil.which("node")
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not NODE, reason="there is no Node")]

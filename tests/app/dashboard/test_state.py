@@ -7,8 +7,8 @@ import base64
 import numpy as np
 import pytest
 
-from app.dashboard.state import COUNTED_CELLS, DETAIL_CELLS, OVERVIEW_CELLS, STATES, BlockMap, block_map, runs_of
-from vmem import BlockState
+from folio.app.dashboard.state import COUNTED_CELLS, DETAIL_CELLS, OVERVIEW_CELLS, STATES, BlockMap, block_map, runs_of
+from folio.vmem import BlockState
 
 
 def map_of(states: np.ndarray, *, detailed: bool = True) -> BlockMap:

@@ -6,8 +6,8 @@ import heapq
 import random
 from collections.abc import Callable
 
-from app.edge.limit_ledger import LimitLedger
-from app.edge.limits import EARLY_REPORT_S, REPORT_PERIOD_S, IngressLimits, LimitUsage
+from folio.app.edge.limit_ledger import LimitLedger
+from folio.app.edge.limits import EARLY_REPORT_S, REPORT_PERIOD_S, IngressLimits, LimitUsage
 
 _MESSAGE_S = 0.005  # each way
 
@@ -21,7 +21,7 @@ class Clock:
 
 
 class Cluster:
-    """Ingresses that report as `app.serving.limits` does: every `REPORT_PERIOD_S`, early after `EARLY_REPORT_S`.
+    """Ingresses that report as `folio.app.serving.limits` does: every `REPORT_PERIOD_S`, early after `EARLY_REPORT_S`.
     A test may take `ledger` away or replace it, and remove ingresses from `alive`."""
 
     def __init__(self, num_ingresses: int, seed: int = 0) -> None:

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from app.edge.admission import AdmissionControl
-from app.errors import OverloadedError, UnavailableError
-from app.fleet.overload import LoadShedder
+from folio.app.edge.admission import AdmissionControl
+from folio.app.errors import OverloadedError, UnavailableError
+from folio.app.fleet.overload import LoadShedder
 
 
 def test_requests_are_in_flight_until_their_end() -> None:

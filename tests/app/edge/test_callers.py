@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from app.config.http import HttpSettings, KeySource
-from app.edge import keys as keys_module
-from app.edge.callers import Callers
-from app.edge.guard import key_ring
-from app.errors import ForbiddenError, RateLimitError
-from app.request_context import CURRENT
+from folio.app.config.http import HttpSettings, KeySource
+from folio.app.edge import keys as keys_module
+from folio.app.edge.callers import Callers
+from folio.app.edge.guard import key_ring
+from folio.app.errors import ForbiddenError, RateLimitError
+from folio.app.request_context import CURRENT
 
 KEYS = """
 keys:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from app.config.http import BatchSettings, HttpSettings
-from app.edge.compression import decompressed, known_codings
+from folio.app.config.http import BatchSettings, HttpSettings
+from folio.app.edge.compression import decompressed, known_codings
 from tests.app.serving.test_ingress import Engines, ingress_with
 from tests.local_server import guarded_api
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from app.config.http import HttpSettings, KeySource, RateLimits
-from app.edge.guard import Guard
-from app.edge.keys import KeyRing
-from app.request_context import EdgeObserver, current_context, request_id
+from folio.app.config.http import HttpSettings, KeySource, RateLimits
+from folio.app.edge.guard import Guard
+from folio.app.edge.keys import KeyRing
+from folio.app.request_context import EdgeObserver, current_context, request_id
 from tests.app.edge.asgi import Answer, bearer, call, scope_of
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"

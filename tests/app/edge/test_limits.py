@@ -8,11 +8,11 @@ from contextlib import suppress
 
 import pytest
 
-from app.config.http import RateLimits
-from app.edge.limit_ledger import DEAD_S, LimitLedger
-from app.edge.limits import IngressLimits, LimitAnswer, LimitGrant, LimitUsage
-from app.edge.quota import AddressQuotas, Quota
-from app.errors import RateLimitError
+from folio.app.config.http import RateLimits
+from folio.app.edge.limit_ledger import DEAD_S, LimitLedger
+from folio.app.edge.limits import IngressLimits, LimitAnswer, LimitGrant, LimitUsage
+from folio.app.edge.quota import AddressQuotas, Quota
+from folio.app.errors import RateLimitError
 from tests.app.edge.limit_cluster import Clock, Cluster
 
 # From (seconds so far, random number, number of requests so far, number of ingresses) to an ingress.

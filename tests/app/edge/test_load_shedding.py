@@ -14,9 +14,9 @@ from urllib.parse import urlparse
 import pytest
 from fastapi import FastAPI, Request
 
-from app.edge.admission import AdmissionControl, LoadSheddingMiddleware
-from app.fleet.overload import LoadShedder
-from app.request_context import EdgeObserver
+from folio.app.edge.admission import AdmissionControl, LoadSheddingMiddleware
+from folio.app.fleet.overload import LoadShedder
+from folio.app.request_context import EdgeObserver
 from tests.app.edge.asgi import call
 from tests.local_server import listening
 

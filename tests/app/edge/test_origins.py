@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.config.http import HttpSettings
-from app.edge.origins import is_loopback
+from folio.app.config.http import HttpSettings
+from folio.app.edge.origins import is_loopback
 from tests.app.edge.asgi import Answer, call
 from tests.app.openai.test_http import FakeService
 from tests.local_server import guarded_api

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from app.config.http import HttpSettings
-from app.errors import ConfigError, EngineError, OverloadedError, RequestError
-from app.logs import WithheldMessages
-from app.openai.bodies import CompletionRequest
-from app.openai.replies import Completion
+from folio.app.config.http import HttpSettings
+from folio.app.errors import ConfigError, EngineError, OverloadedError, RequestError
+from folio.app.logs import WithheldMessages
+from folio.app.openai.bodies import CompletionRequest
+from folio.app.openai.replies import Completion
 from tests.app.edge.asgi import Answer, bearer, call
 from tests.app.openai.test_http import FakeService
 from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
@@ -221,7 +221,7 @@ def written() -> Iterator[StringIO]:
     stream = StringIO()
     handler = logging.StreamHandler(stream)
     handler.addFilter(WithheldMessages())
-    root, ours = logging.getLogger(), logging.getLogger("app")
+    root, ours = logging.getLogger(), logging.getLogger("folio")
     levels = root.level, ours.level
     root.addHandler(handler)
     root.setLevel(logging.INFO)

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from app.config.http import RateLimits
-from app.edge.limits import IngressLimits, LeasedLimit
-from app.edge.quota import AddressQuotas, Quota
-from app.errors import RateLimitError, RequestError
+from folio.app.config.http import RateLimits
+from folio.app.edge.limits import IngressLimits, LeasedLimit
+from folio.app.edge.quota import AddressQuotas, Quota
+from folio.app.errors import RateLimitError, RequestError
 from tests.app.edge.limit_cluster import Clock
 
 

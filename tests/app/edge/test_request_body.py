@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.config.http import HttpSettings
-from app.edge import request_body as unread
-from app.edge.guard import Guard
-from app.edge.request_body import ReadsRefusedBodies
+from folio.app.config.http import HttpSettings
+from folio.app.edge import request_body as unread
+from folio.app.edge.guard import Guard
+from folio.app.edge.request_body import ReadsRefusedBodies
 from tests.app.haproxy_front import as_serve
 from tests.local_server import listening
 

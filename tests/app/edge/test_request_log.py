@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.request_context import current_context, note_error
+from folio.app.request_context import current_context, note_error
 from tests.app.edge.asgi import bearer, call, scope_of
 from tests.app.edge.test_guard import ALICE, answer_of, echo, guarded
 
@@ -17,10 +17,10 @@ from tests.app.edge.test_guard import ALICE, answer_of, echo, guarded
 @pytest.fixture
 def line(caplog: pytest.LogCaptureFixture) -> Any:
     """The fields of the line written since the last call."""
-    caplog.set_level(logging.INFO, "app.edge.request_log")
+    caplog.set_level(logging.INFO, "folio.app.edge.request_log")
 
     def last() -> dict[str, str]:
-        [record] = [record for record in caplog.records if record.name == "app.edge.request_log"]
+        [record] = [record for record in caplog.records if record.name == "folio.app.edge.request_log"]
         caplog.clear()
         method, path, status, total_ms, unit, end, *named = record.getMessage().split(" ")
         assert unit == "ms"
@@ -139,6 +139,6 @@ def test_pickers_are_logged_when_they_are_refused(line: Any, caplog: pytest.LogC
 
 
 def test_the_log_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "app.edge.request_log")
+    caplog.set_level(logging.INFO, "folio.app.edge.request_log")
     answer_of(guarded(echo, log_requests=False))
     assert not caplog.records

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.config.http import HttpSettings
-from app.openai.operation.replies import PinCard, PinList
+from folio.app.config.http import HttpSettings
+from folio.app.openai.operation.replies import PinCard, PinList
 from tests.app.edge.asgi import bearer, call
 from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
 from tests.local_server import guarded_api

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from starlette.types import Message, Receive
 
-from app.config.http import BatchSettings, HttpSettings
-from app.edge.request_body import BodyBounds, limited
-from app.http_errors import HttpRefusal
+from folio.app.config.http import BatchSettings, HttpSettings
+from folio.app.edge.request_body import BodyBounds, limited
+from folio.app.http_errors import HttpRefusal
 
 from .asgi import scope_of
 

@@ -11,12 +11,12 @@ from typing import TypeVar
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
-from app.engine import AsyncEngine, Delta, SamplingParams, async_engine
-from app.engine.faults import device_fault
-from app.errors import EngineError, RequestError, UnavailableError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import AsyncEngine, Delta, SamplingParams, async_engine
+from folio.app.engine.faults import device_fault
+from folio.app.errors import EngineError, RequestError, UnavailableError
+from folio.vmem import IntegrityError, MapError
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
-from vmem import IntegrityError, MapError
 
 T = TypeVar("T")
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -253,7 +253,7 @@ def test_a_lost_device_stops_the_engine_at_once(
 
     async def main() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("app.engine.driver.device_fault", lambda _: device_fault(torch.device("cuda")))
+            patch.setattr("folio.app.engine.driver.device_fault", lambda _: device_fault(torch.device("cuda")))
             patch.setattr(torch.cuda, "is_initialized", lambda: True)
             patch.setattr(torch.cuda, "synchronize", synchronize)
             patch.setattr(engine._engine.memory if where == "append" else engine._engine, where, fail)

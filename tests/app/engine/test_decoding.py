@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.config.engine import EngineConfig
-from app.engine import Delta, SamplingParams, Structure, generation, token_selection
-from app.engine.engine import Engine
-from app.engine.sampling import sampler
-from app.errors import EngineError, RequestError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import Delta, SamplingParams, Structure, generation, token_selection
+from folio.app.engine.engine import Engine
+from folio.app.engine.sampling import sampler
+from folio.app.errors import EngineError, RequestError
+from folio.vmem import VmemError
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
-from vmem import VmemError
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)

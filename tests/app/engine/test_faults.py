@@ -21,19 +21,19 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
-from app.engine.delta import Delta
-from app.engine.engine import Engine
-from app.engine.faults import FAILED
-from app.engine.generation import Generation
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams, Structure
-from app.engine.sampling.state import SamplingState
-from app.errors import EngineError, FolioError, RequestError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.delta import Delta
+from folio.app.engine.engine import Engine
+from folio.app.engine.faults import FAILED
+from folio.app.engine.generation import Generation
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams, Structure
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.errors import EngineError, FolioError, RequestError
+from folio.vmem import SequenceMemory
 from tests.app.engine.lora.adapters import make_adapter
 from tests.app.small_tokenizers import byte_level
 from tests.conftest import SMALL, MakeCheckpoint
-from vmem import SequenceMemory
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 ROOT = Path(__file__).parents[3]
@@ -123,7 +123,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return self.target.removeprefix("app.engine.")
+        return self.target.removeprefix("folio.app.engine.")
 
 
 def with_params(run: Run, victim: str, arguments: tuple[Any, ...]) -> bool:
@@ -301,7 +301,7 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]
         make_adapter(adapter, folder, "q_proj|down_proj", seed=seed)
     run = Run(make_engine(folder, speculation="ngram", adapters={name: str(at) for name, at in adapters.items()}))
     with pytest.MonkeyPatch.context() as patches:  # measured times say otherwise whom it pays for
-        patches.setattr("app.engine.speculation.length.choose_lengths", lambda _, most, *__, **___: list(most))
+        patches.setattr("folio.app.engine.speculation.length.choose_lengths", lambda _, most, *__, **___: list(most))
         yield run
     run.engine.close()
 
@@ -356,7 +356,7 @@ def adapter_of_victims(_run: Run, _victim: str, arguments: tuple[Any, ...]) -> b
 
 
 def cases(prefix: str, names: str, victim: str, belongs: Belongs | None = None, expected: str = "500") -> list[Case]:
-    return [Case(f"app.engine.{prefix}.{name}", victim, belongs, expected) for name in names.split()]
+    return [Case(f"folio.app.engine.{prefix}.{name}", victim, belongs, expected) for name in names.split()]
 
 
 CASES = [
@@ -378,7 +378,7 @@ CASES = [
     *cases("load_report.LoadMeter", "note_begun", "plain"),
     # A step has its next tokens.
     *(
-        Case(f"vmem.{name}", "plain")
+        Case(f"folio.vmem.{name}", "plain")
         for name in (
             "prefix_cache.PrefixCache.match",
             "memory.KVMemory.share_prefix",
@@ -395,7 +395,7 @@ CASES = [
     *cases("speculation.speculation.Speculation", "verified", "guessed"),
     *cases("speculation.length.LengthControl", "note", "guessed"),
     *cases("decoding.Decoder", "_roll_back", "guessed"),
-    Case("vmem.memory.KVMemory.truncate", "guessed"),
+    Case("folio.vmem.memory.KVMemory.truncate", "guessed"),
     # A token is chosen.
     *cases("token_selection", "_prompt_logprobs _rows_to_sample", "rich"),
     *cases("token_selection", "prompt_logprobs", "rich", with_number(6)),
@@ -418,52 +418,52 @@ CASES = [
     *cases("sampling.token_text.IncrementalDetokenizer", "push _decode flush", "rich"),
     *cases("decoding.Decoder", "_append _fork_all fork_sequence _ended", "rich"),
     *cases("decoding.Decoder", "_advance _best", "beams"),
-    Case("vmem.memory.KVMemory.fork", "rich"),
+    Case("folio.vmem.memory.KVMemory.fork", "rich"),
     *cases("sampling.beam.BeamSearch", "advance hypotheses _normalised _is_full", "beams"),
     *cases("generation.Generation", "emit num_unfinished", "rich"),
     *cases("generation.BestOf", "hold best", "best"),
     *cases("generation.EndedOutputs", "add", "rich"),
     # A prefix is pinned.
-    Case("vmem.memory.KVMemory.pin", "pin"),
+    Case("folio.vmem.memory.KVMemory.pin", "pin"),
 ]
 # Of these there is no row above: calls of one request whose failure is another's matter, or that are part of one above.
 EXEMPT = {
-    "app.engine.scheduler.*": "composes the step out of the memory's books",
-    "app.engine.scheduled.*": "the same",
-    "app.engine.admission.*": "the same",
-    "app.engine.running.RunningGroups.*": "the same",
-    "app.engine.execution.planner.*": "lays the step out",
-    "app.engine.execution.rows.SequenceRows.*": "the same",
-    "app.engine.execution.batch.*": "lays the step out",
-    "app.engine.execution.planner._slot": "lays the step out",
-    "app.engine.execution.rows.*": "lays the step out",
+    "folio.app.engine.scheduler.*": "composes the step out of the memory's books",
+    "folio.app.engine.scheduled.*": "the same",
+    "folio.app.engine.admission.*": "the same",
+    "folio.app.engine.running.RunningGroups.*": "the same",
+    "folio.app.engine.execution.planner.*": "lays the step out",
+    "folio.app.engine.execution.rows.SequenceRows.*": "the same",
+    "folio.app.engine.execution.batch.*": "lays the step out",
+    "folio.app.engine.execution.planner._slot": "lays the step out",
+    "folio.app.engine.execution.rows.*": "lays the step out",
     "vmem.*": "the memory's accounting: a call happens or changes nothing, else the engine stops",
-    "app.engine.decoding.Decoder._add": "the boundary itself",
-    "app.engine.faults.attribute_failures.*": "the boundary itself",
-    "app.engine.decoding.Decoder.end_sequence": "frees what the request has: it has to be done whatever happened",
-    "app.engine.speculation.*.forget_request": "the same",
-    "app.engine.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
-    "app.engine.step_loop.StepLoop._pin": "is nothing but KVMemory.pin",
-    "app.engine.engine.Engine.submit": "is nothing but Engine.validate and Engine.add_request",
-    "app.engine.*.check_integrity": "for tests",
-    "app.engine.speculation.ngram.NgramIndex._sealed": "part of NgramIndex.extend",
-    "app.engine.sampling.state.SamplingState._note_length": "part of SamplingState.append",
-    "app.engine.sampling.structure.StructureMatcher.__init__": "part of StructureMatcher.fork",
-    "app.engine.sampling.structure.StructureCompiler._behind": "part of StructureCompiler.matcher",
-    "app.engine.sampling.structure.StructureCompiler._try": "part of StructureCompiler.check_structure",
-    "app.engine.sampling.token_text.IncrementalDetokenizer.__init__": "part of Vocabulary.detokenizer",
-    "app.engine.sampling.penalties.TokenCounts.__init__": "part of SamplingState.counts",
-    "app.engine.sampling.penalties.TokenCounts._set_entries": "part of TokenCounts._append and TokenCounts.fork",
-    "app.engine.generation.BestOf.__init__": "part of RequestValidator.create_request",
-    "app.engine.sampling.beam.BeamSearch.__init__": "part of RequestValidator.create_request",
-    "app.engine.request.Request.__post_init__": "part of RequestValidator.create_request and Decoder.fork_sequence",
-    "app.engine.sampling.state.SamplingState.num_output_tokens": "counts",
-    "app.engine.sampling.params.*": "looks at numbers that have been checked",
-    "app.engine.request.*.num_*": "counts",
-    "app.engine.request.*.most_tokens": "counts",
-    "app.engine.request.*.reads_whole_prompt": "looks at its own fields",
-    "app.engine.delta.Delta.*": "looks at its own fields",
-    "app.engine.generation.Generation.__iter__": "goes over its own list",
+    "folio.app.engine.decoding.Decoder._add": "the boundary itself",
+    "folio.app.engine.faults.attribute_failures.*": "the boundary itself",
+    "folio.app.engine.decoding.Decoder.end_sequence": "frees what the request has: it has to be done whatever happened",
+    "folio.app.engine.speculation.*.forget_request": "the same",
+    "folio.app.engine.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
+    "folio.app.engine.step_loop.StepLoop._pin": "is nothing but KVMemory.pin",
+    "folio.app.engine.engine.Engine.submit": "is nothing but Engine.validate and Engine.add_request",
+    "folio.app.engine.*.check_integrity": "for tests",
+    "folio.app.engine.speculation.ngram.NgramIndex._sealed": "part of NgramIndex.extend",
+    "folio.app.engine.sampling.state.SamplingState._note_length": "part of SamplingState.append",
+    "folio.app.engine.sampling.structure.StructureMatcher.__init__": "part of StructureMatcher.fork",
+    "folio.app.engine.sampling.structure.StructureCompiler._behind": "part of StructureCompiler.matcher",
+    "folio.app.engine.sampling.structure.StructureCompiler._try": "part of StructureCompiler.check_structure",
+    "folio.app.engine.sampling.token_text.IncrementalDetokenizer.__init__": "part of Vocabulary.detokenizer",
+    "folio.app.engine.sampling.penalties.TokenCounts.__init__": "part of SamplingState.counts",
+    "folio.app.engine.sampling.penalties.TokenCounts._set_entries": "part of TokenCounts._append and TokenCounts.fork",
+    "folio.app.engine.generation.BestOf.__init__": "part of RequestValidator.create_request",
+    "folio.app.engine.sampling.beam.BeamSearch.__init__": "part of RequestValidator.create_request",
+    "folio.app.engine.request.Request.__post_init__": "part of create_request and Decoder.fork_sequence",
+    "folio.app.engine.sampling.state.SamplingState.num_output_tokens": "counts",
+    "folio.app.engine.sampling.params.*": "looks at numbers that have been checked",
+    "folio.app.engine.request.*.num_*": "counts",
+    "folio.app.engine.request.*.most_tokens": "counts",
+    "folio.app.engine.request.*.reads_whole_prompt": "looks at its own fields",
+    "folio.app.engine.delta.Delta.*": "looks at its own fields",
+    "folio.app.engine.generation.Generation.__iter__": "goes over its own list",
 }
 
 
@@ -512,7 +512,7 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
     structures._compiled.cache_clear()
     kinds = (Request, SamplingState, SamplingParams, Generation, Delta, SequenceMemory)
     kinds += tuple(
-        getattr(importlib.import_module(f"app.engine.{module}"), name)
+        getattr(importlib.import_module(f"folio.app.engine.{module}"), name)
         for module, name in (
             ("sampling.structure", "StructureMatcher"),
             ("sampling.token_text", "IncrementalDetokenizer"),
@@ -526,7 +526,9 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         module = frame.f_globals.get("__name__", "")
-        if event != "call" or not module.startswith(("app.engine.", "vmem.memory", "vmem.prefix_cache")):
+        if event != "call" or not module.startswith(
+            ("folio.app.engine.", "folio.vmem.memory", "folio.vmem.prefix_cache")
+        ):
             return
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -567,9 +569,9 @@ def test_a_draft_model_that_fails_for_one_guesses_for_the_others(
     assert speculation is not None
     others = {name: ask for name, ask in OTHERS.items() if name != "adapter"}
     monkeypatch.setattr(f"{__name__}.OTHERS", others)
-    monkeypatch.setattr("app.engine.speculation.length.choose_lengths", lambda _, most, *__, **___: list(most))
+    monkeypatch.setattr("folio.app.engine.speculation.length.choose_lengths", lambda _, most, *__, **___: list(most))
     expected, _ = run("guessed")
-    case = Case(f"app.engine.speculation.draft.DraftProposer.{target}", "guessed")
+    case = Case(f"folio.app.engine.speculation.draft.DraftProposer.{target}", "guessed")
     injection = Injection(run, case)
     patch(monkeypatch, case.target, injection.note)
     checks = speculation.counts.checks
@@ -590,7 +592,7 @@ def test_a_call_for_all_rows_that_fails_for_none_alone_is_tried_row_by_row(
             many.append(len(logits))
             raise RuntimeError("not enough memory")
 
-    patch(monkeypatch, "app.engine.token_selection.launch_sampling", note)
+    patch(monkeypatch, "folio.app.engine.token_selection.launch_sampling", note)
     assert run() == (expected, {})
     assert many
 
@@ -604,7 +606,7 @@ def test_a_call_that_fails_for_every_row_fails_the_step(run: Run, monkeypatch: p
         def note(*_: object) -> None:
             raise RuntimeError("injected")
 
-        patch(patches, "app.engine.sampling.sampler._likeliest", note)
+        patch(patches, "folio.app.engine.sampling.sampler._likeliest", note)
         with pytest.raises(RuntimeError, match="injected"):
             run.engine.step()
     run.engine.check_integrity()
@@ -626,7 +628,7 @@ def test_a_panic_of_the_tokenizer_is_its_requests(run: Run, expected: Outputs, m
         if run.owner(text) == "victim 0":
             raise PanicException("byte index 3 is not a char boundary")
 
-    patch(monkeypatch, "app.engine.sampling.token_text.IncrementalDetokenizer._decode", note)
+    patch(monkeypatch, "folio.app.engine.sampling.token_text.IncrementalDetokenizer._decode", note)
     outputs, errors = run("plain")
     assert {name: outputs[name] for name in OTHERS} == expected
     assert [str(error) for error in errors.pop("victim 0")] == [FAILED]
@@ -638,7 +640,7 @@ def test_what_the_client_caused_is_told_as_it_is(run: Run, expected: Outputs, mo
         if run.owner(matcher) == "victim 0":
             raise RequestError("this regular expression is too much", "structure")
 
-    patch(monkeypatch, "app.engine.sampling.structure.StructureMatcher.fill", note)
+    patch(monkeypatch, "folio.app.engine.sampling.structure.StructureMatcher.fill", note)
     outputs, errors = run("structured")
     assert {name: outputs[name] for name in OTHERS} == expected
     assert [str(error) for error in errors.pop("victim 0")] == ["this regular expression is too much"]
@@ -661,7 +663,7 @@ def test_a_fork_that_fails_leaves_its_parent_alone(
             if len(calls) == 2:
                 raise RuntimeError("injected")
 
-        patch(patches, "vmem.memory.KVMemory.fork", note)
+        patch(patches, "folio.vmem.memory.KVMemory.fork", note)
         with pytest.raises(RuntimeError, match="injected"):
             engine.fork("greedy", "forks", params(n=2))
     engine.check_integrity()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.engine.delta import Delta, TokenLogprobs
-from app.engine.generation import BestOf
+from folio.app.engine.delta import Delta, TokenLogprobs
+from folio.app.engine.generation import BestOf
 
 
 def test_the_first_of_the_best_has_the_prompts_log_probabilities() -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
-from app.engine import SamplingParams
-from app.engine.engine import Engine
-from app.engine.model import kv_plan
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.model import kv_plan
+from folio.vmem import CudaBackend
+from folio.vmem.backends.cuda import CPU
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.vmem.backends.fake_driver import FakeDriver
-from vmem import CudaBackend
-from vmem.backends.cuda import CPU
 
 Outputs = dict[tuple[str, int], list[int]]
 

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.config.engine import EngineConfig
-from app.engine import AsyncEngine, SamplingParams
-from app.engine.engine import Engine
-from app.engine.load_report import LoadMeter, retry_after_s
-from app.engine.report import StepTimes
-from app.errors import DeadlineError, OverloadedError, RequestError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import AsyncEngine, SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.load_report import LoadMeter, retry_after_s
+from folio.app.engine.report import StepTimes
+from folio.app.errors import DeadlineError, OverloadedError, RequestError
 from tests.conftest import SMALL, MakeCheckpoint
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -42,7 +42,7 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Moves the engine's clock."""
     ahead = [0.0]
     clock = SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: time.monotonic() + ahead[0])
-    monkeypatch.setattr("app.engine.engine.time", clock)
+    monkeypatch.setattr("folio.app.engine.engine.time", clock)
     return lambda seconds: ahead.append(ahead.pop() + seconds)
 
 

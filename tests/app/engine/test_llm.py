@@ -13,9 +13,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from app.engine import LLM, SamplingParams
-from app.engine.delta import Delta
-from app.errors import EngineError, RequestError
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.delta import Delta
+from folio.app.errors import EngineError, RequestError
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from app.config.engine import EngineConfig
-from app.engine import SamplingParams
-from app.engine.engine import Engine
-from app.engine.mixed_steps import LEAST_CHUNK, STRETCH, MixedSteps
-from app.engine.preemption import PreemptionCostModel
-from app.engine.report import StepTimes
-from app.engine.scheduled import Scheduled
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.mixed_steps import LEAST_CHUNK, STRETCH, MixedSteps
+from folio.app.engine.preemption import PreemptionCostModel
+from folio.app.engine.report import StepTimes
+from folio.app.engine.scheduled import Scheduled
 from tests.conftest import SMALL, MakeCheckpoint
 
 # A decode alone takes 10 ms, a token of a prompt 1 ms.

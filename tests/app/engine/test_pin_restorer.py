@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from app.engine.delta import Delta
-from app.engine.pin_restorer import PinRestorer
-from app.errors import RequestError, UnavailableError, UnknownModelError
-from vmem import CachedPrefix, MemoryReport, PinReport
+from folio.app.engine.delta import Delta
+from folio.app.engine.pin_restorer import PinRestorer
+from folio.app.errors import RequestError, UnavailableError, UnknownModelError
+from folio.vmem import CachedPrefix, MemoryReport, PinReport
 
 RULES = CachedPrefix((1, 2, 3), ("key",), 0, "rules")
 ROLE = CachedPrefix((4, 5), (), 0, "role")

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from app.config.engine import EngineConfig
-from app.engine.async_engine import AsyncEngine
-from app.engine.delta import Delta
-from app.engine.engine import Engine
-from app.engine.faults import FAILED
-from app.engine.llm import LLM
-from app.engine.pooled import PooledPrompt, PoolingParams
-from app.engine.sampling.params import SamplingParams
-from app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from app.errors import ConfigError, ContextLengthError, EngineError, ModelError, RequestError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.delta import Delta
+from folio.app.engine.engine import Engine
+from folio.app.engine.faults import FAILED
+from folio.app.engine.llm import LLM
+from folio.app.engine.pooled import PooledPrompt, PoolingParams
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.errors import ConfigError, ContextLengthError, EngineError, ModelError, RequestError
 from tests.app.small_tokenizers import byte_level
 from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, MakeCheckpoint, tokens
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from app.engine import LLM
-from app.engine.preemption import LinearCost, PreemptionCostModel
+from folio.app.engine import LLM
+from folio.app.engine.preemption import LinearCost, PreemptionCostModel
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 
 

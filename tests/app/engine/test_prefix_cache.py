@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.engine import LLM, token_selection
-from app.engine.delta import RequestOptions
-from app.engine.engine import Engine, EngineConfig
-from app.engine.execution.batch import StepBatch
-from app.engine.sampling.params import SamplingParams
-from app.errors import ConfigError, RequestError
+from folio.app.engine import LLM, token_selection
+from folio.app.engine.delta import RequestOptions
+from folio.app.engine.engine import Engine, EngineConfig
+from folio.app.engine.execution.batch import StepBatch
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import ConfigError, RequestError
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

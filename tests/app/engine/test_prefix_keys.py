@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.engine import prefix_keys as keys
-from app.engine.prefix_keys import compiled_hashing, extra_keys, prompt_keys
-from kernels import KernelError
-from vmem import TokenChain, key_of
+from folio.app.engine import prefix_keys as keys
+from folio.app.engine.prefix_keys import compiled_hashing, extra_keys, prompt_keys
+from folio.kernels import KernelError
+from folio.vmem import TokenChain, key_of
 
 
 @pytest.fixture(params=["compiled", "unit by unit"])

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.engine import LLM
-from app.engine.execution.attention import CachedAttention, RotaryLayer
-from app.engine.execution.executor import Executor
-from app.engine.model import loader
-from app.errors import ModelError
-from kernels import VarlenBatch
+from folio.app.engine import LLM
+from folio.app.engine.execution.attention import CachedAttention, RotaryLayer
+from folio.app.engine.execution.executor import Executor
+from folio.app.engine.model import loader
+from folio.app.errors import ModelError
+from folio.kernels import VarlenBatch
 from tests.architectures import LATENT, SHARED_EXPERTS
 from tests.conftest import ARCHITECTURES, SMALL, VOCAB_SIZE, MakeCheckpoint
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.delta import Delta
-from app.engine.model.tokenizer import load_tokenizer
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams, Structure
-from app.engine.sampling.state import SamplingState
-from app.engine.sampling.token_text import IncrementalDetokenizer
+from folio.app.engine.delta import Delta
+from folio.app.engine.model.tokenizer import load_tokenizer
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams, Structure
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.sampling.token_text import IncrementalDetokenizer
+from folio.vmem import TokenChain
 from tests.app.engine.sampling.helpers import Allowed
-from vmem import TokenChain
 
 EOS = frozenset({0})
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from app.config.engine import EngineConfig
-from app.engine import SamplingParams
-from app.engine.engine import Engine
-from app.engine.faults import SequenceFailure
-from app.engine.preemption import PreemptionCostModel
-from app.engine.report import StepTimes
-from app.engine.request import Request, SequenceGroup
-from app.engine.running import RunningGroups
-from app.engine.scheduled import Scheduled
-from app.engine.scheduler import PATIENCE
-from app.errors import RequestError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.faults import SequenceFailure
+from folio.app.engine.preemption import PreemptionCostModel
+from folio.app.engine.report import StepTimes
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.running import RunningGroups
+from folio.app.engine.scheduled import Scheduled
+from folio.app.engine.scheduler import PATIENCE
+from folio.app.errors import RequestError
+from folio.vmem import IntegrityError, KVMemory, OutOfPages
+from folio.vmem.prefix_cache import PrefixCache
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
-from vmem import IntegrityError, KVMemory, OutOfPages
-from vmem.prefix_cache import PrefixCache
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 BLOCK_BYTES = 4096  # of 32 tokens

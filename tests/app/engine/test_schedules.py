@@ -21,16 +21,16 @@ from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from app.config.engine import EngineConfig
-from app.engine import step_loop
-from app.engine.delta import Delta
-from app.engine.engine import Engine
-from app.engine.sampling.noise import gumbel
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.sampler import sample
-from app.engine.sampling.settings import gather_settings
-from app.engine.sampling.state import SamplingState
-from app.errors import RequestError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import step_loop
+from folio.app.engine.delta import Delta
+from folio.app.engine.engine import Engine
+from folio.app.engine.sampling.noise import gumbel
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.sampler import sample
+from folio.app.engine.sampling.settings import gather_settings
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 from tests.nightly import examples, of_today
 

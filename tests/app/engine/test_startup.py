@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from app.builtin import BUILTIN_FOLDER
-from app.config.engine import EngineConfig
-from app.engine import AsyncEngine, SamplingParams
-from app.engine.engine import Engine
-from app.engine.model.loader import load_model
-from app.engine.report import StartTimes, process_age_s
-from app.engine.sampling.params import ReasoningBudget, Structure
-from app.engine.startup import (
+from folio.app.builtin import BUILTIN_FOLDER
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import AsyncEngine, SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.model.loader import load_model
+from folio.app.engine.report import StartTimes, process_age_s
+from folio.app.engine.sampling.params import ReasoningBudget, Structure
+from folio.app.engine.startup import (
     SAMPLED,
     STRUCTURED,
     hot_prefixes,
@@ -32,11 +32,11 @@ from app.engine.startup import (
     warm_up,
     warm_up_rounds,
 )
-from app.errors import ConfigError, EngineError, ModelError, RequestError, UnavailableError
+from folio.app.errors import ConfigError, EngineError, ModelError, RequestError, UnavailableError
+from folio.vmem import CachedPrefix, IntegrityError
 from tests.app.engine.lora.adapters import make_adapter
 from tests.app.small_tokenizers import word_level, wordpiece
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
-from vmem import CachedPrefix, IntegrityError
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 

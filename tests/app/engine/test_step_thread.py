@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from app.engine.step_thread import StepThread, Turns
+from folio.app.engine.step_thread import StepThread, Turns
 
 
 class Worker:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine import LLM
-from app.engine.delta import RequestOptions
-from app.engine.request import Request
-from app.engine.sampling.params import SamplingParams
-from app.engine.turn import Turn
+from folio.app.engine import LLM
+from folio.app.engine.delta import RequestOptions
+from folio.app.engine.request import Request
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.turn import Turn
 
 HERMES = Turn("tools", ("<tool_call>",))
 LLAMA = Turn("tools", ("<|python_tag|>",), "{[")

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.config.engine import EngineConfig
-from app.engine.delta import Delta
-from app.engine.engine import Engine
-from app.engine.sampling.params import SamplingParams, Structure
-from app.engine.vocabulary import Vocabulary
-from app.errors import RequestError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.delta import Delta
+from folio.app.engine.engine import Engine
+from folio.app.engine.sampling.params import SamplingParams, Structure
+from folio.app.engine.vocabulary import Vocabulary
+from folio.app.errors import RequestError
 
 STORY = "The key of room 417 is 93. The key of room"
 

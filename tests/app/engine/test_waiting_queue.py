@@ -12,10 +12,10 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams
-from app.engine.waiting_queue import WaitingQueue
-from vmem import TokenChain
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.waiting_queue import WaitingQueue
+from folio.vmem import TokenChain
 
 ARRIVALS = itertools.count()
 PARAMS = SamplingParams(max_tokens=1)

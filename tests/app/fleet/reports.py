@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.engine.report import ReplicaReport, StepTimes
+from folio.app.engine.report import ReplicaReport, StepTimes
 
 UNIT = 16
 STEP = StepTimes(fixed_s=0.01, token_s=0.001)

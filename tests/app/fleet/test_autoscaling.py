@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingContext
 
-from app.engine.shelf.status import DeviceStatus
-from app.errors import ConfigError
-from app.fleet.autoscaling import (
+from folio.app.engine.shelf.status import DeviceStatus
+from folio.app.errors import ConfigError
+from folio.app.fleet.autoscaling import (
     LOAD_FIELDS,
     LOAD_METRICS,
     AutoscalingLoad,
@@ -20,7 +20,7 @@ from app.fleet.autoscaling import (
     ScalingState,
     ScalingTargets,
 )
-from app.serving.autoscaling import KVAwareScaling
+from folio.app.serving.autoscaling import KVAwareScaling
 from tests.app.compat.ray_types import DeploymentID, TimeSeries, TimeStampedValue
 from tests.app.fleet.reports import report
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.cost import LOAD_FIELDS, CostWeights, LoadArrays, request_cost
+from folio.app.fleet.cost import LOAD_FIELDS, CostWeights, LoadArrays, request_cost
 
 NO_HARM = CostWeights(work=0, even=0)
 

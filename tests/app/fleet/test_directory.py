@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.directory import PrefixDirectory
-from vmem import KEY_BYTES, NO_KEYS, CachedKeys, key_of
-from vmem import prefix_summary as summary
-from vmem.prefix_summary import PrefixSummary
+from folio.app.fleet.directory import PrefixDirectory
+from folio.vmem import KEY_BYTES, NO_KEYS, CachedKeys, key_of
+from folio.vmem import prefix_summary as summary
+from folio.vmem.prefix_summary import PrefixSummary
 
 NUM_SLOTS = 3
 # Two prompts that share their first three units.

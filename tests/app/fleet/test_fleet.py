@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
+from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from tests.app.fleet.reports import STEP, UNIT, keys_of, report
 
 LATER = math.inf  # no report is fresh then: a fleet counts its own requests

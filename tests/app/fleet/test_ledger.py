@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.fleet.ledger import (
+from folio.app.fleet.ledger import (
     REBALANCE_S,
     BudgetLedger,
     BudgetOrder,

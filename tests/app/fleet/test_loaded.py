@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.lora.source import AdapterSource
-from app.fleet import loaded as loaded_module
-from app.fleet.loaded import LoadedRegistry, LoadedTable
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.fleet import loaded as loaded_module
+from folio.app.fleet.loaded import LoadedRegistry, LoadedTable
 
 A, B, NEW_A = AdapterSource("a", "/a", "1"), AdapterSource("b", "/b", "2"), AdapterSource("a", "/new", "3")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.fleet.messages import reports_as_stats, reports_from_stats
+from folio.app.fleet.messages import reports_as_stats, reports_from_stats
 from tests.app.fleet.reports import IDLE
 
 

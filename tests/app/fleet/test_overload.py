@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from app.edge.limit_ledger import LimitLedger
-from app.fleet.overload import LoadShedder
+from folio.app.edge.limit_ledger import LimitLedger
+from folio.app.fleet.overload import LoadShedder
 
 
 def test_a_replica_that_refused_is_ranked_last_for_a_while() -> None:

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from app.errors import ConfigError
-from app.fleet.cost import CostWeights
-from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
-from app.fleet.policies import ConsistentHash, LeastLoaded, Policy, PrefixAware, RoundRobin, make_policy
+from folio.app.errors import ConfigError
+from folio.app.fleet.cost import CostWeights
+from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
+from folio.app.fleet.policies import ConsistentHash, LeastLoaded, Policy, PrefixAware, RoundRobin, make_policy
 from tests.app.fleet.reports import UNIT, keys_of, report
 
 NAMES = ["a", "b", "c"]
@@ -237,7 +237,7 @@ def test_sessions_stay_where_it_costs_little() -> None:
 
 def test_the_oldest_session_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forgotten session goes where it costs least; a remembered one stays where it costs a little more."""
-    monkeypatch.setattr("app.fleet.policies._SESSIONS_REMEMBERED", 2)
+    monkeypatch.setattr("folio.app.fleet.policies._SESSIONS_REMEMBERED", 2)
     for later, stays in ((["t"], True), (["t", "u"], False)):
         fleet = fleet_of()
         policy = PrefixAware(fleet)

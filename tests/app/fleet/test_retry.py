@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from app.errors import UnavailableError
-from app.fleet import retry
-from app.fleet.retry import DuplicateGuard
+from folio.app.errors import UnavailableError
+from folio.app.fleet import retry
+from folio.app.fleet.retry import DuplicateGuard
 
 
 async def run_until(release: asyncio.Event, guard: DuplicateGuard, key: str, running: list[str], name: str) -> None:

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.report import StepTimes
-from app.engine.shelf.status import DeviceStatus, ModelState, ModelStatus
-from app.fleet.autoscaling import AutoscalingLoad
-from app.fleet.cost import CostWeights, request_cost
-from app.fleet.fleet import Fleet, RoutedRequest
-from app.fleet.policies import PrefixAware
-from app.fleet.shelf_load import (
+from folio.app.engine.report import StepTimes
+from folio.app.engine.shelf.status import DeviceStatus, ModelState, ModelStatus
+from folio.app.fleet.autoscaling import AutoscalingLoad
+from folio.app.fleet.cost import CostWeights, request_cost
+from folio.app.fleet.fleet import Fleet, RoutedRequest
+from folio.app.fleet.policies import PrefixAware
+from folio.app.fleet.shelf_load import (
     reports_for_routers,
     summed_load,
     summed_memory,
     unloaded_report,
 )
+from folio.vmem import GroupReport, MemoryReport, PinReport
 from tests.app.fleet.reports import IDLE, report
-from vmem import GroupReport, MemoryReport, PinReport
 
 
 def status(name: str, state: ModelState = "awake", wake_s: float = 0.0, **figures: int) -> ModelStatus:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from app.errors import UnavailableError
-from app.fleet.streams import StreamPace, affordable_items_per_s, interleave, with_heartbeats, without_heartbeats
+from folio.app.errors import UnavailableError
+from folio.app.fleet.streams import StreamPace, affordable_items_per_s, interleave, with_heartbeats, without_heartbeats
 
 BEAT_S = 0.01
 
@@ -201,7 +201,7 @@ def test_a_gpu_leaves_the_cores_to_streams(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     intervals = {}
     now = 0.0
-    monkeypatch.setattr("app.fleet.streams.time.perf_counter", lambda: now)
+    monkeypatch.setattr("folio.app.fleet.streams.time.perf_counter", lambda: now)
     for device in ("cpu", "cuda", "cuda, a busy loop"):
         pace = StreamPace(min_interval_s=0.02, max_interval_s=0.25)
         if device != "cpu":

@@ -9,18 +9,18 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.config.engine import EngineConfig
-from app.engine.engine import Engine
-from app.engine.report import ReplicaReport
-from app.engine.sampling.params import SamplingParams
-from app.engine.shelf.status import ModelStatus
-from app.errors import FolioError, NoReplicaError, UnavailableError
-from app.fleet.messages import ReplicaStatus
-from app.fleet.shelf_load import unloaded_report
-from app.fleet.vllm_metrics import OF_ENGINES, OF_INGRESSES, load_families, vllm_families
-from app.serving.metrics_page import merge, render
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.engine import Engine
+from folio.app.engine.report import ReplicaReport
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.shelf.status import ModelStatus
+from folio.app.errors import FolioError, NoReplicaError, UnavailableError
+from folio.app.fleet.messages import ReplicaStatus
+from folio.app.fleet.shelf_load import unloaded_report
+from folio.app.fleet.vllm_metrics import OF_ENGINES, OF_INGRESSES, load_families, vllm_families
+from folio.app.serving.metrics_page import merge, render
+from folio.vmem import MemoryReport
 from tests.app.serving.test_metrics import ROOT, made_in_code
-from vmem import MemoryReport
 
 # Kinds in vLLM 0.33 (vllm/v1/metrics/loggers.py and vllm/v1/spec_decode/metrics.py).
 KINDS = {

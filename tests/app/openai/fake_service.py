@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from app.errors import (
+from folio.app.errors import (
     DeadlineError,
     EngineError,
     OverloadedError,
@@ -18,18 +18,26 @@ from app.errors import (
     UnknownRequestError,
     UnknownResponseError,
 )
-from app.openai.base import joined_text
-from app.openai.bodies import CompletionRequest, ForkRequest
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.operation.bodies import (
+from folio.app.openai.base import joined_text
+from folio.app.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.operation.bodies import (
     AddModelRequest,
     BudgetRequest,
     LoadAdapterRequest,
     PinRequest,
     UnloadAdapterRequest,
 )
-from app.openai.operation.replies import BudgetReport, LoadFigures, LoadReport, ModelCard, ModelList, PinCard, PinList
-from app.openai.replies import (
+from folio.app.openai.operation.replies import (
+    BudgetReport,
+    LoadFigures,
+    LoadReport,
+    ModelCard,
+    ModelList,
+    PinCard,
+    PinList,
+)
+from folio.app.openai.replies import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -41,10 +49,10 @@ from app.openai.replies import (
     PromptTokensDetails,
     Usage,
 )
-from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.replies import ArgumentsDeltaEvent, ResponseObject, StreamEvent
-from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
-from vmem import MemoryReport
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.responses.replies import ArgumentsDeltaEvent, ResponseObject, StreamEvent
+from folio.app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+from folio.vmem import MemoryReport
 
 USAGE = Usage(
     prompt_tokens=1,

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from app.engine.delta import Delta, TokenLogprobs
-from app.engine.model.tokenizer import load_tokenizer
-from app.fleet.messages import Piece, PieceCollector, split_public_id
-from app.openai.answers import ChatAnswer, CompletionAnswer
-from app.openai.bodies import CompletionRequest
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.logprobs import LEAST_LOGPROB, TokenTexts
-from app.openai.output.formats import REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat
-from app.openai.output.plan import OutputPlan
+from folio.app.engine.delta import Delta, TokenLogprobs
+from folio.app.engine.model.tokenizer import load_tokenizer
+from folio.app.fleet.messages import Piece, PieceCollector, split_public_id
+from folio.app.openai.answers import ChatAnswer, CompletionAnswer
+from folio.app.openai.bodies import CompletionRequest
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.logprobs import LEAST_LOGPROB, TokenTexts
+from folio.app.openai.output.formats import REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat
+from folio.app.openai.output.plan import OutputPlan
 
 TOKENIZER = load_tokenizer("builtin")
 TOKENS = TokenTexts(TOKENIZER)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from app.openai import base as json_body
-from app.openai.base import MAX_JSON_DEPTH, check_json, parse_json, too_much
-from app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai import base as json_body
+from folio.app.openai.base import MAX_JSON_DEPTH, check_json, parse_json, too_much
+from folio.app.openai.chat_body import ChatCompletionRequest
 from tests.local_server import guarded_api
 
 from .test_http import FakeService, complete, failure, post_json

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from app.engine.sampling.params import MAX_LOGPROBS, SamplingParams, Structure
-from app.errors import RequestError
-from app.openai.bodies import MAX_PROMPTS, CompletionRequest, ForkRequest
-from app.openai.chat_body import MAX_MESSAGES, ChatCompletionRequest
-from app.openai.output.formats import REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat
-from app.openai.output.plan import OutputPlan
-from app.openai.responses.body import ResponsesRequest
-from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from folio.app.engine.sampling.params import MAX_LOGPROBS, SamplingParams, Structure
+from folio.app.errors import RequestError
+from folio.app.openai.bodies import MAX_PROMPTS, CompletionRequest, ForkRequest
+from folio.app.openai.chat_body import MAX_MESSAGES, ChatCompletionRequest
+from folio.app.openai.output.formats import REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat
+from folio.app.openai.output.plan import OutputPlan
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 
 USER = {"role": "user", "content": "x"}
 

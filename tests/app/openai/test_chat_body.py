@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.errors import RequestError
-from app.openai.chat_body import ChatCompletionRequest, Message
+from folio.app.errors import RequestError
+from folio.app.openai.chat_body import ChatCompletionRequest, Message
 
 USER = {"role": "user", "content": "x"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

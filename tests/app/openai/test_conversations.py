@@ -12,11 +12,11 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from app.builtin import BUILTIN_FOLDER
-from app.checks import check_config
-from app.config.checkpoint import checkpoint_faults
-from app.engine.model.tokenizer import load_tokenizer
-from app.errors import ConfigError
+from folio.app.builtin import BUILTIN_FOLDER
+from folio.app.checks import check_config
+from folio.app.config.checkpoint import checkpoint_faults
+from folio.app.engine.model.tokenizer import load_tokenizer
+from folio.app.errors import ConfigError
 from tests.app.chat_template.templates import DEEPSEEK, QWEN, TEMPLATES
 from tests.app.openai.responses.test_responses import Pieces
 from tests.app.serving.test_ingress import Engines
@@ -320,7 +320,7 @@ def test_broken_templates_are_told_at_load_and_by_check(
     assert fault.startswith(f"{tmp_path / 'model' / 'chat_template.jinja'}: the chat template cannot be used: ")
     assert words in fault
     assert place in fault
-    application = {"import_path": "app.main:build", "args": {"engine": {"model": str(tmp_path / "model")}}}
+    application = {"import_path": "folio.app.main:build", "args": {"engine": {"model": str(tmp_path / "model")}}}
     with pytest.raises(ConfigError, match="the chat template cannot be used"):
         check_config({"applications": [application]})
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}

@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from app.openai import docs_page
-from app.openai.http import build_api
+from folio.app.openai import docs_page
+from folio.app.openai.http import build_api
 
 
 @pytest.fixture(params=["", "/llm"])

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from app.openai.events import Frames, on_one_line
-from app.openai.replies import (
+from folio.app.openai.events import Frames, on_one_line
+from folio.app.openai.replies import (
     ChatChunkChoice,
     ChatCompletionChunk,
     ChatDelta,

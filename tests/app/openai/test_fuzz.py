@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from app.error_json import is_anthropic
-from app.openai.bodies import CompletionRequest
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.messages.body import MessagesRequest
-from app.openai.replies import Completion, CompletionChoice
+from folio.app.error_json import is_anthropic
+from folio.app.openai.bodies import CompletionRequest
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.messages.body import MessagesRequest
+from folio.app.openai.replies import Completion, CompletionChoice
 from tests.local_server import LocalServer, guarded_api
 from tests.nightly import examples
 

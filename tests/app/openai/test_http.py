@@ -15,15 +15,15 @@ import pytest
 from openai.types import chat, completion_create_params, responses
 from starlette.testclient import TestClient
 
-from app.config.http import HttpSettings
-from app.openai import description as examples
-from app.openai.bodies import CompletionRequest
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.messages.body import CountTokensRequest, MessagesRequest
-from app.openai.operation.bodies import PinRequest
-from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from app.openai.responses.body import ResponsesRequest
-from app.openai.token_bodies import TokenizeRequest
+from folio.app.config.http import HttpSettings
+from folio.app.openai import description as examples
+from folio.app.openai.bodies import CompletionRequest
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
+from folio.app.openai.operation.bodies import PinRequest
+from folio.app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.token_bodies import TokenizeRequest
 from tests.app.openai.fake_service import FakeService, complete, failure
 from tests.local_server import guarded_api
 
@@ -209,9 +209,9 @@ def test_errors_of_bodies_name_the_field(client: TestClient, body: object, param
 def test_the_log_has_the_code_of_an_error(
     client: TestClient, caplog: pytest.LogCaptureFixture, path: str, body: object, code: str
 ) -> None:
-    caplog.set_level(logging.INFO, "app.edge.request_log")
+    caplog.set_level(logging.INFO, "folio.app.edge.request_log")
     client.post(path, json=body)
-    [line] = [record.getMessage() for record in caplog.records if record.name == "app.edge.request_log"]
+    [line] = [record.getMessage() for record in caplog.records if record.name == "folio.app.edge.request_log"]
     assert f" error={code}" in line
 
 

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from app.engine.model.tokenizer import load_tokenizer
-from app.openai.logprobs import TokenTexts
+from folio.app.engine.model.tokenizer import load_tokenizer
+from folio.app.openai.logprobs import TokenTexts
 from tests.app.small_tokenizers import sentencepiece
 
 TEXT = "Hello wörld, 3 € and 🙂 \n\t end"

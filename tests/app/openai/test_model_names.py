@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.lora.source import AdapterSource
-from app.errors import (
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.errors import (
     UnknownModelError,
 )
-from app.fleet.loaded import LoadedTable
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from folio.app.fleet.loaded import LoadedTable
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 from tests.app.serving.registry import patched_cluster
 from tests.app.serving.test_ingress import Engines, completion, ingress_with
 from tests.local_server import a_model, ingress_of

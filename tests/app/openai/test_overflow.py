@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 from starlette.testclient import TestClient
 
-from app.config.http import HttpSettings
+from folio.app.config.http import HttpSettings
 from tests.app.serving.test_ingress import Engines, ingress_with
 from tests.local_server import guarded_api
 

@@ -10,14 +10,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from app.engine.model.tokenizer import load_tokenizer
-from app.errors import ContextLengthError, RequestError
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.operation.bodies import PinRequest
-from app.openai.prompts import PromptEncoder
-from app.openai.responses.body import ResponsesRequest
-from app.openai.text_encoder import MAX_SPELLED, TextBounds, TextEncoder
-from app.openai.token_bodies import TokenizeRequest
+from folio.app.engine.model.tokenizer import load_tokenizer
+from folio.app.errors import ContextLengthError, RequestError
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.operation.bodies import PinRequest
+from folio.app.openai.prompts import PromptEncoder
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.text_encoder import MAX_SPELLED, TextBounds, TextEncoder
+from folio.app.openai.token_bodies import TokenizeRequest
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 
 # Of template and messages: as many ways of rendering a content as templates have.

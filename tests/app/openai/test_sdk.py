@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from app.errors import EngineError, OverloadedError
+from folio.app.errors import EngineError, OverloadedError
 from tests.local_server import LocalServer, guarded_api, listening
 
 from .test_http import FakeService

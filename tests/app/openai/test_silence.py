@@ -16,13 +16,13 @@ import openai
 import pytest
 from ray.exceptions import RayTaskError
 
-from app.engine.report import Progress
-from app.errors import DeadlineError, FolioError, UnavailableError
-from app.fleet.messages import Piece
-from app.openai import event_response
-from app.openai.event_response import EventResponse
-from app.openai.translate import Translator
-from app.serving import replica
+from folio.app.engine.report import Progress
+from folio.app.errors import DeadlineError, FolioError, UnavailableError
+from folio.app.fleet.messages import Piece
+from folio.app.openai import event_response
+from folio.app.openai.event_response import EventResponse
+from folio.app.openai.translate import Translator
+from folio.app.serving import replica
 from tests.app.serving.test_calls import stopped
 from tests.app.serving.test_ingress import Engines, ingress_with
 from tests.local_server import LocalServer, guarded_api, listening

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from app.config.http import HttpSettings
-from app.engine.model.tokenizer import load_tokenizer
-from app.openai.translate import Translator
-from app.request_context import CURRENT, RequestContext
+from folio.app.config.http import HttpSettings
+from folio.app.engine.model.tokenizer import load_tokenizer
+from folio.app.openai.translate import Translator
+from folio.app.request_context import CURRENT, RequestContext
 
 
 @pytest.mark.parametrize(

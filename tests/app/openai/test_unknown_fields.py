@@ -14,13 +14,13 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
-from app.config.http import HttpSettings
-from app.openai.bodies import CompletionRequest
-from app.openai.chat_body import ChatCompletionRequest, Message, TextPart
-from app.openai.http import build_api
-from app.openai.sampling_body import JsonSchema, StreamOptions
-from app.openai.unknown_fields import MAX_UNKNOWN, UnknownFields, nearest
-from app.request_context import EdgeObserver
+from folio.app.config.http import HttpSettings
+from folio.app.openai.bodies import CompletionRequest
+from folio.app.openai.chat_body import ChatCompletionRequest, Message, TextPart
+from folio.app.openai.http import build_api
+from folio.app.openai.sampling_body import JsonSchema, StreamOptions
+from folio.app.openai.unknown_fields import MAX_UNKNOWN, UnknownFields, nearest
+from folio.app.request_context import EdgeObserver
 from tests.local_server import LocalServer, guarded_api
 
 USER = {"role": "user", "content": "What is Folio?"}
@@ -139,7 +139,7 @@ def test_other_faults_are_reported_without_dropped_fields(client: TestClient) ->
 def test_names_cannot_forge_headers_and_log_lines(
     client: TestClient, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    caplog.set_level(logging.INFO, "app.openai.unknown_fields")
+    caplog.set_level(logging.INFO, "folio.app.openai.unknown_fields")
     answer = chat(client, **{name: 1})
     assert answer.status_code == 200
     assert "x-admin" not in answer.headers
@@ -163,7 +163,7 @@ def test_a_long_header_is_cut(client: TestClient) -> None:
 def test_each_field_is_logged_once_for_each_client(
     client: TestClient, server: LocalServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "app.openai.unknown_fields")
+    caplog.set_level(logging.INFO, "folio.app.openai.unknown_fields")
     counts = _Counts()
     unknown = UnknownFields("ignore", counts)
     for address in ("1.1.1.1", "2.2.2.2"):
@@ -178,7 +178,7 @@ def test_each_field_is_logged_once_for_each_client(
 
 
 def test_the_memory_of_what_was_logged_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "app.openai.unknown_fields")
+    caplog.set_level(logging.INFO, "folio.app.openai.unknown_fields")
     unknown, counts = UnknownFields("ignore", _Counts()), _Counts()
     for i in range(5000):
         unknown.note([f"field{i}"], "one")

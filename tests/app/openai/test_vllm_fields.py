@@ -130,7 +130,7 @@ async def test_equal_ids_of_clients_do_not_meet(server: LocalServer) -> None:
     """The engine has ids of its own."""
     import asyncio
 
-    from app.openai.bodies import CompletionRequest
+    from folio.app.openai.bodies import CompletionRequest
 
     requests = [
         CompletionRequest(model="builtin", prompt=f"Room {i} is", max_tokens=20, temperature=0, request_id="same")

@@ -11,17 +11,17 @@ import pytest
 from grpc_tools import protoc
 from pydantic import BaseModel
 
-from app.client import LoadReport, MemoryReport, PinCard, PinList
-from app.errors import RequestError
-from app.openai import chat_body, replies
-from app.openai.base import ClientFields
-from app.openai.bodies import CompletionRequest, TokenFields
-from app.openai.operation import bodies
-from app.openai.operation import replies as operator_replies
-from app.openai.tools import bodies as tool_bodies
-from app.proto import convert
-from app.proto import folio_pb2 as pb
-from vmem import GroupReport, PinReport
+from folio.app.client import LoadReport, MemoryReport, PinCard, PinList
+from folio.app.errors import RequestError
+from folio.app.openai import chat_body, replies
+from folio.app.openai.base import ClientFields
+from folio.app.openai.bodies import CompletionRequest, TokenFields
+from folio.app.openai.operation import bodies
+from folio.app.openai.operation import replies as operator_replies
+from folio.app.openai.tools import bodies as tool_bodies
+from folio.app.proto import convert
+from folio.app.proto import folio_pb2 as pb
+from folio.vmem import GroupReport, PinReport
 
 ROOT = Path(__file__).parents[3]
 # Fields for HTTP only: OpenAI's that change no output or are refused, and those by which vLLM's clients are served.

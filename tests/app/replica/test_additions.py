@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from app.builtin import resolve_model
-from app.config.shelf import ShelfConfig
-from app.engine import AsyncEngine, SamplingParams
-from app.engine.lora.source import AdapterSource, files_version
-from app.engine.shelf import control
-from app.engine.shelf.shelf import Shelf
-from app.errors import ModelUnavailableError, UnavailableError, UnknownPinError
-from app.fleet.loaded import LoadedTable
-from app.fleet.messages import GenerateRequest
-from app.replica import additions as additions_module
-from app.replica.additions import ShelfAdditions
-from app.serving.loaded import TableCopy
+from folio.app.builtin import resolve_model
+from folio.app.config.shelf import ShelfConfig
+from folio.app.engine import AsyncEngine, SamplingParams
+from folio.app.engine.lora.source import AdapterSource, files_version
+from folio.app.engine.shelf import control
+from folio.app.engine.shelf.shelf import Shelf
+from folio.app.errors import ModelUnavailableError, UnavailableError, UnknownPinError
+from folio.app.fleet.loaded import LoadedTable
+from folio.app.fleet.messages import GenerateRequest
+from folio.app.replica import additions as additions_module
+from folio.app.replica.additions import ShelfAdditions
+from folio.app.serving.loaded import TableCopy
 from tests.app.engine.lora.adapters import make_adapter
 from tests.app.serving.registry import patched_cluster
 from tests.local_server import a_model, replica_of_shelf

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from app.engine import Delta, SamplingParams
-from app.engine.async_engine import Pace
-from app.engine.pooled import PoolingParams
-from app.engine.turn import Turn
-from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
-from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, Piece
-from app.fleet.streams import StreamPace
-from app.replica.request_streams import RequestStreams
+from folio.app.engine import Delta, SamplingParams
+from folio.app.engine.async_engine import Pace
+from folio.app.engine.pooled import PoolingParams
+from folio.app.engine.turn import Turn
+from folio.app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
+from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, Piece
+from folio.app.fleet.streams import StreamPace
+from folio.app.replica.request_streams import RequestStreams
 from tests.local_server import Shelf
 
 DELTAS = [

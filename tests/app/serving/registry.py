@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from app.fleet.loaded import LoadedRegistry
-from app.serving import loaded as loaded_module
+from folio.app.fleet.loaded import LoadedRegistry
+from folio.app.serving import loaded as loaded_module
 
 
 class Actor:

@@ -20,9 +20,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from app.engine import SamplingParams
-from app.engine.report import Progress
-from app.errors import (
+from folio.app.engine import SamplingParams
+from folio.app.engine.report import Progress
+from folio.app.errors import (
     DeadlineError,
     EngineError,
     FolioError,
@@ -31,9 +31,9 @@ from app.errors import (
     OverloadedError,
     UnavailableError,
 )
-from app.fleet.messages import ForkCall, GenerateRequest, Piece
-from app.fleet.overload import LoadShedder
-from app.serving.calls import ReplicaClient, fits_by_value
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
+from folio.app.fleet.overload import LoadShedder
+from folio.app.serving.calls import ReplicaClient, fits_by_value
 
 CALL = GenerateRequest("r", [1, 2], SamplingParams())
 BEGUN, END = Piece("a", (1,)), Piece("b", (2,), 0, "stop")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from app.dashboard.views import ReplicaView, WatchCall
-from app.errors import UnavailableError
-from app.serving import dashboard
-from app.serving.dashboard import WatchedReplicas
+from folio.app.dashboard.views import ReplicaView, WatchCall
+from folio.app.errors import UnavailableError
+from folio.app.serving import dashboard
+from folio.app.serving.dashboard import WatchedReplicas
 
 _VIEW = ReplicaView("a", 1, "{}", None)
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from ray.serve import metrics
 
-from app.config.engine import EngineConfig
-from app.engine.engine import Engine
-from app.engine.gpu_memory import GpuMemory
-from app.engine.report import StartTimes
-from app.engine.sampling.params import SamplingParams
-from app.engine.speculation import SpeculationCounts
-from app.replica.figures import Figures
-from app.serving.engine_metrics import EngineMeter, SteadyGauge, TotalCounter
-from kernels import note_compilation
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.engine import Engine
+from folio.app.engine.gpu_memory import GpuMemory
+from folio.app.engine.report import StartTimes
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.speculation import SpeculationCounts
+from folio.app.replica.figures import Figures
+from folio.app.serving.engine_metrics import EngineMeter, SteadyGauge, TotalCounter
+from folio.kernels import note_compilation
 from tests.app.serving.conftest import Recorded
 
 
@@ -181,7 +181,7 @@ def test_a_gauge_is_set_when_it_changes_and_again_before_ray_drops_it(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("app.serving.engine_metrics.time.monotonic", lambda: now)
+    monkeypatch.setattr("folio.app.serving.engine_metrics.time.monotonic", lambda: now)
     gauge = SteadyGauge(metrics.Gauge("g", "G.", ("model",)))
     for now, value in ((100.0, 1), (100.5, 1), (101.0, 2), (101.5, 2), (106.0, 2), (110.0, 2)):  # noqa: B007
         gauge.set(value, {"model": "a"})

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.config.http import HttpSettings
+from folio.app.config.http import HttpSettings
 from tests.local_server import LocalServer, guarded_api, listening
 
 ALICE, ALICES_OTHER, BOB, TEAM_A, TEAM_B = (f"sk-{name}-0123456789" for name in ("alice", "al2", "bob", "t1", "t2"))

@@ -12,13 +12,13 @@ import grpc
 import httpx
 import pytest
 
-from app.config.http import HttpSettings, KeySource, RateLimits
-from app.errors import RequestError
-from app.openai.bodies import CompletionRequest
-from app.openai.replies import Completion
-from app.proto import folio_pb2 as pb
-from app.proto.folio_pb2_grpc import FolioStub
-from app.serving.grpc_ingress import _client_of, asgi_call, http_scope
+from folio.app.config.http import HttpSettings, KeySource, RateLimits
+from folio.app.errors import RequestError
+from folio.app.openai.bodies import CompletionRequest
+from folio.app.openai.replies import Completion
+from folio.app.proto import folio_pb2 as pb
+from folio.app.proto.folio_pb2_grpc import FolioStub
+from folio.app.serving.grpc_ingress import _client_of, asgi_call, http_scope
 from tests.app.openai.test_http import FakeService
 from tests.grpc_server import MAX_MESSAGE_BYTES, grpc_listening
 from tests.local_server import guarded_api, listening

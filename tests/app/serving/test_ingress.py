@@ -16,11 +16,11 @@ import pytest
 from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
-from app.compat.ray import folio_error
-from app.config.http import HttpSettings, KeyEntry
-from app.engine.delta import TokenLogprobs
-from app.engine.model.tokenizer import load_tokenizer
-from app.errors import (
+from folio.app.compat.ray import folio_error
+from folio.app.config.http import HttpSettings, KeyEntry
+from folio.app.engine.delta import TokenLogprobs
+from folio.app.engine.model.tokenizer import load_tokenizer
+from folio.app.errors import (
     ContextLengthError,
     DeadlineError,
     FolioError,
@@ -30,14 +30,14 @@ from app.errors import (
     UnavailableError,
     UnknownRequestError,
 )
-from app.fleet.messages import ForkCall, GenerateRequest, Piece
-from app.openai import translate as translator
-from app.openai.bodies import CompletionRequest, ForkRequest
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.responses.body import ResponsesRequest
-from app.openai.text_encoder import TextEncoder
-from app.openai.token_bodies import TokenizeRequest
-from app.request_context import CURRENT, RequestContext
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
+from folio.app.openai import translate as translator
+from folio.app.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.text_encoder import TextEncoder
+from folio.app.openai.token_bodies import TokenizeRequest
+from folio.app.request_context import CURRENT, RequestContext
 from tests.app.serving.test_calls import Handle
 from tests.local_server import a_model, ingress_of
 
@@ -325,13 +325,13 @@ async def test_ready_does_not_wait_while_the_server_starts(monkeypatch: pytest.M
         await there.wait()
 
     engines.ready = SimpleNamespace(remote=ready)
-    monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 0.0)
-    monkeypatch.setattr("app.serving.ingress.READY_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("folio.app.serving.ingress.STARTING_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("folio.app.serving.ingress.READY_TIMEOUT_S", 30.0)
     for _ in range(2):
         with pytest.raises(UnavailableError):
             await ingress.ready()
     there.set()
-    monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("folio.app.serving.ingress.STARTING_TIMEOUT_S", 30.0)
     await ingress.ready()
     assert asked == 1
     there.clear()

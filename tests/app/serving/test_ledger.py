@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.engine.model.memory_profile import DevicePlan
-from app.errors import ConfigError
-from app.fleet.ledger import BudgetLedger, BudgetOrder, LedgerHeartbeat
-from app.serving import ledger as module
-from app.serving.ledger import BudgetMember
+from folio.app.engine.model.memory_profile import DevicePlan
+from folio.app.errors import ConfigError
+from folio.app.fleet.ledger import BudgetLedger, BudgetOrder, LedgerHeartbeat
+from folio.app.serving import ledger as module
+from folio.app.serving.ledger import BudgetMember
 from tests.vmem.small_memory import FlakyHost, make_memory
 
 CAPACITY = 1 << 22

@@ -7,11 +7,11 @@ from concurrent.futures import Future
 
 import pytest
 
-from app.edge.limit_ledger import LimitLedger
-from app.edge.limits import IngressLimits, LimitAnswer
-from app.fleet.overload import LoadShedder
-from app.serving import limits
-from app.serving.limits import LimitReporter
+from folio.app.edge.limit_ledger import LimitLedger
+from folio.app.edge.limits import IngressLimits, LimitAnswer
+from folio.app.fleet.overload import LoadShedder
+from folio.app.serving import limits
+from folio.app.serving.limits import LimitReporter
 
 
 class _Call:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from app.engine.lora.source import AdapterSource
-from app.errors import EngineError, FolioError, NoReplicaError, RequestError, UnavailableError, UnknownModelError
-from app.fleet.loaded import LoadedTable
-from app.serving import loaded as loaded_module
-from app.serving.loaded import LoadedTables, TableCopy
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.errors import EngineError, FolioError, NoReplicaError, RequestError, UnavailableError, UnknownModelError
+from folio.app.fleet.loaded import LoadedTable
+from folio.app.serving import loaded as loaded_module
+from folio.app.serving.loaded import LoadedTables, TableCopy
 from tests.app.serving.registry import Cluster, patched_cluster
 
 

@@ -11,11 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.pooled import PoolingParams
-from app.engine.sampling.params import SamplingParams
-from app.errors import DeadlineError, EngineError, OverloadedError, RequestError, UnavailableError, UnknownModelError
-from app.fleet.messages import GenerateRequest, Piece
-from app.serving.metrics import FIRST_S, EdgeMeter, RequestMeter
+from folio.app.engine.pooled import PoolingParams
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import (
+    DeadlineError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    UnknownModelError,
+)
+from folio.app.fleet.messages import GenerateRequest, Piece
+from folio.app.serving.metrics import FIRST_S, EdgeMeter, RequestMeter
 from tests.app.serving.conftest import Recorded
 
 ROOT = Path(__file__).parents[3]
@@ -72,7 +79,7 @@ def sums(recorded: Recorded) -> Counter[str]:
 def test_tokens_and_times_of_a_stream(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """TTFT is that of the first piece of any output; TPOT is the mean of each output's later tokens."""
     clock = iter([10.0, 10.5, 11.0, 12.5, 13.0])
-    monkeypatch.setattr("app.serving.metrics.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("folio.app.serving.metrics.time.perf_counter", lambda: next(clock))
     with RequestMeter().measure("chat") as measured:
         measured.served_by = "base"
         measured.sends(CALLS, "m")

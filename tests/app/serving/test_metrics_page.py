@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.errors import UnavailableError
-from app.serving.metrics_page import MetricsPage, merge, render
+from folio.app.errors import UnavailableError
+from folio.app.serving.metrics_page import MetricsPage, merge, render
 from tests.app.serving.test_metrics import made_in_code
 from tests.promlint import complaints
 

@@ -14,16 +14,16 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from app.engine.report import ReplicaReport
-from app.engine.shelf.status import ModelStatus
-from app.errors import FolioError, RequestError, UnavailableError
-from app.fleet.messages import ReplicaStatus
-from app.openai.operation.bodies import BudgetRequest, PinRequest
-from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
-from app.serving import ingress as ingress_module
+from folio.app.engine.report import ReplicaReport
+from folio.app.engine.shelf.status import ModelStatus
+from folio.app.errors import FolioError, RequestError, UnavailableError
+from folio.app.fleet.messages import ReplicaStatus
+from folio.app.openai.operation.bodies import BudgetRequest, PinRequest
+from folio.app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from folio.app.serving import ingress as ingress_module
+from folio.vmem import MemoryReport, PinReport
 from tests.app.compat.ray_types import DeploymentID
 from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
-from vmem import MemoryReport, PinReport
 
 Act = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
 

@@ -9,11 +9,11 @@ import pytest
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from app.fleet.messages import HotPrefixes
-from app.serving import peers
-from app.serving.peers import peer_prefixes
+from folio.app.fleet.messages import HotPrefixes
+from folio.app.serving import peers
+from folio.app.serving.peers import peer_prefixes
+from folio.vmem import CachedPrefix
 from tests.app.compat.ray_types import DeploymentID
-from vmem import CachedPrefix
 
 PREFIXES = [CachedPrefix((1, 2), ("tenant:a",), 3)]
 ANSWER = HotPrefixes("same", PREFIXES)

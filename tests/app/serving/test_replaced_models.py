@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from app.builtin import resolve_model
-from app.config.added_model import AddedModel, files_sample
-from app.config.engine import EngineConfig
-from app.config.shelf import ShelfConfig
-from app.engine import SamplingParams
-from app.engine.shelf.shelf import Shelf
-from app.errors import RequestError
-from app.fleet.loaded import LoadedTable
-from app.openai.operation.bodies import AddModelRequest
-from app.replica.additions import ShelfAdditions
+from folio.app.builtin import resolve_model
+from folio.app.config.added_model import AddedModel, files_sample
+from folio.app.config.engine import EngineConfig
+from folio.app.config.shelf import ShelfConfig
+from folio.app.engine import SamplingParams
+from folio.app.engine.shelf.shelf import Shelf
+from folio.app.errors import RequestError
+from folio.app.fleet.loaded import LoadedTable
+from folio.app.openai.operation.bodies import AddModelRequest
+from folio.app.replica.additions import ShelfAdditions
 from tests.app.serving.registry import Cluster, patched_cluster
 from tests.app.serving.test_shelf import completion
 from tests.local_server import LocalHandle, a_model, ingress_of, replica_of_shelf

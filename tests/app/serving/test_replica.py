@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from app.config.engine import EngineConfig
-from app.engine import AsyncEngine
-from app.engine.report import StartTimes
-from app.errors import UnavailableError, UnknownRequestError
-from app.fleet.messages import HotPrefixes, SharedStreamCall, SharedStreamKey
-from app.serving import replica as replica_module
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import AsyncEngine
+from folio.app.engine.report import StartTimes
+from folio.app.errors import UnavailableError, UnknownRequestError
+from folio.app.fleet.messages import HotPrefixes, SharedStreamCall, SharedStreamKey
+from folio.app.serving import replica as replica_module
+from folio.vmem import CachedPrefix
 from tests.app.replica.test_request_streams import DELTAS, REQUEST, Engine
 from tests.local_server import replica_of
-from vmem import CachedPrefix
 
 
 async def test_the_hot_prefixes() -> None:

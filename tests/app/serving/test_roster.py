@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import ConfigError
-from app.serving.ledger import Roster
+from folio.app.errors import ConfigError
+from folio.app.serving.ledger import Roster
 
 
 @pytest.fixture(autouse=True)

@@ -14,13 +14,13 @@ import pytest
 from ray import cloudpickle
 from ray.serve.request_router import PendingRequest
 
-from app.engine import SamplingParams
-from app.engine.prefix_keys import prompt_keys
-from app.engine.report import ReplicaReport
-from app.errors import DeadlineError, NoReplicaError, OverloadedError
-from app.fleet.decisions import DECISIONS
-from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, reports_as_stats, reports_from_stats
-from app.serving.router import FolioRouter, Route
+from folio.app.engine import SamplingParams
+from folio.app.engine.prefix_keys import prompt_keys
+from folio.app.engine.report import ReplicaReport
+from folio.app.errors import DeadlineError, NoReplicaError, OverloadedError
+from folio.app.fleet.decisions import DECISIONS
+from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, reports_as_stats, reports_from_stats
+from folio.app.serving.router import FolioRouter, Route
 from tests.app.compat.ray_types import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from tests.app.fleet.reports import IDLE, UNIT, report
 
@@ -225,7 +225,7 @@ async def test_only_new_reports_are_read(replicas: list[Replica], monkeypatch: p
         read.append(stats["models"][""]["num_running"])
         return reports_from_stats(stats)
 
-    monkeypatch.setattr("app.serving.router.reports_from_stats", noting)
+    monkeypatch.setattr("folio.app.serving.router.reports_from_stats", noting)
     for i, replica in enumerate(replicas):
         replica.routing_stats = now_with([], num_running=i)
     router = router_for(replicas)
@@ -429,7 +429,7 @@ async def test_a_request_waits_for_the_first_replica() -> None:
 
 async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> None:
     """Completed requests, cancelled ones, and those of a replica that died."""
-    monkeypatch.setattr("app.fleet.fleet._LEAST_LAG_S", 0.0)  # the last reports are made when all is over
+    monkeypatch.setattr("folio.app.fleet.fleet._LEAST_LAG_S", 0.0)  # the last reports are made when all is over
 
     all_report(replicas)
     router = router_for(replicas)
@@ -515,7 +515,7 @@ async def test_the_wait_for_a_replica_is_bounded(replicas: list[Replica], all_ha
 
 
 async def test_the_number_of_waiting_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.serving.router._MOST_WAITING", 2)
+    monkeypatch.setattr("folio.app.serving.router._MOST_WAITING", 2)
     router = router_for([])
     waiting = [asyncio.create_task(choose(router, pending(i))) for i in range(2)]
     await asyncio.sleep(0)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from app.engine import SamplingParams
-from app.errors import EngineError, FolioError, UnavailableError
-from app.fleet.messages import GenerateRequest, Piece, SharedStreamCall, SharedStreamKey
-from app.fleet.overload import LoadShedder
-from app.serving import shared_streams as shared_module
-from app.serving.calls import ReplicaClient
-from app.serving.shared_streams import SharedReader, SharedStreams
+from folio.app.engine import SamplingParams
+from folio.app.errors import EngineError, FolioError, UnavailableError
+from folio.app.fleet.messages import GenerateRequest, Piece, SharedStreamCall, SharedStreamKey
+from folio.app.fleet.overload import LoadShedder
+from folio.app.serving import shared_streams as shared_module
+from folio.app.serving.calls import ReplicaClient
+from folio.app.serving.shared_streams import SharedReader, SharedStreams
 
 NUM = 8
 

@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from app.cli.main import main
-from app.config.http import HttpSettings, KeyEntry
-from app.config.shelf import ShelfConfig
-from app.dashboard.state import DashboardState, ReplicaState
-from app.dashboard.views import WatchCall
-from app.engine import AsyncEngine, SamplingParams
-from app.engine.shelf import control
-from app.engine.shelf.control import Control
-from app.errors import (
+from folio.app.cli.main import main
+from folio.app.config.http import HttpSettings, KeyEntry
+from folio.app.config.shelf import ShelfConfig
+from folio.app.dashboard.state import DashboardState, ReplicaState
+from folio.app.dashboard.views import WatchCall
+from folio.app.engine import AsyncEngine, SamplingParams
+from folio.app.engine.shelf import control
+from folio.app.engine.shelf.control import Control
+from folio.app.errors import (
     ContextLengthError,
     DeadlineError,
     ForbiddenError,
@@ -29,17 +29,17 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.fleet.messages import GenerateRequest
-from app.openai import served_models
-from app.openai.bodies import CompletionRequest, ForkRequest
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.messages.body import CountTokensRequest, MessagesRequest
-from app.openai.operation import model_cards
-from app.openai.operation.bodies import BudgetRequest, PinRequest
-from app.openai.pooled.bodies import EmbeddingRequest
-from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
-from app.request_context import CURRENT, RequestContext
-from app.serving.replica import EngineReplica
+from folio.app.fleet.messages import GenerateRequest
+from folio.app.openai import served_models
+from folio.app.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
+from folio.app.openai.operation import model_cards
+from folio.app.openai.operation.bodies import BudgetRequest, PinRequest
+from folio.app.openai.pooled.bodies import EmbeddingRequest
+from folio.app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from folio.app.request_context import CURRENT, RequestContext
+from folio.app.serving.replica import EngineReplica
 from tests.app.serving.conftest import Recorded
 from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, listening, replica_of_shelf
 from tests.processes import until_async

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.engine.shelf.status import DeviceStatus, ModelStatus
-from app.serving.shelf_metrics import ShelfMeter
+from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
+from folio.app.serving.shelf_metrics import ShelfMeter
 from tests.app.serving.conftest import Recorded
 
 DEVICE = DeviceStatus(capacity_bytes=100, used_bytes=30, idle_bytes=5, charged_bytes=40, workspace_bytes=10)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import KernelError
-from kernels.cpu import build
+from folio.kernels import KernelError
+from folio.kernels.cpu import build
 
 FEATURES = {chosen.name: " ".join(sorted(chosen.features)) for chosen in build.INSTRUCTION_SETS}
 
@@ -81,7 +81,7 @@ def test_a_cache_that_cannot_be_used(call: Callable[[], object], monkeypatch: py
 
 def test_a_wheel_by_an_old_compiler_has_no_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Regression: the installation failed, as g++ 10 knows no x86-64-v3."""
-    wheel = pytest.importorskip("kernels.cpu.wheel")
+    wheel = pytest.importorskip("folio.kernels.cpu.wheel")
 
     def fail(folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -95,7 +95,7 @@ def test_a_wheel_by_an_old_compiler_has_no_libraries(monkeypatch: pytest.MonkeyP
     command.ensure_finalized()
     command.build_lib = str(tmp_path)
     command.run()
-    assert not (tmp_path / "kernels" / "cpu" / "lib").exists()
+    assert not (tmp_path / "folio" / "kernels" / "cpu" / "lib").exists()
 
 
 def _only_versions(run):  # type: ignore[no-untyped-def]

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from kernels.cpu.chain import DIGEST_BYTES, CpuChain
+from folio.kernels.cpu.chain import DIGEST_BYTES, CpuChain
 
 ROOT = bytes(range(DIGEST_BYTES))
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import SharedGroup, shared_group_bytes
+from folio.kernels import SharedGroup, shared_group_bytes
 
 SIZES = (1, 2, 3, 5)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels import CpuElementwise, CpuLinear, KernelError
-from kernels.cpu.layer import CpuLayer, LayerPart, LayerWeights, Product, StepParts, Workspace
-from kernels.cpu.ops import CpuRotaryWrite
-from kernels.cpu.provider import CpuAttend, CpuProvider
-from kernels.elementwise import Activation, HeadNorm, RotaryWrite
-from kernels.provider import AttentionCall, Masking
+from folio.kernels import CpuElementwise, CpuLinear, KernelError
+from folio.kernels.cpu.layer import CpuLayer, LayerPart, LayerWeights, Product, StepParts, Workspace
+from folio.kernels.cpu.ops import CpuRotaryWrite
+from folio.kernels.cpu.provider import CpuAttend, CpuProvider
+from folio.kernels.elementwise import Activation, HeadNorm, RotaryWrite
+from folio.kernels.provider import AttentionCall, Masking
 from tests.kernels.cases import Lengths, make_batch
 from tests.kernels.cpu.test_ops import has_layers
 

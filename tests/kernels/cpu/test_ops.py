@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import CpuLinear, KernelError
-from kernels.cpu.ops import AVX512_PRODUCTS
+from folio.kernels import CpuLinear, KernelError
+from folio.kernels.cpu.ops import AVX512_PRODUCTS
 
 # Relative to the largest value: float32 sums of up to 1,500 products; one rounding to bfloat16.
 LINEAR_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.row_max import CpuRowMax
+from folio.kernels.cpu.row_max import CpuRowMax
 
 INF, NAN = float("inf"), float("nan")
 

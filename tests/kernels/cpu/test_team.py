@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kernels import CpuLinear
-from kernels.cpu.layer import CpuLayer, Workspace
-from kernels.elementwise import ACTIVATIONS
+from folio.kernels import CpuLinear
+from folio.kernels.cpu.layer import CpuLayer, Workspace
+from folio.kernels.elementwise import ACTIVATIONS
 from tests.kernels.cases import Lengths
 from tests.kernels.cpu.test_layer import SIZE, Step, make_step, make_weights, prepared, random_hidden
 from tests.kernels.cpu.test_ops import MARCHES, has_layers

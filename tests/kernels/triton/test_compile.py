@@ -25,10 +25,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import CacheScales, HeadNorm, Masking, RotaryWrite, VarlenBatch
-from kernels.provider import AttentionCall, CacheWrite
-from vmem.backends.host import HostBackend
-from vmem.layout import LayerSpec, LayoutKind, plan_layout
+from folio.kernels import CacheScales, HeadNorm, Masking, RotaryWrite, VarlenBatch
+from folio.kernels.provider import AttentionCall, CacheWrite
+from folio.vmem.backends.host import HostBackend
+from folio.vmem.layout import LayerSpec, LayoutKind, plan_layout
 
 SHARED_BYTES = 227 * 1024  # the most per program on an H100
 REGISTERS = 255  # the most per thread
@@ -354,13 +354,13 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
 
 
 def _call(shape: Shape) -> None:
-    from kernels.triton.cache import copy_blocks, prepare_write
-    from kernels.triton.decode import TUNINGS, SplitDecode
-    from kernels.triton.elementwise import TritonElementwise
-    from kernels.triton.penalties import penalise
-    from kernels.triton.prefill import prepare_prefill
-    from kernels.triton.product import TritonProduct, choose_tile
-    from kernels.triton.sampling import choose
+    from folio.kernels.triton.cache import copy_blocks, prepare_write
+    from folio.kernels.triton.decode import TUNINGS, SplitDecode
+    from folio.kernels.triton.elementwise import TritonElementwise
+    from folio.kernels.triton.penalties import penalise
+    from folio.kernels.triton.prefill import prepare_prefill
+    from folio.kernels.triton.product import TritonProduct, choose_tile
+    from folio.kernels.triton.sampling import choose
 
     if shape.call in ("penalise", "replace"):
         rows, logits = torch.zeros(2, dtype=torch.int64), torch.empty(2, VOCAB_SIZE)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.provider import FP8_DTYPES, VarlenBatch
-from kernels.triton.provider import TritonProvider
+from folio.kernels.provider import FP8_DTYPES, VarlenBatch
+from folio.kernels.triton.provider import TritonProvider
 from tests.kernels.cases import Lengths
 from tests.kernels.triton.test_triton import ALL_MASKS, CUDA, DEVICE, check, make_case
 
@@ -22,7 +22,7 @@ RAGGED: Lengths = [(1, 400), (1, 0), (1, 128), (3, 20), (1, 31)]
 
 @pytest.fixture(scope="module", params=TUNING_NAMES)
 def provider(request: pytest.FixtureRequest) -> TritonProvider:
-    from kernels.triton.decode import TUNINGS, SplitDecode  # needs Triton
+    from folio.kernels.triton.decode import TUNINGS, SplitDecode  # needs Triton
 
     assert set(TUNINGS) == set(TUNING_NAMES)
     provider = TritonProvider()
@@ -93,7 +93,7 @@ def test_padding_rows_and_loose_bounds_change_no_bit(provider: TritonProvider, r
     ],
 )
 def test_splits_of_132_processors(tuning: str, num_seqs: int, num_cached: int, tile: int, expected: int) -> None:
-    from kernels.triton.decode import TUNINGS, SplitDecode
+    from folio.kernels.triton.decode import TUNINGS, SplitDecode
 
     decode = SplitDecode(TUNINGS[tuning])
     decode._num_processors[DEVICE] = 132

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from kernels.triton.launch import Kernel  # noqa: E402
+from folio.kernels.triton.launch import Kernel  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels import KernelError, select_elementwise, select_product
+from folio.kernels import KernelError, select_elementwise, select_product
 
 pytest.importorskip("triton")
 
-from kernels.triton.dependent import unsupported
-from kernels.triton.product import ProductTile, TritonProduct, choose_tile
+from folio.kernels.triton.dependent import unsupported
+from folio.kernels.triton.product import ProductTile, TritonProduct, choose_tile
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.sampling import choice
-from app.engine.sampling.noise import noise_key
-from app.engine.sampling.settings import GREEDY, MIN_P, SETTINGS, TRUNCATED
+from folio.app.engine.sampling import choice
+from folio.app.engine.sampling.noise import noise_key
+from folio.app.engine.sampling.settings import GREEDY, MIN_P, SETTINGS, TRUNCATED
 
 pytest.importorskip("triton")
-from kernels.triton import sampling
+from folio.kernels.triton import sampling
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import flash_attn_with_kvcache
-from kernels.provider import FP8_DTYPES, AttentionCall, CacheScales, KernelError, Masking, VarlenBatch
-from kernels.reference import ReferenceProvider
-from kernels.triton.provider import TritonProvider
+from folio.kernels import flash_attn_with_kvcache
+from folio.kernels.provider import FP8_DTYPES, AttentionCall, CacheScales, KernelError, Masking, VarlenBatch
+from folio.kernels.reference import ReferenceProvider
+from folio.kernels.triton.provider import TritonProvider
 from tests.kernels import cases
 from tests.kernels.cases import GuardedMemory, Lengths
 
@@ -122,7 +122,7 @@ def test_masking(provider: TritonProvider, features: dict[str, Any]) -> None:
 
 def test_buffers_that_a_graph_may_have_captured_stay(provider: TritonProvider) -> None:
     """Regression: a larger batch replaced the splits' buffers, and a captured launch wrote to freed memory."""
-    from kernels.triton.decode import SplitDecode  # needs Triton, which `provider` asks for
+    from folio.kernels.triton.decode import SplitDecode  # needs Triton, which `provider` asks for
 
     decode = SplitDecode()
     seen: list[list[int]] = []
@@ -252,7 +252,7 @@ def test_write_takes_any_strides(provider: TritonProvider) -> None:
 
 @pytest.mark.parametrize("words", [1, 100, 2500])
 def test_copy_blocks(words: int) -> None:
-    from kernels.triton.cache import copy_blocks
+    from folio.kernels.triton.cache import copy_blocks
 
     source = torch.randint(-(2**62), 2**62, (9, words + 3), device=DEVICE)[:, :words]
     target = torch.zeros(7, words + 5, dtype=torch.int64, device=DEVICE)

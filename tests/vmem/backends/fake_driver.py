@@ -27,7 +27,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from vmem.backends.host_calls import libc
+from folio.vmem.backends.host_calls import libc
 
 _MAP_FIXED = 0x10
 _HOLE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

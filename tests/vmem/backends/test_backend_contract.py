@@ -8,10 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 import torch
 
-from tests.vmem.backends.fake_driver import FakeDriver
-from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
-from tests.vmem.direct_peers import DirectPeers
-from vmem import (
+from folio.vmem import (
     AddressRange,
     Backend,
     CudaBackend,
@@ -22,7 +19,10 @@ from vmem import (
     MirroredBackend,
     OutOfPages,
 )
-from vmem.backends.cuda import CPU
+from folio.vmem.backends.cuda import CPU
+from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
+from tests.vmem.direct_peers import DirectPeers
 
 NUM_PAGES = 8
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from folio.vmem import AddressRange, CudaBackend, MapError, OutOfPages
+from folio.vmem.backends.cuda import CPU
+from folio.vmem.backends.run_bound import RunBound
 from tests.vmem.backends.fake_driver import CUresult, FakeDriver
-from vmem import AddressRange, CudaBackend, MapError, OutOfPages
-from vmem.backends.cuda import CPU
-from vmem.backends.run_bound import RunBound
 
 PAGE = FakeDriver.granularity_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vmem import HostBackend, MapError
+from folio.vmem import HostBackend, MapError
 
 PAGE = 16384
 
@@ -49,7 +49,9 @@ def test_a_failed_map_leaves_holes(backend: HostBackend, monkeypatch: pytest.Mon
 @pytest.mark.processes
 def test_access_to_a_hole_kills_the_process() -> None:
     """A wrong address never reads other data."""
-    code = "from vmem import HostBackend; b = HostBackend(65536); r = b.reserve(16384); print(b.tensor(r)[0].item())"
+    code = (
+        "from folio.vmem import HostBackend; b = HostBackend(65536); r = b.reserve(16384); print(b.tensor(r)[0].item())"
+    )
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
     assert result.returncode == -11

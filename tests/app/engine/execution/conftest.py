@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kernels import KernelError
-from kernels.cpu import build
+from folio.kernels import KernelError
+from folio.kernels.cpu import build
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from app.engine.execution.batch import StepBatch, memory_of
-from app.engine.scheduled import Scheduled
-from vmem import KVMemory
+from folio.app.engine.execution.batch import StepBatch, memory_of
+from folio.app.engine.scheduled import Scheduled
+from folio.vmem import KVMemory
 
 
 def check_batch(

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kernels import AttentionProvider, CopyBlocks, VarlenBatch
-from kernels.provider import AttendLayer, AttentionCall, CacheWrite, StoreLayer
+from folio.kernels import AttentionProvider, CopyBlocks, VarlenBatch
+from folio.kernels.provider import AttendLayer, AttentionCall, CacheWrite, StoreLayer
 
 
 def check_pointers(driver: Any, what: str, **tensors: torch.Tensor | None) -> None:

@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine import LLM, EngineConfig, SamplingParams
-from app.engine.engine import Engine
-from app.engine.execution import executor, self_test
-from app.engine.execution.batch import StepBatch
-from app.engine.execution.model_runner import ModelRunner
-from app.engine.execution.work_queue import InlineQueue
-from app.engine.model import kv_plan
-from app.engine.tensor_parallel.gpu_sharing import SWITCH
-from app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from app.errors import ConfigError
+from folio.app.engine import LLM, EngineConfig, SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.execution import executor, self_test
+from folio.app.engine.execution.batch import StepBatch
+from folio.app.engine.execution.model_runner import ModelRunner
+from folio.app.engine.execution.work_queue import InlineQueue
+from folio.app.engine.model import kv_plan
+from folio.app.engine.tensor_parallel.gpu_sharing import SWITCH
+from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.errors import ConfigError
+from folio.vmem import CudaBackend, KVMemory, MapError, StepDemand, select_backend
+from folio.vmem.backends.cuda import CPU
 from tests.app.engine.execution.strict_pointers import StrictProvider, strict_copy
 from tests.app.engine.tensor_parallel import test_decoding
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
@@ -30,8 +32,6 @@ from tests.processes import until
 from tests.vmem.backends.fake_driver import FakeDriver
 from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
 from tests.vmem.small_memory import pages_read
-from vmem import CudaBackend, KVMemory, MapError, StepDemand, select_backend
-from vmem.backends.cuda import CPU
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
@@ -289,8 +289,8 @@ def test_two_ranks_on_real_devices(
 LOSE_THE_DEVICE = """
 import asyncio, os, sys, time
 import torch
-from app.engine import AsyncEngine, EngineConfig, SamplingParams
-from app.errors import EngineError
+from folio.app.engine import AsyncEngine, EngineConfig, SamplingParams
+from folio.app.errors import EngineError
 
 engine = AsyncEngine(EngineConfig(
     model=sys.argv[1], device="cuda", skip_tokenizer_init=True, max_model_len=100, kv_memory_bytes=1 << 28

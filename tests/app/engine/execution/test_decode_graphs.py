@@ -12,22 +12,22 @@ from typing import Any, cast
 import pytest
 import torch
 
-from app.engine import LLM, EngineConfig, SamplingParams
-from app.engine.charges import DeviceCharges
-from app.engine.execution import decode_graphs
-from app.engine.execution.attention import CachedAttention, RotaryLayer
-from app.engine.execution.batch import BatchPart, StepBatch
-from app.engine.execution.captured_graphs import STEPS_TO_RECAPTURE, CapturedGraphs, GraphPlan
-from app.engine.execution.decode_graphs import DecodeGraphs, DecodeInputs, decode_buckets, decode_view
-from app.engine.execution.graph import CaptureError, CudaGraph, cuda_graphs
-from app.engine.execution.mixed_graphs import TOKEN_BUCKETS, MixedGraphs, _Between
-from app.engine.execution.recorded_graph import RecordedGraph
-from app.errors import ConfigError, ModelError
-from kernels import Elementwise, Masking, VarlenBatch, num_compilations
+from folio.app.engine import LLM, EngineConfig, SamplingParams
+from folio.app.engine.charges import DeviceCharges
+from folio.app.engine.execution import decode_graphs
+from folio.app.engine.execution.attention import CachedAttention, RotaryLayer
+from folio.app.engine.execution.batch import BatchPart, StepBatch
+from folio.app.engine.execution.captured_graphs import STEPS_TO_RECAPTURE, CapturedGraphs, GraphPlan
+from folio.app.engine.execution.decode_graphs import DecodeGraphs, DecodeInputs, decode_buckets, decode_view
+from folio.app.engine.execution.graph import CaptureError, CudaGraph, cuda_graphs
+from folio.app.engine.execution.mixed_graphs import TOKEN_BUCKETS, MixedGraphs, _Between
+from folio.app.engine.execution.recorded_graph import RecordedGraph
+from folio.app.errors import ConfigError, ModelError
+from folio.kernels import Elementwise, Masking, VarlenBatch, num_compilations
+from folio.vmem import DevicePages, KVMemory, View
 from tests.app.engine.execution.test_cuda import Driver, use_device  # noqa: F401 (a fixture)
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 from tests.vmem.small_memory import MAX_TOKENS, FlakyHost, make_memory
-from vmem import DevicePages, KVMemory, View
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 7

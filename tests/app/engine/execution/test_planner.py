@@ -16,21 +16,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.engine.engine import Engine
-from app.engine.execution.batch import PlanHeader, StepBatch, StepPlan, memory_of
-from app.engine.execution.builder import BatchBuilder
-from app.engine.execution.planner import StepPlanner
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams
-from app.engine.scheduled import Scheduled
-from app.engine.tensor_parallel.processes import pack_step, unpack_step
+from folio.app.engine.engine import Engine
+from folio.app.engine.execution.batch import PlanHeader, StepBatch, StepPlan, memory_of
+from folio.app.engine.execution.builder import BatchBuilder
+from folio.app.engine.execution.planner import StepPlanner
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.scheduled import Scheduled
+from folio.app.engine.tensor_parallel.processes import pack_step, unpack_step
+from folio.vmem import KVMemory, SequenceMemory, StepDemand, ViewPolicy
 from tests.app.engine.execution.plain_batch import check_batch
 from tests.app.engine.test_isolation import make_engine, work
 from tests.conftest import MakeCheckpoint
 from tests.nightly import examples
 from tests.vmem.small_memory import FlakyHost, make_memory
 from tests.vmem.test_memory_machine import MemoryMachine
-from vmem import KVMemory, SequenceMemory, StepDemand, ViewPolicy
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from app.engine.execution.graph import CaptureError
-from app.engine.execution.recorded_graph import RecordableProvider, RecordedGraph, Recorder
-from kernels import CpuElementwise, Masking, VarlenBatch, select_provider
+from folio.app.engine.execution.graph import CaptureError
+from folio.app.engine.execution.recorded_graph import RecordableProvider, RecordedGraph, Recorder
+from folio.kernels import CpuElementwise, Masking, VarlenBatch, select_provider
 
 CPU = torch.device("cpu")
 

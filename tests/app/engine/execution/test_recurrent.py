@@ -10,12 +10,19 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from app.engine.execution import attention, recurrent
-from app.engine.execution.model_runner import forward
-from app.engine.execution.recurrent import CachedStates, PackedMixer, RecurrentLayer, StateBatch, StateProbe, StateSpec
-from app.errors import ModelError
-from kernels import Masking, VarlenBatch
-from kernels.reference import ReferenceProvider
+from folio.app.engine.execution import attention, recurrent
+from folio.app.engine.execution.model_runner import forward
+from folio.app.engine.execution.recurrent import (
+    CachedStates,
+    PackedMixer,
+    RecurrentLayer,
+    StateBatch,
+    StateProbe,
+    StateSpec,
+)
+from folio.app.errors import ModelError
+from folio.kernels import Masking, VarlenBatch
+from folio.kernels.reference import ReferenceProvider
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE
 
 # Every path of a mixer: chunks below and beyond the kernel width and the scan's own chunk, decodes alone and together.

@@ -22,8 +22,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from app.engine.execution.variants import step_shapes
-from kernels.provider import AttendLayer, AttentionCall, CacheWrite, StoreLayer
+from folio.app.engine.execution.variants import step_shapes
+from folio.kernels.provider import AttendLayer, AttentionCall, CacheWrite, StoreLayer
 
 if TYPE_CHECKING:
     from tests.conftest import MakeCheckpoint
@@ -76,12 +76,12 @@ def test_no_variant_is_left_for_requests(name: str, make_checkpoint: MakeCheckpo
 def serve(folder: str) -> dict[str, Any]:
     import triton
 
-    from app.config.engine import EngineConfig
-    from app.engine.engine import Engine
-    from app.engine.execution import executor
-    from app.engine.startup import warm_up, warm_up_variants
-    from kernels.reference import SdpaProvider
-    from kernels.triton.provider import TritonProvider
+    from folio.app.config.engine import EngineConfig
+    from folio.app.engine.engine import Engine
+    from folio.app.engine.execution import executor
+    from folio.app.engine.startup import warm_up, warm_up_variants
+    from folio.kernels.reference import SdpaProvider
+    from folio.kernels.triton.provider import TritonProvider
     from tests.kernels.triton.test_compile import use_no_device
 
     class Both(TritonProvider):
@@ -165,7 +165,7 @@ def serve(folder: str) -> dict[str, Any]:
 
 def _serve_mixed_load(engine: Any) -> None:
     """Prompts of all lengths, one after the other and many at once, chunked, cached, decoding beside each other."""
-    from app.engine import SamplingParams
+    from folio.app.engine import SamplingParams
 
     lengths = [1, 2, 3, 5, 9, 17, 33, 65, 129, 300, 700]
     for together in ([[n] for n in lengths], [lengths], [[700, 1, 1, 700, 40]], [[5] * 12]):

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from app.config.engine import EngineConfig
-from app.engine.delta import Delta
-from app.engine.engine import Engine
-from app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.delta import Delta
+from folio.app.engine.engine import Engine
+from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
 
 
 def make_adapter(

@@ -19,17 +19,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.config.engine import EngineConfig
-from app.engine.async_engine import AsyncEngine
-from app.engine.engine import Engine
-from app.engine.lora import rank
-from app.engine.lora.layers import LoRALinear, Updates
-from app.engine.lora.rank import RankAdapters
-from app.engine.lora.source import AdapterSource, files_version
-from app.engine.lora.weights import read_weights
-from app.engine.sampling.params import SamplingParams
-from app.engine.startup import hot_prefixes, warm_prefixes
-from app.errors import ConfigError, EngineError, ModelError, RequestError, UnknownModelError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.engine import Engine
+from folio.app.engine.lora import rank
+from folio.app.engine.lora.layers import LoRALinear, Updates
+from folio.app.engine.lora.rank import RankAdapters
+from folio.app.engine.lora.source import AdapterSource, files_version
+from folio.app.engine.lora.weights import read_weights
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.startup import hot_prefixes, warm_prefixes
+from folio.app.errors import ConfigError, EngineError, ModelError, RequestError, UnknownModelError
 from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens, write_adapter
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.lora.source import AdapterSource, files_version, folder_below
-from app.errors import RequestError, UnknownModelError
+from folio.app.engine.lora.source import AdapterSource, files_version, folder_below
+from folio.app.errors import RequestError, UnknownModelError
 
 
 def write(folder: Path, config: str = "{}", weights: str = "w") -> Path:

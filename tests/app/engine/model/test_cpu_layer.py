@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
-from app.engine import SamplingParams
-from app.engine.engine import Engine
-from app.engine.model.fused_layer import FusedLayer
-from app.engine.model.loader import load_model
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.model.fused_layer import FusedLayer
+from folio.app.engine.model.loader import load_model
 from tests.app.engine.model.test_models import generate_staggered
 from tests.conftest import ARCHITECTURES, MakeCheckpoint, tokens
 from tests.kernels.cpu.test_ops import has_layers
@@ -57,7 +57,9 @@ def test_same_tokens(
     make_checkpoint: MakeCheckpoint, name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefills meet decodes, in both views, over windows and norms of heads."""
-    monkeypatch.setattr("app.engine.model.linear.has_matrix_tiles", lambda: False)  # products that oneDNN would take
+    monkeypatch.setattr(
+        "folio.app.engine.model.linear.has_matrix_tiles", lambda: False
+    )  # products that oneDNN would take
     if not has_layers(torch.bfloat16 if "dtype" in settings else torch.float32):
         pytest.skip("no layers in one call here")
     model_type, of_model = ARCHITECTURES[name]

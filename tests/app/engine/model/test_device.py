@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.config.engine import EngineConfig, ResolvedConfig
-from app.config.machine import Machine
-from app.engine.engine import Engine
-from app.engine.model.device import CudaProbes, resolve
-from app.errors import ConfigError
-from kernels import AttentionProvider, KernelError, select_provider
-from kernels.provider import AttentionCall
-from kernels.reference import ReferenceProvider
+from folio.app.config.engine import EngineConfig, ResolvedConfig
+from folio.app.config.machine import Machine
+from folio.app.engine.engine import Engine
+from folio.app.engine.model.device import CudaProbes, resolve
+from folio.app.errors import ConfigError
+from folio.kernels import AttentionProvider, KernelError, select_provider
+from folio.kernels.provider import AttentionCall
+from folio.kernels.reference import ReferenceProvider
+from folio.vmem import Backend, CudaBackend, MapError
+from folio.vmem.backends.cuda import CPU
+from folio.vmem.backends.probe import check_mapping
 from tests.vmem.backends.fake_driver import CUresult, FakeDriver
-from vmem import Backend, CudaBackend, MapError
-from vmem.backends.cuda import CPU
-from vmem.backends.probe import check_mapping
 
 AUTO = EngineConfig(model="builtin")
 
@@ -110,13 +110,13 @@ def test_each_step_that_fails_gives_the_reason(
 ) -> None:
     machine = replace(Machine.detect(), has_gpu=has_gpu)
     monkeypatch.setattr(Machine, "detect", lambda: machine)
-    caplog.set_level(logging.INFO, "app.engine.model.device")
+    caplog.set_level(logging.INFO, "folio.app.engine.model.device")
     driver = FakeDriver(8 << 20)
     if spoil is not None:
         spoil(driver)
     resolved = resolve(AUTO, probes(driver, **options))  # type: ignore[arg-type]
     assert resolved == AUTO.on_device("cpu")
-    [record] = [record for record in caplog.records if record.name == "app.engine.model.device"]
+    [record] = [record for record in caplog.records if record.name == "folio.app.engine.model.device"]
     assert record.getMessage().startswith("device auto is the CPU: ")
     assert reason in record.getMessage()
     assert "\n" not in record.getMessage()

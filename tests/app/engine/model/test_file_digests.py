@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.model import file_digests
-from app.engine.model.file_digests import FileDigests
+from folio.app.engine.model import file_digests
+from folio.app.engine.model.file_digests import FileDigests
 
 AGO_S = 60
 

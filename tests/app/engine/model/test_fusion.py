@@ -10,12 +10,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
-from app.engine.execution import attention
-from app.engine.execution.attention import GeometryProbe
-from app.engine.model.fused_layer import FusedLayer, fuse_layers
-from app.engine.model.fusion import FusedAttention, FusedGatedMLP, FusedRMSNorm, fuse_attention, fuse_modules
-from kernels import CpuElementwise
-from kernels.reference import ReferenceProvider
+from folio.app.engine.execution import attention
+from folio.app.engine.execution.attention import GeometryProbe
+from folio.app.engine.model.fused_layer import FusedLayer, fuse_layers
+from folio.app.engine.model.fusion import FusedAttention, FusedGatedMLP, FusedRMSNorm, fuse_attention, fuse_modules
+from folio.kernels import CpuElementwise
+from folio.kernels.reference import ReferenceProvider
 from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES
 

@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
-from app.config.machine import SPARE_SHARE, Machine
-from app.engine.engine import Engine
-from app.engine.model import kv_plan
-from app.engine.sampling.params import SamplingParams
-from app.errors import ConfigError
+from folio.app.config.engine import EngineConfig
+from folio.app.config.machine import SPARE_SHARE, Machine
+from folio.app.engine.engine import Engine
+from folio.app.engine.model import kv_plan
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import ConfigError
+from folio.vmem import DevicePages, PeerRanks
 from tests.conftest import SMALL, VOCAB_SIZE, MakeCheckpoint
-from vmem import DevicePages, PeerRanks
 
 GIB = 1 << 30
 BLOCK_BYTES = 16 * 768
@@ -161,7 +161,7 @@ def test_the_log_names_the_limit_of_the_default_ceiling(
     monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The ceiling was 750 MiB of 23 GiB instead of the documented quarter, without a reason in the log."""
-    caplog.set_level(logging.INFO, "app.engine.model.kv_plan")
+    caplog.set_level(logging.INFO, "folio.app.engine.model.kv_plan")
     for count, num_pages in ((65_530, 24_000), (131_060, 48_000), (10**9, 200_000)):
         caplog.clear()
         set_machine(monkeypatch, 24 * GIB, 20 * GIB, count)

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.config.engine import EngineConfig
-from app.engine import LLM, SamplingParams
-from app.engine.engine import Engine
-from app.engine.execution.attention import AttentionHandler, GeometryProbe, bind_attention
-from app.engine.execution.model_runner import cache_scales, forward, observe_layers
-from app.engine.model.kv_scales import ScaleProbe, stored_scales
-from app.engine.model.loader import LoadedModel, load_model
-from app.engine.tensor_parallel.processes import spawn_ranks
-from kernels import CacheScales, Masking, select_provider
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.execution.attention import AttentionHandler, GeometryProbe, bind_attention
+from folio.app.engine.execution.model_runner import cache_scales, forward, observe_layers
+from folio.app.engine.model.kv_scales import ScaleProbe, stored_scales
+from folio.app.engine.model.loader import LoadedModel, load_model
+from folio.app.engine.tensor_parallel.processes import spawn_ranks
+from folio.kernels import CacheScales, Masking, select_provider
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 
@@ -107,7 +107,7 @@ def test_architectures_pass_their_self_test(
     name: str, kind: Any, make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Windows, sinks, experts, recurrent states. The difference shows that the cache is rounded."""
-    caplog.set_level(logging.INFO, "app.engine")
+    caplog.set_level(logging.INFO, "folio.app.engine")
     architecture, settings = (name, HYBRIDS[name]) if name in HYBRIDS else ARCHITECTURES[name]
     folder = make_checkpoint(architecture, **settings)
     for dtype in ("float32", "bfloat16"):
@@ -239,7 +239,7 @@ def test_scales_of_checkpoints(tmp_path: Path) -> None:
 def test_scales_of_a_checkpoint_come_first(
     tmp_path: Path, make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "app.engine")
+    caplog.set_level(logging.INFO, "folio.app.engine")
     folder = shutil.copytree(make_checkpoint("llama", **SMALL), tmp_path / "scaled")  # others use the original
     weights = load_file(folder / "model.safetensors")
     stored = {

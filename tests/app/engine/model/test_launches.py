@@ -10,16 +10,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.engine.execution import attention
-from app.engine.execution.attention import CachedAttention
-from app.engine.execution.batch import BatchPart, StepBatch
-from app.engine.execution.model_runner import forward
-from app.engine.model.fused_layer import fuse_layers
-from app.engine.model.fusion import fuse_attention, fuse_modules
-from kernels import Activation, CpuElementwise, Elementwise, RotaryWrite, VarlenBatch
-from kernels.elementwise import WriteLayer
-from kernels.provider import AttendLayer, AttentionCall, CacheWrite, StoreLayer
-from kernels.reference import ReferenceProvider
+from folio.app.engine.execution import attention
+from folio.app.engine.execution.attention import CachedAttention
+from folio.app.engine.execution.batch import BatchPart, StepBatch
+from folio.app.engine.execution.model_runner import forward
+from folio.app.engine.model.fused_layer import fuse_layers
+from folio.app.engine.model.fusion import fuse_attention, fuse_modules
+from folio.kernels import Activation, CpuElementwise, Elementwise, RotaryWrite, VarlenBatch
+from folio.kernels.elementwise import WriteLayer
+from folio.kernels.provider import AttendLayer, AttentionCall, CacheWrite, StoreLayer
+from folio.kernels.reference import ReferenceProvider
 from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from app.engine.execution import attention
-from app.engine.execution.attention import GeometryProbe
-from app.engine.execution.recorded_graph import Recorder
-from app.engine.model import fused_layer
-from app.engine.model.fused_layer import FusedLayer, fuse_layers
-from app.engine.model.fusion import FusedRMSNorm, fuse_attention, fuse_modules
-from app.engine.model.lazy_sum import LazySum, evaluated
-from kernels import CpuElementwise, Elementwise
-from kernels.reference import ReferenceProvider
+from folio.app.engine.execution import attention
+from folio.app.engine.execution.attention import GeometryProbe
+from folio.app.engine.execution.recorded_graph import Recorder
+from folio.app.engine.model import fused_layer
+from folio.app.engine.model.fused_layer import FusedLayer, fuse_layers
+from folio.app.engine.model.fusion import FusedRMSNorm, fuse_attention, fuse_modules
+from folio.app.engine.model.lazy_sum import LazySum, evaluated
+from folio.kernels import CpuElementwise, Elementwise
+from folio.kernels.reference import ReferenceProvider
 from tests.app.engine.model.test_fusion import make_model
 from tests.app.engine.model.test_launches import CountedElementwise, Launches
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from app.compat.torch import onednn_linear, onednn_supports
-from app.config.engine import EngineConfig
-from app.engine.execution import attention
-from app.engine.execution.attention import GeometryProbe
-from app.engine.model import linear
-from app.engine.model.fusion import fuse_attention, fuse_modules
-from app.engine.model.linear import (
+from folio.app.compat.torch import onednn_linear, onednn_supports
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.execution import attention
+from folio.app.engine.execution.attention import GeometryProbe
+from folio.app.engine.model import linear
+from folio.app.engine.model.fusion import fuse_attention, fuse_modules
+from folio.app.engine.model.linear import (
     PackedLinear,
     Product,
     choose_product,
@@ -22,10 +22,10 @@ from app.engine.model.linear import (
     pack_linears,
     use_few_row_products,
 )
-from app.engine.model.loader import load_model
-from app.errors import ConfigError
-from kernels import CpuElementwise, CpuLinear, KernelError
-from kernels.reference import ReferenceProvider
+from folio.app.engine.model.loader import load_model
+from folio.app.errors import ConfigError
+from folio.kernels import CpuElementwise, CpuLinear, KernelError
+from folio.kernels.reference import ReferenceProvider
 from tests.app.engine.model.test_fusion import make_model
 from tests.kernels.cpu.test_ops import has_layers
 
@@ -52,7 +52,7 @@ def test_packed_equals_plain(dtype: torch.dtype, bias: bool) -> None:
 
 _MANY_NUMBERS_OF_ROWS = """
 import psutil, torch
-from app.engine.model.linear import onednn_product
+from folio.app.engine.model.linear import onednn_product
 
 def private_mib():
     memory = psutil.Process().memory_info()
@@ -89,7 +89,7 @@ def test_few_rows_of_attention_have_their_own_product() -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("for the interpreter; tests/kernels/triton/test_product.py runs on the device")
-    from kernels.triton.product import TritonProduct
+    from folio.kernels.triton.product import TritonProduct
 
     rows: list[int] = []
 

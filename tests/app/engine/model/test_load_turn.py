@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from app.config.engine import EngineConfig
-from app.engine.model import checkpoint_files, checkpoint_module
-from app.engine.model.load_turn import LoadTurn
-from app.engine.model.loader import load_model
-from app.engine.model.weight_store import WeightStore
-from app.errors import UnavailableError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.model import checkpoint_files, checkpoint_module
+from folio.app.engine.model.load_turn import LoadTurn
+from folio.app.engine.model.loader import load_model
+from folio.app.engine.model.weight_store import WeightStore
+from folio.app.errors import UnavailableError
 from tests.app.engine.model.test_models import ALL
 from tests.conftest import MakeCheckpoint
 

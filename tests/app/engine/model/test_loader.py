@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, modeling_utils
 
-from app.config.engine import EngineConfig
-from app.config.machine import Machine
-from app.engine import LLM, SamplingParams
-from app.engine.model.checkpoint_module import random_model
-from app.engine.model.loader import load_model
-from app.errors import ConfigError, ModelError
+from folio.app.config.engine import EngineConfig
+from folio.app.config.machine import Machine
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.model.checkpoint_module import random_model
+from folio.app.engine.model.loader import load_model
+from folio.app.errors import ConfigError, ModelError
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -63,7 +63,7 @@ def test_weights_are_in_the_dtype_of_the_config_and_tied(
 ) -> None:
     """The process's random state does not change."""
     monkeypatch.setattr(
-        "app.engine.model.checkpoint_module.optimise", lambda *_, **__: None
+        "folio.app.engine.model.checkpoint_module.optimise", lambda *_, **__: None
     )  # packs weights, and unties them
     folder = config_folder(tmp_path, "qwen2", dtype="bfloat16", tie_word_embeddings=True)
     state = torch.random.get_rng_state()

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
-from app.engine import LLM, SamplingParams
-from app.engine.execution.executor import Executor
-from app.engine.model import kv_plan, memory_profile
-from app.engine.model.kv_plan import build_memory
-from app.engine.model.memory_profile import GRAPH_BYTES, HEADROOM_BYTES, DevicePlan, measure, plan_device
-from app.engine.tensor_parallel.processes import spawn_ranks
-from app.errors import ConfigError, UnavailableError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.execution.executor import Executor
+from folio.app.engine.model import kv_plan, memory_profile
+from folio.app.engine.model.kv_plan import build_memory
+from folio.app.engine.model.memory_profile import GRAPH_BYTES, HEADROOM_BYTES, DevicePlan, measure, plan_device
+from folio.app.engine.tensor_parallel.processes import spawn_ranks
+from folio.app.errors import ConfigError, UnavailableError
+from folio.vmem import CudaBackend
+from folio.vmem.backends.cuda import CPU
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 from tests.vmem.backends.fake_driver import FakeDriver
-from vmem import CudaBackend
-from vmem.backends.cuda import CPU
 
 GIB = 1 << 30
 CONFIG = EngineConfig(model="builtin").on_device("cuda")
@@ -72,7 +72,7 @@ class FakeMemory:
 
 
 def test_the_cache_gets_what_the_measured_step_leaves(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "app.engine.model.memory_profile")
+    caplog.set_level(logging.INFO, "folio.app.engine.model.memory_profile")
     memory = FakeMemory()
     memory.most = 70 * GIB  # loading's peak does not count
     plan = measure(CONFIG, memory, memory.step(5 * GIB))
@@ -239,9 +239,9 @@ def test_the_kv_memory_keeps_to_the_plan(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 def test_the_plan_of_a_real_device(kv_dtype: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "app.engine.model.memory_profile")
+    caplog.set_level(logging.INFO, "folio.app.engine.model.memory_profile")
     with LLM("builtin", device="cuda", kv_dtype=kv_dtype, gpu_memory_utilization=0.5) as llm:
-        [record] = [record for record in caplog.records if record.name == "app.engine.model.memory_profile"]
+        [record] = [record for record in caplog.records if record.name == "folio.app.engine.model.memory_profile"]
         assert record.getMessage().startswith("device memory: of ")
         report, (_, total) = llm.engine.report(), torch.cuda.mem_get_info()
         assert 0 < report.budget_bytes < 0.5 * total - GRAPH_BYTES - HEADROOM_BYTES

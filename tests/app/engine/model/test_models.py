@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.engine import SamplingParams
-from app.engine.engine import Engine, EngineConfig
-from app.engine.mixed_steps import MixedSteps
+from folio.app.engine import SamplingParams
+from folio.app.engine.engine import Engine, EngineConfig
+from folio.app.engine.mixed_steps import MixedSteps
+from folio.vmem import LayoutKind, ViewPolicy
 from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
-from vmem import LayoutKind, ViewPolicy
 
 LENGTHS = (1, 2, 16, 17, 63, 129, 300, 700)
 NEW_TOKENS = 24

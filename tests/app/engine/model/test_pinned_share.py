@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.model.pinned_share import PinnedShare
-from app.errors import ConfigError
-from vmem import IntegrityError
+from folio.app.engine.model.pinned_share import PinnedShare
+from folio.app.errors import ConfigError
+from folio.vmem import IntegrityError
 
 
 def test_shares_of_one_bound(tmp_path: Path) -> None:

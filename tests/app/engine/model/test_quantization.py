@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
-from app.engine import LLM, SamplingParams
-from app.engine.model.linear import PackedLinear
-from app.engine.model.loader import load_model
-from app.errors import ConfigError
-from kernels import CpuLinear
+from folio.app.config.engine import EngineConfig
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.model.linear import PackedLinear
+from folio.app.engine.model.loader import load_model
+from folio.app.errors import ConfigError
+from folio.kernels import CpuLinear
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 
 needs_products = pytest.mark.usefixtures("products")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from app.config.engine import EngineConfig
-from app.config.machine import Machine
-from app.engine.engine import Engine
-from app.engine.model import kv_plan
-from app.engine.model.size import GRANULARITY_BYTES, ModelSize, replicas_that_fit
-from app.errors import ConfigError, ModelError
+from folio.app.config.engine import EngineConfig
+from folio.app.config.machine import Machine
+from folio.app.engine.engine import Engine
+from folio.app.engine.model import kv_plan
+from folio.app.engine.model.size import GRANULARITY_BYTES, ModelSize, replicas_that_fit
+from folio.app.errors import ConfigError, ModelError
 from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, MakeCheckpoint
 
 GIB = 1 << 30

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
-from app.engine.model import checkpoint_files, checkpoint_module, stored_module
-from app.engine.model.loader import LoadedModel, load_model, read_weights
-from app.engine.model.model_parts import find_tensors, fingerprint
-from app.engine.model.weight_arena import WeightArena
-from app.engine.model.weight_store import WeightStore
-from app.errors import ModelError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.model import checkpoint_files, checkpoint_module, stored_module
+from folio.app.engine.model.loader import LoadedModel, load_model, read_weights
+from folio.app.engine.model.model_parts import find_tensors, fingerprint
+from folio.app.engine.model.weight_arena import WeightArena
+from folio.app.engine.model.weight_store import WeightStore
+from folio.app.errors import ModelError
 from tests.app.engine.model.test_models import ALL
 from tests.conftest import MakeCheckpoint
 
@@ -114,7 +114,7 @@ def test_weights_are_read_before_the_load(
     store = WeightStore(tmp_path / "weights")
     read_weights(config, store)
     assert read == []
-    monkeypatch.setattr("app.engine.model.weight_store.check_contents", None)
+    monkeypatch.setattr("folio.app.engine.model.weight_store.check_contents", None)
     model = load_model(config, weights=store)
     assert model.weights is not None
     model.weights.close()

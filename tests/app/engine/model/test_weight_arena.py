@@ -20,25 +20,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from app.config.engine import EngineConfig, ResolvedConfig
-from app.engine import SamplingParams
-from app.engine.engine import Engine
-from app.engine.execution import executor
-from app.engine.model import checkpoint_module, loader, stored_module
-from app.engine.model.file_digests import FileDigests
-from app.engine.model.linear import PackedLinear, choose_product, onednn_product
-from app.engine.model.loader import LoadedModel, load_model
-from app.engine.model.model_parts import find_tensors
-from app.engine.model.weight_arena import WeightArena, collect
-from app.engine.model.weight_key import weight_key
-from app.engine.model.weight_store import WeightStore
-from app.errors import ConfigError, ModelError
-from kernels import HeadNorm
+from folio.app.config.engine import EngineConfig, ResolvedConfig
+from folio.app.engine import SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.execution import executor
+from folio.app.engine.model import checkpoint_module, loader, stored_module
+from folio.app.engine.model.file_digests import FileDigests
+from folio.app.engine.model.linear import PackedLinear, choose_product, onednn_product
+from folio.app.engine.model.loader import LoadedModel, load_model
+from folio.app.engine.model.model_parts import find_tensors
+from folio.app.engine.model.weight_arena import WeightArena, collect
+from folio.app.engine.model.weight_key import weight_key
+from folio.app.engine.model.weight_store import WeightStore
+from folio.app.errors import ConfigError, ModelError
+from folio.kernels import HeadNorm
+from folio.vmem import IntegrityError, MapError
+from folio.vmem.weights import FileRange
 from tests.app.engine.model.test_cpu_layer import layers_in_one_call
 from tests.app.engine.model.test_models import ALL, generate_staggered
 from tests.conftest import MakeCheckpoint, tokens
-from vmem import IntegrityError, MapError
-from vmem.weights import FileRange
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [tokens(length, seed) for seed, length in enumerate((1, 17, 129, 300))]
@@ -144,8 +144,8 @@ def test_opaque_tensors_are_refused() -> None:
 
 def test_products_that_can_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles for bfloat16, oneDNN's product is the fastest, and its weights cannot move."""
-    monkeypatch.setattr("app.engine.model.linear.has_matrix_tiles", lambda: True)
-    monkeypatch.setattr("app.engine.model.linear.onednn_supports", lambda _: True)
+    monkeypatch.setattr("folio.app.engine.model.linear.has_matrix_tiles", lambda: True)
+    monkeypatch.setattr("folio.app.engine.model.linear.onednn_supports", lambda _: True)
     opaque, movable = choose_product(torch.bfloat16), choose_product(torch.bfloat16, movable=True)
     assert opaque is not None
     assert opaque.pack is onednn_product().pack
@@ -182,7 +182,7 @@ def test_same_tokens(
 ) -> None:
     """As without an arena; after each time that the weights were unmapped; and from the file of another process."""
     monkeypatch.setattr(
-        "app.engine.model.linear.has_matrix_tiles", lambda: False
+        "folio.app.engine.model.linear.has_matrix_tiles", lambda: False
     )  # their products' weights cannot move
     model_type, of_model = ALL[name]
     if name == "qwen2":
@@ -300,7 +300,7 @@ def test_a_failed_load_unmaps_the_weights(
     def fail(_: object) -> int:
         raise ModelError("injected")
 
-    monkeypatch.setattr("app.engine.model.loader.run_in_one_call", fail)
+    monkeypatch.setattr("folio.app.engine.model.loader.run_in_one_call", fail)
     with pytest.raises(ModelError, match="injected"):
         load_model(config.on_device("cpu"), weights=WeightStore(tmp_path))
     assert [weights.is_mapped for weights in closed] == [False, False], "of the checkpoint, and of the arena"
@@ -441,7 +441,7 @@ def test_a_model_of_the_hub_that_is_downloaded_while_it_is_loaded_has_one_file(
     checkpoint = make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1})
     cache = HubCache(tmp_path / "hub", checkpoint)
     cache.download("config.json")
-    monkeypatch.setattr("app.engine.model.weight_key.try_to_load_from_cache", cache.find)
+    monkeypatch.setattr("folio.app.engine.model.weight_key.try_to_load_from_cache", cache.find)
     monkeypatch.setattr(loader, "load_config", partial(_of_folder, loader.load_config, str(checkpoint)))
     monkeypatch.setattr(loader, "find_pooling", lambda *_: None)  # asks the Hub
     load_module = checkpoint_module._load_module

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from app.engine.model.weight_arena import Collection, WeightArena, collect
-from app.engine.model.weight_key import WeightKey
-from app.engine.model.weight_store import WeightStore
-from app.errors import ModelError
+from folio.app.engine.model.weight_arena import Collection, WeightArena, collect
+from folio.app.engine.model.weight_key import WeightKey
+from folio.app.engine.model.weight_store import WeightStore
+from folio.app.errors import ModelError
+from folio.vmem import CudaBackend, DevicePages, MapError, OutOfPages, VmemError
+from folio.vmem.backends.cuda import CPU
+from folio.vmem.uploads import Uploads
 from tests.vmem.backends.fake_driver import FakeDriver
-from vmem import CudaBackend, DevicePages, MapError, OutOfPages, VmemError
-from vmem.backends.cuda import CPU
-from vmem.uploads import Uploads
 
 GRANULE = FakeDriver.granularity_bytes
 PAGE, PIECE, CAPACITY = 2 * GRANULE, 4 * GRANULE, 64 * GRANULE

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.model import weight_file
-from app.engine.model.weight_file import (
+from folio.app.engine.model import weight_file
+from folio.app.engine.model.weight_file import (
     CHUNK_BYTES,
     TensorPlace,
     WeightFileError,
@@ -24,7 +24,7 @@ from app.engine.model.weight_file import (
     read_header,
     write_weights,
 )
-from vmem.weights import HUGE_PAGE_BYTES
+from folio.vmem.weights import HUGE_PAGE_BYTES
 
 KEY = {"place": {"model": "small"}, "version": {"files": [["a", 1, 2]]}}
 # Pieces within a chunk, over a border of chunks, and over whole chunks.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.model.weight_arena import WeightArena
-from app.engine.model.weight_store import WeightStore
+from folio.app.engine.model.weight_arena import WeightArena
+from folio.app.engine.model.weight_store import WeightStore
 from tests.app.engine.model.test_weight_store import KEY, is_right, moved, tensors
 
 CHANGES: dict[str, str] = {

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import nn
 
-from app.engine.model import weight_file
-from app.engine.model.weight_arena import Collection, collect
-from app.engine.model.weight_file import CHUNK_BYTES
-from app.engine.model.weight_key import WeightKey
-from app.engine.model.weight_store import WeightStore
-from app.errors import ConfigError, ModelError
+from folio.app.engine.model import weight_file
+from folio.app.engine.model.weight_arena import Collection, collect
+from folio.app.engine.model.weight_file import CHUNK_BYTES
+from folio.app.engine.model.weight_key import WeightKey
+from folio.app.engine.model.weight_store import WeightStore
+from folio.app.errors import ConfigError, ModelError
+from folio.vmem import OutOfPages
 from tests.processes import until
-from vmem import OutOfPages
 
 KEY = WeightKey("some/model", {"model": "/some/model", "dtype": "auto"}, {"files": [["a.safetensors", 10, 1]]})
 NUM_PARAMETERS = 3 * CHUNK_BYTES // 4
@@ -160,7 +160,9 @@ def test_contents_are_checked_once_in_a_process(tmp_path: Path, monkeypatch: pyt
     moved(WeightStore(tmp_path))[1].close()
     checked: list[int] = []
     check = weight_file.check_contents
-    monkeypatch.setattr("app.engine.model.weight_store.check_contents", lambda *args: checked.append(1) or check(*args))
+    monkeypatch.setattr(
+        "folio.app.engine.model.weight_store.check_contents", lambda *args: checked.append(1) or check(*args)
+    )
     store = WeightStore(tmp_path)
     for _ in range(2):
         arena = moved(store)[1]
@@ -484,8 +486,8 @@ def test_kill_in_the_middle_of_writing(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 import tests.app.engine.model.test_weight_store as of_tests
-from app.engine.model.weight_file import write_all
-from app.engine.model.weight_store import WeightStore
+from folio.app.engine.model.weight_file import write_all
+from folio.app.engine.model.weight_store import WeightStore
 
 left = int(sys.argv[1])
 def write(fd, data, offset):
@@ -520,7 +522,7 @@ def test_processes_that_write_the_same_file(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 import tests.app.engine.model.test_weight_store as of_tests
-from app.engine.model.weight_store import WeightStore
+from folio.app.engine.model.weight_store import WeightStore
 
 for _ in range(8):
     model, arena = of_tests.moved(WeightStore(Path({str(tmp_path)!r})))

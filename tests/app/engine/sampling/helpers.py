@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from app.engine.sampling.bad_words import BadWords, TokenSearch
-from app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.bad_words import BadWords, TokenSearch
+from folio.app.engine.sampling.params import SamplingParams
 
 
 class Allowed:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.sampling import choice, logprobs, penalties, sampler
-from app.engine.sampling import logits as processors
-from app.engine.sampling.choice import likeliest
-from app.engine.sampling.noise import gumbel, noise_key
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.settings import SETTINGS, gather_settings
-from app.engine.sampling.state import SamplingState
-from app.engine.sampling.transfer import pack, packed_bytes, unpack
+from folio.app.engine.sampling import choice, logprobs, penalties, sampler
+from folio.app.engine.sampling import logits as processors
+from folio.app.engine.sampling.choice import likeliest
+from folio.app.engine.sampling.noise import gumbel, noise_key
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.settings import SETTINGS, gather_settings
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.sampling.transfer import pack, packed_bytes, unpack
 from tests.app.engine.sampling.test_sampler import NAMES, state_with
 
 
@@ -187,8 +187,8 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sampler, "to_device", moved)
     monkeypatch.setattr(penalties, "to_device", moved)
     monkeypatch.setattr(sampler, "Readback", Unread)
-    monkeypatch.setattr("kernels.triton.sampling.choose", choose)
-    monkeypatch.setattr("kernels.triton.penalties.penalise", penalise)
+    monkeypatch.setattr("folio.kernels.triton.sampling.choose", choose)
+    monkeypatch.setattr("folio.kernels.triton.penalties.penalise", penalise)
     yield
     processors._addends_by_byte.cache_clear()
 

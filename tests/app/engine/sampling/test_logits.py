@@ -18,14 +18,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from app.engine.sampling.bad_words import BadWords
-from app.engine.sampling.logits import Edits, apply_edits, gather_edits
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.penalties import counts_of, penalise
-from app.engine.sampling.sampler import sample
-from app.engine.sampling.settings import gather_settings
-from app.engine.sampling.state import SamplingState
-from app.engine.sampling.transfer import to_device
+from folio.app.engine.sampling.bad_words import BadWords
+from folio.app.engine.sampling.logits import Edits, apply_edits, gather_edits
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.penalties import counts_of, penalise
+from folio.app.engine.sampling.sampler import sample
+from folio.app.engine.sampling.settings import gather_settings
+from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.sampling.transfer import to_device
 from tests.app.engine.sampling.helpers import Allowed, bad_words_of, chi_square_excess
 
 VOCAB_SIZE = 300

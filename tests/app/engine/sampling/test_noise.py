@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.sampling import noise
-from app.engine.sampling.noise import draw, gumbel, noise_key
+from folio.app.engine.sampling import noise
+from folio.app.engine.sampling.noise import draw, gumbel, noise_key
 from tests.app.engine.sampling.helpers import chi_square_excess
 
 

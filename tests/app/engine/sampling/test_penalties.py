@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.sampling import choice, penalties, sampler
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.penalties import counts_of, gather_penalties
-from app.engine.sampling.settings import gather_settings
-from app.engine.sampling.state import SamplingState
+from folio.app.engine.sampling import choice, penalties, sampler
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.penalties import counts_of, gather_penalties
+from folio.app.engine.sampling.settings import gather_settings
+from folio.app.engine.sampling.state import SamplingState
 
 VOCAB_SIZE = 500
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.17, "presence_penalty": -0.4}
@@ -101,7 +101,7 @@ def test_the_compiled_choice_penalises_like_torch(
 def test_counts_on_a_device_follow_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are added, forked, swapped, left out for a while and removed; their entries outgrow the room; launches
     fail before and after entries are replaced. Each step changes all logits like states that are made anew."""
-    from kernels.triton import penalties as kernels
+    from folio.kernels.triton import penalties as kernels
 
     class LaunchError(Exception):
         pass

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.sampling.params import ReasoningBudget, Structure
-from app.engine.sampling.reasoning import Matcher
-from app.engine.sampling.structure import StructureCompiler
+from folio.app.engine.sampling.params import ReasoningBudget, Structure
+from folio.app.engine.sampling.reasoning import Matcher
+from folio.app.engine.sampling.structure import StructureCompiler
 from tests.app.small_tokenizers import byte_level
 
 TOKENIZER: Any = byte_level()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.sampling.params import SamplingParams, Structure
-from app.engine.sampling.settings import gather_settings
-from app.engine.sampling.state import SamplingState, check_token_ids
-from app.errors import RequestError
+from folio.app.engine.sampling.params import SamplingParams, Structure
+from folio.app.engine.sampling.settings import gather_settings
+from folio.app.engine.sampling.state import SamplingState, check_token_ids
+from folio.app.errors import RequestError
 from tests.app.engine.sampling.helpers import Allowed, bad_words_of
 
 EOS = frozenset({2})

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.engine import LLM, SamplingParams
-from app.engine.sampling import structure as structure_module
-from app.engine.sampling.params import Structure
-from app.engine.sampling.structure import StructureCompiler, StructureMatcher
-from app.engine.sampling.token_text import TokenBytes
-from app.engine.startup import warm_up
-from app.errors import EngineError, RequestError
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.sampling import structure as structure_module
+from folio.app.engine.sampling.params import Structure
+from folio.app.engine.sampling.structure import StructureCompiler, StructureMatcher
+from folio.app.engine.sampling.token_text import TokenBytes
+from folio.app.engine.startup import warm_up
+from folio.app.errors import EngineError, RequestError
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 
 BUILTIN = "app/builtin/model"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.model.tokenizer import load_tokenizer
-from app.engine.sampling.token_text import _BYTE_OF, IncrementalDetokenizer
+from folio.app.engine.model.tokenizer import load_tokenizer
+from folio.app.engine.sampling.token_text import _BYTE_OF, IncrementalDetokenizer
 
 
 @pytest.fixture(scope="module")

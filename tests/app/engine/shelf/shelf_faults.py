@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from app.engine.async_engine import AsyncEngine
-from app.engine.engine import Engine
-from app.engine.model.weight_arena import WeightArena
-from app.engine.model.weight_file import write_all
-from app.engine.model.weight_store import Contents, StoredWeights, WeightStore
-from app.engine.shelf import control
-from app.engine.shelf.shelf import Shelf
-from app.engine.shelf.shelved_model import ShelvedModel
+from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.engine import Engine
+from folio.app.engine.model.weight_arena import WeightArena
+from folio.app.engine.model.weight_file import write_all
+from folio.app.engine.model.weight_store import Contents, StoredWeights, WeightStore
+from folio.app.engine.shelf import control
+from folio.app.engine.shelf.shelf import Shelf
+from folio.app.engine.shelf.shelved_model import ShelvedModel
+from folio.vmem import IntegrityError, MapError, OutOfPages
+from folio.vmem.backends.host import HostBackend
 from tests.app.engine.shelf.shelves import control_of
-from vmem import IntegrityError, MapError, OutOfPages
-from vmem.backends.host import HostBackend
 
 _MOVE = "folio-move-"  # name of the thread that loads or wakes a model, before the model's name
 

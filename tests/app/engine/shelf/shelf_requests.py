@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from app.config.shelf import SLO, Keep, ModelConfig
-from app.engine.delta import Delta
-from app.engine.pooled import PoolingParams
-from app.engine.sampling.params import SamplingParams
-from app.engine.shelf.shelved_model import ShelvedModel
-from app.errors import DeadlineError, EngineError, FolioError, RequestError, UnknownModelError
+from folio.app.config.shelf import SLO, Keep, ModelConfig
+from folio.app.engine.delta import Delta
+from folio.app.engine.pooled import PoolingParams
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.shelf.shelved_model import ShelvedModel
+from folio.app.errors import DeadlineError, EngineError, FolioError, RequestError, UnknownModelError
 from tests.app.engine.shelf.shelf_faults import Faults
 from tests.app.engine.shelf.shelves import MODELS, Outputs, TinyModels, outputs_of
 from tests.conftest import tokens

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from app.engine.lora.source import AdapterSource, files_version
-from app.engine.sampling.params import SamplingParams
-from app.engine.shelf.shelf import Shelf
-from app.engine.shelf.shelved_model import ShelvedModel
-from app.errors import RequestError, UnavailableError, UnknownPinError
+from folio.app.engine.lora.source import AdapterSource, files_version
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.shelf.shelf import Shelf
+from folio.app.engine.shelf.shelved_model import ShelvedModel
+from folio.app.errors import RequestError, UnavailableError, UnknownPinError
+from folio.vmem import OutOfPages
 from tests.app.engine.shelf.shelf_faults import Faults, damage_a_file
 from tests.app.engine.shelf.shelf_requests import (
     ADAPTERS,
@@ -34,7 +35,6 @@ from tests.app.engine.shelf.shelf_requests import (
     config_of,
 )
 from tests.app.engine.shelf.shelves import TinyModels, control_of, in_step_thread, mappings, put_to_sleep
-from vmem import OutOfPages
 
 MOST_IN_FLIGHT = 24
 DEADLINE_S = 60.0  # of any wait

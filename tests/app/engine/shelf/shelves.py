@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from app.config.engine import EngineConfig
-from app.config.shelf import ModelConfig
-from app.engine.async_engine import AsyncEngine
-from app.engine.delta import Delta
-from app.engine.model.device import resolve
-from app.engine.model.kv_plan import estimated_activations
-from app.engine.model.size import ModelSize
-from app.engine.sampling.params import SamplingParams
-from app.engine.shelf.control import Control
-from app.engine.shelf.shelf import Shelf
-from app.engine.shelf.shelved_model import ShelvedModel
+from folio.app.config.engine import EngineConfig
+from folio.app.config.shelf import ModelConfig
+from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.delta import Delta
+from folio.app.engine.model.device import resolve
+from folio.app.engine.model.kv_plan import estimated_activations
+from folio.app.engine.model.size import ModelSize
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.shelf.control import Control
+from folio.app.engine.shelf.shelf import Shelf
+from folio.app.engine.shelf.shelved_model import ShelvedModel
 from tests.app.engine.lora.adapters import make_adapter
 from tests.app.small_tokenizers import byte_level
 from tests.conftest import GPT2, HYBRIDS, SMALL, MakeCheckpoint

@@ -14,8 +14,8 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.shelf.allocation import Allocation, ModelNeed
-from app.engine.shelf.arbiter import Arbiter
+from folio.app.engine.shelf.allocation import Allocation, ModelNeed
+from folio.app.engine.shelf.arbiter import Arbiter
 from tests.nightly import examples
 
 CAPACITY = 1000

@@ -11,7 +11,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.shelf.arrivals import ArrivalHistory
+from folio.app.engine.shelf.arrivals import ArrivalHistory
 from tests.nightly import examples
 
 

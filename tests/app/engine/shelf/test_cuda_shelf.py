@@ -15,27 +15,27 @@ from typing import Any
 
 import pytest
 
-from app.config.engine import EngineConfig, ResolvedConfig
-from app.config.shelf import ModelConfig
-from app.engine import async_engine
-from app.engine.async_engine import AsyncEngine
-from app.engine.execution.recorded_graph import RecordedGraph
-from app.engine.model import checkpoint_files, kv_plan
-from app.engine.model.device import resolve
-from app.engine.model.pinned_share import PinnedShare
-from app.engine.sampling.params import SamplingParams
-from app.engine.shelf import device, measure, shelved_model
-from app.engine.shelf import shelf as shelf_module
-from app.errors import ConfigError, EngineError, UnavailableError
+from folio.app.config.engine import EngineConfig, ResolvedConfig
+from folio.app.config.shelf import ModelConfig
+from folio.app.engine import async_engine
+from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.execution.recorded_graph import RecordedGraph
+from folio.app.engine.model import checkpoint_files, kv_plan
+from folio.app.engine.model.device import resolve
+from folio.app.engine.model.pinned_share import PinnedShare
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.shelf import device, measure, shelved_model
+from folio.app.engine.shelf import shelf as shelf_module
+from folio.app.errors import ConfigError, EngineError, UnavailableError
+from folio.vmem import CudaBackend, DevicePages, uploads
+from folio.vmem.backends.cuda import CPU
+from folio.vmem.uploads import Uploads
 from tests.app.engine.execution.conftest import without_compiler  # noqa: F401 (a fixture)
 from tests.app.engine.shelf.shelf_faults import Mount
 from tests.app.engine.shelf.shelves import TinyModels, control_of, in_step_thread, outputs, put_to_sleep
 from tests.conftest import tokens
 from tests.processes import until_async
 from tests.vmem.backends.fake_driver import FakeDriver
-from vmem import CudaBackend, DevicePages, uploads
-from vmem.backends.cuda import CPU
-from vmem.uploads import Uploads
 
 NAMES = ("llama", "gemma2", "bamba", "draft")
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -344,7 +344,7 @@ async def test_replicas_of_a_machine_pin_no_more_than_a_share_together(
 ) -> None:
     """What another one has pinned counts; without a copy in pinned memory a model wakes from its file."""
     monkeypatch.setattr(device, "default_folder", lambda: tmp_path / "pinned")
-    caplog.set_level("INFO", "app.engine.model.weight_copy")
+    caplog.set_level("INFO", "folio.app.engine.model.weight_copy")
     most_bytes = int(device._HOST_SHARE * device.Machine.detect().memory_bytes)
     other = PinnedShare(most_bytes, tmp_path / "pinned")
     alone = [await models.alone("llama", *case) for case in cases("llama")]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.engine.shelf.read_ahead import ReadAhead
+from folio.app.engine.shelf.read_ahead import ReadAhead
 from tests.processes import until
 
 PIECE_S = 0.005

@@ -22,21 +22,21 @@ from typing import Any
 
 import pytest
 
-from app.config.engine import EngineConfig
-from app.config.shelf import SLO, ModelConfig
-from app.engine.async_engine import AsyncEngine
-from app.engine.delta import Delta
-from app.engine.engine import Engine
-from app.engine.lora.source import AdapterSource, files_version
-from app.engine.model.weight_store import StoredWeights
-from app.engine.pooled import PoolingParams
-from app.engine.sampling.params import SamplingParams
-from app.engine.shelf import control, moves, shelved_model, turns
-from app.engine.shelf.allocation import Allocation
-from app.engine.shelf.arbiter import Arbiter
-from app.engine.shelf.shelf import Shelf
-from app.engine.shelf.shelved_model import ShelvedModel
-from app.errors import (
+from folio.app.config.engine import EngineConfig
+from folio.app.config.shelf import SLO, ModelConfig
+from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.delta import Delta
+from folio.app.engine.engine import Engine
+from folio.app.engine.lora.source import AdapterSource, files_version
+from folio.app.engine.model.weight_store import StoredWeights
+from folio.app.engine.pooled import PoolingParams
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.shelf import control, moves, shelved_model, turns
+from folio.app.engine.shelf.allocation import Allocation
+from folio.app.engine.shelf.arbiter import Arbiter
+from folio.app.engine.shelf.shelf import Shelf
+from folio.app.engine.shelf.shelved_model import ShelvedModel
+from folio.app.errors import (
     ContextLengthError,
     DeadlineError,
     EngineError,
@@ -47,6 +47,9 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
+from folio.vmem import IntegrityError, MapError, OutOfPages, PinError, VmemError
+from folio.vmem.backends import host_calls
+from folio.vmem.backends.host import HostBackend
 from tests.app.engine.shelf.shelf_faults import Mount
 from tests.app.engine.shelf.shelves import (
     MODELS,
@@ -62,9 +65,6 @@ from tests.app.engine.shelf.shelves import (
 )
 from tests.conftest import tokens
 from tests.processes import until_async
-from vmem import IntegrityError, MapError, OutOfPages, PinError, VmemError
-from vmem.backends import host_calls
-from vmem.backends.host import HostBackend
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
@@ -852,7 +852,7 @@ async def test_a_lost_device_takes_all_models_with_it(
     memory_bytes = models.memory_for("llama", "qwen3", room_bytes=KV_BYTES)
     async with models.opened([models.config("llama"), models.config("qwen3")], memory_bytes) as shelf:
         engine = await shelf.model("llama").ready()
-        for module in ("app.engine.driver", "app.engine.shelf.control"):
+        for module in ("folio.app.engine.driver", "folio.app.engine.shelf.control"):
             monkeypatch.setattr(f"{module}.device_fault", lambda _: RuntimeError("lost"))
         assert shelf.healthy
         owner = engine.driver.engine.footprint if call == "map_weights" else engine.driver.engine

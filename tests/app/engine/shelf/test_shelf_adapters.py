@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from app.engine.engine import Engine
-from app.engine.lora.layers import num_bytes
-from app.engine.lora.rank import RankAdapters
-from app.engine.lora.source import AdapterSource
-from app.engine.shelf.shelf import Shelf
-from app.errors import ModelError, UnavailableError
+from folio.app.engine.engine import Engine
+from folio.app.engine.lora.layers import num_bytes
+from folio.app.engine.lora.rank import RankAdapters
+from folio.app.engine.lora.source import AdapterSource
+from folio.app.engine.shelf.shelf import Shelf
+from folio.app.errors import ModelError, UnavailableError
 from tests.app.engine.shelf.shelves import (
     TinyModels,
     control_of,

@@ -24,7 +24,7 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
-from app.engine.shelf import control, shelved_model, turns
+from folio.app.engine.shelf import control, shelved_model, turns
 from tests.app.engine.shelf.shelf_faults import Faults
 from tests.app.engine.shelf.shelf_requests import ADAPTERS, CASES, IDLE_S, NAMES, RETRY_S, config_of
 from tests.app.engine.shelf.shelf_rules import Play

@@ -8,12 +8,12 @@ from typing import cast
 
 import pytest
 
-from app.config.engine import EngineConfig
-from app.config.shelf import ModelConfig
-from app.engine.async_engine import AsyncEngine
-from app.engine.shelf import shelved_model
-from app.engine.shelf.shelved_model import ShelvedModel
-from app.errors import UnavailableError
+from folio.app.config.engine import EngineConfig
+from folio.app.config.shelf import ModelConfig
+from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.shelf import shelved_model
+from folio.app.engine.shelf.shelved_model import ShelvedModel
+from folio.app.errors import UnavailableError
 from tests.processes import until_async
 
 ENGINE = cast(AsyncEngine, object())

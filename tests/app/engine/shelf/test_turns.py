@@ -12,11 +12,11 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.shelf.arbiter import Arbiter
-from app.engine.shelf.turns import LATE_TURN_WAKES, OVERDUE_TARGETS
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.shelf import ShelfOutcome, ShelfSimulation
 from benchmarks.simulator.shelf_model import ShelfModel, ShelfRequest
+from folio.app.engine.shelf.arbiter import Arbiter
+from folio.app.engine.shelf.turns import LATE_TURN_WAKES, OVERDUE_TARGETS
 from tests.nightly import examples
 
 CAPACITY = 10_000

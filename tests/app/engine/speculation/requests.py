@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampling.params import SamplingParams
-from vmem import TokenChain
+from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.sampling.params import SamplingParams
+from folio.vmem import TokenChain
 
 
 def make_request(

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.engine import EngineConfig, ResolvedConfig
-from app.engine.execution.executor import Executor
-from app.engine.request import Request
-from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.sampler import sample
-from app.engine.scheduled import Scheduled
-from app.engine.speculation.draft import DraftProposer
-from app.engine.tensor_parallel.processes import spawn_ranks
-from app.errors import ConfigError
+from folio.app.config.engine import EngineConfig, ResolvedConfig
+from folio.app.engine.execution.executor import Executor
+from folio.app.engine.request import Request
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.sampler import sample
+from folio.app.engine.scheduled import Scheduled
+from folio.app.engine.speculation.draft import DraftProposer
+from folio.app.engine.tensor_parallel.processes import spawn_ranks
+from folio.app.errors import ConfigError
+from folio.vmem import MapError
 from tests.app.engine.speculation.requests import generate, make_request
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint, tokens
-from vmem import MapError
 
 TINY = ARCHITECTURES["llama"][1] | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
 GREEDY = SamplingParams(temperature=0, max_tokens=None)

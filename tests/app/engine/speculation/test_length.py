@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.report import StepTimes
-from app.engine.speculation.length import Acceptance, LengthControl, choose_lengths
+from folio.app.engine.report import StepTimes
+from folio.app.engine.speculation.length import Acceptance, LengthControl, choose_lengths
 from tests.app.engine.speculation.requests import generate, make_request
 
 STEP = StepTimes(fixed_s=0.02, token_s=0.0005, attended_s=1e-8)

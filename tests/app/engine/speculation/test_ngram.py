@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.speculation import ngram
-from app.engine.speculation.ngram import NgramIndex, NgramProposer
+from folio.app.engine.speculation import ngram
+from folio.app.engine.speculation.ngram import NgramIndex, NgramProposer
 from tests.app.engine.speculation.requests import generate, make_request
 
 

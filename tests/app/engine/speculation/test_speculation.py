@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
-from app.engine.engine import Engine
-from app.engine.report import StepTimes
-from app.engine.sampling.params import SamplingParams
-from app.engine.speculation import length
-from app.engine.speculation.draft import DraftProposer
-from app.errors import ConfigError, EngineError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.engine import Engine
+from folio.app.engine.report import StepTimes
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.speculation import length
+from folio.app.engine.speculation.draft import DraftProposer
+from folio.app.errors import ConfigError, EngineError
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from app.engine import Delta, SamplingParams
-from app.engine.engine import Engine, EngineConfig
-from app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.engine import Delta, SamplingParams
+from folio.app.engine.engine import Engine, EngineConfig
+from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from tests.app.engine.tensor_parallel.test_equal_tokens import prompts
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, MakeCheckpoint

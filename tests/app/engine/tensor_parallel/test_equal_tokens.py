@@ -12,18 +12,18 @@ import pytest
 pytest.importorskip("hypothesis")
 import torch
 
-from app.engine import SamplingParams
-from app.engine.engine import Engine, EngineConfig
-from app.engine.model.linear import PackedLinear
-from app.engine.model.loader import LoadedModel, load_model
-from app.engine.tensor_parallel import worker
-from app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from app.errors import ModelError
+from folio.app.engine import SamplingParams
+from folio.app.engine.engine import Engine, EngineConfig
+from folio.app.engine.model.linear import PackedLinear
+from folio.app.engine.model.loader import LoadedModel, load_model
+from folio.app.engine.tensor_parallel import worker
+from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.errors import ModelError
+from folio.vmem import Backend, select_backend
 from tests.app.engine.tensor_parallel.thread_ranks import socket_ranks, thread_ranks
 from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.nightly import examples
-from vmem import Backend, select_backend
 
 # Of the further ones: experts beside a shared one, and latent attention. `docs/reference/models.md` has the others.
 OF_FURTHER = ("qwen2_moe", "deepseek_v3")

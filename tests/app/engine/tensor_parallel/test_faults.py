@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine import LLM, AsyncEngine, EngineConfig, SamplingParams
-from app.engine.engine import Engine
-from app.engine.execution.model_runner import ModelRunner
-from app.engine.tensor_parallel import processes as limits
-from app.engine.tensor_parallel import worker
-from app.engine.tensor_parallel.processes import ChildProcesses, RankSpec
-from app.engine.tensor_parallel.shared_memory import MemoryAddress
-from app.errors import ConfigError, ModelError, UnavailableError
+from folio.app.engine import LLM, AsyncEngine, EngineConfig, SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.execution.model_runner import ModelRunner
+from folio.app.engine.tensor_parallel import processes as limits
+from folio.app.engine.tensor_parallel import worker
+from folio.app.engine.tensor_parallel.processes import ChildProcesses, RankSpec
+from folio.app.engine.tensor_parallel.shared_memory import MemoryAddress
+from folio.app.errors import ConfigError, ModelError, UnavailableError
+from folio.vmem import KVMemory
 from tests.app.engine.tensor_parallel.thread_ranks import ThreadRanks, thread_ranks
 from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
-from vmem import KVMemory
 
 pytestmark = pytest.mark.processes
 

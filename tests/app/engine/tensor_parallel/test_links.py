@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from app.engine.tensor_parallel import shared_memory
-from app.engine.tensor_parallel.shared_memory import RingReader, RingWriter
-from app.engine.tensor_parallel.sockets import SocketListener
+from folio.app.engine.tensor_parallel import shared_memory
+from folio.app.engine.tensor_parallel.shared_memory import RingReader, RingWriter
+from folio.app.engine.tensor_parallel.sockets import SocketListener
 
 
 def nothing() -> None:

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.engine import EngineConfig
-from app.engine.tensor_parallel import rendezvous
-from app.engine.tensor_parallel.communicator import Communicator
-from app.engine.tensor_parallel.gpu_sharing import SWITCH, Sharing, rank_device, read_sharing
-from app.engine.tensor_parallel.processes import ChildProcesses, RankSpec
-from app.engine.tensor_parallel.rendezvous import join, open_store
-from app.engine.tensor_parallel.sockets import SocketAddress
-from app.errors import ConfigError
-from kernels import KernelError
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.tensor_parallel import rendezvous
+from folio.app.engine.tensor_parallel.communicator import Communicator
+from folio.app.engine.tensor_parallel.gpu_sharing import SWITCH, Sharing, rank_device, read_sharing
+from folio.app.engine.tensor_parallel.processes import ChildProcesses, RankSpec
+from folio.app.engine.tensor_parallel.rendezvous import join, open_store
+from folio.app.engine.tensor_parallel.sockets import SocketAddress
+from folio.app.errors import ConfigError
+from folio.kernels import KernelError
 
 HOST, SIZE, TIMEOUT_S = "127.0.0.1", 3, 20.0
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from app.config.engine import EngineConfig
-from app.engine.model.loader import load_model
-from app.engine.tensor_parallel.communicator import Communicator
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.model.loader import load_model
+from folio.app.engine.tensor_parallel.communicator import Communicator
 from tests.conftest import SMALL, VOCAB_SIZE
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

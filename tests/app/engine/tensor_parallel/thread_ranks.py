@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from app.engine.tensor_parallel.processes import RankSpec
-from app.engine.tensor_parallel.worker import RankWorker
+from folio.app.engine.tensor_parallel.processes import RankSpec
+from folio.app.engine.tensor_parallel.worker import RankWorker
 
 
 class ThreadRanks:

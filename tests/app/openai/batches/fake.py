@@ -11,22 +11,29 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from app.config.http import BatchSettings, HttpSettings
-from app.openai.base import joined_text
-from app.openai.batches.body import BatchRequest
-from app.openai.batches.replies import BatchObject
-from app.openai.batches.runner import BatchRunner
-from app.openai.batches.store import BatchStore
-from app.openai.bodies import CompletionRequest
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.operation.replies import LoadFigures, LoadReport, ReplicaLoad
-from app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from app.openai.pooled.replies import EmbeddingList, PooledUsage, Ranking, ScoreList
-from app.openai.replies import AssistantMessage, ChatChoice, ChatCompletion, Completion, PromptTokensDetails, Usage
-from app.openai.responses.body import ResponsesRequest
-from app.openai.responses.replies import ResponseObject
-from app.openai.unknown_fields import UnknownFields
-from app.request_context import RequestContext, current_context
+from folio.app.config.http import BatchSettings, HttpSettings
+from folio.app.openai.base import joined_text
+from folio.app.openai.batches.body import BatchRequest
+from folio.app.openai.batches.replies import BatchObject
+from folio.app.openai.batches.runner import BatchRunner
+from folio.app.openai.batches.store import BatchStore
+from folio.app.openai.bodies import CompletionRequest
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.operation.replies import LoadFigures, LoadReport, ReplicaLoad
+from folio.app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from folio.app.openai.pooled.replies import EmbeddingList, PooledUsage, Ranking, ScoreList
+from folio.app.openai.replies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    PromptTokensDetails,
+    Usage,
+)
+from folio.app.openai.responses.body import ResponsesRequest
+from folio.app.openai.responses.replies import ResponseObject
+from folio.app.openai.unknown_fields import UnknownFields
+from folio.app.request_context import RequestContext, current_context
 
 ALICE, BOB = "alice", "bob"
 CHAT = "/v1/chat/completions"

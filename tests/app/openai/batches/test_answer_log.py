@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.openai.batches.answer_log import AnswerLog
+from folio.app.openai.batches.answer_log import AnswerLog
 
 IDS = ("a", "b", "c", "d")
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from app.errors import RequestError
-from app.openai.batches import runner as runner_module
-from app.openai.batches.answer_log import AnswerLog
+from folio.app.errors import RequestError
+from folio.app.openai.batches import runner as runner_module
+from folio.app.openai.batches.answer_log import AnswerLog
 
 from .fake import (
     ALICE,
@@ -119,7 +119,7 @@ async def test_a_crash_at_every_write(tmp_path: Path) -> None:
 _SERVER = """
 import asyncio, sys
 from pathlib import Path
-from app.openai.batches import runner as runner_module
+from folio.app.openai.batches import runner as runner_module
 from tests.app.openai.batches.fake import FakeService, running, store_in
 runner_module.LOOK_S = runner_module.LOCK_S = 0.01
 async def main():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.openai.batches.gate import LineGate, spare_lines
+from folio.app.openai.batches.gate import LineGate, spare_lines
 
 from .fake import load_of
 

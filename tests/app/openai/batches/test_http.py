@@ -12,13 +12,13 @@ import httpx
 import openai
 import pytest
 
-from app.config.http import BatchSettings, HttpSettings, KeySource
-from app.edge.callers import Callers
-from app.edge.guard import key_ring, protect
-from app.openai.batches import runner as runner_module
-from app.openai.batches.runner import BatchRunner
-from app.openai.http import build_api
-from app.openai.unknown_fields import UnknownFields
+from folio.app.config.http import BatchSettings, HttpSettings, KeySource
+from folio.app.edge.callers import Callers
+from folio.app.edge.guard import key_ring, protect
+from folio.app.openai.batches import runner as runner_module
+from folio.app.openai.batches.runner import BatchRunner
+from folio.app.openai.http import build_api
+from folio.app.openai.unknown_fields import UnknownFields
 
 from .fake import CHAT, FakeService, jsonl, load_of, request_line, store_in
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.openai.batches import lines as lines_module
-from app.openai.batches.lines import MAX_ERRORS, InputReader, answer_line, places_in
-from app.openai.replies import Completion
-from app.openai.unknown_fields import UnknownFields
+from folio.app.openai.batches import lines as lines_module
+from folio.app.openai.batches.lines import MAX_ERRORS, InputReader, answer_line, places_in
+from folio.app.openai.replies import Completion
+from folio.app.openai.unknown_fields import UnknownFields
 
 from .fake import CHAT, USAGE, jsonl, request_line
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import (
+from folio.app.errors import (
     EngineError,
     ForbiddenError,
     NoReplicaError,
@@ -16,11 +16,11 @@ from app.errors import (
     RequestError,
     UnavailableError,
 )
-from app.openai.batches import runner as runner_module
-from app.openai.batches.endpoints import LAST_PRIORITY
-from app.openai.batches.requests import MOST_FAILURES
-from app.openai.batches.runner import MOST_RUNNING
-from app.openai.batches.store import BatchStore
+from folio.app.openai.batches import runner as runner_module
+from folio.app.openai.batches.endpoints import LAST_PRIORITY
+from folio.app.openai.batches.requests import MOST_FAILURES
+from folio.app.openai.batches.runner import MOST_RUNNING
+from folio.app.openai.batches.store import BatchStore
 
 from .fake import (
     ALICE,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from app.config.http import BatchSettings
-from app.errors import ConfigError, RequestError, UnknownBatchError, UnknownFileError
-from app.openai.batches import store as store_module
-from app.openai.batches.store import BatchStore, StoreFullError, owner_folder
+from folio.app.config.http import BatchSettings
+from folio.app.errors import ConfigError, RequestError, UnknownBatchError, UnknownFileError
+from folio.app.openai.batches import store as store_module
+from folio.app.openai.batches.store import BatchStore, StoreFullError, owner_folder
 
 from .fake import ALICE, BOB, CHAT, Clock, add_batch, add_file, jsonl, request_line, store_in
 

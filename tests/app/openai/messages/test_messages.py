@@ -12,11 +12,11 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from starlette.testclient import TestClient
 
-from app.chat_template.arrangement import Arrangement
-from app.config.http import HttpSettings, KeySource
-from app.errors import ContextLengthError, DeadlineError, EngineError, NoReplicaError, OverloadedError
-from app.openai.conversations import template_messages
-from app.openai.messages.body import MessagesRequest
+from folio.app.chat_template.arrangement import Arrangement
+from folio.app.config.http import HttpSettings, KeySource
+from folio.app.errors import ContextLengthError, DeadlineError, EngineError, NoReplicaError, OverloadedError
+from folio.app.openai.conversations import template_messages
+from folio.app.openai.messages.body import MessagesRequest
 from tests.app.openai.responses.test_responses import Pieces
 from tests.app.serving.test_ingress import CALL, TOKENIZER, Engines, ingress_with
 from tests.local_server import guarded_api

@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from app.builtin import resolve_model
-from app.config.shelf import ShelfConfig
-from app.engine import SamplingParams
-from app.errors import ForbiddenError, ModelUnavailableError, RequestError, UnavailableError, UnknownModelError
-from app.fleet.messages import GenerateRequest
-from app.openai import served_models
-from app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, UnloadAdapterRequest
+from folio.app.builtin import resolve_model
+from folio.app.config.shelf import ShelfConfig
+from folio.app.engine import SamplingParams
+from folio.app.errors import ForbiddenError, ModelUnavailableError, RequestError, UnavailableError, UnknownModelError
+from folio.app.fleet.messages import GenerateRequest
+from folio.app.openai import served_models
+from folio.app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, UnloadAdapterRequest
 from tests.app.serving.registry import Cluster, patched_cluster
 from tests.app.serving.test_ingress import Engines, ingress_with
 from tests.app.serving.test_shelf import MODELS, SETTINGS, completion, say, states

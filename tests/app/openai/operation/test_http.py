@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from app.errors import UnavailableError
+from folio.app.errors import UnavailableError
 from tests.app.openai.fake_service import FakeService, complete, failure
 from tests.local_server import guarded_api
 
@@ -40,7 +40,7 @@ def test_probes_are_logged_when_their_answer_changes(caplog: pytest.LogCaptureFi
 
     service.ready = ready  # type: ignore[method-assign]
     client = TestClient(guarded_api(service), raise_server_exceptions=False)
-    with caplog.at_level(logging.INFO, "app"):
+    with caplog.at_level(logging.INFO, "folio"):
         statuses = [client.get("/ready").status_code for _ in range(8)]
     assert statuses == [503] * 3 + [200] * 2 + [503] * 2 + [200]
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import ActorDiedError
 
-from app.errors import DeadlineError, RequestError, UnavailableError, UnknownPinError
-from app.openai.operation.bodies import PinRequest
-from app.serving import calls as calls_module
+from folio.app.errors import DeadlineError, RequestError, UnavailableError, UnknownPinError
+from folio.app.openai.operation.bodies import PinRequest
+from folio.app.serving import calls as calls_module
+from folio.vmem import PinReport
 from tests.app.serving.test_ingress import TOKENIZER, completion, ingress_with
 from tests.app.serving.test_operation import Fleet, answers, hangs, status
-from vmem import PinReport
 
 
 async def test_the_pins_of_all_replicas() -> None:

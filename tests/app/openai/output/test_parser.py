@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.openai.output.formats import HARMONY, REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat
-from app.openai.output.parser import OutputParser, Part
-from app.openai.output.plan import OutputPlan
-from app.openai.output.reader import MAX_SPACE
+from folio.app.openai.output.formats import HARMONY, REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat
+from folio.app.openai.output.parser import OutputParser, Part
+from folio.app.openai.output.plan import OutputPlan
+from folio.app.openai.output.reader import MAX_SPACE
 from tests.app.openai.output.recorded import CALLS, FUNCTIONS, OUTPUTS, REASONING, TEXTS
 from tests.nightly import examples
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.config.parsers import ReasoningParserName, ToolParserName
-from app.engine.sampling.params import Structure
-from app.engine.sampling.structure import StructureCompiler
-from app.errors import EngineError, RequestError
-from app.openai.output.formats import HARMONY, REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat, output_format
-from app.openai.output.parser import HARMONY_LITERALS, Part
-from app.openai.output.plan import OutputPlan, plan_output
-from app.openai.output.syntaxes import closed
-from app.openai.tools.choice import ChosenTools
+from folio.app.config.parsers import ReasoningParserName, ToolParserName
+from folio.app.engine.sampling.params import Structure
+from folio.app.engine.sampling.structure import StructureCompiler
+from folio.app.errors import EngineError, RequestError
+from folio.app.openai.output.formats import HARMONY, REASONING_SYNTAXES, TOOL_SYNTAXES, OutputFormat, output_format
+from folio.app.openai.output.parser import HARMONY_LITERALS, Part
+from folio.app.openai.output.plan import OutputPlan, plan_output
+from folio.app.openai.output.syntaxes import closed
+from folio.app.openai.tools.choice import ChosenTools
 from tests.app.openai.output.recorded import CITY, FUNCTIONS, OUTPUTS, REASONING, TEXTS
 from tests.app.openai.output.test_parser import calls_of, text_of
 from tests.app.small_tokenizers import byte_level

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.openai.output.reasoning import ReasoningTokens
+from folio.app.openai.output.reasoning import ReasoningTokens
 
 
 @pytest.mark.parametrize(

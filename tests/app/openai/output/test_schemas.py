@@ -10,13 +10,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from app.config.http import HttpSettings
-from app.engine.sampling.params import Structure
-from app.engine.sampling.structure import StructureCompiler
-from app.errors import EngineError, RequestError
-from app.openai.output.schemas import enforceable, enforceable_json
-from app.openai.tools.choice import chosen_tools
-from app.request_context import CURRENT, RequestContext
+from folio.app.config.http import HttpSettings
+from folio.app.engine.sampling.params import Structure
+from folio.app.engine.sampling.structure import StructureCompiler
+from folio.app.errors import EngineError, RequestError
+from folio.app.openai.output.schemas import enforceable, enforceable_json
+from folio.app.openai.tools.choice import chosen_tools
+from folio.app.request_context import CURRENT, RequestContext
 from tests.app.openai.tools.test_choice import TOOLS
 from tests.app.small_tokenizers import byte_level
 

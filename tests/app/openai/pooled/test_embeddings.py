@@ -16,8 +16,8 @@ import torch
 from starlette.testclient import TestClient
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from app.builtin import BUILTIN_FOLDER
-from app.client import (
+from folio.app.builtin import BUILTIN_FOLDER
+from folio.app.client import (
     ContextLengthError,
     EmbeddingRequest,
     Folio,
@@ -26,7 +26,7 @@ from app.client import (
     ScoreRequest,
     UnknownModelError,
 )
-from app.config.http import HttpSettings, RateLimits
+from folio.app.config.http import HttpSettings, RateLimits
 from tests.grpc_server import grpc_listening
 from tests.local_server import LocalServer, guarded_api, listening
 from tests.processes import until_async

@@ -6,9 +6,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from app.errors import ContextLengthError, RequestError
-from app.openai.pooled.inputs import InputEncoder
-from app.openai.prompts import PromptEncoder
+from folio.app.errors import ContextLengthError, RequestError
+from folio.app.openai.pooled.inputs import InputEncoder
+from folio.app.openai.prompts import PromptEncoder
 from tests.app.small_tokenizers import byte_level
 
 TEMPLATE = "<|im_end|>Q: {query} D: {document}<|im_end|>"

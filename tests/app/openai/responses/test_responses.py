@@ -13,10 +13,10 @@ from pydantic import BaseModel
 from ray.exceptions import RayTaskError
 from starlette.testclient import TestClient
 
-from app.engine.delta import TokenLogprobs
-from app.errors import ContextLengthError, EngineError, OverloadedError, RequestError
-from app.fleet.messages import Piece
-from app.openai.responses.body import ResponsesRequest
+from folio.app.engine.delta import TokenLogprobs
+from folio.app.errors import ContextLengthError, EngineError, OverloadedError, RequestError
+from folio.app.fleet.messages import Piece
+from folio.app.openai.responses.body import ResponsesRequest
 from tests.app.serving.test_ingress import CALL, TOKENIZER, Engines, ingress_with
 from tests.local_server import guarded_api
 

@@ -13,12 +13,12 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from app.config.http import HttpSettings, ResponseSettings
-from app.errors import ConfigError, RequestError, UnknownResponseError
-from app.openai.responses.answers import document_key
-from app.openai.responses.replies import ResponseObject
-from app.openai.responses.store import ResponseStore, open_store
-from app.openai.translate import Translator
+from folio.app.config.http import HttpSettings, ResponseSettings
+from folio.app.errors import ConfigError, RequestError, UnknownResponseError
+from folio.app.openai.responses.answers import document_key
+from folio.app.openai.responses.replies import ResponseObject
+from folio.app.openai.responses.store import ResponseStore, open_store
+from folio.app.openai.translate import Translator
 from tests.app.openai.responses.test_responses import FUNCTION
 from tests.app.openai.responses.test_tools import PATCH, Long, ask, call_of, prompt_of
 from tests.app.serving.test_ingress import TOKENIZER, ingress_with

@@ -11,12 +11,12 @@ import pytest
 from openai.types.responses import Response
 from starlette.testclient import TestClient
 
-from app.config.http import HttpSettings
-from app.openai.chat_body import MAX_MESSAGES
-from app.openai.responses.call_text import CallText
-from app.openai.responses.grammar import pattern_of
-from app.openai.responses.tools import qualified_name
-from app.openai.tools.bodies import MAX_TOOLS
+from folio.app.config.http import HttpSettings
+from folio.app.openai.chat_body import MAX_MESSAGES
+from folio.app.openai.responses.call_text import CallText
+from folio.app.openai.responses.grammar import pattern_of
+from folio.app.openai.responses.tools import qualified_name
+from folio.app.openai.tools.bodies import MAX_TOOLS
 from tests.app.openai.responses.test_responses import Pieces
 from tests.app.serving.test_ingress import TOKENIZER, ingress_with
 from tests.local_server import guarded_api

@@ -9,12 +9,12 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.errors import RequestError
-from app.openai.chat_body import ChatCompletionRequest
-from app.openai.output.formats import TOOL_SYNTAXES, output_format
-from app.openai.prompts import PromptEncoder
-from app.openai.tools.bodies import FunctionCallDelta, ToolCallDelta, ToolChoice, Tools
-from app.openai.tools.choice import ChosenTools, chosen_tools
+from folio.app.errors import RequestError
+from folio.app.openai.chat_body import ChatCompletionRequest
+from folio.app.openai.output.formats import TOOL_SYNTAXES, output_format
+from folio.app.openai.prompts import PromptEncoder
+from folio.app.openai.tools.bodies import FunctionCallDelta, ToolCallDelta, ToolChoice, Tools
+from folio.app.openai.tools.choice import ChosenTools, chosen_tools
 from tests.app.small_tokenizers import byte_level
 
 WEATHER: dict[str, Any] = {

@@ -10,9 +10,6 @@ its memfd, by the kernel's figures; on CUDA the engine's report), and of these t
 release are the defaults: idle pages are given back after half a second, cached prefixes after a minute, and the time
 until memory is given back has that minute in it. Prompts do not repeat.
 
-`--measure blocks` instead: saturation of the elastic engine by block size and view. `--measure delays`: cost of bursts
-by `kv_idle_release_s`, 0.5 to 120 s, with the time between bursts and the delays all divided by 20.
-
 --quick runs each once, with fewer requests, and releases cached prefixes after 5 s; --tiny only shows that this program
 works.
 """
@@ -27,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +33,6 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks import harness, sweep
-from benchmarks.facts import record
 from benchmarks.picture import OURS, RIVALS, legend_below, picture
 from benchmarks.throughput import make_checkpoint
 from folio.app.engine import LLM, SamplingParams
@@ -47,8 +43,6 @@ TINY_SHAPE = "tiny"
 # Memory counts as given back at this share of the peak.
 IDLE_SHARE = 0.02
 SAMPLE_S, REPORT_S = 0.005, 0.1
-# Seconds between bursts: the longest delay of idle release exceeds all of them, the shortest none.
-GAPS_S, TIMES_AS_SHORT = (2, 20, 60, 20), 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +52,16 @@ class Sizes:
     Attributes:
         shape: of `benchmarks.sweep`, with weights made on the device; `None`: Qwen2.5-0.5B's, from a checkpoint.
         token_bytes: keys and values of a token.
-        page_bytes: the smallest page size.
         num_requests, repeats: at saturation; `at_once` run at once if there is room.
         waves: requests at once while the curve is recorded.
         idle_s: time before and after the waves; in the second half of the former, memory of the start has been
             released, and in the last second of the latter all.
         prefix_cache_release_s: the engine's setting; `None`: its default.
-        factors: block sizes, as multiples of the smallest page.
-        delays_s: of idle release; these and the gaps between bursts are divided by `times_as_short`.
     """
 
     device: str
     shape: str | None
     token_bytes: int
-    page_bytes: int
     num_requests: int
     repeats: int
     waves: Sequence[int]
@@ -80,10 +70,6 @@ class Sizes:
     at_once: int = 32
     prompt_tokens: int = 256
     new_tokens: int = 48
-    times_as_short: float = TIMES_AS_SHORT
-    factors: tuple[int, ...] = (1, 4, 16)
-    views: tuple[str, ...] = ("region", "block_table", "auto")
-    delays_s: tuple[float, ...] = (0.5, 5.0, 30.0, 120.0)
     warm_up: bool = True
 
 
@@ -96,16 +82,15 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
             "at_once": 4,
             "prompt_tokens": 24,
             "new_tokens": 3,
-            "times_as_short": 500.0,
+            "warm_up": False,
         }
-        few = {"factors": (4,), "views": ("auto",), "delays_s": (0.5,), "warm_up": False}
-        return Sizes("cpu", TINY_SHAPE, 2 * 2 * 2 * 16 * 2, 1 << 12, 4, 1, (1, 2), **(load | few))  # type: ignore[arg-type]
+        return Sizes("cpu", TINY_SHAPE, 2 * 2 * 2 * 16 * 2, 4, 1, (1, 2), **load)  # type: ignore[arg-type]
     idle: dict[str, Any] = {"idle_s": (2.0, 8.0), "prefix_cache_release_s": 5.0} if args.quick else {}
     if args.device == "cuda":
         token_bytes, repeats = NUM_LAYERS * 2 * 8 * 128 * 2, 2 if args.quick else 5
-        return Sizes("cuda", SHAPES["cuda"], token_bytes, 2 << 20, 96, repeats, waves, at_once=64, **idle)
+        return Sizes("cuda", SHAPES["cuda"], token_bytes, 96, repeats, waves, at_once=64, **idle)
     num_requests, repeats = (32, 1) if args.quick else (96, 5)
-    return Sizes("cpu", SHAPES["cpu"], NUM_LAYERS * 2 * 2 * 64 * 2, 64 << 10, num_requests, repeats, waves, **idle)
+    return Sizes("cpu", SHAPES["cpu"], NUM_LAYERS * 2 * 2 * 64 * 2, num_requests, repeats, waves, **idle)
 
 
 class Sampler(threading.Thread):
@@ -212,14 +197,13 @@ def follow_load(llm: LLM, sizes: Sizes) -> tuple[Sampler, float, float]:
 
 def main() -> None:
     parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
-    parser.add_argument("--measure", choices=MEASURES, default="static")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes, on the CPU")
     args = parser.parse_args()
     args.quick |= args.tiny
     with tempfile.TemporaryDirectory() as folder:
         sizes = sizes_of(args)
         write_model(Path(folder), sizes)
-        MEASURES[args.measure](args, sizes, folder)
+        against_static(args, sizes, folder)
 
 
 def against_static(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
@@ -272,69 +256,6 @@ def against_static(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
     )
     raw = {"tokens_per_s": rates, "curves": {name: thin(curve) for name, curve in curves.items()}, "spans": spans}
     harness.finish("elastic", args, figures, raw, draw)
-
-
-def by_blocks(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
-    """Tokens a second at saturation, and the share of mapping, by block size and view."""
-    figures: dict[str, float] = {}
-    for factor in sizes.factors:
-        block_tokens = 1 << (factor * sizes.page_bytes // sizes.token_bytes).bit_length() - 1
-        budget = round(
-            0.6 * sizes.at_once * (sizes.prompt_tokens + sizes.new_tokens + block_tokens) * sizes.token_bytes
-        )
-        for view in sizes.views if factor == sizes.factors[0] else sizes.views[:2]:  # "auto" chooses between the two
-            llm = make_engine(folder, sizes, block_tokens=block_tokens, kv_view=view, kv_memory_bytes=budget)
-            rates = [run(llm, sizes, sizes.num_requests, 0)]
-            before, start = llm.engine.report(), time.perf_counter()
-            rates += [run(llm, sizes, sizes.num_requests, 1 + i) for i in range(sizes.repeats)]
-            seconds, after = time.perf_counter() - start, llm.engine.report()
-            exposed = (after.exposed_us - before.exposed_us) / seconds / 1e6
-            rate, pages = statistics.median(rates[1:]), after.map_calls - before.map_calls
-            record(
-                f"blocks of {block_tokens} tokens, {view}",
-                f"{rate:.0f} tok/s, waiting for mappings {exposed:.2%} of the time, {pages} pages mapped",
-                tokens_per_s=rates,
-                exposed_share=exposed,
-                pages=pages,
-                report=asdict(after),
-            )
-            figures |= {f"tokens_per_s_{block_tokens}_{view}": rate, f"exposed_share_{block_tokens}_{view}": exposed}
-            finish(llm)
-    harness.finish("elastic-blocks", args, figures, None)
-
-
-def by_delay(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
-    """Pages mapped and created, exposed time, and memory held, for bursts with pauses, by the delay of idle release."""
-    figures: dict[str, float] = {}
-    for delay_s in sizes.delays_s:
-        shortened = delay_s / sizes.times_as_short
-        llm = make_engine(folder, sizes, kv_idle_release_s=shortened, prefix_cache_release_s=shortened)
-        run(llm, sizes, sizes.at_once, 0)
-        before, sampler, busy_s, rates = llm.engine.report(), Sampler(llm, sizes), 0.0, []
-        sampler.start()
-        for i, gap_s in enumerate(GAPS_S):
-            time.sleep(gap_s / sizes.times_as_short)
-            start = time.perf_counter()
-            rates.append(run(llm, sizes, sizes.at_once, 1 + i))
-            busy_s += time.perf_counter() - start
-        sampler.stop()
-        curve, after = sampler.points, llm.engine.report()
-        values = {
-            "pages_mapped": after.map_calls - before.map_calls,
-            "pages_created": after.create_calls - before.create_calls,
-            "exposed_share": (after.exposed_us - before.exposed_us) / busy_s / 1e6,
-            "mapping_s": (after.exposed_us + after.hidden_us - before.exposed_us - before.hidden_us) / 1e6,
-            "tokens_per_s": statistics.median(rates),
-            "mean_bytes_of_peak": statistics.mean(size for _, size in curve) / max(size for _, size in curve),
-        }
-        shown = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
-        record(f"idle release after {delay_s:g} s", shown, **values)
-        figures |= {f"{key}_{delay_s:g}s": value for key, value in values.items()}
-        finish(llm)
-    harness.finish("elastic-delays", args, figures, None)
-
-
-MEASURES = {"static": against_static, "blocks": by_blocks, "delays": by_delay}
 
 
 def thin(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:

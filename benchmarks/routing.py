@@ -39,7 +39,7 @@ cached blocks each; prompts of 12,000 tokens that continue a cached one.
 **Autoscaling.** The Azure code trace at its own times, and in bursts, on Llama-2-13B on one A100 (modelled from a data
 sheet, too); replicas take 20 s to start. Compared with the smallest fixed fleet with no more late requests.
 
---real adds the measurements of `benchmarks.routing_real` on a real Ray Serve, `sim_vs_real_ttft_error` among them.
+`benchmarks.routing_real` measures a real Ray Serve, and the simulator against it.
 --sweep varies the weights of `CostWeights` one at a time, on the first requests of the trace. --quick replays 1,000
 requests of either kind on 16 replicas, with three policies.
 """
@@ -54,7 +54,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, routing_real, workloads
+from benchmarks import harness, workloads
 from benchmarks.simulator import autoscaling, decision, pictures, single_cache, traffic
 from benchmarks.simulator.device import roofline
 from benchmarks.simulator.jobs import KV_AWARE, RAY_POLICIES, Job, Source, Summary, run_all, simulate, single_hit_share
@@ -274,9 +274,6 @@ def main() -> None:
     scaling, raw["autoscaling"] = autoscaling.measure(args.azure_trace, quick=args.quick)
     figures |= scaling
     figures |= decide(DECISION_BLOCKS // (10 if args.quick else 1), DECISION_PROMPTS // (4 if args.quick else 1))
-    if args.real:
-        real, raw["real"] = routing_real.measure(args.quick)
-        figures |= real
     harness.finish("routing", args, figures, raw, pictures.draw)
 
 
@@ -285,7 +282,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, default=traffic.MOONCAKE_TRACE, help="of conversations, JSON lines")
     parser.add_argument("--azure-trace", type=Path, default=workloads.AZURE_TRACE, help="of code completions, CSV")
     parser.add_argument("--replicas", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--real", action="store_true", help="run benchmarks.routing_real as well, with its figures")
     parser.add_argument("--sweep", action="store_true", help="vary the weights of the cost")
     return parser.parse_args()
 

@@ -19,7 +19,6 @@ wrong status, or a stream that ends without its last event.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -418,7 +417,7 @@ def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
 
 
 def main() -> None:
-    args: argparse.Namespace = harness.arguments(__doc__).parse_args()
+    args = harness.arguments(__doc__).parse_args()
     figures, raw = measure(args.quick)
     harness.finish("routing_real", args, figures, raw)
 

@@ -19,8 +19,6 @@ sequences must equal a count by lineage.
                 independently. Beams of a real model read nearly the same text, have similar distributions, and stay
                 separate for longer: *alike* is the share of steps in which all have one distribution. Independent
                 beams are the upper bound, always alike the lower, and a model is between them.
-                --beams replays recorded choices too: JSON lines, a request each, a list of steps (as many as output
-                tokens), each the list of its beams' parents among the beams before, the first step's all 0.
 
 **Prefix throughput.** The engine with the prefix cache over the same without: requests with one common prefix, 20 to 60
 tokens of their own and 10 to 30 output tokens, much like the paper's translations, all at once. The prefix is new in
@@ -35,7 +33,6 @@ such a prompt, timed on the engine's memory, over the TTFT of a miss; and that T
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import tempfile
@@ -211,16 +208,7 @@ def kinship(steps: Steps) -> Iterator[tuple[int, int]]:
         yield len(set(parents)), int(since.max())
 
 
-def read_beams(path: Path) -> list[Steps]:
-    requests: list[Steps] = [json.loads(line) for line in path.read_text().splitlines()]
-    for number, steps in enumerate(requests, start=1):
-        for parents, before in zip(steps, [[0], *steps], strict=False):
-            if not parents or not all(0 <= parent < len(before) for parent in parents):
-                raise ValueError(f"line {number} of {path}: parents {parents} among {len(before)} beams")
-    return requests
-
-
-def measure_blocks(name: str, num_requests: int, recorded: Sequence[Steps]) -> dict[str, float]:
+def measure_blocks(name: str, num_requests: int) -> dict[str, float]:
     """Measure the share of blocks saved. Beams are replayed for fewer requests: their share depends less on the lengths
     of the longest."""
     lengths: workloads.Lengths = getattr(workloads, name)(num_requests, SEED)
@@ -244,8 +232,6 @@ def measure_blocks(name: str, num_requests: int, recorded: Sequence[Steps]) -> d
     for key, (width, nats, alike) in cases.items():
         rng, discount = np.random.default_rng([SEED, width]), discount_for(nats)
         beams[key] = [(prompt, beam_steps(rng, width, output, discount, alike)) for prompt, output in lengths]
-    if recorded:
-        beams["recorded"] = [(lengths[i % len(lengths)][0], steps) for i, steps in enumerate(recorded)]
     for key, requests in beams.items():
         share, copied = replay(requests)
         kin = [pair for _, steps in requests for pair in kinship(steps)]
@@ -384,17 +370,14 @@ def measure_first_tokens(
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__)
-    parser.add_argument("--beams", type=Path, help="recorded choices of parents, JSON lines")
-    args = parser.parse_args()
+    args = harness.arguments(__doc__).parse_args()
     counts = {"alpaca": 200, "sharegpt": 60} if args.quick else {"alpaca": 1600, "sharegpt": 480}
     num_layers, num_requests, repeats, num_prefixes, pairs = (4, 16, 1, 2, 3) if args.quick else (24, 32, 3, 5, 15)
-    recorded = read_beams(args.beams) if args.beams else []
     figures: dict[str, float] = {}
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for copies of a few KiB, two threads that wait for each other are slower
     for name, number in counts.items():
-        figures |= measure_blocks(name, number, recorded)
+        figures |= measure_blocks(name, number)
     torch.set_num_threads(num_threads)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), num_layers)

@@ -1,9 +1,9 @@
 """All tests and benchmarks for a CUDA machine, in stages of at most 8 minutes: `python -m benchmarks.gpu_day STAGE…`.
 
-- *facts*: what the driver and the device do (`benchmarks.gpu_probes`), chosen tests, attention, the parts of a step
+- *facts*: versions, rates and the driver's most mappings, chosen tests, attention, the parts of a step
 - *whole*: all tests marked `gpu`, Llama-3-8B's shape with `transformers` beside it
-- *graphs*: decode graphs: tokens with and without them, capture, replays after remapping, step times
-- *memory*: block sizes and views at saturation, elastic against static, a trace, preemption, delays of idle release
+- *graphs*: decode graphs: tokens with and without them, capture, step times
+- *memory*: elastic against static, a trace, preemption
 - *shelf*: weights that sleep and wake, from pinned memory and from a file; models that take turns
 - *kernels*: variants of kernels, products and steps beside today's, all tests marked `gpu`, attention's footprints
 - *server*: `folio serve` with Llama-3-8B's shape behind HAProxy, a replica killed; the engine without a server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from benchmarks.gpu_day.job import Job
 from benchmarks.gpu_day.runner import num_processors
@@ -12,6 +11,8 @@ from benchmarks.gpu_day.runner import num_processors
 BUDGET_S, BUDGETS_S = 480.0, {"server": 400.0, "fleet": 330.0}
 # Without a device, where jobs share a busy machine.
 FAKE_BUDGET_S, FAKE_LIMITS = 480.0, 2
+# Of which the most mappings are counted.
+NUM_HANDLES, FAKE_HANDLES = (1, 4096), (1, 8)
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.gpu_day.pytest_facts")
 
 
@@ -19,11 +20,7 @@ def facts(fake: bool) -> list[Job]:
     """Cheap and decisive jobs first: if time runs out, only details are missing."""
     tests = "tests/kernels/triton/test_triton.py"
     return [
-        _probe("machine", fake, 60),
-        *(
-            _probe(name, fake, 60, alone=False)
-            for name in ("granularity", "triton", "dlpack", "run_unmap", "context", "alias", "graph")
-        ),
+        _program("machine", "gpu_machine", fake, 60),
         _pytest(
             "backend",
             "tests/vmem/backends/test_backend_contract.py",
@@ -44,12 +41,13 @@ def facts(fake: bool) -> list[Job]:
             tiny="test_cuda_without",
             limit_s=150,
         ),
-        _probe("costs", fake, 75),
-        _probe("stall", fake, 60),
         _benchmark("attention", fake, 180, "--footprints"),
         _throughput("parts", fake, 120, "qwen2.5-0.5b", "--parts"),
-        _probe("ceiling_one", fake, 60),  # last: a process with so many mappings may take long to end
-        _probe("ceiling_many", fake, 60),
+        # Last: a process with so many mappings may take long to end.
+        *(
+            _program(f"mappings of {count} handles", "gpu_machine", fake, 60, "--mappings", str(count))
+            for count in (FAKE_HANDLES if fake else NUM_HANDLES)
+        ),
     ]
 
 
@@ -62,24 +60,21 @@ def whole(fake: bool) -> list[Job]:
 
 
 def graphs(fake: bool) -> list[Job]:
-    """What a replay may rely on, then the engine's tokens, then times."""
+    """The engine's tokens, then times."""
     tests, small = "tests/app/engine/execution/test_decode_graphs.py", "test_buckets or test_rows"
     return [
-        _probe("graph", fake, 60, alone=False),
         _pytest("captures", tests, "leaves_the_device_usable", fake, tiny=small, limit_s=60),
         _pytest("tokens with graphs", tests, "same_tokens_with_graphs", fake, tiny=small, limit_s=200),
-        _program("graphs qwen2.5-0.5b", "gpu_graphs", fake, 120, "--shape", "qwen2.5-0.5b"),
-        _program("graphs llama-3-8b", "gpu_graphs", fake, 180, "--shape", "llama-3-8b"),
+        _program("graphs qwen2.5-0.5b", "gpu_steps", fake, 120, "--decodes", "--shape", "qwen2.5-0.5b"),
+        _program("graphs llama-3-8b", "gpu_steps", fake, 180, "--decodes", "--shape", "llama-3-8b"),
     ]
 
 
 def memory(fake: bool) -> list[Job]:
     return [
         _benchmark("elastic", fake, 120),
-        _benchmark("elastic", fake, 150, "--measure", "blocks"),
         _benchmark("mapping", fake, 110),
         _benchmark("preemption", fake, 140),
-        _benchmark("elastic", fake, 130, "--measure", "delays"),
     ]
 
 
@@ -149,10 +144,6 @@ def _gpu_tests(fake: bool, limit_s: float) -> list[Job]:
 
 def _program(name: str, module: str, fake: bool, limit_s: float, *arguments: str) -> Job:
     return Job(name, ("-m", f"benchmarks.{module}", *arguments, *(["--fake"] if fake else [])), limit_s)
-
-
-def _probe(name: str, fake: bool, limit_s: float, *, alone: bool = True) -> Job:
-    return replace(_program(name, "gpu_probes", fake, limit_s, name), alone=alone)
 
 
 def _pytest(name: str, path: str, chosen: str, fake: bool, *, tiny: str, limit_s: float) -> Job:

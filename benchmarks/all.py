@@ -21,8 +21,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import harness, report, rival_servers
+from benchmarks import harness, report
 from benchmarks.figures import BENCHMARKS, BY_NAME, Benchmark
+from benchmarks.rivals import rival_servers
 
 QUICK_TIMEOUT_S, TIMEOUT_FACTOR, LEAST_TIMEOUT_S, END_S = 900.0, 5, 1800.0, 60.0
 # Whatever a figure can depend on: the built-in model's weights and its training decide what it says, not how fast.

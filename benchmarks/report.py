@@ -31,17 +31,17 @@ from benchmarks.figures import BENCHMARKS, BY_NAME, Benchmark, row_of
 COMMITTED = harness.RESULTS / "cpu"
 # Results with a picture, and the module whose `draw` makes it.
 DRAWN = {
-    "attention": "benchmarks.attention",
-    "elastic": "benchmarks.elastic",
-    "fragmentation": "benchmarks.fragmentation",
-    "mapping": "benchmarks.mapping",
-    "preemption": "benchmarks.preemption",
-    "routing": "benchmarks.simulator.pictures",
-    "serving": "benchmarks.latency",
-    "sharing": "benchmarks.sharing",
-    "shelf": "benchmarks.shelf_outcome",
-    "shelf_simulated": "benchmarks.shelf_simulated",
-    "throughput": "benchmarks.throughput",
+    "attention": "benchmarks.engine.attention",
+    "elastic": "benchmarks.engine.elastic",
+    "fragmentation": "benchmarks.engine.fragmentation",
+    "mapping": "benchmarks.engine.mapping",
+    "preemption": "benchmarks.engine.preemption",
+    "routing": "benchmarks.fleet.routing_picture",
+    "serving": "benchmarks.serving.latency",
+    "sharing": "benchmarks.engine.sharing",
+    "shelf": "benchmarks.fleet.shelf_outcome",
+    "shelf_simulated": "benchmarks.fleet.shelf_simulated",
+    "throughput": "benchmarks.engine.throughput",
 }
 ALL_FIGURES = harness.ROOT / "docs" / "benchmarks" / "all-figures.md"
 PICTURES = harness.ROOT / "docs" / "benchmarks" / "pictures"

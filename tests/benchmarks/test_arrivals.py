@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import arrivals
+from benchmarks.serving import arrivals
 
 
 def test_a_poisson_process_has_its_rate_and_exponential_gaps() -> None:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from benchmarks import facts
-from benchmarks.attention import DEVICES, SHAPES
-from benchmarks.attention_memory import Case, setting
-from benchmarks.device_time import compare, device_timer, product_limit, read_limit
+from benchmarks.engine.attention import DEVICES, SHAPES
+from benchmarks.engine.attention_memory import Case, setting
+from benchmarks.engine.device_time import compare, device_timer, product_limit, read_limit
 
 CPU = torch.device("cpu")
 torch_graph = torch.cuda.graph
@@ -25,7 +25,7 @@ torch_graph = torch.cuda.graph
 
 def test_the_read_kernel_reads_every_number_once() -> None:
     pytest.importorskip("triton")
-    from benchmarks.gpu_kernels import READS, read_sums
+    from benchmarks.gpu.kernels import READS, read_sums
 
     numbers = torch.randint(-8, 9, (4 * max(tile for tile, _ in READS),)).float()
     for tile, num_warps in READS:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from benchmarks import facts, harness, report, sweep
+from benchmarks import facts, harness, report
+from benchmarks.engine import sweep
 
 ARGS = argparse.Namespace(device="cpu", quick=True)
 
@@ -23,7 +24,7 @@ def of_this_test_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_an_engine_is_of_the_dtype_of_the_row_whatever_its_config_says(tmp_path: Path) -> None:
-    """gpu_graphs made its config without a dtype, and its steps, of float32, were "not explained"."""
+    """The benchmark of graphs made its config without a dtype, and its steps, of float32, were "not explained"."""
     settings = dict(sweep.SHAPES["tiny"])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     assert config.dtype is None

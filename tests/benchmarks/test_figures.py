@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import subprocess
@@ -121,14 +122,19 @@ def test_missed_aims_come_first(tmp_path: Path) -> None:
     assert "Quick runs" in text
 
 
-@pytest.mark.parametrize("benchmark", [b for b in BENCHMARKS if b.command], ids=lambda b: b.name)
-def test_commands_exist(benchmark: object) -> None:
-    from benchmarks.figures import Benchmark
-
-    assert isinstance(benchmark, Benchmark)
-    module = command_of(benchmark, quick=False)[2]
-    file = harness.ROOT / (module.replace(".", "/") + ".py")
-    assert module == "pytest" or file.exists() or (file.with_suffix("") / "__main__.py").exists()
+def test_every_program_has_a_name_of_its_own_and_the_rows_have_programs() -> None:
+    """A command is found by its file's name in any group: a second file of the same name would hide it."""
+    folder = harness.ROOT / "benchmarks"
+    programs = {
+        f"benchmarks.{file.stem}": file
+        for file in sorted(folder.rglob("*.py"))
+        if '__name__ == "__main__"' in file.read_text() and file.stem not in ("__main__", "keeper")
+    }
+    found = {name: importlib.util.find_spec(name) for name in programs}
+    assert {name: spec and spec.origin for name, spec in found.items()} == {n: str(f) for n, f in programs.items()}
+    packages = {f"benchmarks.{file.parent.name}" for file in folder.rglob("__main__.py")}
+    commands = {command_of(benchmark, quick=False)[2] for benchmark in BENCHMARKS if benchmark.command}
+    assert commands - programs.keys() - packages == {"pytest", "tests.mutation"}
 
 
 def test_results_of_changed_sources_are_measured_again(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from benchmarks import facts
-from benchmarks.gpu_clients import Clients, Level, summarise
+from benchmarks.gpu.clients import Clients, Level, summarise
+from benchmarks.gpu.gpu_server import FAKE_LEVELS
+from benchmarks.gpu.parts import Parts
 from benchmarks.gpu_day import __main__ as program
 from benchmarks.gpu_day.__main__ import MOST_FILES, main
 from benchmarks.gpu_day.job import Job, Outcome
@@ -27,8 +29,6 @@ from benchmarks.gpu_day.ray_logs import LAST_LINES
 from benchmarks.gpu_day.runner import ENDING_S, ROOT, Stage
 from benchmarks.gpu_day.stages import BUDGETS_S, STAGES
 from benchmarks.gpu_day.table import figures_of, table
-from benchmarks.gpu_parts import Parts
-from benchmarks.gpu_server import FAKE_LEVELS
 from tests.conftest import keep_shard
 from tests.nightly import of_today
 from tests.processes import until

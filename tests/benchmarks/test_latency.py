@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.latency import Summary, Targets, percentile, slope_per_minute, tokens_per_s
+from benchmarks.serving.latency import Summary, Targets, percentile, slope_per_minute, tokens_per_s
 from folio.app.cli.load import Record
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.loops import closed_loop
+from benchmarks.serving.loops import closed_loop
 from folio.app.cli.load import Ask, Clock, Record
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.mapping_simulated import simulate
+from benchmarks.engine.mapping_simulated import simulate
 from benchmarks.workloads import azure
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from transformers import AutoConfig
 
-from benchmarks import sweep
-from benchmarks.overhead import step_parts
+from benchmarks.engine import sweep
+from benchmarks.engine.overhead import step_parts
 from folio.app.engine import LLM, SamplingParams
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.latency import Targets
-from benchmarks.lean_server import lean_servers
-from benchmarks.loops import closed_loop
-from benchmarks.shelf import Alone, window
-from benchmarks.shelf_folio import shelf_args
-from benchmarks.shelf_models import BenchModel, ModelAsk, TracedRequest, asks_of, read_trace
-from benchmarks.shelf_outcome import Outcome
-from benchmarks.shelf_rivals import NOT_SERVED, OneAtATime, StaticSplit, best_split, connections
+from benchmarks.fleet.shelf import Alone, window
+from benchmarks.fleet.shelf_folio import shelf_args
+from benchmarks.fleet.shelf_models import BenchModel, ModelAsk, TracedRequest, asks_of, read_trace
+from benchmarks.fleet.shelf_outcome import Outcome
+from benchmarks.rivals.lean_server import lean_servers
+from benchmarks.rivals.shelf_rivals import NOT_SERVED, OneAtATime, StaticSplit, best_split, connections
+from benchmarks.serving.latency import Targets
+from benchmarks.serving.loops import closed_loop
 from folio.app.builtin import BUILTIN_FOLDER
 from folio.app.cli.load import Ask, Clock, Record, Send
 from folio.app.config.args import AppArgs

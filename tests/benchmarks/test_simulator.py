@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import routing_real
+from benchmarks.fleet import routing_real
+from benchmarks.fleet.autoscaling import num_flaps
 from benchmarks.simulator import single_cache, traffic
-from benchmarks.simulator.autoscaling import num_flaps
 from benchmarks.simulator.cluster import Cluster, MakePolicy, Scaling
 from benchmarks.simulator.device import Device, roofline
 from benchmarks.simulator.kv_aware import KvAware, KvIndex

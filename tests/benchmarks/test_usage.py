@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.usage import OTHERS, Meter, kind_of
+from benchmarks.serving.usage import OTHERS, Meter, kind_of
 from tests.processes import until
 
 

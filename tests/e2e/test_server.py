@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from benchmarks import disconnects
+from benchmarks.serving import disconnects
 from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import PIN
 from examples.hotel_desk.register import read_keys

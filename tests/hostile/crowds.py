@@ -7,7 +7,7 @@ import json
 from typing import Any
 from urllib.parse import quote
 
-from benchmarks import disconnects
+from benchmarks.serving import disconnects
 from tests.hostile.attacker import DEADLINE_S, Attack, Attacker
 from tests.hostile.wire import Dropped, connected, request
 

@@ -19,8 +19,9 @@ import httpx
 import pytest
 from ray import serve
 
-from benchmarks import disconnects, harness
+from benchmarks import harness
 from benchmarks.served import cluster, processes_called
+from benchmarks.serving import disconnects
 from folio.app.config.args import AppArgs
 from folio.app.config.engine import EngineConfig
 from folio.app.config.http import HttpSettings

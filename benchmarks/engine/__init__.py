@@ -1,0 +1,1 @@
+"""One engine in one process: kernels, memory, mapping, scheduling, throughput."""

@@ -1,0 +1,376 @@
+"""Preemption cost: swap against recompute, and the choice of the cost model.
+
+The first part is figure 19 of PagedAttention (Kwon et al., SOSP 2023): for blocks of 1 to 256 tokens and sequences of
+8 to 2,000, the time until the state of a preempted sequence is back. *Swapping* copies its blocks to host memory and
+back, and maps them. *Recomputing* runs the steps that compute its tokens; the last of them yields the next token too,
+for which a swapped sequence needs a decode step more: regret is given without that step (`model_regret`) and with it
+(`model_regret_to_next_token`). In between another sequence allocates the blocks and writes into all of them. Both ways
+in turn, medians; the tokens must be those of an undisturbed run. The cost model's estimates are recorded before, on an
+engine that has served ordinary requests of other lengths.
+
+Three models with random weights: Qwen2.5-0.5B's shape with few layers, where copying should win; and two of one layer
+whose steps cost little. The *narrow* one has 128 bytes of cache a token, so that short blocks are mostly padding, the
+*wide* one 128 KiB, so that a long block copies much for a few tokens; it is measured with at most 256 of them.
+
+The second part is the effect on throughput: the same requests on engines whose KV cache holds half of them and that
+swap, recompute, or choose, and on one that holds all of them.
+
+--quick measures fewer cells, and less often; --tiny only shows that this program works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks import harness
+from benchmarks.engine.throughput import make_checkpoint
+from benchmarks.facts import record
+from benchmarks.picture import OURS, legend_below, picture, plain_numbers
+from folio.app.config.engine import PreemptionPolicy
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.engine import Engine
+from folio.app.engine.execution.batch import demands
+from folio.app.engine.preemption import PreemptionCost, PreemptionMode
+from folio.app.engine.request import Request
+from folio.vmem import StepDemand
+
+QWEN, NUM_LAYERS = "Qwen2.5-0.5B", {"cpu": 4, "cuda": 24}
+DRAWN = {QWEN: "Qwen2.5-0.5B, 4 layers", "narrow": "one narrow layer", "wide": "one wide layer"}
+ONE_LAYER = {"narrow": (1, 32), "wide": (64, 512)}  # heads, and their size
+LONGEST = {"wide": 256}
+BLOCKS, QUICK_BLOCKS, TINY_BLOCKS = (1, 4, 16, 64, 256), (1, 16, 256), (16,)
+LENGTHS, QUICK_LENGTHS, TINY_LENGTHS = (8, 64, 256, 1000, 2000), (8, 256), (8,)
+LEARNT_FROM = (16, 100, 400, 700, 1500)
+KV_BYTES = 8 << 30  # on CUDA a block has 2 MiB, whatever its number of tokens
+VOCABULARY = 1024
+# The second part: requests, tokens of each prompt and output, runs; and the share of all tokens that fit.
+PRESSURE, QUICK_PRESSURE, TINY_PRESSURE, FITTING = (24, 128, 96, 3), (12, 64, 48, 1), (4, 24, 8, 1), 0.5
+BLOCK_TOKENS, GRANULE_BYTES = {"cpu": 16, "cuda": 64}, {"cpu": 4096, "cuda": 2 << 20}
+POLICIES: tuple[PreemptionPolicy, ...] = ("swap", "recompute", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One sequence length at one block size; medians in seconds.
+
+    Attributes:
+        picked, expected: of the cost model, before the measurement.
+        swap_s: copying out, copying in, and mapping.
+        decode_s: the step after the swap.
+        recompute_s: the steps until the next token.
+        tokens_equal: to those of an undisturbed run.
+    """
+
+    model: str
+    block_tokens: int
+    num_tokens: int
+    picked: PreemptionMode
+    expected: PreemptionCost
+    swap_s: float
+    decode_s: float
+    recompute_s: float
+    tokens_equal: bool
+
+    @property
+    def better(self) -> PreemptionMode:
+        return PreemptionCost(self.swap_s, self.recompute_s).better
+
+    def regret(self, *, to_next_token: bool = False) -> float:
+        """Time of the picked way over that of the better way."""
+        swap_s = self.swap_s + to_next_token * self.decode_s
+        return (swap_s if self.picked == "swap" else self.recompute_s) / min(swap_s, self.recompute_s)
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, on the CPU")
+    args = parser.parse_args()
+    args.quick |= args.tiny
+    blocks = TINY_BLOCKS if args.tiny else QUICK_BLOCKS if args.quick else BLOCKS
+    cells: list[Cell] = []
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = {name: Path(folder, name) for name in (["narrow"] if args.tiny else [QWEN, *ONE_LAYER])}
+        for name, checkpoint in checkpoints.items():
+            if name == QWEN:
+                make_checkpoint(checkpoint, NUM_LAYERS[args.device])
+            else:
+                make_one_layer(checkpoint, *ONE_LAYER[name])
+        for name, checkpoint in checkpoints.items():
+            for block_tokens in blocks:
+                print(f"measuring {name}, blocks of {block_tokens}", flush=True)
+                measured = measure_block(args, name, checkpoint, block_tokens)
+                for cell in measured:
+                    record("preempted sequence", regret=cell.regret(), **asdict(cell))
+                cells += measured
+        pressed = next(iter(checkpoints))
+        rates, preempted, pressed_equal = measure_pressure(args, pressed, checkpoints[pressed])
+
+    forced = max(("swap", "recompute"), key=lambda name: statistics.median(rates[name]))
+    figures = {
+        "model_regret": max(cell.regret() for cell in cells),
+        "model_regret_to_next_token": max(cell.regret(to_next_token=True) for cell in cells),
+        "cells_won_by_swap": sum(cell.better == "swap" for cell in cells),
+        "cells_won_by_recompute": sum(cell.better == "recompute" for cell in cells),
+        "cells_picked_better": sum(cell.picked == cell.better for cell in cells),
+        "swap_prediction_error": median_error((c.expected.swap_s, c.swap_s) for c in cells),
+        "recompute_prediction_error": median_error((c.expected.recompute_s, c.recompute_s) for c in cells),
+        "tokens_equal": float(pressed_equal and all(cell.tokens_equal for cell in cells)),
+        "auto_vs_best_forced": harness.median_ratio(rates["auto"], rates[forced]),
+        "pressured_vs_unpressured": harness.median_ratio(rates["auto"], rates["unpressured"]),
+    } | {f"{name}_vs_unpressured": harness.median_ratio(rates[name], rates["unpressured"]) for name in POLICIES[:2]}
+    print_cells(cells)
+    print(f"\nthe same requests at once, room for {FITTING:.0%} of their tokens")
+    for name, values in rates.items():
+        times = ", ".join(f"{number:.1f} by {way}" for way, number in preempted[name].items())
+        print(f"  {name:12s}{statistics.median(values):8.1f} tok/s   preemptions a run: {times}")
+    for key, value in figures.items():
+        print(f"  {key:28s}{value:8.3f}")
+    raw = {"cells": [asdict(cell) for cell in cells], "tokens_per_s": rates, "preempted": preempted}
+    harness.finish("preemption", args, figures, raw, draw)
+
+
+def make_one_layer(folder: Path, num_heads: int, dim: int) -> None:
+    torch.manual_seed(19)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": dim}
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=4096, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def start_engine(args: argparse.Namespace, checkpoint: Path, **settings: Any) -> LLM:
+    """An engine without a prefix cache, which would save recomputation."""
+    llm = LLM(checkpoint, device=args.device, skip_tokenizer_init=True, prefix_cache=False, **settings)
+    harness.note_engine(llm)
+    return llm
+
+
+def make_prompt(num_tokens: int) -> list[int]:
+    return torch.randint(VOCABULARY, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)).tolist()
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+
+
+def median_error(pairs: Iterable[tuple[float, float]]) -> float:
+    """Median relative error of (expected, measured)."""
+    return statistics.median(abs(expected / measured - 1) for expected, measured in pairs)
+
+
+# ---- block sizes and lengths ----
+
+
+def measure_block(args: argparse.Namespace, model: str, checkpoint: Path, block_tokens: int) -> list[Cell]:
+    """Measure all lengths on an engine that has served ordinary requests without preemption."""
+    all_lengths = TINY_LENGTHS if args.tiny else QUICK_LENGTHS if args.quick else LENGTHS
+    repeats = 1 if args.tiny else 3 if args.quick else 5
+    lengths = [n for n in all_lengths if n <= LONGEST.get(model, n)]
+    llm = start_engine(
+        args,
+        checkpoint,
+        max_model_len=LENGTHS[-1] + 64,
+        max_num_seqs=4,
+        block_tokens=block_tokens,
+        kv_memory_bytes=KV_BYTES,
+        swap_bytes=KV_BYTES,
+        kv_idle_release_s=60,  # under preemption no page is idle
+    )
+    learnt_from = [make_prompt(n) for n in LEARNT_FROM if n <= lengths[-1]]
+    for prompt in learnt_from:
+        llm.generate([prompt], greedy(8))
+    llm.generate(learnt_from[:3], greedy(8))
+    cells = [measure(llm, model, block_tokens, num_tokens, repeats) for num_tokens in lengths]
+    llm.engine.check_integrity()
+    llm.close()
+    return cells
+
+
+def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, repeats: int) -> Cell:
+    """Ask the cost model about a request with this many computed tokens, then preempt it repeatedly in both ways."""
+    engine, prompt = llm.engine, make_prompt(num_tokens - 1)
+    engine.submit("preempted", prompt, greedy(5))
+    request = engine.generations["preempted"].sequences[0]
+    until_next_token(engine, request)
+    until_next_token(engine, request)  # requests are never swapped in their first step
+    assert request.memory is not None
+    picked = engine.recovery.choose_mode(engine.memory, [request])
+    expected = engine.recovery.cost([(request.num_computed, 0)], engine.memory.swapping.num_bytes([request.memory]))
+    rounds, outputs = [], []
+    for _ in range(repeats + 1):
+        swap_s, decode_s = swap(engine, request), until_next_token(engine, request)
+        outputs.append(rewind(engine, request, num_tokens))
+        recompute_s = recompute(engine, request)
+        outputs.append(rewind(engine, request, num_tokens))
+        rounds.append((swap_s, decode_s, recompute_s))
+    swap_s, decode_s, recompute_s = map(statistics.median, zip(*rounds[1:], strict=True))  # the first warms up
+    engine.cancel("preempted")
+    [undisturbed] = llm.generate([prompt], greedy(4))
+    equal = all(tokens == undisturbed.token_ids[2:] for tokens in outputs)
+    return Cell(model, block_tokens, num_tokens, picked, expected, swap_s, decode_s, recompute_s, equal)
+
+
+def rewind(engine: Engine, request: Request, num_tokens: int) -> list[int]:
+    """Let a running request generate another token, then truncate it to `num_tokens` computed tokens. Returns the
+    truncated tokens."""
+    until_next_token(engine, request)
+    assert request.memory is not None
+    tokens = request.token_ids[num_tokens + 1 :]
+    del request.token_ids[num_tokens + 1 :]
+    engine.memory.truncate(request.memory, num_tokens)
+    request.num_computed = num_tokens
+    return tokens
+
+
+def swap(engine: Engine, request: Request) -> float:
+    """Seconds to swap a running request's blocks out and in, and to map them for its next step."""
+    start = now(engine)
+    engine.scheduler.groups.preempt(request.group, "swap")
+    out_s = now(engine) - start
+    assert request.group.swapped is not None, "it was not swapped"
+    hand_over(engine, request.num_computed)
+    start = now(engine)
+    engine.memory.ensure(demands(engine.scheduler.schedule()))
+    in_s = now(engine) - start
+    engine.scheduler.abort_step()  # it runs again, but this step is not computed
+    return out_s + in_s
+
+
+def recompute(engine: Engine, request: Request) -> float:
+    """Seconds to free a running request's blocks, and to compute its tokens again and the next one."""
+    num_tokens = request.num_computed
+    start = now(engine)
+    engine.scheduler.groups.preempt(request.group, "recompute")
+    out_s = now(engine) - start
+    hand_over(engine, num_tokens)
+    return out_s + until_next_token(engine, request)
+
+
+def until_next_token(engine: Engine, request: Request) -> float:
+    count, start = request.num_output_tokens, now(engine)
+    while request.num_output_tokens == count:
+        engine.step()
+    return now(engine) - start
+
+
+def hand_over(engine: Engine, num_tokens: int) -> None:
+    """Let another sequence allocate all freed blocks, write into them, and end."""
+    memory = engine.memory
+    other = memory.create_sequence()
+    memory.append(other, num_tokens)
+    memory.ensure([StepDemand(other, 0, num_tokens)])
+    memory.map_home(other)
+    [group] = memory.groups
+    for layer in group.layers:
+        for side in memory.tensors.home_view(layer):
+            side[other.groups[0].block_ids] = 100.0  # a read of this value would change the tokens
+    memory.launched()
+    memory.free(other)
+
+
+def now(engine: Engine) -> float:
+    """The time once the device is idle."""
+    if engine.model.module.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# ---- effect on throughput ----
+
+
+def measure_pressure(
+    args: argparse.Namespace, model: str, checkpoint: Path
+) -> tuple[dict[str, list[float]], dict[str, dict[PreemptionMode, float]], bool]:
+    """For each engine, output tokens per second and preemptions of a run; and whether all give the same tokens."""
+    count, prompt_tokens, new_tokens, repeats = QUICK_PRESSURE if args.quick else PRESSURE
+    if args.tiny:
+        count, prompt_tokens, new_tokens, repeats = TINY_PRESSURE
+    block_tokens = BLOCK_TOKENS[args.device]
+    token_bytes = NUM_LAYERS[args.device] * 512 if model == QWEN else 128
+    block_bytes = max(block_tokens * token_bytes, GRANULE_BYTES[args.device])
+    full_bytes = count * -(-(prompt_tokens + new_tokens) // block_tokens) * block_bytes
+    most = {"max_model_len": prompt_tokens + new_tokens, "max_num_seqs": count, "block_tokens": block_tokens}
+    anchor_bytes = block_bytes  # one page holds no blocks
+    engines = {"unpressured": start_engine(args, checkpoint, kv_memory_bytes=full_bytes + anchor_bytes, **most)}
+    for way in POLICIES:
+        budget = int(FITTING * full_bytes) + anchor_bytes
+        engines[way] = start_engine(args, checkpoint, kv_memory_bytes=budget, preemption=way, **most)
+    prompts = [make_prompt(prompt_tokens - i) for i in range(count)]
+    outputs: dict[str, list[list[int]]] = {}
+
+    def run(name: str) -> float:
+        start = time.perf_counter()
+        completions = engines[name].generate(prompts, greedy(new_tokens))
+        elapsed = time.perf_counter() - start
+        outputs[name] = [completion.token_ids for completion in completions]
+        return count * new_tokens / elapsed
+
+    rates = harness.alternate({name: partial(run, name) for name in engines}, repeats)
+    preempted = {}
+    for name, llm in engines.items():
+        preempted[name] = {way: n / (repeats + 1) for way, n in llm.engine.scheduler.groups.num_preempted.items()}
+        llm.engine.check_integrity()
+        llm.close()
+    return rates, preempted, all(tokens == outputs["unpressured"] for tokens in outputs.values())
+
+
+# ---- output ----
+
+
+def print_cells(cells: Sequence[Cell]) -> None:
+    print("\n  block tokens   swap ms expected   recompute ms expected   decode ms   better     picked     regret")
+    for i, c in enumerate(cells):
+        if not i or cells[i - 1].model != c.model:
+            print(c.model)
+        print(
+            f"  {c.block_tokens:5d}{c.num_tokens:7d}{c.swap_s * 1e3:10.2f}{c.expected.swap_s * 1e3:9.2f}"
+            f"{c.recompute_s * 1e3:15.2f}{c.expected.recompute_s * 1e3:9.2f}{c.decode_s * 1e3:12.2f}   {c.better:11s}"
+            f"{c.picked:11s}{c.regret():6.2f}{'' if c.tokens_equal else '   other tokens'}"
+        )
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Time of both ways by length, for each model, with few block sizes; dots are what the cost model picked."""
+    cells = [Cell(**cell | {"expected": PreemptionCost(**cell["expected"])}) for cell in result["raw"]["cells"]]
+    models = list(dict.fromkeys(c.model for c in cells))
+    sizes = sorted({c.block_tokens for c in cells})
+    sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    title = "Getting a preempted sequence back: swap or recompute"
+    with picture(result, path, title, columns=len(models), height=4.2, sharey=True) as (figure, plots):
+        for plot, model in zip(plots, models, strict=True):
+            for colours, way in ((OURS, "swap"), (("#8c4a0f", "#c98a2b", "#e6c48b"), "recompute")):
+                for colour, size in zip(colours, sizes, strict=False):
+                    row = [c for c in cells if (c.model, c.block_tokens) == (model, size)]
+                    times = [1e3 * (c.swap_s if way == "swap" else c.recompute_s) for c in row]
+                    lengths = [c.num_tokens for c in row]
+                    label = f"{way}, blocks of {size} token{'s' * (size > 1)}"
+                    plot.plot(lengths, times, color=colour, label=label)
+                    chosen = [(n, ms) for n, ms, c in zip(lengths, times, row, strict=True) if c.picked == way]
+                    if chosen:
+                        plot.scatter(*zip(*chosen, strict=True), color=colour, s=28, zorder=3)
+            ticks = sorted({c.num_tokens for c in cells if c.model == model})
+            plot.set(xscale="log", yscale="log", xlabel="tokens of the sequence", title=DRAWN.get(model, model))
+            plot.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=40)
+            plot.minorticks_off()
+            plain_numbers(plot)
+        plots[0].set_ylabel("ms until it can go on\n(dot: chosen by the cost model)")
+        legend_below(figure, plots[0], 2)
+
+
+if __name__ == "__main__":
+    main()

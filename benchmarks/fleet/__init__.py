@@ -1,0 +1,1 @@
+"""Many replicas and many models: routing, autoscaling, agents, shelves; simulated and real."""

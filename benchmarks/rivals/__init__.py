@@ -1,0 +1,1 @@
+"""What Folio is measured against."""

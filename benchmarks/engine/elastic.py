@@ -30,11 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
-from benchmarks import harness
-from benchmarks.engine import sweep
-from benchmarks.engine.throughput import make_checkpoint
+from benchmarks import checkpoints, harness
 from benchmarks.picture import OURS, RIVALS, legend_below, picture
 from folio.app.engine import LLM, SamplingParams
 
@@ -51,7 +48,7 @@ class Sizes:
     """Model and load.
 
     Attributes:
-        shape: of `benchmarks.sweep`, with weights made on the device; `None`: Qwen2.5-0.5B's, from a checkpoint.
+        shape: of `checkpoints.SHAPES`, with weights made on the device; `None`: Qwen2.5-0.5B's, from a checkpoint.
         token_bytes: keys and values of a token.
         num_requests, repeats: at saturation; `at_once` run at once if there is room.
         waves: requests at once while the curve is recorded.
@@ -148,12 +145,10 @@ def run(llm: LLM, sizes: Sizes, count: int, seed: int) -> float:
 
 def write_model(folder: Path, sizes: Sizes) -> None:
     if sizes.shape is None:
-        make_checkpoint(folder, NUM_LAYERS)
+        checkpoints.write_qwen(folder, NUM_LAYERS)
         return
-    shape = dict(sweep.SHAPES[sizes.shape])
     layers = {} if sizes.shape == TINY_SHAPE else {"num_hidden_layers": NUM_LAYERS}
-    config = AutoConfig.for_model(shape.pop("model_type"), **(shape | layers), dtype=torch.bfloat16)
-    config.save_pretrained(folder)
+    checkpoints.config_of(sizes.shape, dtype=torch.bfloat16, **layers).save_pretrained(folder)
 
 
 def make_engine(folder: str, sizes: Sizes, *, static: bool = False, **settings: Any) -> LLM:

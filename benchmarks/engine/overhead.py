@@ -21,10 +21,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import Qwen2Config
 
-from benchmarks import harness
+from benchmarks import checkpoints, harness
 from benchmarks.engine import planning
 from benchmarks.engine.step_counts import HostCalls, Launches
 from folio.app.engine import LLM, SamplingParams
@@ -84,9 +83,7 @@ def stub_folder(folder: str, num_layers: int = 2) -> None:
         num_key_value_heads=1,
         max_position_embeddings=1 << 16,
     )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(STUB_VOCAB)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
+    checkpoints.write_checkpoint(Path(folder), config)
 
 
 class Stub:

@@ -31,10 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
-from benchmarks import harness
-from benchmarks.engine.throughput import make_checkpoint
+from benchmarks import checkpoints, harness
 from benchmarks.facts import record
 from benchmarks.picture import OURS, legend_below, picture, plain_numbers
 from folio.app.config.engine import PreemptionPolicy
@@ -100,21 +99,21 @@ def main() -> None:
     blocks = TINY_BLOCKS if args.tiny else QUICK_BLOCKS if args.quick else BLOCKS
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = {name: Path(folder, name) for name in (["narrow"] if args.tiny else [QWEN, *ONE_LAYER])}
-        for name, checkpoint in checkpoints.items():
+        paths = {name: Path(folder, name) for name in (["narrow"] if args.tiny else [QWEN, *ONE_LAYER])}
+        for name, checkpoint in paths.items():
             if name == QWEN:
-                make_checkpoint(checkpoint, NUM_LAYERS[args.device])
+                checkpoints.write_qwen(checkpoint, NUM_LAYERS[args.device])
             else:
                 make_one_layer(checkpoint, *ONE_LAYER[name])
-        for name, checkpoint in checkpoints.items():
+        for name, checkpoint in paths.items():
             for block_tokens in blocks:
                 print(f"measuring {name}, blocks of {block_tokens}", flush=True)
                 measured = measure_block(args, name, checkpoint, block_tokens)
                 for cell in measured:
                     record("preempted sequence", regret=cell.regret(), **asdict(cell))
                 cells += measured
-        pressed = next(iter(checkpoints))
-        rates, preempted, pressed_equal = measure_pressure(args, pressed, checkpoints[pressed])
+        pressed = next(iter(paths))
+        rates, preempted, pressed_equal = measure_pressure(args, pressed, paths[pressed])
 
     forced = max(("swap", "recompute"), key=lambda name: statistics.median(rates[name]))
     figures = {
@@ -141,7 +140,6 @@ def main() -> None:
 
 
 def make_one_layer(folder: Path, num_heads: int, dim: int) -> None:
-    torch.manual_seed(19)
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -150,7 +148,7 @@ def make_one_layer(folder: Path, num_heads: int, dim: int) -> None:
     }
     heads: dict[str, Any] = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": dim}
     config = LlamaConfig(**sizes, **heads, max_position_embeddings=4096, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    checkpoints.write_checkpoint(folder, config, seed=19, words=False)
 
 
 def start_engine(args: argparse.Namespace, checkpoint: Path, **settings: Any) -> LLM:

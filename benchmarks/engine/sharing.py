@@ -46,8 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import harness, workloads
-from benchmarks.engine.throughput import make_checkpoint
+from benchmarks import checkpoints, harness, workloads
 from benchmarks.picture import LIMIT, OURS, legend_below, picture, plain_numbers
 from folio.app.engine import LLM, SamplingParams
 from folio.vmem import HostBackend, KVMemory, LayerGroup, LayerSpec, SequenceMemory, StepDemand, plan_layout
@@ -380,7 +379,7 @@ def main() -> None:
         figures |= measure_blocks(name, number)
     torch.set_num_threads(num_threads)
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(Path(folder), num_layers)
+        checkpoints.write_qwen(Path(folder), num_layers)
         settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 2048, "kv_memory_bytes": KV_BYTES}
         engines = {name: LLM(folder, prefix_cache=name == "cache on", **settings) for name in ("cache on", "cache off")}
         rates = {prefix: measure_throughput(engines, prefix, num_requests, repeats) for prefix in PAPER_SPEEDUP}

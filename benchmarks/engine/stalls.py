@@ -9,33 +9,17 @@ computed, over the usual step before it, and the prompt's time to first token.
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 
-from benchmarks import harness
+from benchmarks import checkpoints, harness
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.mixed_steps import STRETCH
 
-SMOLLM2 = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "dtype": "bfloat16",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000,
-    "tie_word_embeddings": True,
-}
 NUM_STREAMS, STREAM_TOKENS, SEED = 3, 60, 3
 PROMPT_TOKENS, QUICK_PROMPT_TOKENS, REPEATS = 7000, 1500, 3
 BEFORE = 30  # steps of which the usual one is the median
@@ -93,7 +77,8 @@ def main() -> None:
     prompt_tokens = QUICK_PROMPT_TOKENS if args.quick else PROMPT_TOKENS
     runs: dict[str, list[Run]] = {name: [] for name in ENGINES}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(SMOLLM2))
+        config = checkpoints.config_of("smollm2-135m", max_position_embeddings=8192, dtype="bfloat16")
+        config.save_pretrained(folder)
         llms = {name: _llm(folder, args.device, bound) for name, bound in ENGINES.items()}
         for number in range(1 if args.quick else REPEATS):
             for name, llm in llms.items():

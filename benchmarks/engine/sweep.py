@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from benchmarks import facts, harness
+from benchmarks import checkpoints, facts, harness
 from benchmarks.engine import overhead
 from benchmarks.engine.device_time import READ_BYTES, product_limit, read_limit
 from benchmarks.rivals.candidates import TransformersGenerate, folio_rate
@@ -42,43 +42,7 @@ from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.model.checkpoint_module import random_model
 
 DEFAULT_SHAPE = "llama-3-8b"
-# Contexts are longer than the models' own, so that an output fits after the longest prompt.
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-        "max_position_embeddings": 16384,
-        "rms_norm_eps": 1e-5,
-    },
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {  # a test of this program, not a measurement
-        "model_type": "llama",
-        "vocab_size": 2048,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 16384,
-    },
-}
+SHAPES = (DEFAULT_SHAPE, checkpoints.QWEN, "tiny")
 DTYPE = torch.bfloat16
 WEIGHT_STD = 0.02
 # Of logits. Those of untrained models are so flat that top-p leaves most of the vocabulary, which costs a sampler more
@@ -266,8 +230,7 @@ def run(args: argparse.Namespace) -> None:
     if folder := os.environ.get(harness.RESULTS_VARIABLE):
         harness.results_folder(args)
         os.environ.setdefault(facts.FILE_VARIABLE, f"{folder}/throughput.jsonl")
-    settings = dict(SHAPES[shape])
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings, initializer_range=WEIGHT_STD, dtype=DTYPE)
+    config = config_of(shape)
     device = torch.device(args.device)
     bandwidth, flops = ceilings(device)
     rival = None
@@ -294,6 +257,11 @@ def run(args: argparse.Namespace) -> None:
     llm.engine.check_integrity()
     llm.close()
     harness.finish(f"throughput-{shape}{'-parts' if args.parts else ''}", args, sweep.figures, sweep.raw)
+
+
+def config_of(shape: str, **changed: Any) -> PreTrainedConfig:
+    """The config of a shape whose weights are made on the device."""
+    return checkpoints.config_of(shape, initializer_range=WEIGHT_STD, dtype=DTYPE, **changed)
 
 
 def make_llm(config: PreTrainedConfig, device: str, sizes: Sizes, **settings: Any) -> LLM:

@@ -29,9 +29,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
-from benchmarks import harness
+from benchmarks import checkpoints, harness
 from folio.app.config.machine import num_threads
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.execution.batch import PlanHeader, PlanRun, StepPlan
@@ -50,7 +50,6 @@ MESSAGES, QUICK_MESSAGES = 3000, 500
 
 def make_checkpoint(folder: Path, num_layers: int) -> int:
     """Make a checkpoint; returns the bytes of its weights."""
-    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=1024,
@@ -60,9 +59,7 @@ def make_checkpoint(folder: Path, num_layers: int) -> int:
         num_key_value_heads=4,
         max_position_embeddings=4096,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    return sum(parameter.nbytes for parameter in model.parameters())
+    return checkpoints.write_checkpoint(folder, config, seed=0, words=False)
 
 
 # ---- messages ----

@@ -27,21 +27,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM
 
-from benchmarks import harness
+from benchmarks import checkpoints, harness
 from benchmarks.engine import overhead, sweep
 from benchmarks.engine.device_time import product_limit, read_limit
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
@@ -56,12 +54,12 @@ from benchmarks.rivals.candidates import (
 from benchmarks.served import free_port
 from folio.app.engine import LLM, SamplingParams
 
-VOCAB_SIZE, HIDDEN = 151936, 896
+VOCAB_SIZE, HIDDEN = checkpoints.QWEN_VOCABULARY, checkpoints.SHAPES[checkpoints.QWEN]["hidden_size"]
 NUM_REQUESTS, SHORTEST, LONGEST, SINGLE_PROMPT = 16, 32, 512, 32
 SHARED_TOKENS, OWN_TOKENS = 512, 32
 BRANCHES, BRANCHED_TOKENS = 4, 256
 ROOMS = 40
-SEED = 5
+SEED = checkpoints.SEED
 CPU = torch.device("cpu")
 # Scenarios that are compared with what the machine allows, and the figures of it.
 LIMITED = {"batch16": "batch16_share_of_limit", "decode": "single_share_of_bandwidth"}
@@ -119,26 +117,6 @@ QUICK = Sizes(
 )
 
 
-def make_checkpoint(folder: Path, num_layers: int) -> None:
-    """Random weights in the shape of Qwen2.5-0.5B, and a tokenizer that has a word for each token."""
-    torch.manual_seed(SEED)
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN,
-        intermediate_size=4864,
-        num_hidden_layers=num_layers,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
-
-
 def make_prompts(lengths: list[int], seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
@@ -193,18 +171,6 @@ def speculated(llms: dict[str, LLM], prompts: list[str], sizes: Sizes) -> dict[s
     if len({str(tokens) for tokens in outputs.values()}) > 1:
         raise RuntimeError("speculation has changed the outputs")
     return rates
-
-
-@contextmanager
-def checkpoint(folder: str | None, num_layers: int) -> Iterator[Path]:
-    if folder is None:
-        with tempfile.TemporaryDirectory() as temporary:
-            make_checkpoint(Path(temporary), num_layers)
-            yield Path(temporary)
-        return
-    if not (Path(folder) / "config.json").exists():
-        make_checkpoint(Path(folder), num_layers)
-    yield Path(folder)
 
 
 @dataclass(frozen=True)
@@ -350,7 +316,7 @@ def main() -> None:
     if args.parts:
         parser.error("--parts is for one shape: choose it by --shape")
     sizes = QUICK if args.quick else Sizes()
-    with checkpoint(args.checkpoint, sizes.num_layers) as folder:
+    with checkpoints.qwen(args.checkpoint, sizes.num_layers) as folder:
         with ExitStack() as servers:
             if args.rivals is not None:
                 ports = (free_port(), free_port())

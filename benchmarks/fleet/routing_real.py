@@ -32,10 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks import harness
+from benchmarks import checkpoints, harness
 from benchmarks.served import Served, served
 from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.device import Device
@@ -107,19 +105,13 @@ def _tokens(rng: random.Random, bounds: tuple[int, int]) -> list[int]:
 def make_checkpoint(folder: Path) -> None:
     """A checkpoint with the built-in model's tokenizer and random weights, large enough that HTTP and Serve add little
     to a step."""
-    torch.manual_seed(5)
-    config = Qwen2Config(
+    config = checkpoints.config_of(
+        checkpoints.QWEN,
         vocab_size=json.loads((BUILTIN_FOLDER / "config.json").read_text())["vocab_size"],
-        hidden_size=14 * HEAD_DIM,
-        intermediate_size=4864,
         num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=14,
-        num_key_value_heads=NUM_KV_HEADS,
         max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
     )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    checkpoints.write_checkpoint(folder, config, words=False)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(BUILTIN_FOLDER / name, folder)
 

@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks import harness
+from benchmarks import checkpoints, harness
 from folio.app.cli.load import Ask
 
 TRACE = harness.ROOT.parent / "shared" / "traces" / "servegen_models.csv"
@@ -34,92 +31,14 @@ MAX_MODEL_LEN, MAX_NUM_SEQS, STEP_TOKENS = 512, 8, 256
 SEED = 7
 QUICK_LAYERS, QUICK_VOCABULARY = 2, 8192
 
-_ROPE = {"rope_type": "default", "rope_theta": 1e6}
-# Shape → number of models, and settings of its config.
-SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
-    "smollm2-135m": (
-        3,
-        {
-            "model_type": "llama",
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "rope_parameters": _ROPE,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "pythia-160m": (
-        2,
-        {
-            "model_type": "gpt_neox",
-            "vocab_size": 50304,
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "gemma3-180m": (
-        2,
-        {
-            "model_type": "gemma3_text",
-            "vocab_size": 131072,
-            "hidden_size": 640,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 18,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3-290m": (
-        2,
-        {
-            "model_type": "qwen3",
-            "vocab_size": 32768,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rope_parameters": _ROPE,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "smollm2-360m": (
-        2,
-        {
-            "model_type": "llama",
-            "vocab_size": 49152,
-            "hidden_size": 960,
-            "intermediate_size": 2560,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 15,
-            "num_key_value_heads": 5,
-            "rope_parameters": _ROPE,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen2.5-0.5b": (
-        1,
-        {
-            "model_type": "qwen2",
-            "vocab_size": 151936,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "rope_parameters": _ROPE,
-            "tie_word_embeddings": True,
-        },
-    ),
+# Shape → number of models.
+COUNTS = {
+    "smollm2-135m": 3,
+    "pythia-160m": 2,
+    "gemma3-180m": 2,
+    "qwen3-290m": 2,
+    "smollm2-360m": 2,
+    "qwen2.5-0.5b": 1,
 }
 LARGEST = "qwen2.5-0.5b"
 
@@ -182,7 +101,7 @@ class TracedRequest:
 
 def make_models(requests: Sequence[TracedRequest], *, quick: bool) -> list[BenchModel]:
     """The models in the order in which `requests` ask for them, most first. Missing checkpoints are made."""
-    shapes = [(shape, i) for shape, (count, _) in SHAPES.items() for i in range(count)]
+    shapes = [(shape, i) for shape, count in COUNTS.items() for i in range(count)]
     random.Random(SEED).shuffle(shapes)
     ranked = [name for name, _ in Counter(request.model for request in requests).most_common()]
     assert len(ranked) == len(shapes) == NUM_MODELS
@@ -193,27 +112,16 @@ def make_models(requests: Sequence[TracedRequest], *, quick: bool) -> list[Bench
 
 
 def _make_model(name: str, traced: str, shape: str, number: int, quick: bool) -> BenchModel:
-    settings = dict(SHAPES[shape][1])
+    changed = {"max_position_embeddings": 8192, "bos_token_id": 0, "eos_token_id": 1, "dtype": "bfloat16"}
     if quick:
-        settings["num_hidden_layers"] = QUICK_LAYERS
-        settings["vocab_size"] = min(settings["vocab_size"], QUICK_VOCABULARY)
-    config = AutoConfig.for_model(
-        settings.pop("model_type"),
-        **settings,
-        max_position_embeddings=8192,
-        bos_token_id=0,
-        eos_token_id=1,
-        dtype="bfloat16",
-    )
+        changed["num_hidden_layers"] = QUICK_LAYERS
+        changed["vocab_size"] = min(checkpoints.SHAPES[shape]["vocab_size"], QUICK_VOCABULARY)
+    config = checkpoints.config_of(shape, **changed)
     folder = FOLDER / f"{'quick-' if quick else ''}{shape}-{number}"
     if not (folder / ".complete").exists():
         print(f"making {folder}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
-        torch.manual_seed(SEED + number)
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-        words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(config.vocab_size)}, unk_token="t0"))
-        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
+        checkpoints.write_checkpoint(folder, config, seed=SEED + number)
         (folder / ".complete").touch()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

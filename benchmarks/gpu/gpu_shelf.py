@@ -30,17 +30,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoConfig
 
-from benchmarks import facts, harness
-from benchmarks.engine import sweep
+from benchmarks import checkpoints, facts, harness
+from benchmarks.gpu.models import write_model
 from folio.app.config.engine import EngineConfig
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.execution.batch import StepBatch
 from folio.app.engine.execution.decode_graphs import DecodeGraphs, decode_view
 from folio.app.engine.model import kv_plan
-from folio.app.engine.model.checkpoint_module import random_model
 from folio.app.engine.model.device import resolve
 from folio.app.engine.model.kv_plan import estimated_activations
 from folio.app.engine.model.size import ModelSize
@@ -326,24 +324,16 @@ async def _tokens(model: ShelvedModel, prompt: list[int]) -> tuple[list[int], fl
 
 def _checkpoint(folder: Path, name: str, fake: bool) -> str:
     """A folder with random weights."""
-    settings = sweep.SHAPES["qwen2.5-0.5b"] | (SMALL if fake else {})
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings, initializer_range=sweep.WEIGHT_STD)
     dtype, where = (torch.float32, "cpu") if fake else (torch.bfloat16, "cuda")
-    model: Any = random_model(config, torch.device(where), dtype=dtype, attn_implementation="eager")
-    for parameter in model.parameters():
-        parameter.data = parameter.data.roll(ord(name))  # so that models give other tokens
-    model.save_pretrained(folder / name)
+    small = SMALL if fake else {}
+    write_model(folder / name, checkpoints.QWEN, device=where, weights=True, roll=ord(name), dtype=dtype, **small)
     return str(folder / name)
 
 
 def _large(folder: Path, fake: bool) -> str:
     """A folder without weights."""
-    settings = sweep.SHAPES["llama-3-8b"] | (
-        SMALL | {"num_hidden_layers": 6, "intermediate_size": 4864} if fake else {}
-    )
-    config = AutoConfig.for_model(
-        settings.pop("model_type"), **settings, dtype=torch.float32 if fake else torch.bfloat16
-    )
+    small = SMALL | {"num_hidden_layers": 6, "intermediate_size": 4864} if fake else {}
+    config = checkpoints.config_of("llama-3-8b", dtype=torch.float32 if fake else torch.bfloat16, **small)
     config.save_pretrained(folder / "large")
     return str(folder / "large")
 

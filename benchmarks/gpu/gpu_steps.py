@@ -29,7 +29,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from benchmarks import facts, harness
 from benchmarks.engine import sweep
@@ -74,7 +74,7 @@ FAKE = Sizes((64, 256), (0, 12, 40), (2,), 2)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decodes", action="store_true", help="decode graphs of one shape")
-    parser.add_argument("--shape", default=sweep.DEFAULT_SHAPE, choices=tuple(sweep.SHAPES), help="of --decodes")
+    parser.add_argument("--shape", default=sweep.DEFAULT_SHAPE, choices=sweep.SHAPES, help="of --decodes")
     parser.add_argument("--fake", action="store_true")
     args = parser.parse_args()
     args.device, args.quick = "cpu" if args.fake else "cuda", False
@@ -159,7 +159,7 @@ def admit(memory: KVMemory, length: int, chunk: int, step_s: float) -> float:
 
 def decode_steps(args: argparse.Namespace, shape: str) -> dict[str, float]:
     sizes = sweep.QUICK if args.fake else sweep.Sizes()
-    with captured(args, config_of(shape), sizes, kv_idle_release_s=0.5) as steps:
+    with captured(args, sweep.config_of(shape), sizes, kv_idle_release_s=0.5) as steps:
         steps.note_capture("decode")
         batches, run = (FAKE_BATCHES, FAKE_RUN_STEPS) if args.fake else (BATCHES, RUN_STEPS)
         for batch in batches:
@@ -171,7 +171,9 @@ def decode_steps(args: argparse.Namespace, shape: str) -> dict[str, float]:
 
 
 def mixed_steps(parts: Parts, args: argparse.Namespace, sizes: Sizes) -> dict[str, float]:
-    config = config_of("tiny") if args.fake else config_of(sweep.DEFAULT_SHAPE, num_hidden_layers=NUM_LAYERS)
+    config = (
+        sweep.config_of("tiny") if args.fake else sweep.config_of(sweep.DEFAULT_SHAPE, num_hidden_layers=NUM_LAYERS)
+    )
     context = 32 if args.fake else 1024
     measured = sweep.Sizes(sizes.decodes, context, (max(sizes.prompts),), (), steps=2 * sizes.repeats * 8)
     with captured(args, config, measured, mixed_graphs="on") as steps:
@@ -180,13 +182,6 @@ def mixed_steps(parts: Parts, args: argparse.Namespace, sizes: Sizes) -> dict[st
         for num_decodes, num_tokens in itertools.product(sizes.decodes, sizes.prompts):
             steps.measure_mixed(num_decodes, num_tokens, sizes.repeats)
     return steps.figures
-
-
-def config_of(shape: str, **changed: Any) -> PreTrainedConfig:
-    settings = sweep.SHAPES[shape] | changed
-    return AutoConfig.for_model(
-        settings.pop("model_type"), **settings, initializer_range=sweep.WEIGHT_STD, dtype=sweep.DTYPE
-    )
 
 
 @contextmanager

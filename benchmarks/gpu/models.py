@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from benchmarks import checkpoints
 from benchmarks.engine import sweep
 from folio.app.engine.model.checkpoint_module import random_model
 
@@ -31,20 +30,19 @@ def write_model(
     """Write a checkpoint's folder; returns the size of its vocabulary.
 
     Args:
-        shape: of `benchmarks.sweep.SHAPES`.
+        shape: of `checkpoints.SHAPES`.
         device: makes the weights.
         weights: save them; otherwise the folder is for `load_format` "dummy".
         roll: the weights of each parameter are shifted by so many, so that models give other tokens.
         changed: fields of the config.
     """
-    settings = sweep.SHAPES[shape] | changed
-    config = AutoConfig.for_model(
-        settings.pop("model_type"),
-        **settings,
+    config = checkpoints.config_of(
+        shape,
         initializer_range=sweep.WEIGHT_STD,
         dtype=dtype,
         bos_token_id=0,
         eos_token_id=1,
+        **changed,
     )
     if weights:
         module: Any = random_model(config, torch.device(device), dtype=dtype, attn_implementation="eager")
@@ -53,12 +51,5 @@ def write_model(
         module.save_pretrained(folder)
     else:
         config.save_pretrained(folder)
-    vocabulary = ["<s>", "</s>", *_CHARACTERS]
-    vocabulary += [f"t{i}" for i in range(len(vocabulary), config.vocab_size)]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<s>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.decoder = decoders.ByteLevel()  # structured outputs, which a warm-up tries, need one
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<s>", bos_token="<s>", eos_token="</s>").save_pretrained(
-        folder
-    )
+    checkpoints.write_words(folder, config.vocab_size, ("<s>", "</s>", *_CHARACTERS))
     return int(config.vocab_size)

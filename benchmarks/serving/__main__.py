@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, workloads
-from benchmarks.engine.throughput import VOCAB_SIZE, checkpoint
+from benchmarks import checkpoints, harness, workloads
+from benchmarks.checkpoints import QWEN_VOCABULARY
 from benchmarks.served import served
 from benchmarks.serving import arrivals, latency
 from benchmarks.serving.bare import BareEngine, bare_engine
@@ -122,7 +122,7 @@ def ordinary(count: int, seed: int) -> workloads.Lengths:
 def mixed(count: int, new_tokens: int, seed: int) -> list[Ask]:
     """Prompts from the shortest to the longest, in an order in which neighbours differ."""
     spread = [SHORTEST + (LONGEST - SHORTEST) * (i * 7 % count) // count for i in range(count)]
-    return arrivals.asks([(prompt, new_tokens) for prompt in spread], VOCAB_SIZE, seed)
+    return arrivals.asks([(prompt, new_tokens) for prompt in spread], QWEN_VOCABULARY, seed)
 
 
 def rate_of(records: Sequence[Record]) -> float:
@@ -135,7 +135,7 @@ def rate_of(records: Sequence[Record]) -> float:
 async def added_ttft(target: HttpTarget, bare: BareEngine, pairs: int) -> dict[str, list[float]]:
     """Times to first token of single requests, the same for both, in turn."""
     ttft_s: dict[str, list[float]] = {"http": [], "bare": []}
-    for ask in arrivals.asks([(SINGLE_PROMPT, SINGLE_NEW)] * (pairs + 2), VOCAB_SIZE, seed=11):
+    for ask in arrivals.asks([(SINGLE_PROMPT, SINGLE_NEW)] * (pairs + 2), QWEN_VOCABULARY, seed=11):
         [http] = await closed_loop(target, [ask], 1)
         await asyncio.sleep(PAUSE_S)
         [alone] = await asyncio.to_thread(bare.closed_loop, [ask], 1)
@@ -183,7 +183,7 @@ async def capacity(
 ) -> float:
     """Output tokens per second with more requests than the engine runs at once, from the time when all of the first
     ones have begun to answer until the last one is sent."""
-    asks = arrivals.asks(lengths(sizes.capacity_rounds * SATURATING, seed), VOCAB_SIZE, seed)
+    asks = arrivals.asks(lengths(sizes.capacity_rounds * SATURATING, seed), QWEN_VOCABULARY, seed)
     records = await closed_loop(target, asks, SATURATING)
     rate_of(records)
     begin_s = max(record.events[0][0] for record in records[:SATURATING])
@@ -197,7 +197,7 @@ async def sweep(
     summaries: dict[str, list[Summary]] = {target.name: [] for target in targets}
     for number, load in enumerate(sizes.loads):
         at_s = arrivals.poisson(load * tokens_per_s / CHAT_OUTPUT, sizes.load_s, seed=200 + number)
-        asks = arrivals.asks(chat(len(at_s), seed=300 + number), VOCAB_SIZE, 400 + number, at_s)
+        asks = arrivals.asks(chat(len(at_s), seed=300 + number), QWEN_VOCABULARY, 400 + number, at_s)
         for target in targets:
             records = await open_loop(target, asks)
             summaries[target.name].append(Summary.of(records, sizes.load_s, goal))
@@ -211,10 +211,10 @@ async def replayed(
     """A trace, replayed at a share of the first server's capacity for such requests."""
     like, _ = arrivals.replay(path, sizes.trace_probe, 1.0, LONGEST_OF_TRACE, seed=500)
     lengths = [(prompt, output) for _, prompt, output in like]
-    probe = await closed_loop(targets[0], arrivals.asks(lengths, VOCAB_SIZE, 501), SATURATING)
+    probe = await closed_loop(targets[0], arrivals.asks(lengths, QWEN_VOCABULARY, 501), SATURATING)
     rate = TRACE_LOAD * len(probe) / max(r.ended_s or 0.0 for r in probe)
     rows, source = arrivals.replay(path, rate, sizes.trace_s, LONGEST_OF_TRACE, seed=502)
-    asks = arrivals.asks([row[1:] for row in rows], VOCAB_SIZE, 503, [row[0] for row in rows])
+    asks = arrivals.asks([row[1:] for row in rows], QWEN_VOCABULARY, 503, [row[0] for row in rows])
     print(f"replaying {source}")
     runs = {target.name: [Summary.of(await open_loop(target, asks), sizes.trace_s, goal)] for target in targets}
     return runs, source
@@ -233,7 +233,7 @@ async def overload(target: HttpTarget, before: float, sizes: Sizes, skip: int) -
     idle = meter.read()
     for number in range(sizes.overloads):
         at_s = arrivals.poisson(OVERLOAD * before / CHAT_OUTPUT, sizes.overload_s, seed=600 + number)
-        asks = arrivals.asks(ordinary(len(at_s), seed=610 + number), VOCAB_SIZE, 620 + number, at_s)
+        asks = arrivals.asks(ordinary(len(at_s), seed=610 + number), QWEN_VOCABULARY, 620 + number, at_s)
         begun_s = time.thread_time()
         run = await open_loop(target, asks)
         generator_s += time.thread_time() - begun_s
@@ -264,7 +264,7 @@ async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: in
     """A constant load for a long time; memory of the processes over time, and its growth."""
     duration_s = 60 * minutes
     at_s = arrivals.poisson(SOAK_LOAD * tokens_per_s / CHAT_OUTPUT, duration_s, seed=700)
-    asks = arrivals.asks(chat(len(at_s), seed=701), VOCAB_SIZE, 702, at_s)
+    asks = arrivals.asks(chat(len(at_s), seed=701), QWEN_VOCABULARY, 702, at_s)
     seen: list[Usage] = []
     watching = asyncio.create_task(Meter(skip).watch(WATCH_PERIOD_S, seen))
     try:
@@ -439,7 +439,7 @@ def main() -> None:
     if args.only_targets:
         figures, raw = asyncio.run(run_all(args, sizes, others, None))
     else:
-        with checkpoint(args.checkpoint, sizes.num_layers) as folder:
+        with checkpoints.qwen(args.checkpoint, sizes.num_layers) as folder:
             settings = {
                 "model": str(folder),
                 "dtype": args.dtype,

@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
-from benchmarks import facts, harness, report
+from benchmarks import checkpoints, facts, harness, report
 from benchmarks.engine import sweep
 
 ARGS = argparse.Namespace(device="cpu", quick=True)
@@ -25,8 +24,7 @@ def of_this_test_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_an_engine_is_of_the_dtype_of_the_row_whatever_its_config_says(tmp_path: Path) -> None:
     """The benchmark of graphs made its config without a dtype, and its steps, of float32, were "not explained"."""
-    settings = dict(sweep.SHAPES["tiny"])
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config = checkpoints.config_of("tiny")
     assert config.dtype is None
     with sweep.make_llm(config, "cpu", sweep.QUICK, warm_up=False, num_threads=1):
         harness.finish("graphs-tiny", ARGS, {"graphs": 1}, {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from transformers import AutoConfig
 
 from benchmarks.engine import sweep
 from benchmarks.engine.overhead import step_parts
@@ -14,9 +13,7 @@ from folio.app.engine import LLM, SamplingParams
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    settings = dict(sweep.SHAPES["tiny"])
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings, initializer_range=sweep.WEIGHT_STD)
-    with sweep.make_llm(config, "cpu", sweep.QUICK, num_threads=1) as engine:
+    with sweep.make_llm(sweep.config_of("tiny"), "cpu", sweep.QUICK, num_threads=1) as engine:
         yield engine
 
 

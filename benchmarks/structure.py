@@ -1,8 +1,7 @@
 """Size and shape of the source tree: lines, longest parts, import circles, imports against the order of layers.
 
-Modules have the names of their files: `app.main` is imported as `folio.app.main`.
-
-`python -m benchmarks.structure` reads the working tree; `--against COMMIT` puts an earlier commit beside it.
+`python -m benchmarks.structure` reads the working tree; `--against COMMIT` puts an earlier commit beside it. The last
+line is JSON, with the lists whole.
 `--levels PACKAGE` lists its modules by the longest chain of imports below each. `--crossed` lists the files whose code
 runs for one streamed chat request, from the ASGI application to the pages and back, without Ray's part.
 """
@@ -19,6 +18,7 @@ import tarfile
 import tempfile
 import threading
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,8 @@ APART = (
     ("app.dashboard", "app.openai"),
     ("app.dashboard", "app.edge"),
 )
+# Limits of parts outside of kernels, which may be longer.
+MOST_ENTRIES, MOST_LINES, MOST_FUNCTION_LINES, MOST_BRANCHES = 20, 450, 60, 12
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.IfExp, ast.ExceptHandler, ast.match_case)
 
 
@@ -103,25 +105,40 @@ def read(root: Path, path: Path) -> Module:
     """Parse and count one file below `root`."""
     relative = path.relative_to(root)
     parts = relative.with_suffix("").parts
-    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     text = path.read_text()
     tree = ast.parse(text)
-    module = Module(name, str(relative), lines=text.count("\n"))
+    module = Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), str(relative), lines=text.count("\n"))
+    _count_parts(module, tree)
+    _count_lines(module, text, tree)
+    for statement in runtime_imports(tree):
+        if isinstance(statement, ast.Import):
+            names = [alias.name for alias in statement.names]
+        else:
+            names = [f"{statement.module}.{alias.name}" for alias in statement.names if statement.module]
+        # The folders of the packages lie at the top, whatever their import names begin with.
+        module.imports.update(name.removeprefix("folio.") for name in names)
+    return module
+
+
+def _count_parts(module: Module, tree: ast.Module) -> None:
+    """Functions by name, the most branched one of a name, and classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            size = ((node.end_lineno or 0) - node.lineno + 1, branches(node))
+            module.functions[node.name] = max(module.functions.get(node.name, (0, 0)), size, key=lambda s: s[1])
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+            module.classes[node.name] = ((node.end_lineno or 0) - node.lineno + 1, methods)
+
+
+def _count_lines(module: Module, text: str, tree: ast.Module) -> None:
+    """Lines of docstrings, of comments alone, and of code."""
     spans: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body
             if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
                 spans.update(range(body[0].lineno, (body[0].end_lineno or 0) + 1))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            module.functions[node.name] = max(
-                module.functions.get(node.name, (0, 0)),
-                ((node.end_lineno or 0) - node.lineno + 1, branches(node)),
-                key=lambda size: size[1],
-            )
-        if isinstance(node, ast.ClassDef):
-            methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
-            module.classes[node.name] = ((node.end_lineno or 0) - node.lineno + 1, methods)
     code: set[int] = set()
     quiet = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -131,14 +148,6 @@ def read(root: Path, path: Path) -> Module:
             code.update(range(token.start[0], token.end[0] + 1))
     module.docstring = len(spans)
     module.code = len(code - spans)
-    for statement in runtime_imports(tree):
-        if isinstance(statement, ast.Import):
-            module.imports.update(alias.name.removeprefix("folio.") for alias in statement.names)
-        elif statement.module:
-            module.imports.update(
-                f"{statement.module}.{alias.name}".removeprefix("folio.") for alias in statement.names
-            )
-    return module
 
 
 def modules(root: Path) -> dict[str, Module]:
@@ -210,6 +219,34 @@ def upward(found: dict[str, Module]) -> list[str]:
     return sorted(set(crossed))
 
 
+def both_ways(found: dict[str, Module], folder: str) -> list[str]:
+    """Packages of one folder that import each other, with the numbers of imports. Of two packages one should lie above
+    the other: the fewer imports of a pair point up."""
+    arrows: Counter[tuple[str, str]] = Counter()
+    for module in found.values():
+        for other in module.imports:
+            ends = [_package_in(folder, name) for name in (module.path, found[other].path)]
+            if None not in ends and ends[0] != ends[1]:
+                arrows[str(ends[0]), str(ends[1])] += 1
+    return sorted(f"{a} <-> {b} {count}/{arrows[b, a]}" for (a, b), count in arrows.items() if a < b and arrows[b, a])
+
+
+def _package_in(folder: str, path: str) -> str | None:
+    """The package of `folder` that a file lies in; None for a file of another folder, or of the folder itself."""
+    below, _, rest = path.removeprefix(f"{folder}/").partition("/")
+    return below if path.startswith(f"{folder}/") and rest else None
+
+
+def crowded(root: Path) -> list[str]:
+    """Folders with more than `MOST_ENTRIES` entries, without caches and other files that git ignores."""
+    found = {}
+    for folder in (path for package in PACKAGES for path in (root / package).rglob("*") if path.is_dir()):
+        entries = [e for e in folder.iterdir() if not e.name.startswith((".", "__pycache__"))]
+        if len(entries) > MOST_ENTRIES and any(entry.suffix == ".py" for entry in entries):
+            found[str(folder.relative_to(root))] = len(entries)
+    return [f"{name} {count}" for name, count in sorted(found.items())]
+
+
 def levels(found: dict[str, Module], folder: str) -> dict[str, int]:
     """Longest chain of imports below each module of one package, within that package."""
     inside = {n: m for n, m in found.items() if n == folder or n.startswith(folder + ".")}
@@ -266,7 +303,7 @@ def crossed() -> list[str]:
         threading.setprofile(None)
         server.close()
     files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    relative = [path.relative_to(ROOT) for path in files]
+    relative = (path.relative_to(ROOT) for path in files)
     return sorted(str(path) for path in relative if str(ROOT / "folio" / path) in called)
 
 
@@ -276,12 +313,11 @@ def summary(root: Path) -> dict[str, object]:
     all_of = list(found.values())
     functions = [(f"{m.path}:{n}", *size) for m in all_of for n, size in m.functions.items()]
     classes = [(f"{m.path}:{n}", *size) for m in all_of for n, size in m.classes.items()]
-    folders: dict[str, int] = {}
-    for module in all_of:
-        folders[str(Path(module.path).parent)] = folders.get(str(Path(module.path).parent), 0) + 1
+    limited = [function for function in functions if not function[0].startswith("kernels/")]
     longest_file = max(all_of, key=lambda m: m.lines)
     longest_class = max(classes, key=lambda c: c[1])
-    longest_function = max(functions, key=lambda f: f[1])
+    longest_function = max(limited, key=lambda f: f[1])
+    most_branches = max(limited, key=lambda f: f[2])
     core = core_path(root)
     return {
         "files": len(all_of),
@@ -289,20 +325,39 @@ def summary(root: Path) -> dict[str, object]:
         "code_lines": sum(m.code for m in all_of),
         "docstring_lines": sum(m.docstring for m in all_of),
         "comment_lines": sum(m.comment for m in all_of),
-        "files_over_500_lines": sum(m.lines > 500 for m in all_of),
-        "files_under_40_lines": sum(m.lines < 40 and not m.path.endswith("__init__.py") for m in all_of),
         "longest_file": f"{longest_file.path} {longest_file.lines}",
         "longest_class": f"{longest_class[0]} {longest_class[1]}",
         "longest_function": f"{longest_function[0]} {longest_function[1]}",
+        "most_branches": f"{most_branches[0]} {most_branches[2]}",
+        "files_over_450_lines": sorted(f"{m.path} {m.lines}" for m in all_of if m.lines > MOST_LINES),
+        "files_under_40_lines": sum(m.lines < 40 and not m.path.endswith("__init__.py") for m in all_of),
+        "functions_over_60_lines": sorted(f"{n} {lines}" for n, lines, _ in limited if lines > MOST_FUNCTION_LINES),
+        "functions_over_12_branches": sorted(f"{n} {count}" for n, _, count in limited if count > MOST_BRANCHES),
         "classes_over_30_methods": sorted(f"{n} {methods}" for n, _, methods in classes if methods > 30),
-        "functions_over_15_branches": sorted(f"{n} {count}" for n, _, count in functions if count > 15),
-        "fullest_folder": "{} {}".format(*max(folders.items(), key=lambda item: item[1])),
+        "folders_over_20_entries": crowded(root),
         "circles": circles(found),
         "upward_imports": upward(found),
+        "engine_both_ways": both_ways(found, "app/engine"),
         "core_path_files": len(core),
         "core_path_lines": sum((root / path).read_text().count("\n") for path in core),
-        "test_lines": sum(p.read_text().count("\n") for p in (root / "tests").rglob("*.py")),
+        "test_lines": _lines(root, "tests"),
+        "benchmark_lines": _lines(root, "benchmarks"),
+        "tool_lines": _lines(root, "tools"),
     }
+
+
+def _lines(root: Path, folder: str) -> int:
+    return sum(path.read_text().count("\n") for path in (root / folder).rglob("*.py"))
+
+
+def show(columns: list[dict[str, object]]) -> None:
+    """A line for each figure, with the earlier commit's first; long lists as their lengths."""
+    for key in columns[-1]:
+        values = [column.get(key, "") for column in columns]
+        shown = [
+            f"{len(value)} listed" if isinstance(value, list) and len(value) > 3 else str(value) for value in values
+        ]
+        print(f"{key:28}" + " | ".join(shown))
 
 
 def main() -> None:
@@ -330,8 +385,7 @@ def main() -> None:
             with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tree:
                 tree.extractall(folder, filter="data")
             columns.insert(0, summary(Path(folder)))
-    for key in columns[-1]:
-        print(f"{key:28}" + " | ".join(str(c[key]) for c in columns))
+    show(columns)
     print(json.dumps(columns[-1]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_only_serving_imports_ray() -> None:
         module.path
         for module in MODULES.values()
         if module.name.startswith("app.serving.")
-        and not any(name.split(".")[0] == "ray" for name in imported(ROOT / module.path))
+        and not any(re.match(r"ray(\.|$)|app\.serving\.", name) for name in imported(ROOT / module.path))
         and not module.path.endswith("__init__.py")
     ]
     assert without == []

@@ -81,12 +81,13 @@ class _LimitAccount:
 
 @dataclass(slots=True)
 class _Ingress:
-    """`change`: the last change that the ingress knows of."""
+    """`change`: the last change that the ingress knows of. `number`: of its last report."""
 
     seen_at: float
     num_arrived: int
     arrivals_per_s: float = 0.0
     change: int = 0
+    number: int = 0
 
     def note_arrivals(self, num_arrived: int, now: float) -> None:
         passed_s = now - self.seen_at
@@ -120,10 +121,13 @@ class LimitLedger:
         self._accounts[name].fill(self._clock())
         return self._accounts[name].level
 
-    def settle_usage(self, ingress: str, usages: Mapping[str, LimitUsage], num_arrived: int = 0) -> LimitAnswer:
+    def settle_usage(
+        self, ingress: str, number: int, usages: Mapping[str, LimitUsage], num_arrived: int = 0
+    ) -> LimitAnswer:
         """Enter an ingress's usage and lease to it what it may grant next.
 
         Args:
+            number: of the report. One that comes again because its answer was lost counts once.
             num_arrived: requests that have arrived at the ingress so far.
         """
         now = self._clock()
@@ -134,15 +138,17 @@ class LimitLedger:
             self.remove_ingress(dead)
         grants = {}
         for name, usage in usages.items():
+            if number == known.number:
+                usage = usage._replace(used=0.0, asked=0.0)
             account = self._enter(name, usage, ingress, now)
             if account is not None:
                 grants[name] = self._lease(account, ingress, usage, now)
         grants |= dict(self._announced(ingress, known.change, grants, now))
-        known.change = self._num_changes
-        number, per_s = len(self._ingresses), sum(other.arrivals_per_s for other in self._ingresses.values())
-        share = known.arrivals_per_s / per_s if per_s > 0 else 1 / number
+        known.change, known.number = self._num_changes, number
+        num_ingresses, per_s = len(self._ingresses), sum(other.arrivals_per_s for other in self._ingresses.values())
+        share = known.arrivals_per_s / per_s if per_s > 0 else 1 / num_ingresses
         # Never zero: requests may arrive at any moment.
-        return LimitAnswer(number, (1 - _EVEN_SHARE) * share + _EVEN_SHARE / number, grants, is_new)
+        return LimitAnswer(num_ingresses, (1 - _EVEN_SHARE) * share + _EVEN_SHARE / num_ingresses, grants, is_new)
 
     def remove_ingress(self, ingress: str) -> None:
         """Drop an ingress whose requests have ended."""

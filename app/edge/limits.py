@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 Clock = Callable[[], float]
@@ -84,11 +84,6 @@ class LimitAnswer(NamedTuple):
     arrival_share: float
     grants: dict[str, LimitGrant]
     is_new: bool
-
-    def without_leases(self) -> LimitAnswer:
-        """The same answer when it arrives too late: its leases may have ended."""
-        grants = {name: LimitGrant(grant.level, 0.0, 0.0) for name, grant in self.grants.items()}
-        return self._replace(grants=grants)
 
 
 class LeasedLimit:
@@ -177,12 +172,6 @@ class LeasedLimit:
             self._used = self._asked = self._unit = 0.0
             self._num_asked = 0
             return usage
-
-    def unreport(self, usage: LimitUsage) -> None:
-        """Restore the usage of a report that did not arrive."""
-        with self._lock:
-            self._used += usage.used
-            self._queue_report()
 
     def apply_grant(self, grant: LimitGrant) -> None:
         """Apply the answer to the last report, or the announcement of usage elsewhere."""
@@ -306,9 +295,6 @@ class IngressLimits:
             for limit in list(self._limits.values()):
                 limit.reveal()
 
-    def note_disconnected(self, lost: Mapping[str, LimitUsage], num_ingresses: int) -> None:
-        """Restore reports that did not arrive. Leases last until they end; then each ingress grants its share."""
+    def note_disconnected(self, num_ingresses: int) -> None:
+        """Leases last until they end; then each ingress grants its share."""
         self.connected, self.num_ingresses = False, num_ingresses
-        for name, usage in lost.items():
-            if (limit := self._limits.get(name)) is not None:
-                limit.unreport(usage)

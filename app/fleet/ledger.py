@@ -1,18 +1,13 @@
 """Budget ledger: the account of one device's KV memory over the replicas that share it. No Ray.
 
-Members report every second what they hold, in a *heartbeat*; the answer is an *order* that sets their budget:
+Members report every second what they hold, and are told their budget. Both happen in one exchange, in which no other
+member takes part (`app/fleet/ledger_file.py`). At every moment the counted bytes are within the capacity, and no member
+holds more than is counted for it:
 
-    member ── heartbeat k: budget, held ──> ledger     counts max(budget, held) of the last heartbeat for the member,
-    member <── order k: budget ──────────── ledger     and from now on the order's budget, if that is more
-
-A member obeys only the order that answers its last heartbeat. Orders that were lost, late, out of order, or sent by an
-earlier ledger have no effect. At every moment the counted bytes are within the capacity, and no member holds more than
-is counted for it:
-
-- A budget is raised only into bytes that are counted for no member. A lowered budget counts as before until a heartbeat
-  reports that pages have been given back.
-- A silent member stays counted. Its memory is free when it leaves or its process has ended (`remove_member`).
-- A new ledger is told the members of the last one, and grants nothing until each has sent a heartbeat or has ended.
+- A member counts max(budget, held) of its last report; if it was granted more than that, the grant.
+- A budget is raised only into bytes that are counted for no member. A lowered budget counts as before until a report
+  tells that pages have been given back.
+- A silent member stays counted. Its memory is free when it leaves or its process has ended.
 
 Shares: each member gets the least that it can work with, then its demand, then an equal part of the rest. Shares change
 when members come and go; otherwise only when one is short of memory that another can spare.
@@ -20,8 +15,9 @@ when members come and go; otherwise only when one is short of memory that anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # Shares of the same members change at most this often, ...
 REBALANCE_S = 5.0
@@ -33,6 +29,13 @@ LEAST_MOVE = 0.05
 _HEADROOM = 1.25
 
 
+class ProcessId(NamedTuple):
+    """A process of this machine. `started`: in the machine's clock ticks; ids of ended processes are used again."""
+
+    pid: int
+    started: int
+
+
 @dataclass(frozen=True, slots=True)
 class MemberUsage:
     """A member's memory in bytes.
@@ -42,7 +45,6 @@ class MemberUsage:
         held_bytes: memory held, possibly above the budget.
         least_bytes, most_bytes: bounds of the budget. 0: not known yet.
         demand_bytes: memory for all requests, waiting ones included.
-        revision: revision of the budget; an order has the next one.
         device_bytes: of the device, for everything. 0: not known yet, or CPUs.
         beside_bytes: of it, what the member's process takes beside this memory.
     """
@@ -52,62 +54,31 @@ class MemberUsage:
     least_bytes: int = 0
     most_bytes: int = 0
     demand_bytes: int = 0
-    revision: int = 0
     device_bytes: int = 0
     beside_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerHeartbeat:
-    """A member's report. `number` increases; `capacity_bytes`: the configured memory of all members together."""
-
-    member: str
-    number: int
-    capacity_bytes: int
-    usage: MemberUsage
-
-
-@dataclass(frozen=True, slots=True)
 class BudgetOrder:
-    """The answer to heartbeat `number`: the new budget, or 0 to wait for one. An order with the heartbeat's revision
-    changes nothing. `refusal`: why there will never be a budget."""
+    """The answer to a report: the budget from now on, or 0 to wait for one. `refusal`: why there will never be one."""
 
-    number: int
     budget_bytes: int
-    revision: int
     refusal: str | None = None
 
 
-class Membership:
-    """A member's side of the protocol: numbers heartbeats, and decides which order to obey."""
+@dataclass(slots=True)
+class LedgerMember:
+    """A member in the ledger.
 
-    def __init__(self, member: str, capacity_bytes: int) -> None:
-        self.member, self.capacity_bytes = member, capacity_bytes
-        self._number = 0
-        self._awaits_order = False
+    Attributes:
+        counted_bytes: upper bound of the memory held.
+        target_bytes: what its budget shall be.
+        settled: it has had a budget that it can work with, and is never refused.
+    """
 
-    def next_heartbeat(self, usage: MemberUsage) -> LedgerHeartbeat:
-        """The next heartbeat. Orders that answer earlier ones become void."""
-        self._number += 1
-        self._awaits_order = True
-        return LedgerHeartbeat(self.member, self._number, self.capacity_bytes, usage)
-
-    def obeys(self, order: BudgetOrder) -> bool:
-        """Whether to carry out an order. True at most once for each heartbeat."""
-        if order.number != self._number or not self._awaits_order:
-            return False
-        self._awaits_order = False
-        return True
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """`counted_bytes`: upper bound of the memory held. `target_bytes`: the budget's target. `settled`: the member has
-    had a budget that it can work with, and is never refused."""
-
-    number: int
+    process: ProcessId
     usage: MemberUsage
-    counted_bytes: int
+    counted_bytes: int = 0
     target_bytes: int = 0
     settled: bool = False
     refused: bool = False
@@ -137,86 +108,68 @@ def fair_shares(capacity_bytes: int, claims: Sequence[Claim]) -> list[int]:
     return [min(want + rest, claim.most_bytes) for claim, want in zip(claims, wanted, strict=True)]
 
 
+@dataclass(slots=True)
 class BudgetLedger:
-    """The ledger of one device. Not thread-safe.
-
-    Args:
-        now: seconds of a clock that never goes back.
-        awaits: members of an earlier ledger that may be alive.
+    """The ledger of one device. One exchange at a time.
 
     Attributes:
         capacity_bytes: bound of all members' memory, as configured at the member that joined last.
+        shared_at: when the targets were set. Seconds of a clock that never goes back, the same in all processes.
+        members: by name, in the order in which they joined.
     """
 
-    def __init__(self, now: float, awaits: Iterable[str] = ()) -> None:
-        self.capacity_bytes = 0
-        self._awaited = set(awaits)
-        self._members: dict[str, _Member] = {}  # in the order in which they joined
-        self._gone: set[str] = set()
-        self._shared_at = now
+    capacity_bytes: int = 0
+    shared_at: float = 0.0
+    members: dict[str, LedgerMember] = field(default_factory=dict)
 
     @property
     def counted_bytes(self) -> int:
         """Upper bound of the memory that members hold."""
-        return sum(member.counted_bytes for member in self._members.values())
+        return sum(member.counted_bytes for member in self.members.values())
 
-    @property
-    def members(self) -> tuple[str, ...]:
-        return tuple(self._members)
+    def exchange(
+        self, name: str, process: ProcessId, capacity_bytes: int, usage: MemberUsage, now: float
+    ) -> BudgetOrder:
+        """Enter a member's usage; returns its budget.
 
-    def handle_heartbeat(self, beat: LedgerHeartbeat, now: float) -> BudgetOrder:
-        usage, known = beat.usage, self._members.get(beat.member)
-        unchanged = BudgetOrder(beat.number, usage.budget_bytes, usage.revision)
-        if beat.member in self._gone or (known is not None and beat.number <= known.number):
-            return unchanged  # late: the member has left, or awaits the answer to another heartbeat
-        member = self._entered(beat, known)
-        if refusal := self._refusal(beat.member):
-            member.refused = True  # counted until it has left
-            return BudgetOrder(beat.number, usage.budget_bytes, usage.revision, refusal)
-        if (known is None and not usage.budget_bytes) or self._must_share(now):
-            self._share(now)
-        budget_bytes = self._next_budget(member, now)
-        if budget_bytes == usage.budget_bytes:
-            return unchanged
-        member.counted_bytes = max(member.counted_bytes, budget_bytes)
-        return BudgetOrder(beat.number, budget_bytes, usage.revision + 1)
-
-    def remove_member(self, member: str) -> None:
-        """Remove a member that holds no memory. It cannot join again."""
-        self._gone.add(member)
-        self._awaited.discard(member)
-        self._members.pop(member, None)
-
-    def _entered(self, beat: LedgerHeartbeat, member: _Member | None) -> _Member:
-        usage = beat.usage
-        self._awaited.discard(beat.member)
-        counted_bytes = max(usage.budget_bytes, usage.held_bytes)
+        Args:
+            process: the one that holds the member's memory.
+            capacity_bytes: the configured memory of all members together.
+        """
+        member = self.members.get(name)
+        joins = member is None and not usage.budget_bytes
         if member is None:
-            self.capacity_bytes = beat.capacity_bytes
-            # A member of an earlier ledger keeps its share.
-            member = _Member(beat.number, usage, counted_bytes, target_bytes=usage.budget_bytes)
-            self._members[beat.member] = member
-        else:
-            member.number, member.usage, member.counted_bytes = beat.number, usage, counted_bytes
+            member = self.members[name] = LedgerMember(process, usage, target_bytes=usage.budget_bytes)
+            self.capacity_bytes = capacity_bytes
+            if usage.budget_bytes:  # somebody removed the ledger: until the others are here, all keep their shares
+                self.shared_at = now
+        member.usage, member.counted_bytes = usage, max(usage.budget_bytes, usage.held_bytes)
         member.settled |= 0 < usage.least_bytes <= usage.budget_bytes
-        return member
+        if refusal := self._refusal(name):
+            member.refused = True  # counted until it has left
+            return BudgetOrder(usage.budget_bytes, refusal)
+        if joins or self._must_share(now):
+            self._share(now)
+        budget_bytes = self._next_budget(member)
+        member.counted_bytes = max(member.counted_bytes, budget_bytes)
+        return BudgetOrder(budget_bytes)
 
     @property
-    def _sharing(self) -> list[_Member]:
-        return [member for member in self._members.values() if not member.refused]
+    def _sharing(self) -> list[LedgerMember]:
+        return [member for member in self.members.values() if not member.refused]
 
-    def _least_bytes(self, member: _Member) -> int:
+    def _least_bytes(self, member: LedgerMember) -> int:
         """The member's least budget; while unknown, another member's: they are replicas of one deployment."""
-        return member.usage.least_bytes or max(other.usage.least_bytes for other in self._members.values())
+        return member.usage.least_bytes or max(other.usage.least_bytes for other in self.members.values())
 
     def _refusal(self, name: str) -> str | None:
         """Why an unsettled member does not fit beside the settled ones and those that joined before it, if so."""
-        newcomer = self._members[name]
+        newcomer = self.members[name]
         if newcomer.settled:
             return None
-        names = list(self._members)
+        names = list(self.members)
         before = names[: names.index(name)]
-        others = [m for n, m in self._members.items() if m.settled or (n in before and not m.refused)]
+        others = [m for n, m in self.members.items() if m.settled or (n in before and not m.refused)]
         least_bytes = sum(map(self._least_bytes, [*others, newcomer]))
         if least_bytes <= self.capacity_bytes:
             return self._excess([newcomer, *others])
@@ -226,7 +179,7 @@ class BudgetLedger:
             "it, lower max_model_len, or run fewer replicas on the device"
         )
 
-    def _excess(self, members: Sequence[_Member]) -> str | None:
+    def _excess(self, members: Sequence[LedgerMember]) -> str | None:
         """Why the device cannot hold these members' processes beside the capacity, if so. They are replicas of one
         deployment: what is not known of a member is another one's."""
         usage = next((member.usage for member in members if member.usage.device_bytes), None)
@@ -250,7 +203,7 @@ class BudgetLedger:
             self._least_bytes(member) > member.target_bytes for member in members
         ):
             return True
-        if now - self._shared_at < REBALANCE_S:
+        if now - self.shared_at < REBALANCE_S:
             return False
         move_bytes, shares = LEAST_MOVE * self.capacity_bytes, self._fair_shares(members)
         if sum(shares) - sum(member.target_bytes for member in members) >= move_bytes:
@@ -261,11 +214,11 @@ class BudgetLedger:
         )
 
     def _share(self, now: float) -> None:
-        self._shared_at, members = now, self._sharing
+        self.shared_at, members = now, self._sharing
         for member, share in zip(members, self._fair_shares(members), strict=True):
             member.target_bytes = share
 
-    def _fair_shares(self, members: Sequence[_Member]) -> list[int]:
+    def _fair_shares(self, members: Sequence[LedgerMember]) -> list[int]:
         settled = [member.usage.demand_bytes for member in members if member.settled]
         usual_bytes = sum(settled) // max(len(settled), 1)  # a newcomer will have as much work
         claims = [
@@ -279,12 +232,10 @@ class BudgetLedger:
         # A lowered capacity may be below the sum of the least budgets.
         return fair_shares(max(self.capacity_bytes, sum(claim.least_bytes for claim in claims)), claims)
 
-    def _next_budget(self, member: _Member, now: float) -> int:
+    def _next_budget(self, member: LedgerMember) -> int:
         budget_bytes, target_bytes = member.usage.budget_bytes, member.target_bytes
         if target_bytes <= budget_bytes:
             return target_bytes
-        if self._awaited:
-            return budget_bytes
         free_bytes = self.capacity_bytes - (self.counted_bytes - member.counted_bytes)
         possible_bytes = min(target_bytes, free_bytes)
         if not budget_bytes:

@@ -1,7 +1,6 @@
 """Models and adapters added at run time: each process's copy of the registry's table, and the changes by ingresses.
 
-The first process that finds no registry creates and owns it, as with the ledgers. A change is on all replicas or on
-none:
+The registry is a `SharedTable`. A change is on all replicas or on none:
 
 1. Begin the change at the registry, after other changes.
 2. Check the model or adapter on every replica, which keeps nothing of it.
@@ -17,12 +16,9 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
-
-import ray
-from ray.exceptions import GetTimeoutError, RayError
 
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine.lora.source import AdapterSource
@@ -30,7 +26,7 @@ from folio.app.errors import FolioError, NoReplicaError, RequestError, Unavailab
 from folio.app.fleet.loaded import LoadedRegistry, LoadedTable
 from folio.app.fleet.messages import CheckedModel
 from folio.app.serving.calls import ReplicaClient
-from folio.app.serving.ledger import find_actor
+from folio.app.serving.shared_table import SharedTable
 
 logger = logging.getLogger(__name__)
 
@@ -53,33 +49,25 @@ class TableCopy:
     """
 
     def __init__(self, app_name: str, on_change: Callable[[LoadedTable], None] = lambda _: None) -> None:
-        self._name = f"folio-loaded:{app_name}"
+        what, without = "models and adapters", "this process learns later of those added at run time"
+        self._registry = SharedTable(LoadedRegistry, f"folio-loaded:{app_name}", what, without, ANSWER_TIMEOUT_S)
         self._on_change = on_change
-        self._actor: Any = None
-        self._is_silent = False
         self.table = LoadedTable()
 
     def fetch(self) -> LoadedTable:
         """The table, for a process that starts, from a thread that may wait; empty if there is no answer."""
         try:
-            self._actor = find_actor(LoadedRegistry, self._name)
-            _, newer = ray.get(self._actor.newer.remote(self.table.revision), timeout=FIRST_ANSWER_S)
-        except (RayError, ValueError, GetTimeoutError) as error:
+            _, newer = self._registry.fetch("newer", self.table.revision, timeout_s=FIRST_ANSWER_S)
+        except UnavailableError as error:
             logger.warning("no answer about models and adapters added at run time, which come later: %s", error)
         else:
             self.adopt(newer)
         return self.table
 
     async def refresh(self) -> LoadedTable:
-        """The newest table as far as the registry answers; the first failure is logged."""
-        try:
+        """The newest table as far as the registry answers."""
+        with suppress(UnavailableError):
             await self.sync()
-        except UnavailableError as error:
-            if not self._is_silent:
-                logger.warning("%s", error)
-            self._is_silent = True
-        else:
-            self._is_silent = False
         return self.table
 
     async def sync(self) -> LoadedTable:
@@ -98,17 +86,7 @@ class TableCopy:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call the registry. Raises `UnavailableError` if it does not answer."""
-        try:
-            if self._actor is None:
-                self._actor = await asyncio.to_thread(find_actor, LoadedRegistry, self._name)
-            reference = getattr(self._actor, method).remote(*args)
-            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), ANSWER_TIMEOUT_S)
-        except (RayError, ValueError, TimeoutError) as error:
-            if not isinstance(error, TimeoutError):  # its process has died, or was found dead
-                self._actor = None  # not that of one which still starts: Ray ends an actor whose owner has no handle
-            raise UnavailableError(
-                "the registry of models and adapters does not answer; send the request again"
-            ) from error
+        return await self._registry.call(method, *args)
 
 
 class LoadedTables:

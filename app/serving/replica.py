@@ -45,7 +45,7 @@ from folio.app.replica.additions import ShelfAdditions
 from folio.app.replica.figures import figures_of
 from folio.app.replica.request_streams import RequestStreams
 from folio.app.serving.engine_metrics import EngineMeter, RoutingAudit
-from folio.app.serving.ledger import BudgetMember, device_of_this_replica
+from folio.app.serving.ledger import BudgetMember, member_of_this_replica
 from folio.app.serving.loaded import TableCopy
 from folio.app.serving.peers import LOADING_TIMEOUT_S, STARTING_TIMEOUT_S, peer_prefixes
 from folio.app.serving.shared_streams import Entry, SharedStreams
@@ -145,7 +145,7 @@ class EngineReplica:
         if shared_kv_memory_bytes is None:
             self._shelf = make_shelf()
         else:
-            self._member = member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(self._device))
+            self._member = member = member_of_this_replica(shared_kv_memory_bytes, self._device)
             try:
                 member.wait_for_budget()
                 self._shelf = make_shelf(admit=member.attach)

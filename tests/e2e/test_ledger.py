@@ -1,5 +1,5 @@
 """A real Ray Serve application whose replicas share the node's KV memory, and which the policy scales from one replica
-to two: budgets add up through the death of the ledger and of a replica."""
+to two: budgets add up through the death of a replica under load."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ray.exceptions import RayActorError
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import SamplingParams
+from folio.app.fleet.ledger_file import LedgerFile
 from folio.app.fleet.messages import GenerateRequest
 from folio.app.main import AppArgs, replica_resources, served_shelf
-from folio.app.serving.ledger import NAMESPACE, ledger_name
+from folio.app.serving.ledger import ledger_name
 from folio.app.serving.replica import EngineReplica
 from folio.vmem import MemoryReport
 from tests.e2e.conftest import deleted_at_the_end
@@ -58,19 +59,11 @@ class Server:
         return budgets
 
     def members(self) -> set[str]:
-        """Of the ledger; none while it is replaced."""
-        ledger = self.ledger()
-        try:
-            return set(ray.get(ledger.members.remote())) if ledger is not None else set()
-        except RayActorError:
-            return set()
-
-    def ledger(self) -> Any:
+        """Of the ledger."""
         name = ledger_name(NAME, ray.get_runtime_context().get_node_id(), "cpu")
-        try:
-            return ray.get_actor(name, namespace=NAMESPACE)
-        except ValueError:
-            return None
+        with LedgerFile(name).locked() as ledger:
+            assert ledger.counted_bytes <= SHARED_BYTES
+            return set(ledger.members)
 
     def _reports(self) -> list[MemoryReport]:
         return [report for _, report in self.replicas.broadcast("named_report").results()]
@@ -90,7 +83,7 @@ def server(cluster_url: str) -> Iterator[Server]:
         yield Server(serve.run(deployment.bind(shelf, SHARED_BYTES), name=NAME, route_prefix="/shared"))
 
 
-def test_budgets_add_up_while_replicas_and_the_ledger_are_replaced(server: Server) -> None:
+def test_budgets_add_up_while_replicas_are_replaced(server: Server) -> None:
     until(lambda: server.budgets() == [SHARED_BYTES])
 
     params = SamplingParams(max_tokens=900, ignore_eos=True)
@@ -101,11 +94,6 @@ def test_budgets_add_up_while_replicas_and_the_ledger_are_replaced(server: Serve
     without_heartbeats = [item for answer in answers for item in answer if item]
     assert [len(piece.token_ids) for [piece] in without_heartbeats] == [900] * 8
     members = server.members()
-
-    former = server.ledger()
-    ray.kill(former)
-    until(lambda: server.ledger() not in (None, former) and server.is_shared_by_two())
-    assert server.members() == members
 
     victim = sorted(members)[0]
     ray.kill(ray.get_actor(f"SERVE_REPLICA::{NAME}#EngineReplica#{victim}", namespace="serve"))

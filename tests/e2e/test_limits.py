@@ -16,8 +16,8 @@ from folio.app.edge.limits import IngressLimits
 from folio.app.edge.quota import Quota
 from folio.app.errors import RateLimitError
 from folio.app.fleet.overload import LoadShedder
-from folio.app.serving.ledger import NAMESPACE
 from folio.app.serving.limits import LimitReporter
+from folio.app.serving.shared_table import NAMESPACE
 from tests.processes import DEADLINE_S, until_async
 
 LIMITS = RateLimits(requests_per_minute=600, concurrent_requests=8)
@@ -84,7 +84,7 @@ async def test_requests_at_once_are_counted_over_both() -> None:
 @pytest.mark.usefixtures("cluster_url")
 async def test_requests_do_not_wait_while_the_ledger_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """Each ingress grants its share and logs it once; then a new actor knows what was used."""
-    caplog.set_level(logging.INFO, "folio.app.serving.limits")
+    caplog.set_level(logging.INFO, "folio.app.serving.shared_table")
     async with edges("limits-lost") as both:
         name = "folio-limits:limits-lost"
         spent = both[0].quota
@@ -105,6 +105,6 @@ async def test_requests_do_not_wait_while_the_ledger_is_replaced(caplog: pytest.
         most = 50 + 10 * (time.monotonic() - killed_at) + 20
         for edge in both:
             assert int(dict(edge.quota.headers())[b"x-ratelimit-remaining-requests"]) < most
-    said = [record.message for record in caplog.records if record.name == "folio.app.serving.limits"]
-    assert [line for line in said if "are not shared" in line and "1/2" in line]
+    said = [record.message for record in caplog.records if record.name == "folio.app.serving.shared_table"]
+    assert [line for line in said if "limits of callers are not shared" in line]
     assert len([line for line in said if "again" in line]) == len([line for line in said if "are not shared" in line])

@@ -74,14 +74,14 @@ class Cluster:
 
     def _settle(self, i: int, usages: dict[str, LimitUsage]) -> None:
         self.num_messages += 1
-        answer = None if self.ledger is None else self.ledger.settle_usage(str(i), usages)
+        answer = None if self.ledger is None else self.ledger.settle_usage(str(i), self.num_messages, usages)
 
         def receive() -> None:
             self._waiting.discard(i)
             self._answered_at[i] = self.clock.now
             self._plan(i, REPORT_PERIOD_S)
             if answer is None:
-                self.ingresses[i].note_disconnected(usages, len(self.ingresses))
+                self.ingresses[i].note_disconnected(len(self.ingresses))
             else:
                 self.ingresses[i].apply_answer(answer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +23,7 @@ SPREADS: dict[str, Callable[[float, float, int, int], int]] = {
     "moving": lambda seconds, _, __, n: int(seconds / 2) % n,
     "in turn": lambda _, __, number, n: number % n,
 }
+NUMBERS = itertools.count()  # of reports
 TOKENS = 500  # mean length of a prompt
 
 
@@ -206,10 +208,10 @@ def test_the_number_of_accounts_is_bounded() -> None:
     ledger = LimitLedger(max_accounts=1000, clock=clock)
     usage = LimitUsage(60, True, 1.0, 0.0, 1.0, 1.0, 59.0, 0.0)
     for i in range(100_000):
-        assert bool(ledger.settle_usage("a", {f"address:{i}/requests": usage}).grants) == (i < 1000)
+        assert bool(ledger.settle_usage("a", next(NUMBERS), {f"address:{i}/requests": usage}).grants) == (i < 1000)
     clock.now += 60.0
     for i in range(1000):
-        assert ledger.settle_usage("a", {f"key:{i}/requests": usage}).grants
+        assert ledger.settle_usage("a", next(NUMBERS), {f"key:{i}/requests": usage}).grants
 
 
 def test_announced_addresses_are_bounded_in_each_ingress() -> None:
@@ -304,42 +306,44 @@ def test_a_ledger_that_does_not_know_the_ingress_gets_the_limits_in_use() -> Non
 
 def test_a_changed_limit_keeps_the_part_that_is_left() -> None:
     ledger = LimitLedger(clock=Clock())
-    ledger.settle_usage("a", {"key": usage(level=30.0)})
-    ledger.settle_usage("a", {"key": usage(limit=120, level=120.0)})
+    ledger.settle_usage("a", next(NUMBERS), {"key": usage(level=30.0)})
+    ledger.settle_usage("a", next(NUMBERS), {"key": usage(limit=120, level=120.0)})
     assert ledger.level("key") == 60.0
 
 
 def test_spare_is_the_level_without_leases_and_demand() -> None:
     """The demand of other ingresses counts for two report periods."""
     ledger = LimitLedger(clock=Clock())
-    assert ledger.settle_usage("a", {"key": usage()}).grants["key"].lease == 0
-    alone = ledger.settle_usage("a", {"key": usage(asked=1.0)}).grants["key"]
+    assert ledger.settle_usage("a", next(NUMBERS), {"key": usage()}).grants["key"].lease == 0
+    alone = ledger.settle_usage("a", next(NUMBERS), {"key": usage(asked=1.0)}).grants["key"]
     assert alone.lease > 0
     assert alone.spare == pytest.approx(alone.level - alone.lease)
-    beside = ledger.settle_usage("b", {"key": usage(asked=1.0)}).grants["key"]
+    beside = ledger.settle_usage("b", next(NUMBERS), {"key": usage(asked=1.0)}).grants["key"]
     assert beside.spare < beside.level - alone.lease - beside.lease
     ledger.remove_ingress("a")
-    alone = ledger.settle_usage("b", {"key": usage(asked=1.0)}).grants["key"]
+    alone = ledger.settle_usage("b", next(NUMBERS), {"key": usage(asked=1.0)}).grants["key"]
     assert alone.spare == pytest.approx(alone.level - alone.lease)
 
 
 def test_a_new_ledger_trusts_reported_levels_for_five_seconds() -> None:
     clock = Clock()
     ledger = LimitLedger(clock=clock)
-    ledger.settle_usage("a", {"key": usage()})
+    ledger.settle_usage("a", next(NUMBERS), {"key": usage()})
     clock.now += 4.5
-    ledger.settle_usage("b", {"key": usage(level=20.0)})
+    ledger.settle_usage("b", next(NUMBERS), {"key": usage(level=20.0)})
     assert ledger.level("key") == 20.0
     clock.now += 1.0
-    ledger.settle_usage("b", {"key": usage(level=5.0)})
+    ledger.settle_usage("b", next(NUMBERS), {"key": usage(level=5.0)})
     assert ledger.level("key") == 21.0
 
 
 @pytest.mark.parametrize(("level", "announced"), [(30.0, False), (29.0, True)])
 def test_a_limit_of_which_less_than_half_is_left_is_announced(level: float, announced: bool) -> None:
     ledger = LimitLedger(clock=Clock())
-    ledger.settle_usage("a", {"key": usage(level=level)})
-    assert ledger.settle_usage("b", {}).grants == ({"key": LimitGrant(level, 0.0, level)} if announced else {})
+    ledger.settle_usage("a", next(NUMBERS), {"key": usage(level=level)})
+    assert ledger.settle_usage("b", next(NUMBERS), {}).grants == (
+        {"key": LimitGrant(level, 0.0, level)} if announced else {}
+    )
 
 
 def test_an_ingress_learns_its_share_of_all_requests() -> None:
@@ -347,6 +351,6 @@ def test_an_ingress_learns_its_share_of_all_requests() -> None:
     clock = Clock()
     ledger = LimitLedger(clock=clock)
     for i in range(20):
-        shares = [ledger.settle_usage(name, {}, i * rate).arrival_share for name, rate in (("a", 3), ("b", 1))]
+        shares = [ledger.settle_usage(name, i, {}, i * rate).arrival_share for name, rate in (("a", 3), ("b", 1))]
         clock.now += 0.25
     assert shares == pytest.approx([0.9 * 0.75 + 0.1 / 2, 0.9 * 0.25 + 0.1 / 2], rel=0.01)

@@ -48,7 +48,7 @@ class Crowd:
         for ms in range(10_000, 10_000 + int(1000 * seconds)):
             self._now = ms / 1000
             for i in range(ms % 250, num_ingresses, 250):
-                share = self._ledger.settle_usage(str(i), {}, self.ingresses[i].num_arrived).arrival_share
+                share = self._ledger.settle_usage(str(i), ms, {}, self.ingresses[i].num_arrived).arrival_share
                 self.ingresses[i].arrival_share = share
             for i in range(len(self._queued)):
                 if self._rng.random() < self._begin_per_s / 1000:

@@ -35,7 +35,7 @@ async def test_adapters_are_models() -> None:
 
 async def test_an_ingress_learns_of_adapters_that_another_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first request for one: it need not wait for the next exchange of tables."""
-    registry = patched_cluster(monkeypatch).actor.registry
+    registry = patched_cluster(monkeypatch).registry
     ingress = ingress_of(engines := Engines(), a_model("m", adapters={"pirate": "x/pirate"}, adapter_dir="/adapters"))
     with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
         await ingress.generate(completion(model="legal"))

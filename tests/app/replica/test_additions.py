@@ -112,7 +112,7 @@ async def test_a_replica_that_has_missed_a_model_or_an_adapter_learns_of_it_from
 
     async def restore() -> None:
         await asyncio.sleep(0.3)
-        cluster.actor.registry.restore(table)
+        cluster.registry.restore(table)
 
     later = asyncio.create_task(restore())
     assert await replica.max_model_len("missed") > 0
@@ -126,7 +126,7 @@ async def test_a_replica_that_has_missed_a_model_or_an_adapter_learns_of_it_from
 
     monkeypatch.setattr(engine, "set_loaded", slowly)
     new = replace(table, revision=2, sources=(*table.sources, replace(poet, name="new", model="missed")))
-    cluster.actor.registry.restore(new)
+    cluster.registry.restore(new)
     change = asyncio.create_task(replica.set_loaded(new))
     await asyncio.sleep(0)  # it has begun
     await answer("missed", "new")

@@ -1,49 +1,40 @@
-"""A replica's side of the ledger, in one process with it."""
+"""A replica's membership in the ledger."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from folio.app.engine.model.memory_profile import DevicePlan
 from folio.app.errors import ConfigError
-from folio.app.fleet.ledger import BudgetLedger, BudgetOrder, LedgerHeartbeat
+from folio.app.fleet import ledger as fleet_ledger
+from folio.app.fleet.ledger_file import LedgerFile
 from folio.app.serving import ledger as module
 from folio.app.serving.ledger import BudgetMember
+from tests.processes import until
 from tests.vmem.small_memory import FlakyHost, make_memory
 
 CAPACITY = 1 << 22
 
 
-class _Ledger:
-    """The actor's handle."""
-
-    def __init__(self) -> None:
-        self._ledger = BudgetLedger(0.0)
-        self.handle_heartbeat = SimpleNamespace(remote=self._handle)
-        self.remove_member = SimpleNamespace(remote=self._ledger.remove_member)
-
-    def _handle(self, beat: LedgerHeartbeat, pid: int) -> BudgetOrder:
-        return self._ledger.handle_heartbeat(beat, 0.0)
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LedgerFile:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for interval in ("BEAT_S", "STARTING_BEAT_S"):
+        monkeypatch.setattr(module, interval, 0.01)
+    return LedgerFile("ledger")
 
 
 @pytest.mark.parametrize(("device_bytes", "fits"), [(CAPACITY + 2000, True), (CAPACITY + 1999, False), (None, True)])
 def test_a_replica_that_the_device_cannot_hold_does_not_start(
-    device_bytes: int | None, fits: bool, monkeypatch: pytest.MonkeyPatch
+    device_bytes: int | None, fits: bool, ledger: LedgerFile
 ) -> None:
     """It is told before its memory has the budget, and takes a page."""
-    context: Any = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="replica"))
-    monkeypatch.setattr(module.serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
-    monkeypatch.setattr(module.ray, "get", lambda order, timeout: order)
-    monkeypatch.setattr(module, "STARTING_BEAT_S", 0.001)
-    ledger = _Ledger()
-    monkeypatch.setattr(BudgetMember, "_find", lambda _: ledger)
     memory, _ = make_memory(FlakyHost)
     plan = None if device_bytes is None else DevicePlan(device_bytes, 1.0, 900, 100, 0, 600, 400)
-    member = BudgetMember(CAPACITY, "cuda:0")
+    member = BudgetMember(ledger, "replica", CAPACITY)
     try:
         member.wait_for_budget()
         if fits:
@@ -56,3 +47,40 @@ def test_a_replica_that_the_device_cannot_hold_does_not_start(
     finally:
         member.close()
         memory.close()
+    with ledger.locked() as left:
+        assert not left.members
+
+
+def test_two_replicas_share_and_the_one_that_stays_gets_all(
+    ledger: LedgerFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the ledger cannot be used, budgets stay as they are: that is logged once."""
+    monkeypatch.setattr(fleet_ledger, "REBALANCE_S", 0.0)
+    memories = [make_memory(FlakyHost)[0] for _ in range(2)]
+    shared_bytes = memories[0].most_budget_bytes
+    members = [BudgetMember(ledger, name, shared_bytes) for name in "ab"]
+
+    def budgets() -> list[int]:
+        return [memory.report().budget_bytes for memory in memories]
+
+    try:
+        for member, memory in zip(members, memories, strict=True):
+            member.wait_for_budget()
+            member.attach(memory, None)
+        until(lambda: budgets() == [shared_bytes // 2] * 2)
+        with monkeypatch.context() as broken:
+            broken.setattr(LedgerFile, "_write", _raise_full)
+            until(lambda: caplog.text.count("the budget stays as it is: disk full") == 2)
+        members[1].close()
+        until(lambda: budgets()[0] == shared_bytes)
+        assert caplog.text.count("the budget stays as it is") == 2
+        assert members[0].healthy
+    finally:
+        for member in members:
+            member.close()
+        for memory in memories:
+            memory.close()
+
+
+def _raise_full(*_: object) -> None:
+    raise OSError("disk full")

@@ -249,14 +249,14 @@ async def test_a_registry_that_starts_slowly_is_not_let_go(
 ) -> None:
     """Ray ends an actor once its owner has no handle of it: a new one would take as long, and so on for ever."""
     monkeypatch.setattr(loaded_module, "ANSWER_TIMEOUT_S", 0.01)
-    cluster.actor.starts = True
+    cluster.actor.late = []
     loaded, copy = ingress(replicas)
     for _ in range(3):
         with pytest.raises(UnavailableError, match="registry"):
             await copy.sync()
-    cluster.actor.starts = False
+    cluster.actor.late = None
     await loaded.load("legal", "v1", in_place=False, model="model")
-    assert cluster.num_finds == 1
+    assert cluster.actors.num_finds == 1
 
 
 @pytest.mark.parametrize("has_effect", [False, True])
@@ -305,20 +305,28 @@ async def test_a_change_waits_only_so_long(
     monkeypatch.setattr(loaded_module, "TURN_TIMEOUT_S", 0.05)
     monkeypatch.setattr(loaded_module, "_TURN_POLL_S", 0.01)
     loaded, _ = ingress(replicas)
-    cluster.actor.registry.begin("another")
+    cluster.registry.begin("another")
     with pytest.raises(UnavailableError, match="another change") as refused:
         await loaded.load("legal", "v1", in_place=False, model="model")
     assert refused.value.retry_after_s is not None
     assert served(replicas) == [{}] * 2
-    cluster.actor.registry.end("another")
+    cluster.registry.end("another")
     await loaded.load("legal", "v1", in_place=False, model="model")
 
 
 async def test_silence_is_logged_once(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     copy = TableCopy("app")
     for silent, logged in ((True, 1), (True, 1), (False, 1), (True, 2)):
-        cluster.actor.is_dead = False
         cluster.actor.dies = {"newer": False} if silent else {}
         await copy.refresh()
-        cluster.actor.is_dead = False
-        assert caplog.text.count("does not answer") == logged
+        assert caplog.text.count("models and adapters are not shared (RayActorError)") == logged
+    assert caplog.text.count("models and adapters are shared again") == 1
+
+
+async def test_a_replica_starts_without_an_answer(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    cluster.registry.restore(LoadedTable(2, (AdapterSource("legal", "/a", "1"),)))
+    assert TableCopy("app").fetch().revision == 2
+    cluster.actor.dies = {"newer": False}
+    assert TableCopy("app").fetch() == LoadedTable()
+    assert "come later" in caplog.text

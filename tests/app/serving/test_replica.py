@@ -34,7 +34,7 @@ def test_a_replica_whose_budget_cannot_change_is_unhealthy(monkeypatch: pytest.M
     """Regression: the thread that shares memory ended, and the replica went on, its budget counted for ever."""
     member = SimpleNamespace(healthy=True, close=lambda: None, wait_for_budget=lambda: None, attach=None)
     member.follow = lambda load: None
-    monkeypatch.setattr(replica_module, "BudgetMember", lambda *_: member)
+    monkeypatch.setattr(replica_module, "member_of_this_replica", lambda *_: member)
     engine = SimpleNamespace(healthy=True, check=lambda: None, close=lambda: None, load=lambda: None)
     replica = replica_of(engine, shared_kv_memory_bytes=1 << 20)
     replica.check_health()

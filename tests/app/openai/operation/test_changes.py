@@ -147,7 +147,7 @@ async def test_the_same_models_come_back_after_a_restart(growing: Any, cluster: 
         late: Any = replica_of_shelf(shelf, "late")
         try:
             assert sorted(late._shelf.names) == ["first", "fourth", "second"]
-            await late.set_loaded(replace(cluster.actor.registry.newer(0)[1], revision=99))
+            await late.set_loaded(replace(cluster.registry.newer(0)[1], revision=99))
             assert late._shelf.model("fourth").config.keep == kept
             assert await say(late, "fourth") == await say(late, "second")
         finally:

@@ -5,7 +5,8 @@ does not limit the time for a request's head, answers in plain text, drops clien
 everybody. The executable is therefore a launcher (`write_launcher`): it runs this file, which amends the configuration
 (`amend`) and becomes HAProxy.
 
-The launcher runs this file outside of the package: it imports the standard library only.
+The launcher runs this file outside of the package: it imports the standard library only, and the paths of
+`folio.app.operations` are among its arguments.
 """
 
 from __future__ import annotations
@@ -61,20 +62,6 @@ REQUEST_ID = "[!-~]{1,128}"
 _PR_SET_PDEATHSIG = 1
 # HAProxy reads 64 words of a line.
 _ADDRESSES_A_LINE = 40
-# Idempotent POSTs, sent again when an ingress dies in the middle. Others, also of other applications, are sent again
-# only if the connection was refused.
-_REPEATABLE = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/embeddings",
-    "/score",  # also of /v1, as these are ends of paths
-    "/rerank",
-    "/tokenize",
-    "/detokenize",
-)
 _REPEATABLE_CALLS = "/folio.v1.Folio/"
 # Methods that uvicorn's parser knows.
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -175,23 +162,29 @@ def find_binary() -> str:
 def write_launcher(directory: Path, binary: str) -> Path:
     """Write an executable that amends the configuration in its arguments and becomes `binary`."""
     launcher = directory / "haproxy"
-    command = shlex.join([sys.executable, "-I", os.path.abspath(__file__), binary])
+    from folio.app.operations import repeatable_ends  # not within the launcher's process, which has no package
+
+    command = shlex.join([sys.executable, "-I", os.path.abspath(__file__), " ".join(repeatable_ends()), binary])
     launcher.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     launcher.chmod(0o755)
     return launcher
 
 
-def amend(text: str, trusted: Sequence[str] = ("127.0.0.1", "::1"), sockets: Path | None = None) -> str:
+def amend(
+    text: str, repeatable: str, trusted: Sequence[str] = ("127.0.0.1", "::1"), sockets: Path | None = None
+) -> str:
     """Serve's configuration with Folio's limits, answers and headers.
 
     Args:
+        repeatable: ends of the paths of idempotent POSTs, which are sent again when an ingress dies in the middle.
+            Others, also of other applications, are sent again only if the connection was refused.
         trusted: addresses of proxies in front, whose `X-Forwarded-For` is trusted; "*": all.
         sockets: folder of the Unix sockets for statistics; `None`: at their ports, for this machine only.
 
     Raises:
         ValueError: an expected line is missing: this is not the configuration of Ray 2.60.
     """
-    for pattern, replacement in amendments(text, trusted, sockets):
+    for pattern, replacement in amendments(text, repeatable, trusted, sockets):
         text, number = re.subn(pattern, lambda _, new=replacement: new, text, flags=re.MULTILINE)  # type: ignore[misc]
         if not number:
             raise ValueError(
@@ -200,7 +193,7 @@ def amend(text: str, trusted: Sequence[str] = ("127.0.0.1", "::1"), sockets: Pat
     return text
 
 
-def amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list[tuple[str, str]]:
+def amendments(text: str, repeatable: str, trusted: Sequence[str], sockets: Path | None) -> list[tuple[str, str]]:
     """(regular expression, replacement) pairs."""
     http, grpc, _ = text.partition("\nfrontend grpc_frontend\n")
     applications = re.findall(r"^    use_backend (\S+) if is_\1$", http, flags=re.MULTILINE)
@@ -246,7 +239,7 @@ def amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list[
         (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", "\n".join(errors)),
         _private(r"    bind \*?", r"\n    mode http\n    http-request use-service", sockets, "prometheus.sock"),
         _private(r"  bind \*", r"\n  stats enable", sockets, "statistics.sock"),
-        (r"^(?=    # Health check endpoint$)", _lines(_header_rules(trusted))),
+        (r"^(?=    # Health check endpoint$)", _lines(_header_rules(trusted, repeatable))),
         *((f"^backend {name}\n", f"backend {name}\n{_lines(_not_ready_rules(text, name))}") for name in applications),
         (r"^    http-request return status 404 .*$", no_application if applications else _not_ready()),
         *([no_idle_connections] if applications else []),
@@ -277,7 +270,7 @@ def _forwarded_rules(trusted: Sequence[str]) -> list[str]:
     ]
 
 
-def _header_rules(trusted: Sequence[str]) -> list[str]:
+def _header_rules(trusted: Sequence[str], repeatable: str) -> list[str]:
     no_http = "the request's method, or a character in its headers, is not allowed in HTTP"
     return [
         *_forwarded_rules(trusted),
@@ -289,7 +282,7 @@ def _header_rules(trusted: Sequence[str]) -> list[str]:
         "http-request del-header x-request-id unless { req.fhdr(x-request-id) -m reg ^" + REQUEST_ID + "$ }",
         "http-request del-header x-request-id if { req.fhdr_cnt(x-request-id) gt 1 }",
         f"http-request set-header {ATTEMPT_HEADER} %[uuid]",
-        "http-request disable-l7-retry unless { method GET HEAD } or { path_end " + " ".join(_REPEATABLE) + " }",
+        f"http-request disable-l7-retry unless {{ method GET HEAD }} or {{ path_end {repeatable} }}",
         f"http-request set-header x-request-id %[req.hdr({ATTEMPT_HEADER})] "
         "unless { req.hdr(x-request-id) -m found }",
         # Serve's list of applications is not for everybody: an application, which has no such path, answers.
@@ -363,10 +356,10 @@ def trusted_addresses() -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    binary, *options = arguments
+    repeatable, binary, *options = arguments
     path = Path(options[options.index("-f") + 1])
     wants_ports = any(name in os.environ for name in STATISTICS_PORTS)
-    path.write_text(amend(path.read_text(), trusted_addresses(), None if wants_ports else path.parent))
+    path.write_text(amend(path.read_text(), repeatable, trusted_addresses(), None if wants_ports else path.parent))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)  # stop listening, and end with the last stream
     os.execv(binary, [binary, *options])

@@ -36,6 +36,7 @@ LAYERS = (
         "app.version",
         "app.logs",
         "app.haproxy",
+        "app.operations",
         "app.compat",
         "app.event_stream",
         "app.static_files",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
 
 from folio.app.client.transport import Transport
@@ -69,7 +70,7 @@ class Folio:
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._transport.call("ready")
+                    await self._transport.call("ready", NoneType)
                     return
             except (EngineError, TimeoutError) as error:
                 if loop.time() + _READY_POLL_S >= deadline:
@@ -80,59 +81,59 @@ class Folio:
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion."""
-        return cast(Completion, await self._transport.call("generate", request, session))
+        return await self._transport.call("generate", Completion, request, session)
 
     def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncGenerator[Completion, None]:
         """The chunks of a completion."""
-        return self._transport.stream("generate_stream", request, session)
+        return self._transport.stream("generate_stream", Completion, request, session)
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion."""
-        return cast(ChatCompletion, await self._transport.call("chat", request, session))
+        return await self._transport.call("chat", ChatCompletion, request, session)
 
     def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncGenerator[ChatCompletionChunk, None]:
         """The chunks of a chat completion."""
-        return self._transport.stream("chat_stream", request, session)
+        return self._transport.stream("chat_stream", ChatCompletionChunk, request, session)
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response of the responses API."""
-        return cast(ResponseObject, await self._transport.call("responses", request, session))
+        return await self._transport.call("responses", ResponseObject, request, session)
 
     def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a response. Once it has begun, an error is its last event."""
-        return self._transport.stream("responses_stream", request, session)
+        return self._transport.stream("responses_stream", StreamEvent, request, session)
 
     async def messages(self, request: MessagesRequest, session: str | None = None) -> MessageObject:
         """A message of Anthropic's API."""
-        return cast(MessageObject, await self._transport.call("messages", request, session))
+        return await self._transport.call("messages", MessageObject, request, session)
 
     def messages_stream(
         self, request: MessagesRequest, session: str | None = None
     ) -> AsyncGenerator[MessageEvent, None]:
         """The events of a message."""
-        return self._transport.stream("messages_stream", request, session)
+        return self._transport.stream("messages_stream", MessageEvent, request, session)
 
     async def count_tokens(self, request: CountTokensRequest) -> TokenCount:
         """The number of tokens of a conversation of Anthropic's API."""
-        return cast(TokenCount, await self._transport.call("count_tokens", request))
+        return await self._transport.call("count_tokens", TokenCount, request)
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
         """The embeddings of inputs, of a model that makes them."""
-        return cast(EmbeddingList, await self._transport.call("embed", request))
+        return await self._transport.call("embed", EmbeddingList, request)
 
     async def score(self, request: ScoreRequest) -> ScoreList:
         """The scores of pairs of texts."""
-        return cast(ScoreList, await self._transport.call("score", request))
+        return await self._transport.call("score", ScoreList, request)
 
     async def rerank(self, request: RerankRequest) -> Ranking:
         """Documents in the order of their relevance to a query."""
-        return cast(Ranking, await self._transport.call("rerank", request))
+        return await self._transport.call("rerank", Ranking, request)
 
     async def fork(self, request: ForkRequest) -> Completion:
         """More outputs of a running or recently finished request.
@@ -140,11 +141,11 @@ class Folio:
         Raises:
             UnknownRequestError: the request is not known any more.
         """
-        return cast(Completion, await self._transport.call("fork", request))
+        return await self._transport.call("fork", Completion, request)
 
     def fork_stream(self, request: ForkRequest) -> AsyncGenerator[Completion, None]:
         """The chunks of `fork`."""
-        return self._transport.stream("fork_stream", request)
+        return self._transport.stream("fork_stream", Completion, request)
 
     async def pin(self, request: PinRequest) -> None:
         """Compute a prefix on every engine replica and pin it; returns when all replicas have it.
@@ -153,7 +154,7 @@ class Folio:
             RequestError: the prefix is too short to be shared, or the name is taken.
             EngineError: the prefix exceeds a replica's quota for pins.
         """
-        await self._transport.call("pin", request)
+        await self._transport.call("pin", NoneType, request)
 
     async def unpin(self, name: str, model: str | None = None) -> None:
         """Unpin a prefix.
@@ -165,15 +166,15 @@ class Folio:
             UnknownPinError: no prefix of that name is pinned.
             RequestError: several models have one, and none is named.
         """
-        await self._transport.call("unpin", name, *([] if model is None else [model]))
+        await self._transport.call("unpin", NoneType, name, *([] if model is None else [model]))
 
     async def pins(self) -> PinList:
         """The pinned prefixes of all engine replicas that answer in time."""
-        return cast(PinList, await self._transport.call("pins"))
+        return await self._transport.call("pins", PinList)
 
     async def models(self) -> ModelList:
         """The served models and their adapters; of models that share a device also their states."""
-        return cast(ModelList, await self._transport.call("models"))
+        return await self._transport.call("models", ModelList)
 
     async def add_model(self, request: AddModelRequest) -> ModelCard:
         """Add a model to those of every engine replica, or of none. Its first request loads it.
@@ -183,12 +184,12 @@ class Folio:
             ForbiddenError: the server adds no models at run time, or the caller is no operator.
             UnavailableError: a replica has not answered, or another change is in progress.
         """
-        return cast(ModelCard, await self._transport.call("add_model", request))
+        return await self._transport.call("add_model", ModelCard, request)
 
     async def remove_model(self, name: str) -> None:
         """Remove a model that was added, and its adapters; requests for it end with `UnavailableError`. Raises as
         `add_model`, and `UnknownModelError` if no such model has been added."""
-        await self._transport.call("remove_model", name)
+        await self._transport.call("remove_model", NoneType, name)
 
     async def load_adapter(self, request: LoadAdapterRequest) -> None:
         """Load a LoRA adapter on every engine replica, or on none.
@@ -198,20 +199,20 @@ class Folio:
             ForbiddenError: the server loads no adapters at run time, or the caller is no operator.
             UnavailableError: a replica has not answered, or another change is in progress.
         """
-        await self._transport.call("load_adapter", request)
+        await self._transport.call("load_adapter", NoneType, request)
 
     async def unload_adapter(self, request: UnloadAdapterRequest) -> None:
         """Unload a LoRA adapter from every engine replica; requests that have begun go on. Raises as `load_adapter`,
         and `UnknownModelError` if no such adapter has been loaded."""
-        await self._transport.call("unload_adapter", request)
+        await self._transport.call("unload_adapter", NoneType, request)
 
     async def report(self) -> dict[str, MemoryReport]:
         """KV memory of every engine replica, by its name, with which the ids of its answers end."""
-        return cast(dict[str, MemoryReport], await self._transport.call("reports"))
+        return await self._transport.call("reports", dict[str, MemoryReport])
 
     async def load(self) -> LoadReport:
         """Load of every engine replica, as in `GET /v1/load`. Replicas that do not answer in time are only counted."""
-        return cast(LoadReport, await self._transport.call("load"))
+        return await self._transport.call("load", LoadReport)
 
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
         """Change the budget of every engine replica's KV cache.
@@ -222,7 +223,7 @@ class Folio:
         Raises:
             RequestError: the budget is out of bounds.
         """
-        return cast(list[BudgetAnswer], await self._transport.call("set_budget", budget_bytes, revision))
+        return await self._transport.call("set_budget", list[BudgetAnswer], budget_bytes, revision)
 
 
 def _transport(application: str | DeploymentHandle[Any], headers: dict[str, str]) -> Transport:

@@ -15,7 +15,6 @@ from folio.app.client.transport import PerLoop, connection_lost, no_such_call, u
 from folio.app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError
 from folio.app.http_errors import error_of
 from folio.app.openai.operation.replies import LoadReport, PinList
-from folio.app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 from folio.app.proto import convert
 from folio.app.proto import folio_pb2 as pb
 from folio.app.proto.folio_pb2_grpc import FolioStub
@@ -40,13 +39,13 @@ class OverGrpc:
             self._metadata.append(("application", application))
         self._channels = PerLoop(self._channel, grpc.aio.Channel.close)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        name, message, read = self._prepared(method, args)
+    async def call(self, method: str, answer: Any, *args: Any) -> Any:
+        name, message, read = self._prepared(method, answer, args)
         with self._errors():
             return read(await self._started(name, message, args))
 
-    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        name, message, read = self._prepared(method, args)
+    async def stream(self, method: str, item: Any, *args: Any) -> AsyncGenerator[Any, None]:
+        name, message, read = self._prepared(method, item, args)
         with self._errors():
             call = self._started(name, message, args)
             try:
@@ -59,7 +58,7 @@ class OverGrpc:
     async def close(self) -> None:
         await self._channels.close()
 
-    def _prepared(self, method: str, args: Sequence[Any]) -> tuple[str, Any, Callable[[Any], Any]]:
+    def _prepared(self, method: str, answer: Any, args: Sequence[Any]) -> tuple[str, Any, Callable[[Any], Any]]:
         """(Name of the call, its message, conversion of the answer's message)."""
         session = args[1] if len(args) > 1 else None
         match method:
@@ -81,10 +80,9 @@ class OverGrpc:
                 return "Ready", pb.ReadyRequest(), _nothing
             case _:
                 raise no_such_call(method, "gRPC")
-        kind = _KINDS[method]
         if method.endswith("_stream"):
             name += "Stream"
-        return name, message, lambda answer: kind.model_validate(convert.answer_fields(answer))
+        return name, message, lambda message: answer.model_validate(convert.answer_fields(message))
 
     def _started(self, name: str, message: Any, args: Sequence[Any]) -> Any:
         timeout_s = getattr(args[0], "timeout_s", None) if args else None
@@ -108,14 +106,6 @@ class OverGrpc:
             yield
         except grpc.aio.AioRpcError as error:
             raise call_error(error, self._url) from error
-
-
-_KINDS: dict[str, Any] = {
-    "generate": Completion,
-    "generate_stream": Completion,
-    "chat": ChatCompletion,
-    "chat_stream": ChatCompletionChunk,
-}
 
 
 def call_error(error: grpc.aio.AioRpcError, url: str) -> FolioError:

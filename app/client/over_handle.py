@@ -27,7 +27,7 @@ class OverHandle:
         self._callee = f"the application {self._name!r}"
         self._handle = None if isinstance(application, str) else application
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, answer: Any, *args: Any) -> Any:
         handle = await self._connected()
         response = getattr(handle, method).remote(*args)
         try:
@@ -37,7 +37,7 @@ class OverHandle:
             response.cancel()  # outside of a deployment Serve does not cancel the request
             raise
 
-    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+    async def stream(self, method: str, item: Any, *args: Any) -> AsyncGenerator[Any, None]:
         handle = await self._connected()
         response = getattr(handle.options(stream=True), method).remote(*args)
         finished = False

@@ -16,25 +16,13 @@ from folio.app.error_json import error_json
 from folio.app.errors import OverloadedError, UnavailableError
 from folio.app.fleet.overload import LoadShedder
 from folio.app.http_errors import HttpRefusal, whole_seconds
+from folio.app.operations import OPERATIONS
 from folio.app.request_context import EdgeObserver
 
 # `Retry-After` while the server drains: by then another server may answer at its address.
 _DRAINED_AFTER_S = 5.0
 # Paths of requests that become work for engines.
-_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/embeddings",
-        "/v1/score",
-        "/score",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/rerank",
-    }
-)
+_PATHS = frozenset(path for operation in OPERATIONS if operation.is_shed for path in operation.paths)
 
 
 @dataclass(slots=True)

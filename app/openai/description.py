@@ -18,9 +18,9 @@ from starlette.responses import Response
 
 from folio.app.error_json import AnthropicErrorBody
 from folio.app.http_errors import ErrorBody
-from folio.app.openai.messages.replies import MessageEvent
-from folio.app.openai.replies import ChatCompletionChunk, Completion
-from folio.app.openai.responses.replies import StreamEvent
+from folio.app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
+from folio.app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from folio.app.openai.responses.replies import ResponseObject, StreamEvent
 
 DESCRIPTION = (
     "OpenAI's completions, chat completions and responses, and Anthropic's messages, for one model and its adapters. "
@@ -53,7 +53,7 @@ _DESCRIPTIONS: dict[int | str, str] = {
     "4XX": "The request is refused.",
 }
 ERRORS = _errors(ErrorBody, _DESCRIPTIONS)
-ANTHROPIC_ERRORS = _errors(AnthropicErrorBody, _DESCRIPTIONS | {400: "The request is invalid."})
+_ANTHROPIC_ERRORS = _errors(AnthropicErrorBody, _DESCRIPTIONS | {400: "The request is invalid."})
 
 
 def _stream_of(description: str, *data: type[BaseModel], has_end_mark: bool = False) -> Responses:
@@ -86,16 +86,21 @@ def _stream_of(description: str, *data: type[BaseModel], has_end_mark: bool = Fa
 
 
 _LAST = "The last event's data is `[DONE]`, or an error."
-COMPLETION_STREAM = _stream_of(_LAST, Completion, ErrorBody, has_end_mark=True)
-CHAT_STREAM = _stream_of(_LAST, ChatCompletionChunk, ErrorBody, has_end_mark=True)
-RESPONSE_STREAM = _stream_of(
-    "Events have their `type` as name. The last is `response.completed`, `response.incomplete`, `response.failed` or "
-    "`error`.",
-    *_RESPONSE_EVENTS,
-)
-MESSAGE_STREAM = _stream_of(
-    "Events have their `type` as name. The last is `message_stop` or `error`.", *_MESSAGE_EVENTS, AnthropicErrorBody
-)
+# By the model of the answer: other answers of its route.
+RESPONSES: dict[type[BaseModel], Responses] = {
+    ChatCompletion: _stream_of(_LAST, ChatCompletionChunk, ErrorBody, has_end_mark=True),
+    Completion: _stream_of(_LAST, Completion, ErrorBody, has_end_mark=True),
+    ResponseObject: _stream_of(
+        "Events have their `type` as name. The last is `response.completed`, `response.incomplete`, `response.failed` "
+        "or `error`.",
+        *_RESPONSE_EVENTS,
+    ),
+    MessageObject: _ANTHROPIC_ERRORS
+    | _stream_of(
+        "Events have their `type` as name. The last is `message_stop` or `error`.", *_MESSAGE_EVENTS, AnthropicErrorBody
+    ),
+    TokenCount: _ANTHROPIC_ERRORS,
+}
 
 
 def describe(api: FastAPI, *, allow_unknown: bool) -> None:
@@ -150,81 +155,88 @@ def _example(summary: str, **value: Any) -> Example:
     return {"summary": summary, "value": value}
 
 
-CHAT = {
-    "question": _example("A question", model="builtin", temperature=0, messages=_QUESTION),
-    "stream": _example(
-        "Streamed, with the usage at the end",
-        model="builtin",
-        temperature=0,
-        messages=[{"role": "user", "content": [{"type": "text", "text": f"{_KEYS} What is the key of room 256?"}]}],
-        stream=True,
-        stream_options={"include_usage": True},
-    ),
-    "tool": _example(
-        "A tool that has to be called",
-        model="builtin",
-        messages=[{"role": "user", "content": "What is the key of room 417?"}],
-        tools=[{"type": "function", "function": {"name": "find_key", "parameters": _ROOM}}],
-        tool_choice="required",
-    ),
-    "schema": _example(
-        "JSON that follows a schema",
-        model="builtin",
-        messages=_QUESTION,
-        response_format={"type": "json_schema", "json_schema": {"name": "room", "schema": _ROOM}},
-    ),
-}
-COMPLETION = {
-    "prompt": _example(
-        "A prompt", model="builtin", prompt=f"{_KEYS} The key of room 417 is", max_tokens=8, temperature=0
-    ),
-    "beams": _example(
-        "The two likeliest of four beams",
-        model="builtin",
-        prompt="Folio is",
-        max_tokens=8,
-        n=2,
-        best_of=4,
-        use_beam_search=True,
-    ),
-    "batch": _example("Two prompts as token ids", model="builtin", prompt=[[76, 77], [78, 79, 80]], max_tokens=4),
-}
-RESPONSE = {
-    "question": _example("A question", model="builtin", input="What is a block?", temperature=0),
-    "stream": _example(
-        "Streamed, with instructions",
-        model="builtin",
-        instructions=_KEYS,
-        input=[{"role": "user", "content": [{"type": "input_text", "text": "What is the key of room 417?"}]}],
-        temperature=0,
-        stream=True,
-    ),
-}
 _MESSAGES: dict[str, Any] = {"model": "builtin", "system": _KEYS, "messages": _QUESTION}
-MESSAGE = {
-    "question": _example("A question", **_MESSAGES, max_tokens=64, temperature=0),
-    "stream": _example("Streamed", **_MESSAGES, max_tokens=64, temperature=0, stream=True),
-    "tool": _example(
-        "A tool that has to be called",
-        **_MESSAGES,
-        max_tokens=64,
-        tools=[{"name": "find_key", "input_schema": _ROOM}],
-        tool_choice={"type": "any"},
-    ),
-}
-COUNT = {"question": _example("A question", **_MESSAGES)}
 _DOCUMENTS = ["A block is 16 positions of one sequence.", "It rains."]
-EMBEDDING = {
-    "texts": _example("Two texts", model="builtin", input=["What is Folio?", "What is a block?"]),
-    "tokens": _example("Token ids, as base64", model="builtin", input=[76, 77], encoding_format="base64"),
+# By the name of the operation.
+EXAMPLES: dict[str, dict[str, Example]] = {
+    "chat": {
+        "question": _example("A question", model="builtin", temperature=0, messages=_QUESTION),
+        "stream": _example(
+            "Streamed, with the usage at the end",
+            model="builtin",
+            temperature=0,
+            messages=[{"role": "user", "content": [{"type": "text", "text": f"{_KEYS} What is the key of room 256?"}]}],
+            stream=True,
+            stream_options={"include_usage": True},
+        ),
+        "tool": _example(
+            "A tool that has to be called",
+            model="builtin",
+            messages=[{"role": "user", "content": "What is the key of room 417?"}],
+            tools=[{"type": "function", "function": {"name": "find_key", "parameters": _ROOM}}],
+            tool_choice="required",
+        ),
+        "schema": _example(
+            "JSON that follows a schema",
+            model="builtin",
+            messages=_QUESTION,
+            response_format={"type": "json_schema", "json_schema": {"name": "room", "schema": _ROOM}},
+        ),
+    },
+    "generate": {
+        "prompt": _example(
+            "A prompt", model="builtin", prompt=f"{_KEYS} The key of room 417 is", max_tokens=8, temperature=0
+        ),
+        "beams": _example(
+            "The two likeliest of four beams",
+            model="builtin",
+            prompt="Folio is",
+            max_tokens=8,
+            n=2,
+            best_of=4,
+            use_beam_search=True,
+        ),
+        "batch": _example("Two prompts as token ids", model="builtin", prompt=[[76, 77], [78, 79, 80]], max_tokens=4),
+    },
+    "responses": {
+        "question": _example("A question", model="builtin", input="What is a block?", temperature=0),
+        "stream": _example(
+            "Streamed, with instructions",
+            model="builtin",
+            instructions=_KEYS,
+            input=[{"role": "user", "content": [{"type": "input_text", "text": "What is the key of room 417?"}]}],
+            temperature=0,
+            stream=True,
+        ),
+    },
+    "messages": {
+        "question": _example("A question", **_MESSAGES, max_tokens=64, temperature=0),
+        "stream": _example("Streamed", **_MESSAGES, max_tokens=64, temperature=0, stream=True),
+        "tool": _example(
+            "A tool that has to be called",
+            **_MESSAGES,
+            max_tokens=64,
+            tools=[{"name": "find_key", "input_schema": _ROOM}],
+            tool_choice={"type": "any"},
+        ),
+    },
+    "count_tokens": {"question": _example("A question", **_MESSAGES)},
+    "embed": {
+        "texts": _example("Two texts", model="builtin", input=["What is Folio?", "What is a block?"]),
+        "tokens": _example("Token ids, as base64", model="builtin", input=[76, 77], encoding_format="base64"),
+    },
+    "score": {
+        "pairs": _example("A text and two others", model="builtin", text_1="What is a block?", text_2=_DOCUMENTS)
+    },
+    "rerank": {
+        "documents": _example(
+            "The better of two", model="builtin", query="What is a block?", documents=_DOCUMENTS, top_n=1
+        )
+    },
+    "tokenize": {
+        "text": _example("A text", model="builtin", prompt="What is Folio?", return_token_strs=True),
+        "conversation": _example("A conversation", model="builtin", messages=_QUESTION),
+    },
+    "budget": {"a gibibyte": _example("1 GiB for each replica", budget_bytes=1 << 30)},
+    "pin": {"rules": _example("A text that many prompts begin with", name="rules", prompt=f"{_KEYS} " * 4)},
 }
-SCORE = {"pairs": _example("A text and two others", model="builtin", text_1="What is a block?", text_2=_DOCUMENTS)}
-RERANK = {
-    "documents": _example("The better of two", model="builtin", query="What is a block?", documents=_DOCUMENTS, top_n=1)
-}
-TOKENIZE = {
-    "text": _example("A text", model="builtin", prompt="What is Folio?", return_token_strs=True),
-    "conversation": _example("A conversation", model="builtin", messages=_QUESTION),
-}
-BUDGET = {"a gibibyte": _example("1 GiB for each replica", budget_bytes=1 << 30)}
-PIN = {"rules": _example("A text that many prompts begin with", name="rules", prompt=f"{_KEYS} " * 4)}

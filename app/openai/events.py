@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -12,9 +13,12 @@ from starlette.responses import Response
 
 from folio.app import http_errors as errors
 from folio.app.error_json import AnthropicErrorBody, anthropic_error
+from folio.app.openai.bodies import GenerationBody
 from folio.app.openai.event_response import KEEP_ALIVE, EventResponse
+from folio.app.openai.messages.body import MessagesRequest
 from folio.app.openai.messages.replies import MessageEvent, Ping
 from folio.app.openai.replies import ChatCompletionChunk, ChatDelta, Completion
+from folio.app.openai.responses.body import ResponsesRequest
 from folio.app.openai.responses.replies import ErrorEvent, StreamEvent
 from folio.app.request_context import current_context
 
@@ -72,6 +76,15 @@ def _around(chunk: Completion | ChatCompletionChunk) -> tuple[str, str]:
     empty = chunk.model_copy(update={"choices": [choice.model_copy(update=change)]})
     before, key, after = on_one_line(empty.model_dump_json()).partition(_EMPTY[type(chunk)])
     return before + key[:-2], after
+
+
+def event_stream(request: BaseModel, items: AsyncIterator[Any]) -> Response:
+    """Server-sent events of the answer to a body."""
+    if isinstance(request, ResponsesRequest):
+        return stream_events(items)
+    if isinstance(request, MessagesRequest):
+        return stream_messages(items)
+    return stream_chunks(items, shows_progress=isinstance(request, GenerationBody) and request.include_progress)
 
 
 def stream_chunks(chunks: AsyncIterator[BaseModel], *, shows_progress: bool = False) -> Response:

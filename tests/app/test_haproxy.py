@@ -427,7 +427,7 @@ def test_statistics_at_ports(usual: Front) -> None:
     """At the ports of the environment, on this machine only. Regression: HAProxy did not start where a port had been
     taken since the cluster began."""
     text = written(usual.variables, usual.port, backend_of([1])).read_text()
-    at_ports, at_sockets = haproxy.amend(text), haproxy.amend(text, sockets=Path("/tmp/x"))
+    at_ports, at_sockets = haproxy.amend(text, "/x"), haproxy.amend(text, "/x", sockets=Path("/tmp/x"))
     assert sorted(re.findall(r"^ +bind (.*)$", at_ports, re.MULTILINE)) == sorted(
         ["127.0.0.1:8404", "127.0.0.1:9101", f"127.0.0.1:{usual.port}"]
     )

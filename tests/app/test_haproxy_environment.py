@@ -16,6 +16,7 @@ from ray.serve._private import constants
 
 from folio.app import haproxy
 from folio.app.cli import env
+from folio.app.operations import repeatable_ends
 from tests.app.haproxy_front import (
     backend_of,
     short_directory,
@@ -23,6 +24,7 @@ from tests.app.haproxy_front import (
 )
 
 pytestmark = pytest.mark.processes
+REPEATABLE = " ".join(repeatable_ends())
 
 
 def test_addresses_that_haproxy_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +42,13 @@ def text() -> Iterator[str]:
 
 def test_a_configuration_of_another_ray(text: str) -> None:
     """An amendment that does not apply is an error."""
-    assert haproxy.amend(text) != text
-    patterns = [pattern for pattern, _ in haproxy.amendments(text, ["*"], None)]
+    assert haproxy.amend(text, REPEATABLE) != text
+    patterns = [pattern for pattern, _ in haproxy.amendments(text, REPEATABLE, ["*"], None)]
     assert patterns
     for pattern in patterns:
         other = re.sub(pattern, "    # something else", text, flags=re.MULTILINE)
         with pytest.raises(ValueError, match="no line like") as raised:
-            haproxy.amend(other)
+            haproxy.amend(other, REPEATABLE)
         assert repr(pattern) in str(raised.value)
 
 
@@ -70,7 +72,7 @@ def test_the_launcher_where_names_have_spaces(tmp_path: Path, text: str) -> None
         [launcher, "-db", "-f", config, "-dR", "-sf", "1 2"], check=True, capture_output=True, text=True
     )
     assert done.stdout.splitlines() == [str(binary), "-db", "-f", str(config), "-dR", "-sf", "1 2"]
-    assert config.read_text() == haproxy.amend(text, haproxy.trusted_addresses(), directory)
+    assert config.read_text() == haproxy.amend(text, REPEATABLE, haproxy.trusted_addresses(), directory)
 
 
 def test_a_directory_that_leaves_no_room_for_sockets(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def sent() -> set[Row]:
 
 def by_haproxy() -> set[Row]:
     """HAProxy's own answers; 502 and 504 become 503."""
-    configuration = "".join(replacement for _, replacement in haproxy.amendments("", ["127.0.0.1"], None))
+    configuration = "".join(replacement for _, replacement in haproxy.amendments("", "/x", ["127.0.0.1"], None))
     answers = re.findall(r"status (\d+) content-type application/json string '(.*?)'", configuration)
     found = [(int(status), json.loads(body)["error"]) for status, body in answers]
     return {(status, error["type"], error["code"]) for status, error in found if status not in (502, 504)}

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pydantic import BaseModel, ValidationError
 
-from folio.app.openai.bodies import CompletionRequest
-from folio.app.openai.chat_body import ChatCompletionRequest
 from folio.app.openai.operation.replies import LoadReport
-from folio.app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from folio.app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from folio.app.openai.replies import ChatCompletion, Completion
 from folio.app.openai.responses.body import ResponsesRequest
-from folio.app.openai.responses.replies import ResponseObject
+from folio.app.openai.routes import ROUTES
 from folio.app.openai.unknown_fields import UnknownFields
+from folio.app.operations import OPERATIONS
 
 # Requests with a lower number go first: those of batches are last.
 LAST_PRIORITY = 2**31 - 1
 
 
 class BatchService(Protocol):
-    """The part of `folio.app.openai.http.Service` that batches call."""
+    """What batches call beside the operations of `ENDPOINTS`."""
 
-    async def generate(self, request: CompletionRequest) -> Completion: ...
-    async def chat(self, request: ChatCompletionRequest) -> ChatCompletion: ...
-    async def responses(self, request: ResponsesRequest) -> ResponseObject: ...
-    async def embed(self, request: EmbeddingRequest) -> EmbeddingList: ...
-    async def score(self, request: ScoreRequest) -> ScoreList: ...
-    async def rerank(self, request: RerankRequest) -> Ranking: ...
     async def load(self) -> LoadReport: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route: the model of its body, and the call that answers it."""
+    """A route: the name of its operation, and the model of its body."""
 
+    name: str
     body: type[BaseModel]
-    call: Callable[[BatchService, Any], Awaitable[BaseModel]]
 
     def read(self, given: dict[str, Any], unknown: UnknownFields) -> tuple[BaseModel, Sequence[str]]:
         """Validate a body, and give it the last priority. Returns it, and its unknown fields that were dropped.
@@ -53,17 +43,18 @@ class Endpoint:
         except ValidationError as error:
             errors = [{**found, "loc": ("body", *found["loc"])} for found in error.errors(include_url=False)]
             body, dropped = unknown.resolve(self.body, given, errors)
-        return body.model_copy(update={"priority": LAST_PRIORITY}), dropped
+        changes: dict[str, Any] = {"priority": LAST_PRIORITY}
+        if isinstance(body, ResponsesRequest):
+            changes["store"] = bool(body.store)  # the answer is in the batch's file
+        return body.model_copy(update=changes), dropped
+
+    async def call(self, service: BatchService, body: BaseModel) -> BaseModel:
+        """The answer to a body."""
+        return cast(BaseModel, await getattr(service, self.name)(body))
 
 
 ENDPOINTS = {
-    "/v1/chat/completions": Endpoint(ChatCompletionRequest, lambda service, body: service.chat(body)),
-    "/v1/completions": Endpoint(CompletionRequest, lambda service, body: service.generate(body)),
-    # Their answers are in the batch's file.
-    "/v1/responses": Endpoint(
-        ResponsesRequest, lambda service, body: service.responses(body.model_copy(update={"store": bool(body.store)}))
-    ),
-    "/v1/embeddings": Endpoint(EmbeddingRequest, lambda service, body: service.embed(body)),
-    "/v1/score": Endpoint(ScoreRequest, lambda service, body: service.score(body)),
-    "/v1/rerank": Endpoint(RerankRequest, lambda service, body: service.rerank(body)),
+    operation.path: Endpoint(operation.name, ROUTES[operation.name].body)
+    for operation in OPERATIONS
+    if operation.is_batchable
 }

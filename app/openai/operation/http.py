@@ -9,7 +9,7 @@ from fastapi import Body, FastAPI, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
 from folio.app.errors import UnavailableError, UnknownModelError, UnknownPinError
-from folio.app.openai import description as examples
+from folio.app.openai.description import EXAMPLES
 from folio.app.openai.operation.bodies import (
     AddModelRequest,
     BudgetRequest,
@@ -195,7 +195,7 @@ def _add_load(api: FastAPI, service: OperationService) -> None:
 
 def _add_budget(api: FastAPI, service: OperationService) -> None:
     @api.put("/v1/budget", tags=["operation"])
-    async def budget(request: Annotated[BudgetRequest, Body(openapi_examples=examples.BUDGET)]) -> BudgetReport:
+    async def budget(request: Annotated[BudgetRequest, Body(openapi_examples=EXAMPLES["budget"])]) -> BudgetReport:
         """Change the budget of every engine replica's KV cache."""
         # Whatever `operator_paths` says: a tenant must not take memory from the others.
         if (context := current_context()) is not None:
@@ -210,7 +210,7 @@ def _add_pins(api: FastAPI, service: OperationService) -> None:
         return await service.pins()
 
     @api.post("/v1/pins", tags=["operation"])
-    async def pin(request: Annotated[PinRequest, Body(openapi_examples=examples.PIN)]) -> PinCard:
+    async def pin(request: Annotated[PinRequest, Body(openapi_examples=EXAMPLES["pin"])]) -> PinCard:
         """Compute a prefix on every engine replica and pin it in the prefix cache."""
         model = await service.pin(request)
         for card in (await service.pins()).data:

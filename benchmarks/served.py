@@ -15,7 +15,7 @@ from typing import Any
 
 from folio.app.engine.report import ReplicaReport
 from folio.app.fleet.messages import reports_from_stats
-from folio.app.fleet.shelf_load import summed_load
+from folio.app.fleet.status import summed_load
 
 _POLL_S = 0.1
 # Between Ray's range for workers and the systems' ranges for any free port.

@@ -5,15 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from folio.app.dashboard.state import (
     BlockMap,
-    Device,
-    Gpu,
-    Load,
-    Memory,
-    ModelOnDevice,
     Parked,
     ReplicaDetail,
     ReplicaState,
@@ -23,13 +17,9 @@ from folio.app.dashboard.state import (
     block_map,
     runs_of,
 )
-from folio.app.engine.report import ReplicaReport
-from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
 from folio.app.engine.watch import EngineView, EngineWatch, StepRecord, WatchedSequence
+from folio.app.fleet.status import ReplicaStatus
 from folio.vmem import MemoryReport, MemorySnapshot
-
-if TYPE_CHECKING:
-    from folio.app.engine.gpu_memory import GpuMemory
 
 # Entries of `Steps`, and runs of a `Table`, at most.
 MOST_STEPS, MOST_RUNS = 40, 128
@@ -61,97 +51,47 @@ class ReplicaView:
     detail: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class ShelfView:
-    """Models that share a device, for `view_shelf`.
-
-    Attributes:
-        load, memory: of all of them together.
-        watches: of those that have an engine.
-        gpu: `None` on a CPU.
-    """
-
-    models: Sequence[ModelStatus]
-    device: DeviceStatus
-    load: ReplicaReport
-    memory: MemoryReport
-    watches: Mapping[str, EngineWatch]
-    gpu: GpuMemory | None = None
-
-
 def view_replica(
-    watch: EngineWatch, call: WatchCall, *, name: str, model: str, ready_at: float, gpu: GpuMemory | None = None
+    status: ReplicaStatus, watches: Mapping[str, EngineWatch], call: WatchCall, *, ready_at: float
 ) -> ReplicaView:
-    """Look at an engine. From any thread; waits for 20 ms at most.
+    """Look at a replica: at the blocks of the model with the most requests. From any thread; waits for 20 ms at most.
 
     Args:
-        gpu: `None` on a CPU.
+        watches: of the models that have an engine, by name.
         ready_at: when the replica became ready, by `time.monotonic`.
     """
-    view = _look(watch, call, name)
-    report = None if view.memory is None else view.memory.report
-    return _answer(view, view.load, report, view.steps, call, name=name, model=model, ready_at=ready_at, gpu=gpu)
-
-
-def view_shelf(shelf: ShelfView, call: WatchCall, *, name: str, ready_at: float) -> ReplicaView:
-    """Look at models that share a device: at the blocks of the one with the most requests. See `view_replica`."""
-    loaded = [status for status in shelf.models if status.name in shelf.watches]
-    busiest = max(loaded, key=lambda status: status.num_running + status.num_waiting, default=None)
-    model = "" if busiest is None else busiest.name
-    view = None if busiest is None else _look(shelf.watches[model], call, name)
-    since = call.since.get(name) or 0
-    steps = [step for other, watch in shelf.watches.items() if other != model for step in watch.steps(since)]
-    steps = sorted([*steps, *(() if view is None else view.steps)])
-    known: dict[str, Any] = {"name": name, "model": model, "ready_at": ready_at, "gpu": shelf.gpu}
-    return _answer(view, shelf.load, shelf.memory, steps, call, shelf=shelf, **known)
-
-
-def _look(watch: EngineWatch, call: WatchCall, name: str) -> EngineView:
-    return watch.look(call.since.get(name) or 0, detailed=_is_detailed(call, name), wanted=call.requests)
-
-
-def _is_detailed(call: WatchCall, name: str) -> bool:
-    return call.details is None or name in call.details
-
-
-def _answer(
-    view: EngineView | None,
-    load: ReplicaReport,
-    report: MemoryReport | None,
-    steps: Sequence[StepRecord],
-    call: WatchCall,
-    *,
-    name: str,
-    model: str,
-    ready_at: float,
-    gpu: GpuMemory | None,
-    shelf: ShelfView | None = None,
-) -> ReplicaView:
-    """The answer with the blocks of a view."""
-    since, memory = call.since.get(name), None if view is None else view.memory
-    last_step = steps[-1].number if steps else since or 0
-    state = ReplicaState(
-        name=name,
-        model=model,
-        age_s=round(time.monotonic() - ready_at, 1),
-        load=Load.model_validate(load, from_attributes=True),
-        memory=None if report is None else Memory.model_validate(report, from_attributes=True),
-        maps=() if memory is None else _maps(memory, detailed=False),
+    loaded = [model.status for model in status.models if model.name in watches]
+    busiest = max(loaded, key=lambda model: model.num_requests, default=None)
+    known_step, is_detailed = call.since.get(status.name), call.details is None or status.name in call.details
+    view = None
+    if busiest is not None:
+        view = watches[busiest.name].look(detailed=is_detailed, wanted=call.requests)
+    memory = None if view is None else view.memory
+    report: MemoryReport | None = status.memory
+    if status.device is None:  # the figures of the same moment as the maps
+        report = None if memory is None else memory.report
+    since = known_step or 0
+    steps = sorted(step for watch in watches.values() for step in watch.steps(since))
+    last_step = steps[-1].number if steps else since
+    parts = {
+        "name": status.name,
+        "model": "" if busiest is None else busiest.name,
+        "age_s": round(time.monotonic() - ready_at, 1),
+        "load": status.load,
+        "memory": report,
+        "maps": () if memory is None else _maps(memory, detailed=False),
         # Not to a new ingress: others watched them, and a viewer whose stream goes on here has seen them there.
-        steps=Steps() if since is None else _steps(steps, time.monotonic()),
-        last_step=last_step,
-        models=() if shelf is None else tuple(map(_on_device, shelf.models)),
-        device=None if shelf is None else Device.model_validate(shelf.device, from_attributes=True),
-        gpu=None if gpu is None else Gpu.model_validate(gpu, from_attributes=True),
-    )
+        "steps": Steps() if known_step is None else _steps(steps, time.monotonic()),
+        "last_step": last_step,
+        "models": () if status.device is None else tuple(model.status for model in status.models),
+        "device": status.device,
+        "gpu": status.gpu,
+    }
+    state = ReplicaState.model_validate(parts, from_attributes=True)
     detail = None
-    if view is not None and memory is not None and _is_detailed(call, name):
+    if view is not None and memory is not None and is_detailed:
         detail = _detail(view, memory).model_dump_json()
-    return ReplicaView(name, last_step, state.model_dump_json(), detail)
-
-
-def _on_device(status: ModelStatus) -> ModelOnDevice:
-    return ModelOnDevice.model_validate(status, from_attributes=True)
+    return ReplicaView(status.name, last_step, state.model_dump_json(), detail)
 
 
 def _maps(memory: MemorySnapshot, *, detailed: bool) -> tuple[BlockMap, ...]:

@@ -195,7 +195,7 @@ class Engine:
                 most_queued=config.max_queued_requests,
                 held=lambda: self.adapters.waiting_groups,
             )
-            self.watch = EngineWatch(self.memory, self.scheduler, self.load)
+            self.watch = EngineWatch(self.memory, self.scheduler)
             self.generations: dict[str, Generation] = {}
             self._pin_restorer = PinRestorer(self.generations)
             self._next_deadline = math.inf  # or before it: of a request that has ended

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from folio.app.engine.footprint import Footprint
 from folio.app.engine.model.memory_profile import DeviceMemory
+from folio.app.engine.report import GpuMemory
 from folio.vmem import DevicePages
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """Memory of the device, and host memory for it, at about one moment.
-
-    Attributes:
-        parts: bytes by part, which add up to the device's. "weights"; "kv": pages of KV caches, anchor pages included;
-            "graphs": CUDA graphs with their buffers; "activations": what torch has beside these, in use or kept for
-            the next step; "idle": pages that one model has given back and the next one takes; "other": CUDA contexts,
-            kernels and other processes; "free".
-        pinned_bytes: host memory that this process has pinned: copies of weights, swapped sequences, transfers.
-    """
-
-    parts: Mapping[str, int]
-    pinned_bytes: int
 
 
 def gpu_memory(

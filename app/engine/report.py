@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,8 +37,29 @@ class StepTimes:
         return num_steps * self.fixed_s + num_tokens * self.token_s + num_attended * self.attended_s
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """Requests in an engine, counted by their sequences: forks to come are included.
+
+    Attributes:
+        num_running: sequences of the requests that have memory.
+        num_waiting: those of requests that have not begun, or were preempted.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_running + self.num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_requests > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport(Requests):
     """Load report: the load and the cached prefixes of a replica at one moment.
 
     Attributes:
@@ -46,8 +68,6 @@ class ReplicaReport:
         keys, changes, stride, keys_version: the cached prefixes, see `folio.vmem.CachedKeys`.
         step_tokens: most tokens of a step.
         max_num_seqs: most sequences that run at once.
-        num_running: sequences of the groups that run, coming forks included.
-        num_waiting: the same of groups that have not begun, or were preempted.
         queued_tokens: prompt tokens to compute.
         queued_s: expected time to compute them.
         num_decodes: running sequences that decode.
@@ -66,32 +86,46 @@ class ReplicaReport:
     """
 
     made_at: float
-    unit_tokens: int
-    keys: bytes
-    changes: bytes
-    stride: int
-    keys_version: int
-    step: StepTimes
+    unit_tokens: int = 0
+    keys: bytes = b""
+    changes: bytes = b""
+    stride: int = 1
+    keys_version: int = 0
+    step: StepTimes = StepTimes()
     step_tokens: int
     max_num_seqs: int
-    num_running: int
-    num_waiting: int
-    queued_tokens: int
-    queued_s: float
-    num_decodes: int
-    decode_s: float
-    free_tokens: int
-    total_tokens: int
-    freed_tokens_per_s: float
-    busy_share: float
-    budget_bytes: int
-    expected_cached_tokens: int
-    cached_tokens: int
-    missed_tokens: int
+    queued_tokens: int = 0
+    queued_s: float = 0.0
+    num_decodes: int = 0
+    decode_s: float = 0.0
+    free_tokens: int = 0
+    total_tokens: int = 0
+    freed_tokens_per_s: float = 0.0
+    busy_share: float = 0.0
+    budget_bytes: int = 0
+    expected_cached_tokens: int = 0
+    cached_tokens: int = 0
+    missed_tokens: int = 0
     wake_s: float = 0.0
     is_waking: bool = False
     others_s: float = 0.0
     num_others: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of the device, and host memory for it, at about one moment.
+
+    Attributes:
+        parts: bytes by part, which add up to the device's. "weights"; "kv": pages of KV caches, anchor pages included;
+            "graphs": CUDA graphs with their buffers; "activations": what torch has beside these, in use or kept for
+            the next step; "idle": pages that one model has given back and the next one takes; "other": CUDA contexts,
+            kernels and other processes; "free".
+        pinned_bytes: host memory that this process has pinned: copies of weights, swapped sequences, transfers.
+    """
+
+    parts: Mapping[str, int]
+    pinned_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from folio.app.engine.report import ReplicaReport
 from folio.vmem import MemorySnapshot, SequenceSnapshot, take_snapshot
 
 if TYPE_CHECKING:
-    from folio.app.engine.load_report import LoadReporter
     from folio.app.engine.request import Request
     from folio.app.engine.scheduler import Scheduler
     from folio.vmem import KVMemory, SequenceMemory
@@ -54,13 +52,10 @@ class EngineView:
 
     Attributes:
         memory: `None` if the memory was busy for longer than a look may wait.
-        steps: those since the last look.
         sequences: the longest ones, in a detailed view.
     """
 
-    load: ReplicaReport
     memory: MemorySnapshot | None
-    steps: list[StepRecord]
     sequences: list[WatchedSequence]
 
 
@@ -68,13 +63,12 @@ class EngineWatch:
     """Views of one engine. Until the first look, and again `_WATCHED_S` after the last, a step costs one comparison.
 
     Args:
-        memory, scheduler, load: the engine's.
+        memory, scheduler: the engine's.
     """
 
-    def __init__(self, memory: KVMemory, scheduler: Scheduler, load: LoadReporter) -> None:
+    def __init__(self, memory: KVMemory, scheduler: Scheduler) -> None:
         self._memory = memory
         self._scheduler = scheduler
-        self._load = load
         self._steps: deque[StepRecord] = deque(maxlen=_MOST_STEPS)
         self._queue_s: list[float] = []
         self._until = 0.0
@@ -105,11 +99,10 @@ class EngineWatch:
         self._until = time.monotonic() + _WATCHED_S
         return [step for step in self._steps.copy() if step.number > since]
 
-    def look(self, since: int = 0, *, detailed: bool = False, wanted: Collection[str] = ()) -> EngineView:
+    def look(self, *, detailed: bool = False, wanted: Collection[str] = ()) -> EngineView:
         """The engine now. From any thread; waits for the memory's lock for 20 ms at most.
 
         Args:
-            since: number of the last step that the caller has seen.
             detailed: with sequences and parked regions.
             wanted: ids of requests whose sequences are to be among them, however short they are.
         """
@@ -138,4 +131,4 @@ class EngineWatch:
             for sequence in (() if snapshot is None else snapshot.sequences)
             if (owner := owners.get(id(sequence.memory))) is not None
         ]
-        return EngineView(self._load.report(most_keys=0), snapshot, self.steps(since), sequences)
+        return EngineView(snapshot, sequences)

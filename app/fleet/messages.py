@@ -1,4 +1,4 @@
-"""Messages between ingress and engine replica: calls, status, load reports as plain types, pieces of output."""
+"""Messages between ingress and engine replica: calls, load reports as plain types, pieces of output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from folio.app.engine.report import ReplicaReport, StepTimes
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.shelf.status import ModelStatus
 from folio.app.engine.turn import COMPLETION, Turn
-from folio.vmem import CachedPrefix, MemoryReport
+from folio.vmem import CachedPrefix
 
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}
 _STEP_FIELDS = {field.name for field in fields(StepTimes)}
@@ -149,27 +149,6 @@ class HostedModel:
 
     status: ModelStatus
     max_model_len: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """An engine replica's status for operators.
-
-    Attributes:
-        load, memory: of all its models together.
-        ready_s: seconds from its start until it was ready.
-        models: the status of each model.
-        loads: of each model, by name.
-        memories: of each model that has been loaded, by name.
-    """
-
-    name: str
-    load: ReplicaReport
-    memory: MemoryReport
-    ready_s: float
-    loads: Mapping[str, ReplicaReport]
-    memories: Mapping[str, MemoryReport]
-    models: tuple[ModelStatus, ...] = ()
 
 
 def reports_as_stats(reports: Mapping[str, ReplicaReport]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from folio.app.errors import FolioError, NoReplicaError
-from folio.app.fleet.messages import ReplicaStatus
+from folio.app.fleet.status import ReplicaStatus
 
 _PREFIX = "ray_folio_"  # Ray adds `ray_`
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
@@ -107,8 +107,9 @@ def load_families(answers: Sequence[ReplicaStatus | FolioError], models: Sequenc
 
 
 def _load_of(model: str, statuses: Sequence[ReplicaStatus]) -> Iterator[Sample]:
-    loads = [status.loads[model] for status in statuses if model in status.loads]
-    memories = [status.memories[model] for status in statuses if model in status.memories]
+    reports = [report for status in statuses for report in status.models if report.name == model]
+    loads = [report.load for report in reports]
+    memories = [report.memory for report in reports if report.memory is not None]
     labels = {"model_name": model}
     yield Sample(_RUNNING, labels, sum(load.num_running for load in loads))
     yield Sample(_WAITING, labels, sum(load.num_waiting for load in loads))

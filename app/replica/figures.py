@@ -1,55 +1,39 @@
-"""Load and memory of a replica's models, for routers, operators and metrics."""
+"""Status of a replica, for routers, operators and metrics."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from folio.app.engine.report import ReplicaReport
 from folio.app.errors import UnavailableError
-from folio.app.fleet.shelf_load import summed_load, summed_memory, unloaded_report
-from folio.vmem import MemoryReport
+from folio.app.fleet.status import ModelReport, ReplicaStatus, unloaded_report
 
 if TYPE_CHECKING:
-    from folio.app.engine.gpu_memory import GpuMemory
     from folio.app.engine.shelf.shelf import Shelf
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Loads by model, load and memory of all models together, memory of each model that has an engine, and a GPU's by
-    part."""
-
-    loads: dict[str, ReplicaReport]
-    load: ReplicaReport
-    memory: MemoryReport
-    memories: dict[str, MemoryReport]
-    gpu: GpuMemory | None = None
-
-
-def figures_of(shelf: Shelf, *, is_shared: bool, most_keys: int = 0) -> Figures:
-    """The figures of this moment; may wait for the memory's lock.
+def replica_status(shelf: Shelf, name: str, *, most_keys: int = 0) -> ReplicaStatus:
+    """The status of this moment; may wait for the memory's lock. Where models share a device, one whose engine has
+    stopped has the load of a model that has not been loaded.
 
     Args:
-        is_shared: several models share a device: one whose engine has stopped has the load of a model that has not been
-            loaded.
+        name: of the replica.
         most_keys: in each engine's load.
 
     Raises:
         UnavailableError: the only engine has stopped.
     """
-    engines, loads, memories = shelf.engines(), {}, {}
+    engines, device = shelf.engines(), shelf.device_status()
+    models = []
     for status in shelf.statuses():
         engine = engines.get(status.name)
         try:
             if engine is not None:
-                loads[status.name], memory = engine.load(most_keys=most_keys), engine.report()
-                memories[status.name] = memory
+                models.append(ModelReport(status, engine.load(most_keys=most_keys), engine.report()))
                 continue
         except UnavailableError:
-            if not is_shared:
+            if device is None:
                 raise
-        loads[status.name] = unloaded_report(status, time.monotonic())
-    load, memory = summed_load(list(loads.values())), summed_memory(list(memories.values()))
-    return Figures(loads, load, memory, memories, shelf.gpu_memory())
+        models.append(ModelReport(status, unloaded_report(status, time.monotonic())))
+    ready_s = sum(engine.start_times.ready_s for engine in engines.values())
+    return ReplicaStatus(name, ready_s, tuple(models), device, shelf.gpu_memory())

@@ -7,11 +7,11 @@ complaint. `folio.app.serving.metrics_page` makes the page `/metrics` and adds t
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from ray.serve import metrics
@@ -20,6 +20,7 @@ from folio.app.dashboard.traffic import TrafficLog
 from folio.app.fleet.messages import GenerateRequest, Piece
 from folio.app.http_errors import outcome_of
 from folio.app.request_context import EdgeObserver
+from folio.app.serving.metric_rows import Counter, Histogram, MetricTable, Rows
 from folio.app.tracing import set_outcome
 
 if TYPE_CHECKING:
@@ -34,150 +35,6 @@ _LENGTHS: list[float] = [float(digit * 10**power) for power in range(6) for digi
 _OUTPUTS: list[float] = [0.5, 1.5, 2.5, 3.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5]
 # Outcomes of requests whose prompts no replica has taken, if they have no output.
 _REFUSED = frozenset({"invalid", "refused", "unavailable"})
-_TAGS: Any = ("route", "model")  # Ray's annotation allows one name only
-
-
-class RequestMeter:
-    """An ingress's requests by route and outcome, tokens, and times. About 45 µs a request, below 1 µs a piece.
-
-    Args:
-        traffic: the dashboard's record of requests.
-    """
-
-    def __init__(self, traffic: TrafficLog | None = None) -> None:
-        self._traffic = traffic or TrafficLog()
-        self._requests = metrics.Counter(
-            "folio_requests",
-            "Requests that have ended, by outcome.",
-            ("route", "model", "outcome"),  # type: ignore[arg-type]
-        )
-        self._running = metrics.Gauge("folio_requests_in_flight", "Requests that have not ended.", ("route",))
-        self._prompt = metrics.Counter(
-            "folio_prompt_tokens", "Tokens of prompts that a replica has taken, cached ones included.", _TAGS
-        )
-        self._cached = metrics.Counter(
-            "folio_prompt_cached_tokens", "Tokens of prompts found in the prefix cache.", _TAGS
-        )
-        self._output = metrics.Counter("folio_output_tokens", "Tokens generated and passed on.", _TAGS)
-        self._ended = metrics.Counter(
-            "folio_outputs",
-            "Outputs that were passed on to their end, by finish reason.",
-            ("route", "model", "reason"),  # type: ignore[arg-type]
-        )
-        self._prompt_length = metrics.Histogram(
-            "folio_prompt_length_tokens", "Tokens of a prompt.", boundaries=_LENGTHS, tag_keys=_TAGS
-        )
-        self._output_length = metrics.Histogram(
-            "folio_output_length_tokens",
-            "Tokens of an output that was passed on to its end.",
-            boundaries=_LENGTHS,
-            tag_keys=_TAGS,
-        )
-        self._most_tokens = metrics.Histogram(
-            "folio_requested_tokens",
-            "Most tokens of an output (max_tokens), of requests that have a limit.",
-            boundaries=_LENGTHS,
-            tag_keys=_TAGS,
-        )
-        self._num_outputs = metrics.Histogram(
-            "folio_requested_outputs", "Outputs of a prompt (n).", boundaries=_OUTPUTS, tag_keys=_TAGS
-        )
-        self._first_s = metrics.Histogram(
-            "folio_time_to_first_token_seconds",
-            "Streams: from the request to the first piece of any output (TTFT).",
-            boundaries=FIRST_S,
-            tag_keys=_TAGS,
-        )
-        self._token_s = metrics.Histogram(
-            "folio_time_per_output_token_seconds",
-            "Streams: mean time per token of each output after its first piece (TPOT).",
-            boundaries=_TOKEN_S,
-            tag_keys=_TAGS,
-        )
-        self._decode_s = metrics.Histogram(
-            "folio_decode_seconds",
-            "Streams: from an output's first piece to its last.",
-            boundaries=_WHOLE_S,
-            tag_keys=_TAGS,
-        )
-        self._whole_s = metrics.Histogram(
-            "folio_request_seconds",
-            "From the request to the end of its answer.",
-            boundaries=_WHOLE_S,
-            tag_keys=_TAGS,
-        )
-        self._num_running: Counter[str] = Counter()
-
-    @contextmanager
-    def measure(self, route: str) -> Iterator[Measured]:
-        """The context of a request from its arrival to its end. The error that leaves it is the outcome."""
-        measured, span = Measured(), trace.get_current_span()
-        self._add_running(route, 1)
-        try:
-            yield measured
-        except BaseException as error:
-            measured.outcome = outcome_of(error)
-            raise
-        finally:
-            self._add_running(route, -1)
-            self._record(route, measured)
-            if span.is_recording():
-                describe_request(span, route, measured)
-
-    def repeat(self) -> None:
-        """Set the gauges again: Ray drops a gauge 20 s after it was last set."""
-        for route, number in self._num_running.items():
-            self._running.set(number, {"route": route})
-
-    def _add_running(self, route: str, number: int) -> None:
-        self._num_running[route] += number
-        self._traffic.num_in_flight += number
-        self._running.set(self._num_running[route], {"route": route})
-
-    def _record(self, route: str, measured: Measured) -> None:
-        tags = {"route": route, "model": measured.served_by}
-        self._requests.inc(1, tags | {"outcome": measured.outcome})
-        counts = (
-            (self._prompt, 0 if measured.is_refused else measured.prompt_tokens),
-            (self._cached, measured.cached_tokens),
-        )
-        for counter, number in (*counts, (self._output, measured.output_tokens)):
-            if number:  # Ray refuses an increase by 0
-                counter.inc(number, tags)
-        if measured.first_s is not None:
-            self._first_s.observe(measured.first_s, tags)
-        token_s = measured.token_s
-        for seconds in token_s:
-            self._token_s.observe(seconds, tags)
-        for seconds in measured.decode_s:
-            self._decode_s.observe(seconds, tags)
-        self._record_lengths(measured, tags)
-        whole_s = time.perf_counter() - measured.begun_at
-        if measured.outcome == "ok":
-            self._whole_s.observe(whole_s, tags)
-        if self._traffic.is_on:
-            self._traffic.note(
-                is_ok=measured.outcome == "ok",
-                prompt_tokens=0 if measured.is_refused else measured.prompt_tokens,
-                cached_tokens=measured.cached_tokens,
-                output_tokens=measured.output_tokens,
-                first_s=measured.first_s,
-                token_s=token_s,
-                whole_s=whole_s,
-            )
-
-    def _record_lengths(self, measured: Measured, tags: dict[str, str]) -> None:
-        for tokens in () if measured.is_refused else measured.prompt_lengths:
-            self._prompt_length.observe(tokens, tags)
-        if (params := measured.params) is not None:
-            self._num_outputs.observe(params.n, tags)
-            if params.max_tokens is not None:
-                self._most_tokens.observe(params.max_tokens, tags)
-        for reason, lengths in measured.output_lengths.items():
-            self._ended.inc(len(lengths), tags | {"reason": reason})
-            for tokens in lengths:
-                if tokens:
-                    self._output_length.observe(tokens, tags)
 
 
 @dataclass(slots=True)
@@ -201,6 +58,7 @@ class Measured:
         prompt_lengths: tokens of each prompt.
         output_lengths: finish reason → tokens of each output that ended with it; 0 of a vector.
         first_s: seconds until the first piece of a stream.
+        whole_s: seconds until the end, once it has ended.
     """
 
     def __init__(self) -> None:
@@ -214,15 +72,16 @@ class Measured:
         self.output_tokens = 0
         self.outcome = "ok"
         self.first_s: float | None = None
+        self.whole_s = 0.0
 
     @property
     def prompt_tokens(self) -> int:
         return sum(self.prompt_lengths)
 
     @property
-    def is_refused(self) -> bool:
-        """Whether no replica has computed the prompt, as far as is known."""
-        return self.outcome in _REFUSED and not self._outputs
+    def taken_lengths(self) -> list[int]:
+        """Tokens of each prompt; empty if no replica has computed one, as far as is known."""
+        return [] if self.outcome in _REFUSED and not self._outputs else self.prompt_lengths
 
     @property
     def cached_tokens(self) -> int:
@@ -278,6 +137,129 @@ class Measured:
         self.output_tokens += len(piece.token_ids)
         if self.prompt_lengths and piece.num_cached_tokens > self._cached.get(prompt, 0):  # a fork has no prompt
             self._cached[prompt] = piece.num_cached_tokens
+
+
+_TAGS = ("route", "model")
+REQUESTS: Rows[Measured] = (
+    Counter("folio_requests", "Requests that have ended, by outcome.", lambda m: {m.outcome: 1}, (*_TAGS, "outcome")),
+    Counter(
+        "folio_prompt_tokens",
+        "Tokens of prompts that a replica has taken, cached ones included.",
+        lambda m: sum(m.taken_lengths),
+        _TAGS,
+    ),
+    Counter(
+        "folio_prompt_cached_tokens", "Tokens of prompts found in the prefix cache.", lambda m: m.cached_tokens, _TAGS
+    ),
+    Counter("folio_output_tokens", "Tokens generated and passed on.", lambda m: m.output_tokens, _TAGS),
+    Histogram(
+        "folio_time_to_first_token_seconds",
+        "Streams: from the request to the first piece of any output (TTFT).",
+        lambda m: m.first_s,
+        _TAGS,
+        FIRST_S,
+    ),
+    Histogram(
+        "folio_time_per_output_token_seconds",
+        "Streams: mean time per token of each output after its first piece (TPOT).",
+        lambda m: m.token_s,
+        _TAGS,
+        _TOKEN_S,
+    ),
+    Histogram(
+        "folio_decode_seconds",
+        "Streams: from an output's first piece to its last.",
+        lambda m: m.decode_s,
+        _TAGS,
+        _WHOLE_S,
+    ),
+    Histogram("folio_prompt_length_tokens", "Tokens of a prompt.", lambda m: m.taken_lengths, _TAGS, _LENGTHS),
+    Histogram(
+        "folio_requested_outputs",
+        "Outputs of a prompt (n).",
+        lambda m: None if m.params is None else m.params.n,
+        _TAGS,
+        _OUTPUTS,
+    ),
+    Histogram(
+        "folio_requested_tokens",
+        "Most tokens of an output (max_tokens), of requests that have a limit.",
+        lambda m: None if m.params is None else m.params.max_tokens,
+        _TAGS,
+        _LENGTHS,
+    ),
+    Counter(
+        "folio_outputs",
+        "Outputs that were passed on to their end, by finish reason.",
+        lambda m: {reason: len(lengths) for reason, lengths in m.output_lengths.items()},
+        (*_TAGS, "reason"),
+    ),
+    Histogram(
+        "folio_output_length_tokens",
+        "Tokens of an output that was passed on to its end.",
+        lambda m: [tokens for lengths in m.output_lengths.values() for tokens in lengths if tokens],
+        _TAGS,
+        _LENGTHS,
+    ),
+    Histogram(
+        "folio_request_seconds",
+        "From the request to the end of its answer.",
+        lambda m: m.whole_s if m.outcome == "ok" else None,
+        _TAGS,
+        _WHOLE_S,
+    ),
+)
+
+
+class RequestMeter:
+    """An ingress's requests by route and outcome, tokens, and times. About 45 µs a request, below 1 µs a piece.
+
+    Args:
+        traffic: the dashboard's record of requests.
+    """
+
+    def __init__(self, traffic: TrafficLog | None = None) -> None:
+        self._traffic = traffic or TrafficLog()
+        self._table = MetricTable(REQUESTS)
+        self._running = metrics.Gauge("folio_requests_in_flight", "Requests that have not ended.", ("route",))
+        self._num_running: dict[str, int] = defaultdict(int)
+
+    @contextmanager
+    def measure(self, route: str) -> Iterator[Measured]:
+        """The context of a request from its arrival to its end. The error that leaves it is the outcome."""
+        measured, span = Measured(), trace.get_current_span()
+        self._add_running(route, 1)
+        try:
+            yield measured
+        except BaseException as error:
+            measured.outcome = outcome_of(error)
+            raise
+        finally:
+            self._add_running(route, -1)
+            measured.whole_s = time.perf_counter() - measured.begun_at
+            self._table.note(measured, route, measured.served_by)
+            if self._traffic.is_on:
+                self._traffic.note(
+                    is_ok=measured.outcome == "ok",
+                    prompt_tokens=sum(measured.taken_lengths),
+                    cached_tokens=measured.cached_tokens,
+                    output_tokens=measured.output_tokens,
+                    first_s=measured.first_s,
+                    token_s=measured.token_s,
+                    whole_s=measured.whole_s,
+                )
+            if span.is_recording():
+                describe_request(span, route, measured)
+
+    def repeat(self) -> None:
+        """Set the gauges again: Ray drops a gauge 20 s after it was last set."""
+        for route, number in self._num_running.items():
+            self._running.set(number, {"route": route})
+
+    def _add_running(self, route: str, number: int) -> None:
+        self._num_running[route] += number
+        self._traffic.num_in_flight += number
+        self._running.set(self._num_running[route], {"route": route})
 
 
 def describe_request(span: trace.Span, route: str, measured: Measured) -> None:

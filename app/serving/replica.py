@@ -20,7 +20,7 @@ from ray import serve
 
 from folio.app.config.added_model import check_added
 from folio.app.config.shelf import ModelConfig, ShelfConfig
-from folio.app.dashboard.views import ReplicaView, ShelfView, WatchCall, view_replica, view_shelf
+from folio.app.dashboard.views import ReplicaView, WatchCall, view_replica
 from folio.app.engine.lora.source import AdapterSource
 from folio.app.engine.report import Progress
 from folio.app.errors import ConfigError, RequestError, UnavailableError, UnknownPinError, UnknownRequestError
@@ -33,23 +33,22 @@ from folio.app.fleet.messages import (
     HostedModel,
     HotPrefixes,
     Piece,
-    ReplicaStatus,
     ServedPooling,
     SharedStreamCall,
     reports_as_stats,
 )
 from folio.app.fleet.shelf_load import reports_for_routers
+from folio.app.fleet.status import ReplicaStatus
 from folio.app.fleet.streams import BEAT_S, PROGRESS_S, StreamPace, with_heartbeats
 from folio.app.logs import configure_logs
 from folio.app.replica.additions import ShelfAdditions
-from folio.app.replica.figures import figures_of
+from folio.app.replica.figures import replica_status
 from folio.app.replica.request_streams import RequestStreams
-from folio.app.serving.engine_metrics import EngineMeter, RoutingAudit
+from folio.app.serving.engine_metrics import ReplicaMeter, RoutingAudit
 from folio.app.serving.ledger import BudgetMember, member_of_this_replica
 from folio.app.serving.loaded import TableCopy
 from folio.app.serving.peers import LOADING_TIMEOUT_S, STARTING_TIMEOUT_S, peer_prefixes
 from folio.app.serving.shared_streams import Entry, SharedStreams
-from folio.app.serving.shelf_metrics import ShelfMeter
 from folio.app.tracing import keep_traces_whole
 from folio.vmem import BudgetAnswer, MemoryReport
 
@@ -156,8 +155,8 @@ class EngineReplica:
         if self._member is not None:
             [engine] = self._shelf.engines().values()
             self._member.follow(partial(engine.load, most_keys=0))
-        self._meter, self._shelf_meter = EngineMeter(), ShelfMeter()
-        self._figures = partial(figures_of, self._shelf, is_shared=self._is_shared)
+        self._meter = ReplicaMeter()
+        self._status = partial(replica_status, self._shelf, self._name)
         self._additions = ShelfAdditions(
             shelf, self._shelf, table, None if copy is None else copy.refresh, self._device
         )
@@ -240,33 +239,17 @@ class EngineReplica:
 
     async def named_report(self) -> tuple[str, MemoryReport]:
         """The replica's name, with which its answers' ids end, and its KV memory, of all models together."""
-        return self._name, (await _run_in_thread(self._figures)).memory
+        return self._name, (await self.status()).memory
 
     async def status(self) -> ReplicaStatus:
-        """The status for operators. Raises `UnavailableError` once the engine has stopped."""
-        figures = await _run_in_thread(self._figures)
-        ready_s = sum(engine.start_times.ready_s for engine in self._shelf.engines().values())
-        return ReplicaStatus(
-            self._name,
-            figures.load,
-            figures.memory,
-            ready_s,
-            {name: replace(load, keys=b"", changes=b"") for name, load in figures.loads.items()},
-            figures.memories,
-            self._shelf.statuses(),
-        )
+        """The status for operators. Raises `UnavailableError` once the only engine has stopped."""
+        return await _run_in_thread(self._status)
 
     async def look(self, call: WatchCall) -> ReplicaView:
         """This replica's part of the dashboard. Raises `UnavailableError` once the only engine has stopped."""
-        device = self._shelf.device_status()
-        if device is None:
-            [(model, engine)] = self._shelf.engines().items()
-            known: dict[str, Any] = {"name": self._name, "model": model, "ready_at": self._ready_at}
-            return await _run_in_thread(lambda: view_replica(engine.watch, call, gpu=self._shelf.gpu_memory(), **known))
-        figures = await _run_in_thread(self._figures)
+        status = await self.status()
         watches = {name: engine.watch for name, engine in self._shelf.engines().items() if engine.healthy}
-        shelf = ShelfView(self._shelf.statuses(), device, figures.load, figures.memory, watches, figures.gpu)
-        return await _run_in_thread(partial(view_shelf, shelf, call, name=self._name, ready_at=self._ready_at))
+        return await _run_in_thread(partial(view_replica, status, watches, call, ready_at=self._ready_at))
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change the budget of this replica's KV cache (`KVMemory.set_budget`).
@@ -327,17 +310,15 @@ class EngineReplica:
         self._exit.if_stopped()
         self._additions.refresh()
         engines = self._shelf.engines()
-        figures = await _run_in_thread(partial(self._figures, most_keys=self._most_keys // max(len(engines), 1)))
-        statuses, device = self._shelf.statuses(), self._shelf.device_status()
-        self._meter.note_models(engines, figures, is_loading=any(status.state == "loading" for status in statuses))
-        if device is not None:
-            self._shelf_meter.note(statuses, device)
-        return reports_as_stats(reports_for_routers(figures.loads, statuses, device))
+        most_keys = self._most_keys // max(len(engines), 1)
+        status = await _run_in_thread(partial(self._status, most_keys=most_keys))
+        self._meter.note(status, engines)
+        return reports_as_stats(reports_for_routers(status.models, status.device))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""
-        load = (await _run_in_thread(self._figures)).load
-        return AutoscalingLoad.from_report(load, self._shelf.device_status()).as_metrics()
+        status = await self.status()
+        return AutoscalingLoad.from_report(status.load, status.device).as_metrics()
 
     def check_health(self) -> None:
         """Called by Serve, which replaces the replica after three errors, or at once when its process has ended."""

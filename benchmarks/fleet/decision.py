@@ -186,9 +186,6 @@ def _report(cached: CachedKeys, total_tokens: int, made_at: float) -> ReplicaRep
         freed_tokens_per_s=3000.0,
         busy_share=0.6,
         budget_bytes=1 << 36,
-        expected_cached_tokens=0,
-        cached_tokens=0,
-        missed_tokens=0,
     )
 
 

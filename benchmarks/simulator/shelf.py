@@ -15,6 +15,7 @@ from folio.app.engine.shelf.allocation import Allocation, ModelNeed
 from folio.app.engine.shelf.status import DeviceStatus
 from folio.app.engine.step_thread import Turns
 from folio.app.fleet.shelf_load import reports_for_routers
+from folio.app.fleet.status import ModelReport
 
 # Time between two plans: while requests wait, while there is work, and without any. A shelf plans every 20 ms while
 # requests wait, which takes the simulator twice as long and changes little.
@@ -98,10 +99,8 @@ class ShelfSimulation:
 
     def reports(self) -> dict[str, ReplicaReport]:
         """The load of each model, as routers learn of it."""
-        models = self._models.items()
-        loads = {name: model.report(self._now) for name, model in models}
-        device = DeviceStatus(self._policy.capacity_bytes, 0, 0, 0, 0)
-        return reports_for_routers(loads, [model.status() for _, model in models], device)
+        models = [ModelReport(model.status(), model.report(self._now)) for model in self._models.values()]
+        return reports_for_routers(models, DeviceStatus(self._policy.capacity_bytes, 0, 0, 0, 0))
 
     @property
     def awake(self) -> list[str]:

@@ -235,10 +235,6 @@ class SimulatedModel:
         return ReplicaReport(
             made_at=now,
             unit_tokens=_BLOCK,
-            keys=b"",
-            changes=b"",
-            stride=1,
-            keys_version=0,
             step=step,
             step_tokens=device.step_tokens,
             max_num_seqs=device.max_num_seqs,
@@ -253,11 +249,7 @@ class SimulatedModel:
             free_tokens=max(self.budget_bytes - self.held_bytes, 0) // token_bytes,
             total_tokens=self.budget_bytes // token_bytes,
             freed_tokens_per_s=self._freed.at(now),
-            busy_share=0.0,
             budget_bytes=self.budget_bytes,
-            expected_cached_tokens=0,
-            cached_tokens=0,
-            missed_tokens=0,
         )
 
     @property

@@ -16,7 +16,7 @@ import pytest
 import ray.serve
 import yaml
 
-from tests.app.serving.test_metrics import made_in_code
+from tests.declared_metrics import declared_metrics
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/folio.json").read_text())
@@ -88,7 +88,7 @@ def of_serve() -> dict[str, tuple[str, set[str]]]:
 def exposed() -> dict[str, tuple[str, set[str]]]:
     """Names as Prometheus scrapes them → (kind, labels)."""
     names: dict[str, tuple[str, set[str]]] = {"up": ("gauge", set())}
-    made = {name: (kind, set(labels)) for name, kind, labels in made_in_code()} | of_serve()
+    made = {name: (kind, set(labels)) for name, kind, labels in declared_metrics()} | of_serve()
     for name, (kind, labels) in made.items():
         if kind == "counter":
             names[f"ray_{name.removesuffix('_total')}_total"] = kind, labels
@@ -139,7 +139,7 @@ def test_counters_are_read_as_rates_and_gauges_are_not(query: str) -> None:
 
 def test_every_metric_of_folio_is_on_the_dashboard() -> None:
     shown = {metric for query in on_dashboard() for metric, _ in selectors(query)}
-    for name, kind, _ in made_in_code():
+    for name, kind, _ in declared_metrics():
         suffix = {"counter": "_total", "histogram": "_bucket", "gauge": ""}[kind]
         assert f"ray_{name}{suffix}" in shown, f"no panel shows {name}"
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.engine import Admit
-from folio.app.engine.gpu_memory import GpuMemory, gpu_memory
+from folio.app.engine.gpu_memory import gpu_memory
 from folio.app.engine.lora.source import AdapterSource
 from folio.app.engine.model.memory_profile import TorchMemory
+from folio.app.engine.report import GpuMemory
 from folio.app.engine.shelf.control import Control
 from folio.app.engine.shelf.device import ShelfDevice
 from folio.app.engine.shelf.shelved_model import ShelvedModel

@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from folio.app.engine.report import Requests
+
 # "new": not loaded in this process yet; "failed": it could not be loaded, or its engine has stopped.
 ModelState = Literal["new", "loading", "asleep", "waking", "awake", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStatus:
+class ModelStatus(Requests):
     """State of a model for operators, routers and metrics.
 
     Attributes:
         weight_bytes: of its weights, on the device while it is awake; 0: not known yet.
         kv_bytes: KV memory that exists.
-        num_running, num_waiting: its requests.
         num_wakes: times that it was loaded or woken.
         wake_s: expected seconds to wake it from its present state; 0 while it is awake.
         last_wake_s: seconds of the last wake or load.
@@ -31,8 +32,6 @@ class ModelStatus:
     state: ModelState
     weight_bytes: int = 0
     kv_bytes: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
     num_wakes: int = 0
     wake_s: float = 0.0
     last_wake_s: float = 0.0

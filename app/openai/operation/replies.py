@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from folio.app.engine.report import ReplicaReport
-from folio.app.engine.shelf.status import ModelState, ModelStatus
-from folio.app.fleet.messages import ReplicaStatus
+from folio.app.engine.shelf.status import ModelState
+from folio.app.fleet.status import ModelReport, ReplicaStatus
 from folio.app.openai.base import Omitted
 from folio.vmem import BudgetAnswer, PinReport
 
@@ -195,9 +194,9 @@ def pin_list(answers: Sequence[Any]) -> PinList:
         raise answers[0]
     found: defaultdict[tuple[str, str], list[PinReport]] = defaultdict(list)
     for status in statuses:
-        for model, memory in status.memories.items():
-            for pin in memory.pins:
-                found[pin.name, model].append(pin)
+        for model in status.models:
+            for pin in () if model.memory is None else model.memory.pins:
+                found[pin.name, model.name].append(pin)
     cards = [
         PinCard(
             id=name,
@@ -219,15 +218,15 @@ def _statuses(answers: Sequence[Any]) -> list[ReplicaStatus]:
 def _replica_load(status: ReplicaStatus) -> ReplicaLoad:
     """The figures of the memory's report, and those that only the load report has."""
     load, memory = status.load, status.memory
-    models = [_model_load(model, status.loads[model.name]) for model in status.models if model.name in status.loads]
+    models = [_model_load(model) for model in status.models]
     named: dict[str, Any] = {"name": status.name, "ready_s": status.ready_s, "models": models}
     named |= {"prompt_tokens": memory.queried_tokens, "cached_tokens": memory.hit_tokens}
     others = ReplicaLoad.model_fields.keys() - named
     return ReplicaLoad(**named, **{n: getattr(memory if hasattr(memory, n) else load, n) for n in others})
 
 
-def _model_load(status: ModelStatus, load: ReplicaReport) -> ModelLoad:
+def _model_load(model: ModelReport) -> ModelLoad:
     """The figures of the load's report, and those that only the status has."""
-    weight_bytes, of_load = status.device_weight_bytes, ("queued_tokens", "queued_s")
-    others = ModelLoad.model_fields.keys() - {"weight_bytes"}
-    return ModelLoad(weight_bytes=weight_bytes, **{n: getattr(load if n in of_load else status, n) for n in others})
+    of_load, others = ("queued_tokens", "queued_s"), ModelLoad.model_fields.keys() - {"weight_bytes"}
+    figures = {name: getattr(model.load if name in of_load else model.status, name) for name in others}
+    return ModelLoad(weight_bytes=model.status.device_weight_bytes, **figures)

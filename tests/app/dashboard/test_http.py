@@ -24,7 +24,9 @@ from folio.app.dashboard.collector import MOST_VIEWERS
 from folio.app.dashboard.http import STATIC, EventStream
 from folio.app.dashboard.state import DashboardState, ReplicaDetail, ReplicaState
 from folio.app.dashboard.views import WatchCall, view_replica
+from folio.app.engine.shelf.status import ModelStatus
 from folio.app.fleet.messages import split_public_id
+from folio.app.fleet.status import ModelReport, ReplicaStatus
 from tests.local_server import LocalServer, guarded_api, listening
 from tests.processes import until
 
@@ -183,7 +185,7 @@ def test_steps_are_recorded_only_while_somebody_looks(server: LocalServer, clien
     body = {"model": "builtin", "prompt": "room", "max_tokens": 4, "ignore_eos": True}
     client.get("/dashboard/state")
     client.post("/v1/completions", json=body)
-    assert watch.look().steps
+    assert watch.steps()
     watch._until = 0.001  # nobody has looked for long
     client.post("/v1/completions", json=body)
     until(lambda: not watch.is_on)
@@ -194,13 +196,14 @@ def test_a_new_ingress_gets_no_steps_that_were_watched_before(server: LocalServe
     """Its viewers, whose streams had ended at another ingress, took them for those of the last second."""
     body = {"model": "builtin", "prompt": "room", "max_tokens": 4, "ignore_eos": True}
     watch = server.engine.watch
-    watch.look()
+    status = ReplicaStatus("a", 0.0, (ModelReport(ModelStatus(name="m", state="awake"), server.engine.load()),))
+    watch.steps()
     TestClient(server.api).post("/v1/completions", json=body)
-    until(lambda: len(watch.look().steps) >= 4)
+    until(lambda: len(watch.steps()) >= 4)
 
     def numbers(call: WatchCall) -> tuple[int, int, int]:
         """Steps, requests that have begun, and the last step."""
-        view = view_replica(watch, call, name="a", model="m", ready_at=0.0)
+        view = view_replica(status, {"m": watch}, call, ready_at=0.0)
         steps = ReplicaState.model_validate_json(view.state).steps
         assert all(0 <= seconds < 60 for seconds in steps.queue_s)
         return sum(steps.num), len(steps.queue_s), view.last_step

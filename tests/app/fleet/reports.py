@@ -14,27 +14,12 @@ STEP = StepTimes(fixed_s=0.01, token_s=0.001)
 IDLE = ReplicaReport(
     made_at=0.0,
     unit_tokens=UNIT,
-    keys=b"",
-    changes=b"",
-    stride=1,
-    keys_version=0,
     step=STEP,
     step_tokens=1000,
     max_num_seqs=64,
-    num_running=0,
-    num_waiting=0,
-    queued_tokens=0,
-    queued_s=0.0,
-    num_decodes=0,
-    decode_s=0.0,
     free_tokens=100_000,
     total_tokens=100_000,
-    freed_tokens_per_s=0.0,
-    busy_share=0.0,
     budget_bytes=1 << 30,
-    expected_cached_tokens=0,
-    cached_tokens=0,
-    missed_tokens=0,
 )
 
 

@@ -15,12 +15,11 @@ from folio.app.engine.report import ReplicaReport
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.shelf.status import ModelStatus
 from folio.app.errors import FolioError, NoReplicaError, UnavailableError
-from folio.app.fleet.messages import ReplicaStatus
-from folio.app.fleet.shelf_load import unloaded_report
+from folio.app.fleet.status import ModelReport, ReplicaStatus, unloaded_report
 from folio.app.fleet.vllm_metrics import OF_ENGINES, OF_INGRESSES, load_families, vllm_families
 from folio.app.serving.metrics_page import merge, render
 from folio.vmem import MemoryReport
-from tests.app.serving.test_metrics import ROOT, made_in_code
+from tests.declared_metrics import ROOT, declared_metrics
 
 # Kinds in vLLM 0.33 (vllm/v1/metrics/loggers.py and vllm/v1/spec_decode/metrics.py).
 KINDS = {
@@ -70,7 +69,7 @@ def values(metric: Metric) -> dict[tuple[str, frozenset[tuple[str, str]]], float
 
 
 def test_sources_exist_and_have_vllms_kind() -> None:
-    kinds = {name: kind for name, kind, _ in made_in_code()}
+    kinds = {name: kind for name, kind, _ in declared_metrics()}
     for name, source in (OF_ENGINES | OF_INGRESSES).items():
         assert kinds[f"folio_{source}"] == KINDS[name], name
 
@@ -228,8 +227,12 @@ def test_a_metric_without_a_source_is_left_out() -> None:
 # ---- the page of endpoint pickers ----
 
 
+def of(name: str, load: ReplicaReport, memory: MemoryReport | None = None) -> ModelReport:
+    return ModelReport(ModelStatus(name=name, state="awake"), load, memory)
+
+
 def one_model(replica: str, load: ReplicaReport, memory: MemoryReport) -> ReplicaStatus:
-    return ReplicaStatus(replica, load, memory, 1.0, {"toy": load}, {"toy": memory})
+    return ReplicaStatus(replica, 1.0, (of("toy", load, memory),))
 
 
 @pytest.fixture
@@ -271,10 +274,8 @@ def test_pickers_get_a_series_for_each_model(status: ReplicaStatus) -> None:
     memory, asleep = status.memory, replace(status.memory, active_bytes=0, budget_bytes=0)
     waiting = replace(status.load, num_running=0, num_waiting=5, total_tokens=0)
     new = unloaded_report(ModelStatus(name="c", state="new", num_waiting=2), 0.0)
-    here = ReplicaStatus(
-        "r1", status.load, memory, 1.0, {"a": status.load, "b": waiting, "c": new}, {"a": memory, "b": asleep}
-    )
-    there = ReplicaStatus("r2", status.load, memory, 1.0, {"a": new, "b": status.load, "c": new}, {"b": memory})
+    here = ReplicaStatus("r1", 1.0, (of("a", status.load, memory), of("b", waiting, asleep), of("c", new)))
+    there = ReplicaStatus("r2", 1.0, (of("a", new), of("b", status.load, memory), of("c", new)))
     made = {metric.name: metric.samples for metric in load_families([here, there], ["a", "b", "c", "added"])}
     found = {name: {sample.labels["model_name"]: sample.value for sample in samples} for name, samples in made.items()}
     usage = memory.active_bytes / memory.budget_bytes

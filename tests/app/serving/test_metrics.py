@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import re
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,8 +22,8 @@ from folio.app.errors import (
 from folio.app.fleet.messages import GenerateRequest, Piece
 from folio.app.serving.metrics import FIRST_S, EdgeMeter, RequestMeter
 from tests.app.serving.conftest import Recorded
+from tests.declared_metrics import ROOT, declared_metrics
 
-ROOT = Path(__file__).parents[3]
 PARAMS = SamplingParams(n=2, max_tokens=64)
 CALLS = [GenerateRequest("a", [1, 2, 3], PARAMS), GenerateRequest("b", [1, 2], PARAMS)]
 
@@ -38,36 +36,13 @@ def test_dropped_fields_are_counted_by_name(recorded: Recorded) -> None:
     assert recorded == [("folio_ignored_fields", 1, tags) for tags in names]
 
 
-def made_in_code() -> set[tuple[str, str, tuple[str, ...]]]:
-    """(name, kind, tags) of every metric in the code."""
-    made = set()
-    for path in (ROOT / "app").rglob("*.py"):
-        module = ast.parse(path.read_text())
-        constants = {
-            ast.unparse(node.target): node.value
-            for node in module.body
-            if isinstance(node, ast.AnnAssign) and node.value
-        }
-        for node in ast.walk(module):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-                continue
-            kind = node.func.attr
-            if kind not in ("Counter", "Gauge", "Histogram") or ast.unparse(node.func.value) != "metrics":
-                continue
-            keywords = {keyword.arg: keyword.value for keyword in node.keywords}
-            tags = keywords.get("tag_keys") or (node.args[2] if len(node.args) > 2 else ast.Tuple([]))
-            tags = constants.get(ast.unparse(tags), tags)
-            made.add((ast.literal_eval(node.args[0]), kind.lower(), tuple(sorted(ast.literal_eval(tags)))))
-    return made
-
-
 def test_the_documentation_lists_exactly_the_metrics_that_exist() -> None:
     page = (ROOT / "docs/reference/metrics.md").read_text()
     listed = {
         (name, kind, tuple(sorted(re.findall(r"`(\w+)`", tags))))
         for name, kind, tags in re.findall(r"^\| `(\w+)` \| (\w+) \|([^|]*)\|", page, re.MULTILINE)
     }
-    made = made_in_code()
+    made = declared_metrics()
     assert len(made) > 20
     assert listed == made
 

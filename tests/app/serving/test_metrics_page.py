@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from folio.app.errors import UnavailableError
 from folio.app.serving.metrics_page import MetricsPage, merge, render
-from tests.app.serving.test_metrics import made_in_code
+from tests.declared_metrics import declared_metrics
 from tests.promlint import complaints
 
 NOISE = 'Component="core_worker",SessionName="s",Version="2.60.0",otel_scope_name="x"'
@@ -132,7 +132,7 @@ def test_the_model_of_a_metric_is_its_name() -> None:
 def declared() -> str:
     """An agent's page with a sample of every metric in the code, with Ray's labels."""
     lines = []
-    for name, kind, tags in sorted(made_in_code()):
+    for name, kind, tags in sorted(declared_metrics()):
         name = f"ray_{name}_total" if kind == "counter" else f"ray_{name}"
         values = [f'{tag}="x"' for tag in (*tags, "NodeAddress", "WorkerId", "SessionName", "replica")]
         labels = ",".join([*values, 'application="folio"'])

@@ -17,7 +17,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from folio.app.engine.report import ReplicaReport
 from folio.app.engine.shelf.status import ModelStatus
 from folio.app.errors import FolioError, RequestError, UnavailableError
-from folio.app.fleet.messages import ReplicaStatus
+from folio.app.fleet.status import ModelReport, ReplicaStatus
 from folio.app.openai.operation.bodies import BudgetRequest, PinRequest
 from folio.app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 from folio.app.serving import ingress as ingress_module
@@ -35,7 +35,7 @@ def status(name: str, factor: int, *pins: PinReport) -> ReplicaStatus:
     memory: Any = MemoryReport(**{field.name: factor * next(numbers) for field in fields(MemoryReport)})
     memory = replace(memory, pins=pins)
     model = ModelStatus(name="m", state="asleep", weight_bytes=7, kv_bytes=factor, num_waiting=3, wake_s=0.5)
-    return ReplicaStatus(name, load, memory, factor * 0.5, {"m": load}, {"m": memory}, (model,))
+    return ReplicaStatus(name, factor * 0.5, (ModelReport(model, load, memory),))
 
 
 class Fleet(Engines):

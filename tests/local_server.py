@@ -111,8 +111,8 @@ class Shelf:
         def progress(request_id: str, num_tokens: int) -> Any:
             return engine.progress(request_id)
 
-        generate = getattr(engine, "generate", None)
-        return SimpleNamespace(engine=engine, ready=ready, generate=generate, progress=progress, name=name)
+        stream = getattr(engine, "stream", None)
+        return SimpleNamespace(engine=engine, ready=ready, stream=stream, progress=progress, name=name)
 
     def device_status(self) -> None:
         return None

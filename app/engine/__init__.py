@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import Delta, FinishReason, RequestOptions, TokenLogprobs
+from folio.app.engine.delta import Delta, FinishReason, TokenLogprobs
+from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.sampling.params import SamplingParams, Structure
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ __all__ = [
     "Completion",
     "Delta",
     "EngineConfig",
+    "EngineRequest",
     "FinishReason",
     "Output",
-    "RequestOptions",
     "SamplingParams",
     "Structure",
     "TokenLogprobs",

@@ -11,12 +11,13 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import Delta, DeltaQueue, RequestOptions
-from folio.app.engine.driver import STOPPED, Act, Begin, EngineDriver, Stream
-from folio.app.engine.engine import Admit, Engine
+from folio.app.engine.delta import Delta, DeltaQueue
+from folio.app.engine.driver import STOPPED, Act, EngineDriver, Stream
+from folio.app.engine.engine import Admit, Begin, Engine
+from folio.app.engine.engine_request import EngineRequest, check_timeout
 from folio.app.engine.faults import start_error
 from folio.app.engine.load_report import MOST_KEYS, Activity
 from folio.app.engine.lora.source import AdapterSource, files_version, folder_below
@@ -24,7 +25,6 @@ from folio.app.engine.model.device import resolve
 from folio.app.engine.model.loader import read_weights
 from folio.app.engine.model.pooling import Pooling
 from folio.app.engine.report import Progress, ReplicaReport, StartTimes
-from folio.app.engine.request import check_timeout
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.shared_device import SharedDevice
 from folio.app.engine.speculation import SpeculationCounts
@@ -156,15 +156,17 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         pace: Pace | None = None,
-        owner: str | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> AsyncGenerator[list[Delta], None]:
+        """`stream` of the request with these fields. `options`: further fields of `EngineRequest`."""
+        return self.stream(EngineRequest(request_id or "request", prompt_token_ids, params, **options), pace)
+
+    def stream(self, request: EngineRequest, pace: Pace | None = None) -> AsyncGenerator[list[Delta], None]:
         """Yield lists of deltas as they are generated. Closing or cancelling the iterator cancels the request.
 
         Args:
             pace: called after each list for the seconds until the next one, in which deltas add up. The first and the
                 last list come at once. `None`: every list does.
-            owner: the caller, for `fork`.
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
@@ -175,13 +177,15 @@ class AsyncEngine:
             UnavailableError: the engine has stopped.
         """
 
-        def prepare() -> Begin:
-            max_tokens = self._engine.validate(prompt_token_ids, params, options)
-            return lambda unique_id: self._engine.add_request(unique_id, prompt_token_ids, params, max_tokens, options)
-
-        load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
-        name, compiles = request_id or "request", params.compiles
-        return self._deltas(name, prepare, load, slow=compiles, check_queue=True, pace=pace, owner=owner)
+        return self._deltas(
+            request.request_id,
+            partial(self._engine.prepare, request),
+            (len(request.prompt_token_ids), request.expected_cached_tokens or 0),
+            slow=request.params.compiles,
+            check_queue=True,
+            pace=pace,
+            owner=request.owner,
+        )
 
     def fork(
         self,
@@ -199,14 +203,14 @@ class AsyncEngine:
         Args:
             request_id: as given to `generate`; the latest of that name.
             timeout_s: of the forks.
-            pace: see `generate`.
+            pace: see `stream`.
             owner: requests of others are as unknown; `None`: the caller may fork all.
 
         Raises:
             UnknownRequestError: there is no such output, or not any more; raised before the first delta.
             RequestError: the forks do not fit; raised before the first delta.
             DeadlineError: the forks have not finished within `timeout_s`.
-            EngineError, UnavailableError: see `generate`.
+            EngineError, UnavailableError: see `stream`.
         """
 
         def begin(unique_id: str) -> None:
@@ -223,12 +227,12 @@ class AsyncEngine:
         name, compiles = fork_id or f"fork of {request_id}", params.compiles
         return self._deltas(name, prepare, (0, 0), slow=compiles, pace=pace, owner=owner)
 
-    async def pin(self, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]) -> None:
+    async def pin(self, name: str, prompt_token_ids: Sequence[int], **options: Any) -> None:
         """Compute a prefix and keep it in the cache until `unpin`; returns when it is pinned. Idempotent.
 
-        Arguments and errors: see `Engine.pin`, and `generate` for the failures of a running request.
+        Arguments and errors: see `Engine.pin`, and `stream` for the failures of a running request.
         """
-        prepare = partial(self._engine.prepare_pin, name, prompt_token_ids, options)
+        prepare = partial(self._engine.prepare_pin, name, prompt_token_ids, **options)
         async for _ in self._deltas(f"pin {name}", prepare, (len(prompt_token_ids), 0), slow=True):
             pass
 

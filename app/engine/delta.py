@@ -5,42 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal
 
-from folio.app.engine.pooled import PoolingParams
-from folio.app.engine.turn import Turn
 from folio.app.errors import FolioError
 
 FinishReason = Literal["stop", "length"]
-
-
-class RequestOptions(TypedDict, total=False):
-    """Options of a request beside prompt and sampling parameters.
-
-    priority: lower numbers begin first and are preempted last; 0 by default.
-    cache_salt: only requests with the same salt share cached prefixes.
-    adapter: name or id of the LoRA adapter.
-    tenant: with `fair_tenants` each tenant gets the same share; with `isolate_tenants` only its requests share cached
-        prefixes.
-    user: stands for a missing tenant, in fair shares only.
-    timeout_s: seconds until the request ends with `DeadlineError`.
-    expected_cached_tokens: prompt tokens that the router expects in the cache, for the load report and for the order of
-        prompts.
-    pooling: return a vector of the prompt, and generate nothing.
-    turn: the kind of turn, which tells how likely the prefix is used again.
-    cache_ttl_s: keep the prefix in the cache so long after the end, at most `max_cache_ttl_s`, if the quota allows.
-    """
-
-    priority: int
-    cache_salt: str | None
-    adapter: str | None
-    tenant: str | None
-    user: str | None
-    timeout_s: float | None
-    expected_cached_tokens: int | None
-    pooling: PoolingParams | None
-    turn: Turn
-    cache_ttl_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from folio.app.engine.delta import Delta, DeltaQueue
-from folio.app.engine.engine import Engine
+from folio.app.engine.engine import Begin, Engine
 from folio.app.engine.faults import device_fault, is_hardware_fault
 from folio.app.engine.report import Progress
 from folio.app.engine.step_thread import StepThread, run_call
@@ -23,9 +23,6 @@ from folio.app.errors import EngineError, FolioError, RequestError, UnavailableE
 from folio.vmem import IntegrityError
 
 logger = logging.getLogger(__name__)
-
-# Adds a validated request to the engine, under an id, in the engine's thread.
-Begin = Callable[[str], None]
 
 # The most callers' ids that are remembered, for forks.
 _NAMES = 4000

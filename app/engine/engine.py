@@ -10,13 +10,15 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import attrgetter
-from typing import Unpack
+from typing import Any
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.charges import DeviceCharges
 from folio.app.engine.decoding import Decoder
-from folio.app.engine.delta import Delta, RequestOptions
+from folio.app.engine.delta import Delta
+from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.execution.executor import Executor
 from folio.app.engine.execution.self_test import self_test
 from folio.app.engine.execution.work_queue import ThreadQueue
@@ -36,7 +38,7 @@ from folio.app.engine.pooler import Pooler
 from folio.app.engine.preemption import PreemptionCostModel
 from folio.app.engine.prefix_keys import adapter_of
 from folio.app.engine.report import StartTimes, process_age_s
-from folio.app.engine.request import SequenceGroup, check_timeout
+from folio.app.engine.request import SequenceGroup
 from folio.app.engine.sampling.beam import BeamSearch
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.scheduler import Scheduler
@@ -70,6 +72,11 @@ from folio.vmem import (
 logger = logging.getLogger(__name__)
 
 Admit = Callable[[KVMemory, DevicePlan | None], None]
+# Queues a validated request under an id of the engine's own, in the engine's thread.
+Begin = Callable[[str], None]
+
+# A pin computes its prefix and samples nothing.
+_PIN = SamplingParams(max_tokens=1)
 
 TOO_LATE = "request {!r} has not finished within its timeout_s; raise it, or send the request later"
 
@@ -254,43 +261,37 @@ class Engine:
         """Whether the last step found too little memory for any request, on a shared device."""
         return self._steps.starved
 
-    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams, options: RequestOptions) -> int:
-        """Validate a request, before `add_request`; returns its `max_tokens`. From any thread.
+    def prepare(self, request: EngineRequest, *, keys: tuple[str, ...] | None = None) -> Begin:
+        """Validate a request; returns `add_request` for it. From any thread.
 
         Raises:
             RequestError: an empty prompt, an unknown token or adapter, or parameters that this model cannot serve.
             ContextLengthError: prompt and output do not fit.
         """
-        self._with_adapter_id(options)
-        pooling = options.get("pooling")
-        if pooling is None:
+        self._with_adapter_id(request)
+        if request.pooling is None:
             self.intake.check_generates()
-        return self.intake.validate_request(prompt_token_ids, params, options.get("timeout_s"), pooling)
+        max_tokens = self.intake.validate_request(request)
+        return lambda request_id: self.add_request(request_id, request, max_tokens, keys=keys)
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        **options: Unpack[RequestOptions],
-    ) -> None:
+    def submit(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any) -> None:
         """Validate and queue a request. If its adapter cannot be loaded, a delta says so.
 
+        Args:
+            options: further fields of `EngineRequest`.
+
         Raises:
-            RequestError: see `validate` and `add_request`.
+            RequestError: see `prepare` and `add_request`.
             OverloadedError: the queue is full.
         """
         self.load.check_queue()
-        max_tokens = self.validate(prompt_token_ids, params, options)
-        self.add_request(request_id, prompt_token_ids, params, max_tokens, options)
+        self.prepare(EngineRequest(request_id, prompt_token_ids, params, **options))(request_id)
 
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        request: EngineRequest,
         max_tokens: int,
-        options: RequestOptions,
         *,
         keys: tuple[str, ...] | None = None,
         pin_name: str | None = None,
@@ -298,19 +299,18 @@ class Engine:
         """Queue a validated request, whatever the length of the queue.
 
         Args:
-            max_tokens: what `validate` returned.
-            keys: keys of its prefixes, instead of those of the options.
+            request_id: the engine's.
+            max_tokens: most output tokens.
+            keys: keys of its prefixes, instead of those that follow from the request.
             pin_name: compute a prefix (`RequestValidator.prefix_to_pin`) and pin it under this name.
 
         Raises:
             RequestError: the id is in use, or the adapter has been unloaded meanwhile.
         """
         self._check_id(request_id)
-        options = self._with_adapter_id(options)
-        generation = self.intake.create_request(
-            request_id, prompt_token_ids, params, max_tokens, options, keys=keys, pin_name=pin_name
-        )
-        self._set_deadline(generation, options.get("timeout_s"))
+        request = self._with_adapter_id(request)
+        generation = self.intake.create_request(request_id, request, max_tokens, keys=keys, pin_name=pin_name)
+        self._set_deadline(generation, request.timeout_s)
         self.adapters.add(generation.sequences[0].group)
         self.generations[request_id] = generation  # last: a failure before this leaves nothing behind
 
@@ -347,19 +347,15 @@ class Engine:
             self.generations[fork_id] = forks
         elif (ended := self.decoder.ended.get(request_id, index)) is not None:
             check_fork(params)
-            prompt = list(ended.token_ids)
-            options: RequestOptions = {**ended.options, "timeout_s": timeout_s}
-            max_tokens = self.validate(prompt, params, options)
-            self.add_request(fork_id, prompt, params, max_tokens, options, keys=ended.keys)
+            forks_of = replace(ended.request, request_id=fork_id, params=params, timeout_s=timeout_s)
+            self.prepare(forks_of, keys=ended.keys)(fork_id)
         else:
             raise UnknownRequestError(
                 f"output {index} of request {request_id!r} is not here any more; send its text as a prompt",
                 "request_id",
             )
 
-    def pin(
-        self, request_id: str, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]
-    ) -> None:
+    def pin(self, request_id: str, name: str, prompt_token_ids: Sequence[int], **options: Any) -> None:
         """Compute a prefix, unless it is cached, and keep it until `unpin`. Idempotent. The request has one delta.
 
         Args:
@@ -368,17 +364,22 @@ class Engine:
         Raises:
             RequestError: see `RequestValidator.prefix_to_pin` and `add_request`.
         """
-        self.prepare_pin(name, prompt_token_ids, options)(request_id)
+        self.prepare_pin(name, prompt_token_ids, **options)(request_id)
 
-    def prepare_pin(self, name: str, prompt_token_ids: Sequence[int], options: RequestOptions) -> Callable[[str], None]:
-        """Validate a pin; returns a function that queues it under a request id. From any thread; it may wait."""
-        options = self._with_adapter_id(options)
-        check_timeout(options.get("timeout_s"))
-        keys = self.intake.prefix_keys(options)
-        prefix = self.intake.prefix_to_pin(name, prompt_token_ids, keys)
-        self._pin_restorer.check_same(name, prefix, keys)
-        params = SamplingParams(max_tokens=1)
-        return lambda request_id: self.add_request(request_id, prefix, params, 1, options, pin_name=name)
+    def prepare_pin(
+        self, name: str, prompt_token_ids: Sequence[int], *, keys: tuple[str, ...] | None = None, **options: Any
+    ) -> Begin:
+        """Validate a pin; returns `add_request` for it. From any thread; it may wait.
+
+        Args:
+            keys: of the prefix, instead of those that follow from the options.
+            options: see `pin`.
+        """
+        request = self._with_adapter_id(EngineRequest(f"pin {name}", prompt_token_ids, _PIN, **options))
+        keys = self.intake.prefix_keys(request) if keys is None else keys
+        to_pin = self.intake.prefix_to_pin(name, request, keys)
+        self._pin_restorer.check_same(name, to_pin.prompt_token_ids, keys)
+        return lambda request_id: self.add_request(request_id, to_pin, 1, keys=keys, pin_name=name)
 
     def unpin(self, name: str) -> None:
         """Let a pinned prefix be evicted like others, between two steps. Raises `UnknownPinError` for another name."""
@@ -453,10 +454,10 @@ class Engine:
         for pin in self.report().pins:
             logger.info("pinned %r: %d tokens, %.1f MiB", pin.name, pin.num_tokens, pin.num_bytes / 2**20)
 
-    def _with_adapter_id(self, options: RequestOptions) -> RequestOptions:
-        """The options with the adapter's id. Raises `UnknownModelError`. From any thread."""
-        adapter = options.get("adapter")
-        return options if adapter is None else {**options, "adapter": self.adapters.id_of(adapter)}
+    def _with_adapter_id(self, request: EngineRequest) -> EngineRequest:
+        """The request with its adapter's id. Raises `UnknownModelError`. From any thread."""
+        adapter = request.adapter
+        return request if adapter is None else replace(request, adapter=self.adapters.id_of(adapter))
 
     def _set_deadline(self, generation: Generation, timeout_s: float | None) -> None:
         if timeout_s is not None:
@@ -501,8 +502,8 @@ class Engine:
         self._pin_restorer.restore(self._queue_pin)
 
     def _queue_pin(self, request_id: str, pin: CachedPrefix) -> None:
-        params, options = SamplingParams(max_tokens=1), RequestOptions(adapter=adapter_of(pin.keys))
-        self.add_request(request_id, pin.token_ids, params, 1, options, keys=pin.keys, pin_name=pin.pin_name)
+        request = EngineRequest(request_id, pin.token_ids, _PIN, adapter=adapter_of(pin.keys))
+        self.add_request(request_id, request, 1, keys=pin.keys, pin_name=pin.pin_name)
 
     @property
     def adapter_bytes(self) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from folio.app.engine.delta import Delta, RequestOptions
+from folio.app.engine.delta import Delta
+from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.request import Request
 from folio.app.engine.sampling.beam import BeamSearch
 from folio.app.engine.sampling.params import SamplingParams
@@ -53,10 +54,10 @@ class BestOf:
 
 @dataclass(frozen=True, slots=True)
 class EndedOutput:
-    """Prompt and output of a sequence that has ended, with its options and the keys of its prefixes."""
+    """A sequence that has ended, as a request: its prompt is the sequence's prompt and output. `keys`: of its
+    prefixes."""
 
-    token_ids: array[int]  # a tuple takes ten times as many bytes
-    options: RequestOptions
+    request: EngineRequest
     keys: tuple[str, ...]
 
 
@@ -71,10 +72,17 @@ class EndedOutputs:
         """Record output `index`, `token_ids`, of the request of a sequence."""
         self._remove((request.request_id, index))
         group = request.group
-        options: RequestOptions = {"priority": group.priority, "adapter": group.adapter, "tenant": group.tenant}
-        tokens = array("i", request.prompt_token_ids)
+        tokens = array("i", request.prompt_token_ids)  # a tuple takes ten times as many bytes
         tokens.extend(token_ids)
-        self._outputs[request.request_id, index] = EndedOutput(tokens, options, request.chain.keys)
+        ended = EngineRequest(
+            request.request_id,
+            tokens,
+            request.params,
+            priority=group.priority,
+            adapter=group.adapter,
+            tenant=group.tenant,
+        )
+        self._outputs[request.request_id, index] = EndedOutput(ended, request.chain.keys)
         self._num_tokens += len(tokens)
         while self._num_tokens > _ENDED_TOKENS or len(self._outputs) > _ENDED_OUTPUTS:
             self._remove(next(iter(self._outputs)))
@@ -89,7 +97,7 @@ class EndedOutputs:
     def _remove(self, key: tuple[str, int]) -> None:
         output = self._outputs.pop(key, None)
         if output is not None:
-            self._num_tokens -= len(output.token_ids)
+            self._num_tokens -= len(output.request.prompt_token_ids)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import RequestOptions
+from folio.app.engine.engine_request import EngineRequest, check_timeout
 from folio.app.engine.generation import BestOf, Generation
 from folio.app.engine.model.loader import LoadedModel
 from folio.app.engine.pooled import PooledPrompt, PoolingParams
 from folio.app.engine.prefix_keys import extra_keys
-from folio.app.engine.request import Request, SequenceGroup, check_timeout
+from folio.app.engine.request import Request, SequenceGroup
 from folio.app.engine.sampling.beam import BeamSearch
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.scheduler import Scheduler
-from folio.app.engine.turn import COMPLETION
 from folio.app.engine.vocabulary import Vocabulary
 from folio.app.errors import ConfigError, ContextLengthError, RequestError
 from folio.vmem import KVMemory, PinError, PrefixUse
@@ -57,20 +55,15 @@ class RequestValidator:
         self._max_cache_ttl_s = max_cache_ttl_s
         self._num_arrivals = 0
 
-    def validate_request(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        timeout_s: float | None = None,
-        pooling: PoolingParams | None = None,
-    ) -> int:
+    def validate_request(self, request: EngineRequest) -> int:
         """Check a request against the model and the KV memory; returns its `max_tokens`.
 
         Raises:
             RequestError: an empty prompt, an unknown token, or parameters that this model cannot serve.
             ContextLengthError: prompt and output do not fit.
         """
-        check_timeout(timeout_s)
+        prompt_token_ids, params = request.prompt_token_ids, request.params
+        check_timeout(request.timeout_s)
         if not prompt_token_ids:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self._vocab_size):
@@ -80,8 +73,8 @@ class RequestValidator:
                 "prompt",
             )
         self._vocabulary.check_params(params)
-        if pooling is not None:
-            self._check_pooled(len(prompt_token_ids), pooling)
+        if request.pooling is not None:
+            self._check_pooled(len(prompt_token_ids), request.pooling)
             return 0
         context_tokens = self._memory.context_tokens
         room = context_tokens - len(prompt_token_ids)
@@ -133,13 +126,13 @@ class RequestValidator:
             "KV memory; send less, or raise device_memory_bytes."
         )
 
-    def prefix_keys(self, options: RequestOptions) -> tuple[str, ...]:
+    def prefix_keys(self, request: EngineRequest) -> tuple[str, ...]:
         """Keys that requests must have in common to share cached prefixes."""
-        tenant = options.get("tenant") if self._isolate_tenants else None
-        return extra_keys(options.get("cache_salt"), options.get("adapter"), tenant)
+        tenant = request.tenant if self._isolate_tenants else None
+        return extra_keys(request.cache_salt, request.adapter, tenant)
 
-    def prefix_to_pin(self, name: str, prompt_token_ids: Sequence[int], keys: tuple[str, ...]) -> Sequence[int]:
-        """Check a pin; returns the whole blocks of the prompt. May wait for the memory's lock.
+    def prefix_to_pin(self, name: str, request: EngineRequest, keys: tuple[str, ...]) -> EngineRequest:
+        """Check a pin; returns the request with the whole blocks of the prompt. May wait for the memory's lock.
 
         Raises:
             RequestError: the prompt is invalid or shorter than a block, another prefix has the name, the quota is used
@@ -148,25 +141,25 @@ class RequestValidator:
         if not self._prefixes.enabled:
             raise RequestError("nothing can be pinned: prefix_cache is off", "name")
         unit = self._prefixes.unit_tokens
-        prefix = prompt_token_ids[: len(prompt_token_ids) // unit * unit]
+        num_tokens = len(request.prompt_token_ids)
+        prefix = request.prompt_token_ids[: num_tokens // unit * unit]
         if not prefix:
             raise RequestError(
-                f"a prefix of {len(prompt_token_ids)} tokens is too short to pin; the shortest has {unit}", "prompt"
+                f"a prefix of {num_tokens} tokens is too short to pin; the shortest has {unit}", "prompt"
             )
-        self.validate_request(prefix, SamplingParams(max_tokens=1))
+        to_pin = replace(request, prompt_token_ids=prefix)
+        self.validate_request(to_pin)
         try:
             self._memory.pins.check_pin(name, self._prefixes.chain(keys), prefix)
         except PinError as error:
             raise RequestError(str(error), "name") from error
-        return prefix
+        return to_pin
 
     def create_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        request: EngineRequest,
         max_tokens: int,
-        options: RequestOptions,
         *,
         keys: tuple[str, ...] | None = None,
         pin_name: str | None = None,
@@ -174,7 +167,7 @@ class RequestValidator:
         """Create a validated request with its first sequence, in a group of its own. Arguments: see
         `Engine.add_request`."""
         selection: BestOf | BeamSearch | None = None
-        own = params
+        own = params = request.params
         if params.use_beam_search:
             selection = BeamSearch(
                 params.num_sequences,
@@ -187,39 +180,39 @@ class RequestValidator:
             selection = BestOf(params.n, keep_logprobs=params.logprobs is not None)
             own = replace(params, logprobs=params.logprobs or 0)
         group = SequenceGroup(
-            options.get("priority", 0),
+            request.priority,
             self._num_arrivals,
-            adapter=options.get("adapter"),
+            adapter=request.adapter,
             lockstep=params.use_beam_search,
-            tenant=options.get("tenant") or options.get("user"),
+            tenant=request.tenant or request.user,
         )
         self._num_arrivals += 1
-        prompt, turn = list(prompt_token_ids), options.get("turn", COMPLETION)
-        request = Request(
+        prompt, turn = list(request.prompt_token_ids), request.turn
+        sequence = Request(
             request_id,
             prompt,
             own,
             max_tokens,
             None if params.use_beam_search else self._vocabulary.detokenizer(prompt, params),
-            self._prefixes.chain(self.prefix_keys(options) if keys is None else keys),
+            self._prefixes.chain(self.prefix_keys(request) if keys is None else keys),
             group,
             prompt.copy(),
             num_forks=params.num_sequences - 1,
             sampling=self._vocabulary.state(own, prompt),
-            expected_cached_tokens=options.get("expected_cached_tokens"),
+            expected_cached_tokens=request.expected_cached_tokens,
             turn=turn,
             use=PrefixUse(
                 turn.kind,
                 len(prompt),
-                retain_s=min(options.get("cache_ttl_s") or 0.0, self._max_cache_ttl_s),
+                retain_s=min(request.cache_ttl_s or 0.0, self._max_cache_ttl_s),
                 retains_output=turn.kind != "completion",
-                owner=options.get("tenant") or options.get("user") or "",
+                owner=request.tenant or request.user or "",
             ),
             pin_name=pin_name,
-            pooled=self._pooled_prompt(options.get("pooling")),
+            pooled=self._pooled_prompt(request.pooling),
             submitted_at=time.perf_counter(),
         )
-        return Generation(request_id, params, [request], selection)
+        return Generation(request_id, params, [sequence], selection)
 
     def _pooled_prompt(self, params: PoolingParams | None) -> PooledPrompt | None:
         if params is None:
@@ -234,7 +227,9 @@ class RequestValidator:
             RequestError: the forks do not fit beside their group.
         """
         check_fork(params)
-        most_tokens = len(parent.token_ids) + self.validate_request(parent.token_ids, params)
+        most_tokens = len(parent.token_ids) + self.validate_request(
+            EngineRequest(parent.request_id, parent.token_ids, params)
+        )
         most = [r.most_tokens for r in parent.group.members] + [most_tokens] * params.n
         if not self._memory.fit_together(most):
             raise RequestError(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import numpy as np
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import Delta, FinishReason, RequestOptions, TokenLogprobs
+from folio.app.engine.delta import Delta, FinishReason, TokenLogprobs
 from folio.app.engine.engine import Engine
+from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.pooled import PoolingParams
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import EngineError, RequestError
@@ -98,13 +99,13 @@ class LLM:
         self,
         prompts: Sequence[str | list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[Completion]:
         """Complete every prompt, a string or token ids; results are in the prompts' order.
 
         Args:
             params: for all prompts, or one for each.
-            options: for all prompts.
+            options: for all prompts, such as `adapter`, `priority` and `cache_salt`: the fields of `EngineRequest`.
 
         Raises:
             RequestError: a prompt or a parameter is invalid; nothing was generated.
@@ -121,7 +122,7 @@ class LLM:
         self,
         prompts: Sequence[str | list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        options: RequestOptions,
+        options: Mapping[str, Any],
     ) -> list[Completion]:
         if isinstance(prompts, str):
             raise RequestError("prompts must be a list of prompts, got one string", "prompts")
@@ -130,15 +131,19 @@ class LLM:
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(params)} params", "params")
         encoded = [self._encode(prompt) for prompt in prompts]
-        limits = [self.engine.validate(*request, options) for request in zip(encoded, params, strict=True)]
+        requests = [
+            EngineRequest(f"llm-{number}", token_ids, param, **options)
+            for number, (token_ids, param) in enumerate(zip(encoded, params, strict=True), self._num_requests)
+        ]
+        begins = [self.engine.prepare(request) for request in requests]
+        self._num_requests += len(requests)
         completions: dict[str, Completion] = {}  # a request is in it before the engine has it
         try:
-            for token_ids, param, max_tokens in zip(encoded, params, limits, strict=True):
-                request_id = f"llm-{self._num_requests}"
-                self._num_requests += 1
+            for request, token_ids, begin in zip(requests, encoded, begins, strict=True):
                 self.engine.load.check_queue()
-                completions[request_id] = Completion(token_ids, [Output() for _ in range(param.n)])
-                self.engine.add_request(request_id, token_ids, param, max_tokens, options)
+                outputs = [Output() for _ in range(request.params.n)]
+                completions[request.request_id] = Completion(token_ids, outputs)
+                begin(request.request_id)
             while self.engine.has_work:
                 for delta in self.engine.step():
                     if delta.error is not None:
@@ -156,14 +161,14 @@ class LLM:
         prompts: Sequence[str | list[int]],
         *,
         dimensions: int | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Any,
     ) -> list[list[float]]:
         """The embedding of every prompt, a string or token ids, by a model that makes them (`pooling`). Strings get the
         tokens that the tokenizer adds.
 
         Args:
             dimensions: the first components only, normalised anew, of models that were trained for it.
-            options: for all prompts.
+            options: see `generate`.
 
         Raises: as `generate`.
         """

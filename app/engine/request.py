@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +11,6 @@ from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.sampling.token_text import IncrementalDetokenizer
 from folio.app.engine.turn import COMPLETION, Turn
-from folio.app.errors import RequestError
 from folio.vmem import PrefixUse, SequenceMemory, SwappedGroup, TokenChain
 
 
@@ -81,7 +79,7 @@ class Request:
         index: number of the request's output.
         num_forks: sequences to fork when the prompt is computed.
         num_cached_tokens: prompt tokens found in the prefix cache when the request began; `None` before.
-        expected_cached_tokens: see `RequestOptions`.
+        expected_cached_tokens: see `EngineRequest`.
         snapshot_positions: token counts at which a step must end, to keep a recurrent state.
         turn, use: the kind of turn, and what the prefix cache is told of it.
         pin_name: the request computes a prefix to pin under this name, and samples nothing.
@@ -200,11 +198,3 @@ class Request:
         if reason is not None:
             text += self.text.flush()
         return text, reason, stop_reason
-
-
-def check_timeout(timeout_s: float | None) -> None:
-    """Raise `RequestError` unless the timeout is positive and finite, or `None`."""
-    if timeout_s is not None and not 0 < timeout_s < math.inf:
-        raise RequestError(
-            f"timeout_s is {timeout_s}; it must be above 0 and finite, or left out for no limit", "timeout_s"
-        )

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import RequestOptions
 from folio.app.engine.engine import Engine
+from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.execution.variants import run_variants
 from folio.app.engine.faults import kernel_errors_as_config_errors
 from folio.app.engine.model.loader import LoadedModel
@@ -154,9 +154,7 @@ def warm_up_variants(engine: Engine) -> None:
 
 def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:
     for i, (token_ids, params) in enumerate(prompts):
-        options = _options(engine)
-        max_tokens = engine.validate(token_ids, params, options)
-        engine.add_request(f"warm-up {i}", token_ids, params, max_tokens, options, keys=_WARM_UP_KEYS)
+        _add(engine, f"warm-up {i}", token_ids, params, _WARM_UP_KEYS)
     while engine.has_work:
         for delta in engine.step():
             if delta.error is not None:  # a model may fail on random tokens and serve requests well
@@ -303,21 +301,25 @@ def warm_prefixes(engine: Engine, reports: Sequence[Sequence[CachedPrefix]], lim
 
 
 def _add_prefix(engine: Engine, request_id: str, prefix: CachedPrefix) -> None:
-    params, adapter = SamplingParams(max_tokens=1), adapter_of(prefix.keys)
+    adapter = adapter_of(prefix.keys)
     if prefix.pin_name is None:
-        options = _options(engine, adapter)
-        max_tokens = engine.validate(prefix.token_ids, params, options)
-        engine.add_request(request_id, prefix.token_ids, params, max_tokens, options, keys=prefix.keys)
+        _add(engine, request_id, prefix.token_ids, SamplingParams(max_tokens=1), prefix.keys, adapter)
     else:
-        token_ids = engine.intake.prefix_to_pin(prefix.pin_name, prefix.token_ids, prefix.keys)
-        pin_options = RequestOptions(adapter=adapter)
-        engine.add_request(request_id, token_ids, params, 1, pin_options, keys=prefix.keys, pin_name=prefix.pin_name)
+        engine.prepare_pin(prefix.pin_name, prefix.token_ids, keys=prefix.keys, adapter=adapter)(request_id)
 
 
-def _options(engine: Engine, adapter: str | None = None) -> RequestOptions:
-    """Options of a request of the engine's own: a model that does not generate pools."""
-    options: RequestOptions = {"adapter": adapter}
+def _add(
+    engine: Engine,
+    request_id: str,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    keys: tuple[str, ...],
+    adapter: str | None = None,
+) -> None:
+    """Queue a request of the engine's own: a model that does not generate pools."""
+    pooling = None
     if not engine.model.generates:
         assert engine.model.pooling is not None
-        options["pooling"] = PoolingParams(engine.model.pooling.kind)
-    return options
+        pooling = PoolingParams(engine.model.pooling.kind)
+    request = EngineRequest(request_id, token_ids, params, adapter=adapter, pooling=pooling)
+    engine.prepare(request, keys=keys)(request_id)

@@ -8,11 +8,11 @@ from typing import Any
 
 from folio.app.config.added_model import AddedModel
 from folio.app.engine.delta import Delta, FinishReason, TokenLogprobs
-from folio.app.engine.pooled import PooledKind, PoolingParams
+from folio.app.engine.engine_request import EngineRequest
+from folio.app.engine.pooled import PooledKind
 from folio.app.engine.report import ReplicaReport, StepTimes
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.shelf.status import ModelStatus
-from folio.app.engine.turn import COMPLETION, Turn
 from folio.vmem import CachedPrefix
 
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}
@@ -28,57 +28,41 @@ class HotPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """A tokenised prompt and how to continue it.
+class GenerateRequest(EngineRequest):
+    """A request to an engine, and what the way to it needs: the replica passes it on as it is.
 
     Attributes:
-        priority, cache_salt, adapter, tenant, user, timeout_s, turn, cache_ttl_s: see `RequestOptions`.
         adapter_key: the adapter's id in the keys of cached prefixes, as far as the ingress knows. A hint for the
             router: the replica decides which adapter has the name.
         session: the client's name for related requests, a hint for the router.
         expected: the router's expectation of the replica's prefix cache.
         crowded: replicas whose queues were full a moment ago; they come last.
         refused_by, stopped: replicas that have refused this request, or whose engines have stopped; they are left out.
-        owner: the caller who may fork the request; `None`: callers without an owner of their own.
         share: the key under which a shared stream may carry all pieces but the first
             (`folio.app.serving.shared_streams`).
         repeat_key: the same in a call that is sent again because the caller of the first has died
             (`folio.app.fleet.retry`). Other calls of the same HTTP request have other keys.
-        pooling: return a vector of the prompt, and generate nothing.
-        beside: more prompts to pool in the same call; output `i + 1` is of `beside[i]`.
+        more_prompts: to pool in the same call; output `i + 1` is of `more_prompts[i]`.
         model: the model's name at the replica; empty: the first one.
         shows_progress: the replica sends a `Progress` every `PROGRESS_S` without output.
     """
 
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
-    adapter: str | None = None
     adapter_key: str | None = None
-    tenant: str | None = None
-    user: str | None = None
-    timeout_s: float | None = None
-    turn: Turn = COMPLETION
-    cache_ttl_s: float | None = None
     session: str | None = None
     expected: ExpectedPrefix | None = None
     crowded: tuple[str, ...] = ()
     refused_by: tuple[str, ...] = ()
     stopped: tuple[str, ...] = ()
-    owner: str | None = None
     share: SharedStreamKey | None = None
     repeat_key: str | None = None
-    pooling: PoolingParams | None = None
-    beside: tuple[list[int], ...] = ()
+    more_prompts: tuple[Sequence[int], ...] = ()
     model: str = ""
     shows_progress: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts."""
-        return len(self.prompt_token_ids) + sum(map(len, self.beside))
+        return len(self.prompt_token_ids) + sum(map(len, self.more_prompts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,28 +114,12 @@ class RequestStreams:
         if expected is not None and expected.replica != self._replica:  # the expectation concerns another replica
             expected = None
 
-        def generate(prompt: list[int], num_expected: int | None = None) -> AsyncGenerator[list[Delta], None]:
-            return model.generate(
-                prompt,
-                request.params,
-                request.request_id,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-                adapter=request.adapter,
-                tenant=request.tenant,
-                user=request.user,
-                timeout_s=request.timeout_s,
-                turn=request.turn,
-                cache_ttl_s=request.cache_ttl_s,
-                expected_cached_tokens=num_expected,
-                pooling=request.pooling,
-                pace=pace,
-                owner=request.owner,
-            )
-
         def begin() -> AsyncGenerator[list[Delta], None]:
-            first = generate(request.prompt_token_ids, None if expected is None else expected.cached_tokens)
-            return pool_together([first, *map(generate, request.beside)]) if request.beside else first
+            first = request if expected is None else replace(request, expected_cached_tokens=expected.cached_tokens)
+            if not request.more_prompts:
+                return model.stream(first, pace)
+            others = (replace(request, prompt_token_ids=prompt) for prompt in request.more_prompts)
+            return pool_together([model.stream(one, pace) for one in (first, *others)])
 
         try:
             async with (

@@ -93,8 +93,8 @@ class ReplicaClient:
         """`complete_calls` of calls that pool and differ in their prompts only: a replica gets several at once, since a
         call takes longer than a short prompt."""
         groups = _grouped(calls, min(_MOST_POOLED, self._batch_window))
-        most = max(1 + len(group.beside) for group in groups)
-        starts = list(itertools.accumulate((1 + len(group.beside) for group in groups), initial=0))
+        most = max(1 + len(group.more_prompts) for group in groups)
+        starts = list(itertools.accumulate((1 + len(group.more_prompts) for group in groups), initial=0))
         outputs: list[list[Piece]] = [[] for _ in calls]
         window = CallWindow(max(self._batch_window // most, 1)) if len(groups) > 1 else None
         async for number, piece in self._interleaved(groups, arrived, window, whole=True):
@@ -243,12 +243,12 @@ def _grouped(calls: Sequence[GenerateRequest], most: int) -> list[GenerateReques
         last = groups[-1] if groups else None
         if (
             last is None
-            or 1 + len(last.beside) >= most
+            or 1 + len(last.more_prompts) >= most
             or last.num_prompt_tokens + len(call.prompt_token_ids) > _MOST_POOLED_TOKENS
         ):
             groups.append(call)
         else:
-            groups[-1] = replace(last, beside=(*last.beside, call.prompt_token_ids))
+            groups[-1] = replace(last, more_prompts=(*last.more_prompts, call.prompt_token_ids))
     return groups
 
 

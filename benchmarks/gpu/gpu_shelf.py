@@ -35,7 +35,7 @@ from benchmarks import checkpoints, facts, harness
 from benchmarks.gpu.models import write_model
 from folio.app.config.engine import EngineConfig
 from folio.app.config.shelf import ModelConfig
-from folio.app.engine import LLM, SamplingParams
+from folio.app.engine import LLM, EngineRequest, SamplingParams
 from folio.app.engine.execution.batch import StepBatch
 from folio.app.engine.execution.decode_graphs import DecodeGraphs, decode_view
 from folio.app.engine.model import kv_plan
@@ -315,7 +315,7 @@ def _counted_replays() -> Iterator[list[bool]]:
 async def _tokens(model: ShelvedModel, prompt: list[int]) -> tuple[list[int], float]:
     start, first_s = time.perf_counter(), 0.0
     tokens: list[int] = []
-    async for deltas in model.generate(prompt, GREEDY):
+    async for deltas in model.stream(EngineRequest("request", prompt, GREEDY)):
         for delta in deltas:
             tokens += delta.token_ids
         first_s = first_s or time.perf_counter() - start

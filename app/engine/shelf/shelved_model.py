@@ -6,19 +6,18 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Unpack
 
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine.async_engine import AsyncEngine, Pace
-from folio.app.engine.delta import Delta, RequestOptions
+from folio.app.engine.delta import Delta
 from folio.app.engine.engine import TOO_LATE
+from folio.app.engine.engine_request import EngineRequest, check_timeout
 from folio.app.engine.lora.source import AdapterSource
 from folio.app.engine.report import Progress
-from folio.app.engine.request import check_timeout
-from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.shelf.arrivals import ArrivalHistory
 from folio.app.engine.shelf.status import ModelState, ModelStatus
 from folio.app.errors import DeadlineError, OverloadedError, UnavailableError
@@ -276,49 +275,29 @@ class ShelvedModel:
         finally:
             load.waiting.remove(waiting)
 
-    def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        *,
-        pace: Pace | None = None,
-        owner: str | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> AsyncGenerator[list[Delta], None]:
-        """See `AsyncEngine.generate`, and `ready`."""
+    def stream(self, request: EngineRequest, pace: Pace | None = None) -> AsyncGenerator[list[Delta], None]:
+        """See `AsyncEngine.stream`, and `ready`."""
         self.arrivals.note(time.monotonic())
         engine = self.engine
         if engine is None:
-            return self._generate_when_loaded(prompt_token_ids, params, request_id, pace, owner, options)
+            return self._stream_when_loaded(request, pace)
         if self.state != "awake":
             self._changed()
-        return engine.generate(prompt_token_ids, params, request_id, pace=pace, owner=owner, **options)
+        return engine.stream(request, pace)
 
-    async def _generate_when_loaded(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None,
-        pace: Pace | None,
-        owner: str | None,
-        options: RequestOptions,
-    ) -> AsyncGenerator[list[Delta], None]:
-        began, timeout_s = time.monotonic(), options.get("timeout_s")
+    async def _stream_when_loaded(self, request: EngineRequest, pace: Pace | None) -> AsyncGenerator[list[Delta], None]:
+        began, timeout_s = time.monotonic(), request.timeout_s
         check_timeout(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 engine = await self.ready()
         except TimeoutError:
-            raise DeadlineError(TOO_LATE.format(request_id)) from None
+            raise DeadlineError(TOO_LATE.format(request.request_id)) from None
         if timeout_s is not None:
-            options = {**options, "timeout_s": max(timeout_s - (time.monotonic() - began), 0.001)}
-        deltas = engine.generate(prompt_token_ids, params, request_id, pace=pace, owner=owner, **options)
-        try:
+            request = replace(request, timeout_s=max(timeout_s - (time.monotonic() - began), 0.001))
+        async with aclosing(engine.stream(request, pace)) as deltas:
             async for some in deltas:
                 yield some
-        finally:
-            await deltas.aclose()
 
     def _unavailable(self) -> UnavailableError:
         after_s = self._retry_at - time.monotonic()

@@ -361,7 +361,7 @@ def cases(prefix: str, names: str, victim: str, belongs: Belongs | None = None, 
 
 CASES = [
     # It begins.
-    *cases("engine.Engine", "validate add_request _set_deadline", "rich", expected=REFUSED),
+    *cases("engine.Engine", "prepare add_request _set_deadline", "rich", expected=REFUSED),
     *cases("intake.RequestValidator", "validate_request create_request _check_together", "rich", expected=REFUSED),
     *cases("vocabulary.Vocabulary", "check_params state detokenizer _bad_words", "rich", expected=REFUSED),
     *cases("vocabulary.Vocabulary", "_matcher", "structured", expected=REFUSED),
@@ -444,7 +444,7 @@ EXEMPT = {
     "folio.app.engine.speculation.*.forget_request": "the same",
     "folio.app.engine.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
     "folio.app.engine.step_loop.StepLoop._pin": "is nothing but KVMemory.pin",
-    "folio.app.engine.engine.Engine.submit": "is nothing but Engine.validate and Engine.add_request",
+    "folio.app.engine.engine.Engine.submit": "is nothing but Engine.prepare and Engine.add_request",
     "folio.app.engine.*.check_integrity": "for tests",
     "folio.app.engine.speculation.ngram.NgramIndex._sealed": "part of NgramIndex.extend",
     "folio.app.engine.sampling.state.SamplingState._note_length": "part of SamplingState.append",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from folio.app.engine import LLM, token_selection
-from folio.app.engine.delta import RequestOptions
 from folio.app.engine.engine import Engine, EngineConfig
 from folio.app.engine.execution.batch import StepBatch
 from folio.app.engine.sampling.params import SamplingParams
@@ -440,7 +440,7 @@ def test_pinning_one_name_twice_at_once(counted: Counted) -> None:
 
 
 @pytest.mark.parametrize("options", [{"adapter": "unknown"}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])
-def test_options_of_a_pin_are_validated(counted: Counted, options: RequestOptions) -> None:
+def test_options_of_a_pin_are_validated(counted: Counted, options: dict[str, Any]) -> None:
     """Regression: a pin for an unknown adapter waited for ever, and one with a timeout of NaN had no deadline."""
     with pytest.raises(RequestError, match=next(iter(options))):
         counted.engine.pin("0", "rules", tokens(40), **options)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from folio.app.engine import LLM
-from folio.app.engine.delta import RequestOptions
 from folio.app.engine.request import Request
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.turn import Turn
@@ -29,13 +30,12 @@ def test_a_turn_with_a_call_is_told_from_an_answer(turn: Turn, text: str, kind: 
     assert turn.kind_of(text) == kind
 
 
-def ended(llm: LLM, prompt: str, max_tokens: int = 40, **options: object) -> Request:
+def ended(llm: LLM, prompt: str, max_tokens: int = 40, **options: Any) -> Request:
     """The request's sequence, after its end."""
     engine = llm.engine
-    given: RequestOptions = options  # type: ignore[assignment]
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     assert engine.model.tokenizer is not None
-    engine.submit("r", engine.model.tokenizer.encode(prompt), params, **given)
+    engine.submit("r", engine.model.tokenizer.encode(prompt), params, **options)
     [request] = engine.generations["r"]
     while engine.has_work:
         for delta in engine.step():

@@ -11,6 +11,7 @@ import pytest
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.delta import Delta
 from folio.app.engine.engine import Engine
+from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.engine.vocabulary import Vocabulary
 from folio.app.errors import RequestError
@@ -144,7 +145,7 @@ def test_contradictions_end_the_request_alone(engine: Engine) -> None:
 )
 def test_what_the_model_does_not_have_is_refused(engine: Engine, params: dict[str, object], field: str) -> None:
     with pytest.raises(RequestError) as error:
-        engine.validate([1], SamplingParams(**params), {})  # type: ignore[arg-type]
+        engine.prepare(EngineRequest("r", [1], SamplingParams(**params)))  # type: ignore[arg-type]
     assert error.value.param == field
 
 

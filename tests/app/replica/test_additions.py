@@ -13,7 +13,7 @@ import pytest
 
 from folio.app.builtin import resolve_model
 from folio.app.config.shelf import ShelfConfig
-from folio.app.engine import AsyncEngine, SamplingParams
+from folio.app.engine import AsyncEngine, EngineRequest, SamplingParams
 from folio.app.engine.lora.source import AdapterSource, files_version
 from folio.app.engine.shelf import control
 from folio.app.engine.shelf.shelf import Shelf
@@ -47,7 +47,7 @@ def adapting(tmp_path: Path) -> Iterator[Adapting]:
 
 async def say(shelf: Shelf, model: str, adapter: str | None = None) -> str:
     params = SamplingParams(max_tokens=8, temperature=0)
-    lists = shelf.model(model).generate([300, 301], params, adapter=adapter)
+    lists = shelf.model(model).stream(EngineRequest("r", [300, 301], params, adapter=adapter))
     return "".join([delta.text async for deltas in lists for delta in deltas])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 
 from folio.app.engine import Delta, SamplingParams
 from folio.app.engine.async_engine import Pace
+from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.pooled import PoolingParams
 from folio.app.engine.turn import Turn
 from folio.app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
@@ -35,20 +37,21 @@ class Engine:
     healthy = True
 
     def __init__(self, deltas: list[Delta], error: Exception | None = None) -> None:
-        self.asked: list[tuple[Any, ...]] = []
+        self.asked: list[EngineRequest] = []
+        self.forks: list[tuple[Any, ...]] = []
         self.paces: list[Pace] = []
         self.closed = 0
         self._deltas = deltas
         self._error = error
 
-    def generate(self, *args: Any, pace: Pace, **options: Any) -> AsyncGenerator[list[Delta], None]:
+    def stream(self, request: EngineRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         self.paces.append(pace)
-        self.asked.append((*args, options))
+        self.asked.append(request)
         return self._yield()
 
     def fork(self, *args: Any, pace: Pace, **options: Any) -> AsyncGenerator[list[Delta], None]:
         self.paces.append(pace)
-        self.asked.append((*args, options))
+        self.forks.append((*args, options))
         return self._yield()
 
     def close(self) -> None:
@@ -129,31 +132,21 @@ async def test_outputs_whole_and_in_pieces() -> None:
     assert stream_pace() == 0.05
 
 
-async def test_the_engine_gets_every_option() -> None:
+@pytest.mark.parametrize(("replica", "num_expected"), [("here", 4), ("another", None)])
+async def test_the_engine_gets_the_request_as_it_is(replica: str, num_expected: int | None) -> None:
     requests = streams_of(engine := Engine(DELTAS))
-    await outputs_of(requests, REQUEST)
-    options: dict[str, Any] = {
-        "priority": 1,
-        "cache_salt": "s",
-        "adapter": "a",
-        "tenant": "t",
-        "user": "u",
-        "timeout_s": 2.0,
-        "turn": Turn("tools", ("<call>",)),
-        "cache_ttl_s": 60.0,
-        "owner": "key:k",
-    }
-    options |= {"expected_cached_tokens": 4, "pooling": PoolingParams(dimensions=3)}
-    assert engine.asked == [([1, 2], REQUEST.params, "r", options)]
+    sent = replace(REQUEST, expected=ExpectedPrefix(replica, 4))
+    await outputs_of(requests, pickle.loads(pickle.dumps(sent)))
+    assert engine.asked == [replace(sent, expected_cached_tokens=num_expected)]
 
 
-async def test_prompts_beside_each_other_are_outputs_of_one_call() -> None:
+async def test_more_prompts_are_outputs_of_one_call() -> None:
     engine = Engine([Delta("r", (), "", "stop", num_cached_tokens=3, pooled=b"1234")])
     noted: list[tuple[int, int]] = []
     requests = streams_of(engine, noted)
-    pieces = await outputs_of(requests, replace(REQUEST, params=SamplingParams(), beside=([3], [4, 5])))
-    assert [asked[0] for asked in engine.asked] == [[1, 2], [3], [4, 5]]
-    assert [asked[3]["expected_cached_tokens"] for asked in engine.asked] == [4, None, None]
+    pieces = await outputs_of(requests, replace(REQUEST, params=SamplingParams(), more_prompts=([3], [4, 5])))
+    asked = [(request.prompt_token_ids, request.expected_cached_tokens) for request in engine.asked]
+    assert asked == [([1, 2], 4), ([3], None), ([4, 5], None)]
     assert [(piece.index, piece.pooled) for piece in pieces] == [(0, b"1234"), (1, b"1234"), (2, b"1234")]
     assert sorted(piece.num_unfinished for piece in pieces) == [0, 1, 2]
     assert noted == [(4, 3)], "the router expects a prefix of the first prompt only"
@@ -189,7 +182,7 @@ async def test_forks() -> None:
     whole = await outputs_of(requests, call)
     assert [piece.text for piece in whole] == ["ac", "b"]
     assert "".join([piece.text async for some in requests.pieces(call) for piece in some]) == "abc"
-    assert engine.asked == [("r", call.params, "f", {"index": 1, "timeout_s": 3.0, "owner": "key:k"})] * 2
+    assert engine.forks == [("r", call.params, "f", {"index": 1, "timeout_s": 3.0, "owner": "key:k"})] * 2
 
 
 async def test_a_fork_of_another_replicas_request() -> None:
@@ -199,7 +192,7 @@ async def test_a_fork_of_another_replicas_request() -> None:
         await outputs_of(requests, call)
     with pytest.raises(UnknownRequestError, match="is gone"):
         _ = [piece async for piece in requests.pieces(call)]
-    assert not engine.asked
+    assert not engine.forks
 
 
 async def test_a_repeated_request_never_runs_beside_the_first() -> None:
@@ -224,7 +217,7 @@ async def test_the_time_to_send_a_request_again_includes_the_wake() -> None:
 
         name, engine, expected_wake_s = "second", object(), 3.0
 
-        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[list[Any], None]:
+        async def stream(self, *_: Any) -> AsyncGenerator[list[Any], None]:
             error = OverloadedError("queue full; try again in 2 s", 2.0)
             error.num_queued = 8
             raise error

@@ -412,7 +412,7 @@ async def test_items_too_long_for_a_message_go_by_reference(params: dict[str, An
 
 def pooled_pieces(call: Any) -> list[Any]:
     """Vectors in an order that is not the prompts': each is its prompt's first token."""
-    prompts = [call.prompt_token_ids, *call.beside]
+    prompts = [call.prompt_token_ids, *call.more_prompts]
     numbers = [*range(1, len(prompts)), 0]
     return [
         Piece("", (), index=i, finish_reason="stop", num_unfinished=left, pooled=bytes([prompts[i][0]]))
@@ -437,7 +437,7 @@ async def test_prompts_to_pool_go_in_groups(lengths: list[int], window: int, siz
     calls = [GenerateRequest(str(i), [i] * n, SamplingParams(max_tokens=1)) for i, n in enumerate(lengths)]
     outputs = await replicas.complete_pooled(calls)
     assert [[piece.pooled for piece in pieces] for pieces in outputs] == [[bytes([i])] for i in range(len(lengths))]
-    assert [1 + len(call.beside) for call in handle.calls] == sizes
+    assert [1 + len(call.more_prompts) for call in handle.calls] == sizes
     assert sum(call.num_prompt_tokens for call in handle.calls) == sum(lengths)
 
 
@@ -461,8 +461,10 @@ async def test_groups_in_flight_hold_no_more_prompts_than_the_window() -> None:
 
     def script(call: Any) -> list[Any]:
         nonlocal most
-        running = sum(1 + len(c.beside) for c, r in zip(handle.calls, handle.responses, strict=False) if not r.ended)
-        most = max(most, running + 1 + len(call.beside))
+        running = sum(
+            1 + len(c.more_prompts) for c, r in zip(handle.calls, handle.responses, strict=False) if not r.ended
+        )
+        most = max(most, running + 1 + len(call.more_prompts))
         return pooled_pieces(call)
 
     handle = Handle(script)

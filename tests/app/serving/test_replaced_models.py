@@ -15,7 +15,7 @@ from folio.app.builtin import resolve_model
 from folio.app.config.added_model import AddedModel, files_sample
 from folio.app.config.engine import EngineConfig
 from folio.app.config.shelf import ShelfConfig
-from folio.app.engine import SamplingParams
+from folio.app.engine import EngineRequest, SamplingParams
 from folio.app.engine.shelf.shelf import Shelf
 from folio.app.errors import RequestError
 from folio.app.fleet.loaded import LoadedTable
@@ -81,7 +81,9 @@ async def test_a_replica_that_misses_the_removal_loads_the_new_files(shelf: Shel
     """The table had a model of the same name, path and settings, and so the old engine was kept."""
 
     async def says() -> str:
-        lists = shelf.model("second").generate([300, 301], SamplingParams(max_tokens=8, temperature=0))
+        lists = shelf.model("second").stream(
+            EngineRequest("r", [300, 301], SamplingParams(max_tokens=8, temperature=0))
+        )
         return "".join([delta.text async for deltas in lists for delta in deltas])
 
     settings = ShelfConfig(models=(a_model("first"),), device_memory_bytes=256 << 20)

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.engine import Engine
+from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.lora import rank
 from folio.app.engine.lora.layers import LoRALinear, Updates
 from folio.app.engine.lora.rank import RankAdapters
@@ -150,10 +151,10 @@ def test_a_request_that_comes_too_late_leaves_nothing(llama: Path, folders: dict
     """It was validated before the adapter was unloaded."""
     engine = engine_of(llama, folders)
     engine.adapters.set_loaded([source("legal", folders["a"])])
-    max_tokens = engine.validate(PROMPT, GREEDY, {"adapter": "legal"})
+    begin = engine.prepare(EngineRequest("r", PROMPT, GREEDY, adapter="legal"))
     engine.adapters.set_loaded([])
     with pytest.raises(UnknownModelError):
-        engine.add_request("r", PROMPT, GREEDY, max_tokens, {"adapter": "legal"})
+        begin("r")
     assert not engine.has_work
     engine.check_integrity()
     engine.close()

@@ -34,7 +34,7 @@ from tests.app.engine.shelf.shelf_requests import (
     case_of,
     config_of,
 )
-from tests.app.engine.shelf.shelves import TinyModels, control_of, in_step_thread, mappings, put_to_sleep
+from tests.app.engine.shelf.shelves import TinyModels, control_of, in_step_thread, mappings, put_to_sleep, stream_of
 
 MOST_IN_FLIGHT = 24
 DEADLINE_S = 60.0  # of any wait
@@ -140,7 +140,7 @@ class Play:
         loaded = [self.loaded.get(model)] if options.get("adapter") == LOADED else []
         sent = Sent(model, self.of[name], prompt, params, next(self.ids), options, timeout_s, loaded)
         others: dict[str, Any] = {"timeout_s": timeout_s, "tenant": name[:1], "priority": self.dice.randrange(3)}
-        self.start(sent, model.generate(prompt, params, sent.request_id, **others, **options))
+        self.start(sent, stream_of(model, prompt, params, sent.request_id, **others, **options))
         self.counts["submitted"] += 1
 
     def start(self, sent: Sent, stream: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from folio.app.config.engine import EngineConfig
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.delta import Delta
+from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.model.device import resolve
 from folio.app.engine.model.kv_plan import estimated_activations
 from folio.app.engine.model.size import ModelSize
@@ -49,8 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 Outputs = list[list[int]]
 
 
-class Generates(Protocol):
-    generate: Callable[..., Any]
+class Streams(Protocol):
+    """A shelved model, or an engine."""
+
+    def stream(self, request: EngineRequest) -> AsyncGenerator[list[Delta], None]: ...
 
 
 class TinyModels:
@@ -159,11 +162,17 @@ class TinyModels:
             engine.close()
 
 
-async def deltas_of(model: Generates, prompt: Sequence[int], params: SamplingParams, **options: Any) -> list[Delta]:
-    return [delta async for deltas in model.generate(prompt, params, **options) for delta in deltas]
+def stream_of(
+    model: Streams, prompt: Sequence[int], params: SamplingParams, request_id: str = "request", **options: Any
+) -> AsyncGenerator[list[Delta], None]:
+    return model.stream(EngineRequest(request_id, prompt, params, **options))
 
 
-async def outputs(model: Generates, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Outputs:
+async def deltas_of(model: Streams, prompt: Sequence[int], params: SamplingParams, **options: Any) -> list[Delta]:
+    return [delta async for deltas in stream_of(model, prompt, params, **options) for delta in deltas]
+
+
+async def outputs(model: Streams, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Outputs:
     """The tokens of each output; of an embedding, its bytes."""
     return outputs_of(await deltas_of(model, prompt, params, **options))
 

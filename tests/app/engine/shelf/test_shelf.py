@@ -61,6 +61,7 @@ from tests.app.engine.shelf.shelves import (
     outputs,
     outputs_of,
     put_to_sleep,
+    stream_of,
     until_state,
 )
 from tests.conftest import tokens
@@ -1006,7 +1007,7 @@ async def test_models_share_the_swap_space(models: TinyModels) -> None:
             for name in names:
                 control_of(shelf)._put_to_sleep(shelf.model(name), "another")
 
-        streams = {name: shelf.model(name).generate(prompt, LONG) for name in names}
+        streams = {name: stream_of(shelf.model(name), prompt, LONG) for name in names}
         firsts = await asyncio.gather(*map(anext, streams.values()))
         got = {name: outputs_of(first)[0] for name, first in zip(names, firsts, strict=True)}
         with ExitStack() as stack:

@@ -26,6 +26,7 @@ from tests.app.engine.shelf.shelves import (
     outputs,
     outputs_of,
     put_to_sleep,
+    stream_of,
 )
 from tests.app.engine.shelf.test_shelf import GREEDY, KV_BYTES, LONG, asleep
 from tests.processes import until_async
@@ -54,7 +55,7 @@ async def test_adapters_are_given_back_while_their_model_sleeps(models: TinyMode
         await outputs(model, [1, 2], GREEDY)
         engine = await engine_of(shelf, "lora")
         assert adapter_bytes(shelf) == engine.adapters.num_bytes == 0
-        streams = {name: model.generate([1, 2], LONGER, adapter=name) for name in alone}
+        streams = {name: stream_of(model, [1, 2], LONGER, adapter=name) for name in alone}
         got = {name: outputs_of(await anext(stream))[0] for name, stream in streams.items()}
         taken = engine.adapters.num_bytes
         layers = engine.model.adapters
@@ -189,7 +190,7 @@ async def test_an_adapter_that_is_lost_while_its_model_sleeps(
     alone = await models.alone("lora", [1, 2], LONGER, adapter="blue")
     async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
         model = shelf.model("lora")
-        streams = {name: model.generate([1, 2], LONGER, adapter=name) for name in ("red", "blue")}
+        streams = {name: stream_of(model, [1, 2], LONGER, adapter=name) for name in ("red", "blue")}
         got = {name: outputs_of(await anext(stream))[0] for name, stream in streams.items()}
         real = RankAdapters._find
 

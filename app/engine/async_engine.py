@@ -100,7 +100,7 @@ class AsyncEngine:
             resolved = resolve(config)
             # Kernels of other engines must not be launched while graphs are captured.
             captures = resolved.device == "cuda"
-            if captures and device is not None:  # first what takes long, and may hang: the reading
+            if captures and device is not None:  # first what takes long: the reading
                 read_weights(resolved, device.weights)
             self.driver = thread.call(partial(start, thread), most_s).result() if captures else start(thread)
         else:

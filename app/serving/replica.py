@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 # Time for the last answers of a replica whose engine has stopped.
 _FLUSH_GRACE_S = 1.0
+# Longest time in which engines are closed: a load in progress is waited for, and one that hangs ends with the process.
+_CLOSE_S = 60.0
 # Bound of the calls that a hanging engine would never answer.
 _ANSWER_S = 5.0
 
@@ -67,7 +69,7 @@ T = TypeVar("T")
 
 
 class _ProcessExit:
-    """Ends the process soon after an engine has stopped: until then Serve sends requests that fail."""
+    """Ends the process soon after an engine has stopped, or a load hangs: until then Serve sends requests that fail."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -76,9 +78,20 @@ class _ProcessExit:
 
     def if_stopped(self) -> None:
         """Called at each sign of a stopped engine; ends the process once."""
-        if not self._shelf.healthy and self._timer is None and not self.is_expected:
-            self._timer = threading.Timer(_FLUSH_GRACE_S, os._exit, (1,))
-            self._timer.start()
+        if self._timer is not None or self.is_expected:
+            return
+        try:
+            self._shelf.check()
+        except UnavailableError as reason:
+            logger.error("the process ends, and Serve starts another one: %s", reason)
+            self._timer = _ending(_FLUSH_GRACE_S)
+
+
+def _ending(seconds: float) -> threading.Timer:
+    """Ends the process after this time, unless it is cancelled."""
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.start()
+    return timer
 
 
 class EngineReplica:
@@ -342,9 +355,13 @@ class EngineReplica:
     def __del__(self) -> None:
         if hasattr(self, "_exit"):  # else the start failed
             self._exit.is_expected = True
-            self._shelf.close()
-            if self._member is not None:
-                self._member.close()
+            ending = _ending(_CLOSE_S)
+            try:
+                self._shelf.close()
+                if self._member is not None:
+                    self._member.close()
+            finally:
+                ending.cancel()
 
 
 async def _run_in_thread(call: Callable[[], T]) -> T:

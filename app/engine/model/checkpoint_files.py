@@ -1,8 +1,7 @@
 """Files of a checkpoint: read into the page cache before a load reads them.
 
-A load holds up others: on CUDA the steps of all models (`AsyncEngine`), everywhere other loads (`LoadTurn`). Reading
-from a disk is its slow part, and the part that hangs if a file system does not answer. So that comes first, while
-nothing is held.
+A load holds up others: on CUDA the steps of all models (`AsyncEngine`), everywhere other loads (`checkpoint_module`).
+Reading from a disk is its slow part. So that comes first, while nothing is held.
 """
 
 from __future__ import annotations

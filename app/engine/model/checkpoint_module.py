@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +23,6 @@ from folio.app.engine.model.fused_layer import fuse_layers
 from folio.app.engine.model.fusion import fuse_attention, fuse_modules
 from folio.app.engine.model.fusion_record import FusionRecord
 from folio.app.engine.model.linear import choose_product, pack_linears, use_few_row_products
-from folio.app.engine.model.load_turn import LoadTurn
 from folio.app.engine.model.model_parts import fingerprint
 from folio.app.engine.model.pooling import Pooling, is_classifier
 from folio.app.engine.model.tokenizer import one_line
@@ -39,7 +39,9 @@ _DUMMY_SEED = 0
 _COPIED = 2
 # Exceptions from reading damaged weight files.
 _DAMAGED = (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError)
-_load_turn = LoadTurn()
+# transformers makes one module at a time: meanwhile it changes torch's default dtype and random state, the initialisers
+# of `torch.nn.init`, and methods of `PreTrainedModel`, which a module that another thread made would get.
+_making = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,9 @@ def make_module(
 
 
 def empty_module(config: ResolvedConfig, hf_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The module on torch's meta device, before its layers are fused. Raises `UnavailableError`, see `LoadTurn`."""
+    """The module on torch's meta device, before its layers are fused."""
     attention.register()
-    with _load_turn.of(config.model):
+    with _making:
         module = random_model(
             hf_config, torch.device("meta"), dtype=dtype, attn_implementation=attention.IMPLEMENTATION
         )
@@ -120,7 +122,7 @@ def _load_module(
     plan: ShardPlan | None = None
     loading: dict[str, Any] = {"missing_keys": ()}
     try:
-        with _load_turn.of(config.model):
+        with _making:
             if config.load_format == "dummy":
                 module = random_model(hf_config, device, **settings)
             elif comm is None:

@@ -124,7 +124,6 @@ def load_model(
         ConfigError: a setting does not fit the machine or the model.
         ModelError: the model is not found, or cannot be run with these settings.
         OutOfPages: the weights do not fit into the memory of their device.
-        UnavailableError: the load of another model does not end.
     """
     if problems := check_resources(config, Machine.detect()):
         raise ConfigError("\n".join(problems))

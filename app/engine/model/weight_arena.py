@@ -14,7 +14,7 @@ from torch import nn
 from folio.app.engine.model.model_parts import find_tensors
 from folio.app.engine.model.weight_file import TensorPlace, WeightTable
 from folio.app.errors import ModelError
-from folio.vmem import AddressRange, IntegrityError
+from folio.vmem import AddressRange
 from folio.vmem.weights import read_ahead
 
 _PAGE_BYTES = 4096
@@ -201,14 +201,13 @@ class WeightArena:
     While it is not mapped, any touch of the model's tensors is a SIGSEGV, or on CUDA a fault that ends all work. Their
     addresses never change.
 
-    A thread that maps may hang, on a file system that does not answer, and may write to the range once it goes on. So
-    nothing waits for it, and the range is its own until it returns: `close` leaves it to that thread.
+    One thread at a time changes it: `close` waits for a `map` in progress.
     """
 
     def __init__(self, reserved: WeightRange, source: WeightSource) -> None:
         self._range, self._source = reserved, source
-        self._guard = threading.Lock()  # not held while a source is opened and mapped
-        self._is_closed = self._is_mapping = False
+        self._guard = threading.Lock()
+        self._is_closed = False
 
     @property
     def num_bytes(self) -> int:
@@ -231,29 +230,23 @@ class WeightArena:
             OutOfPages: the device has too little memory left. Nothing has changed then.
             MapError: the system refused.
             ModelError: the file of the weights is gone or damaged, and the checkpoint cannot replace it; or the arena
-                has been closed, before or meanwhile.
+                has been closed.
         """
         with self._guard:
             if self._is_closed:  # before the source makes what nobody would give back
-                raise _given_up()
-            if self._is_mapping:
-                raise IntegrityError(f"two threads map {self._range.reserved}")
-            self._is_mapping = True
-        try:
-            self._map()
-        finally:
-            with self._guard:
-                self._is_mapping = False
-                if is_closed := self._is_closed:
-                    self._release()
-        if is_closed:
-            raise _given_up()
+                raise ModelError("the weights have been given back: the engine of their model has stopped")
+            try:
+                self._range.map(*self._source.open())
+            except BaseException:
+                self._source.release()
+                raise
+            self._source.mapped()
 
     def read_ahead(self) -> Iterator[int]:
-        """Read the weights' file, if there is one, into the page cache, while another thread may map them. Yields after
-        each piece the bytes that were not there. Raises `OSError`, `MapError`."""
-        with self._guard:  # a thread that maps reads the file itself, and may replace it
-            found = None if self._is_mapping else self._source.duplicate()
+        """Read the weights' file, if there is one, into the page cache. Yields after each piece the bytes that were not
+        there. Raises `OSError`, `MapError`."""
+        with self._guard:  # a thread that maps may replace the file
+            found = self._source.duplicate()
         if found is not None:
             fd, offset = found
             try:
@@ -269,25 +262,8 @@ class WeightArena:
                 self._source.release()
 
     def close(self) -> None:
-        """Unmap the weights for good; if another thread maps them now, that thread does so before it returns. The
-        model's tensors must not be touched any more."""
+        """Unmap the weights for good. The model's tensors must not be touched any more."""
         with self._guard:
             self._is_closed = True
-            if not self._is_mapping:
-                self._release()
-
-    def _map(self) -> None:
-        try:
-            self._range.map(*self._source.open())
-        except BaseException:
-            self._source.release()
-            raise
-        self._source.mapped()
-
-    def _release(self) -> None:
-        self._range.close()
-        self._source.close()
-
-
-def _given_up() -> ModelError:
-    return ModelError("the weights have been given up: the engine of their model has stopped")
+            self._range.close()
+            self._source.close()

@@ -9,6 +9,7 @@ map their weights, so that steps go on meanwhile:
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,15 +17,18 @@ from dataclasses import replace
 from functools import partial
 
 from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.driver import STOPPED
 from folio.app.engine.faults import device_fault
 from folio.app.engine.footprint import set_budget_within
 from folio.app.engine.model.device import resolve
 from folio.app.engine.model.kv_plan import estimated_activations
 from folio.app.engine.model.memory_profile import DevicePlan
+from folio.app.engine.model.pinned_share import default_folder
 from folio.app.engine.model.size import ModelSize
 from folio.app.engine.shelf.allocation import Allocation, ModelNeed
 from folio.app.engine.shelf.arbiter import Arbiter
 from folio.app.engine.shelf.device import ShelfDevice
+from folio.app.engine.shelf.hung_loads import HungLoads
 from folio.app.engine.shelf.measure import loaded_need, unloaded_need
 from folio.app.engine.shelf.moves import Moves, longest_load_s
 from folio.app.engine.shelf.read_ahead import ReadAhead
@@ -78,27 +82,19 @@ class Control:
         self._planned_at = self._plan_at = 0.0  # the last and the next plan
         self._busy_at = time.monotonic()
         self._read_ahead = ReadAhead(device.has_page_cache, device.read_ahead_bytes_per_s)
-        self._moves = Moves(self._call, self._attempt, self._fail)
+        self._hung = HungLoads(default_folder().parent)  # in memory
+        self._moves = Moves(self._call, self._attempt, self._fail, self._hung)
         self._thread = StepThread(self._control)
 
     # ---- from any thread ----
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive
-
-    @property
-    def device_lost(self) -> bool:
-        """Whether no model can be served any more."""
-        return self._thread.device_lost
-
-    @property
-    def hangs(self) -> bool:
-        """Whether requests wait for a thread that does nothing. Does not block."""
-        if time.monotonic() - self._thread.progress_at < _HANGS_S:
-            return False
-        engines = [model.engine for model in self._models() if model.engine is not None]
-        return any(engine.driver.arriving for engine in engines) or any(m.is_wanted for m in self._models())
+    def failure(self) -> str | None:
+        """Why no model can be served any more; `None` while they can. By one thread; does not block."""
+        if not self._thread.is_alive or self._thread.device_lost:
+            return STOPPED
+        if time.monotonic() - self._thread.progress_at > _HANGS_S and any(map(_is_asked_for, self._models())):
+            return f"the thread of the steps has done nothing for {_HANGS_S:.0f} s; send the request again"
+        return self._moves.check()
 
     def note_change(self) -> None:
         """Plan soon."""
@@ -108,24 +104,18 @@ class Control:
     def wait_for_moves(self, model: ShelvedModel) -> None:
         """Wait until no other thread loads or wakes a model that is no longer the shelf's."""
         self._thread.call(lambda: None).result()  # no plan counts on the model any more
-        while self._moves.wait(model, _IDLE_S):  # or until it is given up
-            self._thread.call(lambda: None).result()  # what the thread has told this one is done
+        self._moves.wait(model)
+        self._thread.call(lambda: None).result()  # what the thread has told this one is done
 
     def check_integrity(self) -> Future[None]:
         """Check that memory adds up."""
         return self._thread.call(self._check_integrity)
 
-    def abandon(self) -> None:
-        """Leave a thread that hangs, and the device, to the end of the process."""
-        self._thread.close(0)
-        self._read_ahead.close(0)
-
     def close(self) -> None:
         """End the thread, once the models are closed, and give the device back."""
         self._thread.close()
         self._read_ahead.close()
-        if not self._moves.hang:  # else its memory is theirs until the process ends
-            self._device.close()
+        self._device.close()
 
     # ---- the thread ----
 
@@ -149,11 +139,10 @@ class Control:
         if not self._has_changed and now < self._plan_at:
             return self._plan_at - now
         self._has_changed, self._planned_at = False, now
-        self._moves.give_up(now, models)
         workspace_bytes = max((m.workspace_bytes for m in models if m.state != "failed"), default=0)
         self._device.take_workspace(workspace_bytes)
         anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
-        self._capacity_bytes = self._device.capacity_bytes - anchors - self._moves.hanging_bytes
+        self._capacity_bytes = self._device.capacity_bytes - anchors
         needs = [self._need(model, now) for model in models if self._is_planned(model)]
         self._device.note_needs(needs, self._capacity_bytes)
         for model in models:
@@ -187,15 +176,21 @@ class Control:
         if engine is not None and engine.driver.closed.done():
             model.set_failed(UnavailableError("its engine has failed, see the log"))
         model.try_again()
-        if model.state == "new" and (hangs := self._moves.hanging_error(model)) is not None:
-            model.set_failed(hangs)
         is_unknown = engine is None and model.estimate is None and model.is_wanted and model.state == "new"
         if is_unknown and model not in self._moves:  # that of before it failed, or was refused
-            model.state = "loading"
-            self._moves.load(model, partial(self._measure, model))
+            self._begin_load(model)
         if model.state == "failed" or (engine is None and model.estimate is None):
             return False
         return engine is not None or model.is_wanted or model.state == "loading"
+
+    def _begin_load(self, model: ShelvedModel) -> None:
+        """Measure a model, unless its files did not answer a short time ago."""
+        if refused_s := self._hung.refused_s(model.config):
+            error = UnavailableError(f"its load hung and ended its process; it is tried again in {refused_s:.0f} s")
+            model.set_failed(error, refused_s)
+            return
+        model.state = "loading"
+        self._moves.load(model, partial(self._measure, model))
 
     def _need(self, model: ShelvedModel, now: float) -> ModelNeed:
         if model.engine is not None:
@@ -376,6 +371,7 @@ class Control:
             model.load_after = time.monotonic() + _RELOAD_S
             weight_bytes = max(error.needed, estimate.weight_bytes)
             return partial(model.measured, replace(estimate, weight_bytes=weight_bytes))
+        self._hung.forget(model.config)
 
         def then() -> None:
             if model not in self._models():  # it was removed meanwhile
@@ -424,7 +420,12 @@ class Control:
         reason = error if isinstance(error, Exception) else EngineError(f"{type(error).__name__}: {error}")
         if model.engine is not None:
             model.engine.stop(f"the model {model.name!r} cannot be served now: {reason}")
-        model.set_failed(reason, for_ever=model not in self._models())
+        model.set_failed(reason, None if model in self._models() else math.inf)
+
+
+def _is_asked_for(model: ShelvedModel) -> bool:
+    """Whether requests wait for its load, or for the thread."""
+    return model.is_wanted or (model.engine is not None and bool(model.engine.driver.arriving))
 
 
 def _waits_for_memory(model: ShelvedModel) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.driver import STOPPED
 from folio.app.engine.engine import Admit
 from folio.app.engine.gpu_memory import gpu_memory
 from folio.app.engine.lora.source import AdapterSource
@@ -142,9 +144,7 @@ class Shelf:
         engines = self._engines
         if self._control is None:
             return len(engines) == len(self._models) and all(engine.healthy for engine in engines)
-        if not self._control.is_alive or self._control.hangs or self._control.device_lost:
-            return False
-        return not any(engine.driver.hangs or engine.driver.stalled for engine in engines)
+        return self._control.failure() is None and not any(e.driver.hangs or e.driver.stalled for e in engines)
 
     def check(self) -> None:
         """Raise `UnavailableError` once the shelf serves no requests; stop stalled engines. Does not block."""
@@ -157,7 +157,7 @@ class Shelf:
                 if engine.driver.stalled:
                     with suppress(UnavailableError):
                         engine.check()
-            raise UnavailableError("the engine has stopped; send the request again")
+            raise UnavailableError(self._control.failure() or STOPPED)
 
     def engines(self) -> dict[str, AsyncEngine]:
         """The engines of the models that are loaded, by name. From any thread."""
@@ -177,15 +177,9 @@ class Shelf:
         await asyncio.wrap_future(self._control.check_integrity())
 
     def close(self) -> None:
-        """Fail the requests in flight and free all memory. A thread that hangs is not waited for."""
-        hangs = any(engine.driver.hangs for engine in self._engines)
+        """Fail the requests in flight and free all memory. Waits for loads and wakes in progress."""
         with self._guard:
             models, self._models, self._is_closed = self._models, {}, True
-        if self._control is not None and hangs:
-            for model in models.values():
-                model.set_failed(UnavailableError(_STOPPING), for_ever=True)
-            self._control.abandon()
-            return
         for model in models.values():
             self._close(model, _STOPPING)
         if self._control is not None:
@@ -196,7 +190,7 @@ class Shelf:
         if self._control is not None:
             self._control.wait_for_moves(model)
         engine = model.engine
-        model.set_failed(UnavailableError(reason), for_ever=True)
+        model.set_failed(UnavailableError(reason), math.inf)
         if engine is not None:
             engine.close()
         self._note_change()

@@ -175,14 +175,22 @@ class ShelvedModel:
         else:
             self.engine.driver.fail_first(error)
 
-    def set_failed(self, error: Exception, *, for_ever: bool = False) -> None:
+    def fail_requests(self, error: UnavailableError) -> None:
+        """End all requests, and those that wait for the model to be loaded."""
+        if self.engine is None:
+            self.set_failed(error)
+        else:
+            self.engine.driver.fail_all(error)
+
+    def set_failed(self, error: Exception, retry_s: float | None = None) -> None:
         """Note that the model could not be loaded, or that its engine has stopped; requests that wait for it fail.
 
         Args:
-            for_ever: later requests do not load it again.
+            retry_s: for so long no request loads it again; by default for longer after each failure.
         """
-        retry_s = min(_FIRST_RETRY_S * 2 ** min(self._num_failures, 30), _LONGEST_RETRY_S)
-        self._retry_at = math.inf if for_ever else time.monotonic() + retry_s  # before the state, which others read
+        if retry_s is None:
+            retry_s = min(_FIRST_RETRY_S * 2 ** min(self._num_failures, 30), _LONGEST_RETRY_S)
+        self._retry_at = time.monotonic() + retry_s  # before the state, which others read
         self.engine = self.estimate = None
         self.state, self.error = "failed", str(error)
         self._num_failures += 1

@@ -103,9 +103,10 @@ async def test_a_stopped_engine_ends_its_process_at_the_first_call(
     """Regression: only a health check ended the process, and until then routers took the replica for idle."""
     timers: list[Callable[..., None]] = []
 
-    def timer(_: float, ends: Callable[..., None], __: tuple[int]) -> SimpleNamespace:
-        timers.append(ends)
-        return SimpleNamespace(start=lambda: None)
+    def timer(seconds: float, ends: Callable[..., None], _: tuple[int]) -> SimpleNamespace:
+        if seconds == replica_module._FLUSH_GRACE_S:  # not that of a replica which is closed meanwhile
+            timers.append(ends)
+        return SimpleNamespace(start=lambda: None, cancel=lambda: None)
 
     def check() -> None:
         raise UnavailableError("the engine has stopped")

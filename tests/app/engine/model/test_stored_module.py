@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,26 @@ def test_weights_are_read_before_the_load(
     model = load_model(config, weights=store)
     assert model.weights is not None
     model.weights.close()
+
+
+def test_a_load_whose_files_do_not_answer_holds_up_no_other(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it held the lock of transformers' modules, and no other model could be loaded. Now its files have
+    been read before."""
+    asked, answers, real, reader = threading.Event(), threading.Event(), checkpoint_files._read, "slow reader"
+
+    def read(path: Path) -> None:
+        if threading.current_thread().name == reader:
+            asked.set()
+            assert answers.wait(60)
+        real(path)
+
+    monkeypatch.setattr(checkpoint_files, "_read", read)
+    thread = threading.Thread(target=load, args=("llama",), name=reader)
+    thread.start()
+    assert asked.wait(60)
+    load("qwen2")
+    answers.set()
+    thread.join(60)
 
 
 def test_tensors_of_one_object_are_one_again(load: Load, no_checkpoint: Callable[[], None]) -> None:

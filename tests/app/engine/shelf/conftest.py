@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from folio.app.engine.shelf import control
 from tests.app.engine.shelf.shelves import TinyModels
 from tests.conftest import MakeCheckpoint
 
@@ -13,3 +15,10 @@ def models(make_checkpoint: MakeCheckpoint, tmp_path_factory: pytest.TempPathFac
     made = TinyModels(make_checkpoint, tmp_path_factory.mktemp("shelf"))
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def _hung_loads_of_this_test(tmp_path: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "default_folder", lambda: tmp_path / "pinned")
+        yield

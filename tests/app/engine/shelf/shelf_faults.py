@@ -76,9 +76,9 @@ class Faults:
             self._call("AsyncEngine", None)
             return AsyncEngine(*args, **kwargs)
 
-        def set_failed(model: ShelvedModel, error: Exception, *, for_ever: bool = False) -> None:
-            real_set_failed(model, error, for_ever=for_ever)
-            if for_ever:  # removed
+        def set_failed(model: ShelvedModel, error: Exception, retry_s: float | None = None) -> None:
+            real_set_failed(model, error, retry_s)
+            if retry_s is not None:  # removed
                 return
             if model.name not in self._pending:
                 self.unexplained.append(f"{model.name}: {error!r}")
@@ -174,11 +174,11 @@ class Mount:
         self.asked, self.answers = threading.Event(), threading.Event()
         real = getattr(owner, name)
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread().name == _MOVE + model:
                 self.asked.set()
                 assert self.answers.wait(60)
-            return real(*args)
+            return real(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, call)
 

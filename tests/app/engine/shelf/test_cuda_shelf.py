@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,11 +26,10 @@ from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.shelf import device, measure, shelved_model
 from folio.app.engine.shelf import shelf as shelf_module
 from folio.app.errors import ConfigError, EngineError, UnavailableError
-from folio.vmem import CudaBackend, DevicePages, uploads
+from folio.vmem import CudaBackend, DevicePages
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.uploads import Uploads
 from tests.app.engine.execution.conftest import without_compiler  # noqa: F401 (a fixture)
-from tests.app.engine.shelf.shelf_faults import Mount
 from tests.app.engine.shelf.shelves import TinyModels, control_of, in_step_thread, outputs, put_to_sleep
 from tests.conftest import tokens
 from tests.processes import until_async
@@ -236,35 +234,6 @@ async def test_steps_go_on_while_a_checkpoint_is_read(
             assert await found(shelf.model("llama"), "llama") == alone["llama"]
         answers.set()
         assert await load == alone["gemma2"]
-        await shelf.check_integrity()
-
-
-async def test_a_wake_whose_file_does_not_answer_is_given_up(
-    models: TinyModels, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: no model had a step any more once its engine was to be closed. Its thread copies to the device when
-    it goes on: until then its pages stay mapped, and its lane in use."""
-    names = NAMES[:2]
-    alone = {name: [await models.alone(name, *case) for case in cases(name)] for name in names}
-    memory_bytes = models.memory_for(*names, room_bytes=2 * KV_BYTES)
-    async with models.opened([models.config(name) for name in names], memory_bytes, host_memory_bytes=0) as shelf:
-        hangs, other = (shelf.model(name) for name in names)
-        for name in names:
-            assert await found(shelf.model(name), name) == alone[name]
-        mount = Mount(monkeypatch, uploads, "_read", hangs.name)
-        await put_to_sleep(shelf, hangs.name)
-        request = asyncio.create_task(found(hangs, hangs.name))
-        await until_async(mount.asked.is_set, 30.0)
-        moves = control_of(shelf)._moves
-        await in_step_thread(shelf, partial(moves.give_up, time.monotonic() + 400, [hangs, other]))
-        with pytest.raises(UnavailableError, match="its wake hangs"):
-            await request
-        assert await found(other, other.name) == alone[other.name]
-        async with asyncio.timeout(30):
-            await shelf.remove(hangs.name)
-        mount.answers.set()
-        await until_async(lambda: not moves.hang, 30.0)
-        assert await found(other, other.name) == alone[other.name]
         await shelf.check_integrity()
 
 

@@ -629,116 +629,48 @@ async def test_a_loader_that_dies_fails_its_model_only(
         await until_async(lambda: served(shelf, "dies", alone))
 
 
-@pytest.mark.parametrize("ends", ["loaded", "removed"])
-async def test_a_load_that_hangs_is_given_up(models: TinyModels, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
-    """As on a network mount that does not answer. Others go on, without its memory; it is used once it returns."""
-    real, begun, answers = control.AsyncEngine, [], threading.Event()
-
-    def load(config: EngineConfig, *args: Any, **kwargs: Any) -> AsyncEngine:
-        if config.max_num_seqs == 5:
-            begun.append(config)
-            assert answers.wait(60)
-        return real(config, *args, **kwargs)
-
-    monkeypatch.setattr(control, "AsyncEngine", load)
-    config = ModelConfig(name="hangs", engine=models.engine("llama", max_num_seqs=5))
-    memory_bytes = models.memory_for("llama", "llama", room_bytes=2 * KV_BYTES)
-    alone = await models.alone("llama", [1, 2], GREEDY)
-    async with models.opened([models.config("llama"), config], memory_bytes) as shelf:
-        hangs = shelf.model("hangs")
-        first = asyncio.create_task(outputs(hangs, [1, 2], GREEDY))
-        await until_async(lambda: begun, 30.0)
-        await in_step_thread(shelf, partial(control_of(shelf)._moves.give_up, time.monotonic() + 400, [hangs]))
-        for request in (first, outputs(hangs, [1, 2], GREEDY)):
-            with pytest.raises(UnavailableError, match=r"its load hangs; do the files of '.*' answer\?"):
-                await request
-            assert await outputs(shelf.model("llama"), [1, 2], GREEDY) == alone
-            await until_async(lambda: hangs.state == "failed" and time.monotonic() > hangs._retry_at, 30.0)
-        assert len(begun) == 1, "no second thread should wait for the same files"
-        assert control_of(shelf)._capacity_bytes < memory_bytes - models.weight_bytes("llama")
-        if ends == "removed":
-            await shelf.remove("hangs")
-        answers.set()
-        if ends == "loaded":
-            await until_state(shelf, "hangs", "awake")
-            assert await outputs(hangs, [1, 2], GREEDY) == alone
-        await until_async(lambda: not control_of(shelf)._moves.hang, 30.0)
-        assert await outputs(shelf.model("llama"), [1, 2], GREEDY) == alone
-        await shelf.check_integrity()
-
-
 @pytest.mark.parametrize(
-    ("owner", "name"), [(StoredWeights, "open"), (host_calls, "populate")], ids=["source", "page table"]
+    ("phase", "owner", "name"),
+    [("load", control, "AsyncEngine"), ("wake", StoredWeights, "open"), ("wake", host_calls, "populate")],
 )
-@pytest.mark.parametrize("ends", ["returns", "removed"])
-async def test_a_wake_that_hangs_is_given_up(
-    models: TinyModels, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, ends: str
+async def test_a_load_or_wake_that_hangs_ends_the_process_and_is_not_repeated_at_once(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, phase: str, owner: Any, name: str
 ) -> None:
-    """Regression: it had no limit. Its requests waited for ever; so did every other model's once its engine was
-    stopped, and `remove` and `close`, for the lock that the wake held."""
+    """Regression: its requests waited for ever, and so did every other model's once its engine was stopped. Files that
+    do not answer must not end each new process either."""
     alone = {name: await models.alone(name, [1, 2], GREEDY) for name in ("llama", "qwen3")}
-    memory_bytes = models.memory_for("llama", "qwen3", room_bytes=2 * KV_BYTES)
-    async with models.opened([models.config("llama"), models.config("qwen3")], memory_bytes) as shelf:
-        hangs, other, moves_ = shelf.model("llama"), shelf.model("qwen3"), control_of(shelf)._moves
-        pages = control_of(shelf)._device.shared.pages
-        for model in (other, hangs):
-            await outputs(model, [1, 2], GREEDY)
+    memory_bytes = models.memory_for("llama", "qwen3", room_bytes=32 << 20)
+    configs = [models.config("llama"), models.config("qwen3")]
+    async with models.opened(configs, memory_bytes) as shelf:
+        model, other = shelf.model("llama"), shelf.model("qwen3")
+        for waked in (model, other) if phase == "wake" else (other,):
+            await outputs(waked, [1, 2], GREEDY)
         mount = Mount(monkeypatch, owner, name, "llama")
         await put_to_sleep(shelf, "llama")
-        first = asyncio.create_task(outputs(hangs, [1, 2], GREEDY))
+        waiting = asyncio.create_task(outputs(model, [1, 2], GREEDY))
         await until_async(mount.asked.is_set, 30.0)
-        await in_step_thread(shelf, partial(moves_.give_up, time.monotonic() + 400, [hangs, other]))
-        for request in (first, outputs(hangs, [1, 2], GREEDY)):
-            with pytest.raises(
-                UnavailableError, match=r"'llama' cannot .* hangs; do weights_dir and the files of '.*'"
-            ):
-                await request
-            assert await outputs(other, [1, 2], GREEDY) == alone["qwen3"]
-            await until_async(lambda: hangs.state == "failed" and time.monotonic() > hangs._retry_at, 30.0)
-        assert moves_.hanging_bytes == hangs.weight_bytes > 0
-        capacity_bytes = control_of(shelf)._device.capacity_bytes - moves_.hanging_bytes
-        assert control_of(shelf)._capacity_bytes <= capacity_bytes, "its memory should be no other model's"
-        if name == "populate":
-            assert pages.charged_bytes >= hangs.weight_bytes + other.weight_bytes
-        if ends == "removed":
-            await shelf.remove("llama")
-        mount.answers.set()
-        await until_async(lambda: not moves_.hang, 30.0)
-        if ends == "returns":
-            await until_async(lambda: served(shelf, "llama", alone["llama"]))
+        assert shelf.healthy
         assert await outputs(other, [1, 2], GREEDY) == alone["qwen3"]
-        await shelf.check_integrity()
-
-
-@pytest.mark.parametrize("ends", ["remove", "close"])
-async def test_a_shelf_does_not_wait_for_a_wake_that_hangs(
-    models: TinyModels, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
-    """Regression: `remove` and `close` waited for ever. The thread gives the memory back when it returns."""
-    monkeypatch.setattr(moves, "_REMOVED_S", 0.1)
-    shelf = Shelf(
-        [models.config("llama"), models.config("qwen3")],
-        device_memory_bytes=models.memory_for("llama", "qwen3", room_bytes=2 * KV_BYTES),
-        weights_dir=models.weights_dir,
-    )
-    device, alone = control_of(shelf)._device, await models.alone("qwen3", [1, 2], GREEDY)
-    await outputs(shelf.model("llama"), [1, 2], GREEDY)
-    mount = Mount(monkeypatch, host_calls, "populate", "llama")
-    await put_to_sleep(shelf, "llama")
-    request = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], GREEDY))
-    await until_async(mount.asked.is_set, 30.0)
-    [move] = control_of(shelf)._moves._moves.values()
-    async with asyncio.timeout(30):
-        if ends == "remove":
-            await shelf.remove("llama")
-            assert await outputs(shelf.model("qwen3"), [1, 2], GREEDY) == alone
-        await asyncio.to_thread(shelf.close)
-    with pytest.raises(UnavailableError):
-        await request
-    assert device.shared.pages.charged_bytes > 0, "nothing should be unmapped under the thread"
-    mount.answers.set()
-    await asyncio.to_thread(move.thread.join, 30)
-    device.close()  # raises if anything is left
+        with monkeypatch.context() as patch:
+            patch.setattr(moves, "_LOAD_S", 0.0)
+            await until_async(lambda: not shelf.healthy, 30.0)
+        message = rf"the {phase} of the model 'llama' hangs: .* files of '.*' answer\? A new process .* after 300 s"
+        with pytest.raises(UnavailableError, match=message):
+            shelf.check()
+        with pytest.raises(UnavailableError, match=message):
+            await waiting
+        monkeypatch.undo()
+        async with models.opened(configs, memory_bytes) as next_process:
+            for _ in range(2):
+                with pytest.raises(UnavailableError, match=r"its load hung .* tried again in 300 s") as refused:
+                    await outputs(next_process.model("llama"), [1, 2], GREEDY)
+                assert refused.value.retry_after_s == pytest.approx(300, abs=30)
+            assert await outputs(next_process.model("qwen3"), [1, 2], GREEDY) == alone["qwen3"]
+            assert next_process.healthy
+        mount.answers.set()
+    control.HungLoads(control.default_folder().parent).forget(configs[0])
+    async with models.opened(configs, memory_bytes) as later:
+        assert await outputs(later.model("llama"), [1, 2], GREEDY) == alone["llama"]
 
 
 async def test_a_model_that_is_refused_while_it_is_loaded_is_loaded_once(
@@ -955,36 +887,29 @@ async def test_a_plan_that_fails_ends_requests_and_not_the_shelf(
             await until_async(lambda: served(shelf, "llama", alone))
 
 
-async def test_a_thread_that_hangs_is_found_and_left(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: `check` looked at no engine, and `close` waited for the thread."""
+async def test_a_thread_that_hangs_is_found(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: `check` looked at no engine."""
     released = threading.Event()
-    shelf = Shelf(
-        [models.config("llama"), models.config("qwen3")],
-        device_memory_bytes=models.memory_for("llama", "qwen3", room_bytes=KV_BYTES),
-        weights_dir=models.weights_dir,
-    )
-    engine = await shelf.model("llama").ready()
-    await shelf.model("qwen3").ready()
-    real = engine.driver.engine.step
+    memory_bytes = models.memory_for("llama", "qwen3", room_bytes=KV_BYTES)
+    async with models.opened([models.config("llama"), models.config("qwen3")], memory_bytes) as shelf:
+        engine = await shelf.model("llama").ready()
+        await shelf.model("qwen3").ready()
+        real = engine.driver.engine.step
 
-    def hang() -> Any:
-        released.wait(60)
-        return real()
+        def hang() -> Any:
+            released.wait(60)
+            return real()
 
-    monkeypatch.setattr(engine.driver.engine, "step", hang)
-    monkeypatch.setattr(engine.driver, "_stalled_s", 0.1)
-    monkeypatch.setattr(engine.driver, "_longest_s", 0.0)
-    task = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], GREEDY))
-    await until_async(lambda: not shelf.healthy, 10)
-    with pytest.raises(UnavailableError):
-        shelf.check()
-    with pytest.raises(UnavailableError):
-        await task
-    async with asyncio.timeout(10):
-        await asyncio.to_thread(shelf.close)
-    with pytest.raises(UnavailableError):
-        await outputs(shelf.model("llama"), [1], GREEDY) if shelf.names else shelf.add(models.config("llama"))
-    released.set()
+        monkeypatch.setattr(engine.driver.engine, "step", hang)
+        monkeypatch.setattr(engine.driver, "_stalled_s", 0.1)
+        monkeypatch.setattr(engine.driver, "_longest_s", 0.0)
+        task = asyncio.create_task(outputs(shelf.model("llama"), [1, 2], GREEDY))
+        await until_async(lambda: not shelf.healthy, 10)
+        with pytest.raises(UnavailableError):
+            shelf.check()
+        with pytest.raises(UnavailableError):
+            await task
+        released.set()
 
 
 # ---- memory ----

@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp reads it when tor
 
 import torch
 
+from tests import selection, times
 from tests.processes import no_processes
 
 if not torch.cuda.is_available():
@@ -137,49 +138,20 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 MakeCheckpoint = Callable[..., Path]
 
-TESTS = Path(__file__).parent
-# A Ray cluster each.
-WITH_RAY = ("e2e", "hostile")
-# Files that take more than 20 s of processor time, the longest first.
-SLOW = {
-    TESTS / name: place
-    for place, name in enumerate(
-        (
-            "kernels/test_attention.py",  # 180 s with its compilations, which are kept; 20 s without
-            "benchmarks/test_gpu_day.py",  # 60
-            "app/engine/model/test_models.py",  # 100
-            "kernels/triton/test_triton.py",  # 80
-            "app/engine/tensor_parallel/test_equal_tokens.py",  # 70
-            "app/engine/tensor_parallel/test_faults.py",  # 55
-            "app/engine/test_schedules.py",  # 54
-            "app/engine/shelf/test_shelf_random.py",  # 50
-            "kernels/triton/test_compile.py",  # 41
-            "vmem/test_threads.py",  # 30
-            "app/fleet/test_ledger.py",  # 25
-        )
-    )
-}
-
-
-# Of `seed`, so many values in a row compile the same kernels (PROBLEMS_PER_SHAPE of test_triton).
-SEEDS_TOGETHER = 5
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", default="0/1", help="i/n: the i-th of n processes that share the tests between them")
+    selection.pytest_addoption(parser)
+    times.pytest_addoption(parser)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The slow files first: of the processes that share the tests none is left with one at the end."""
-    for item in items:
-        if item.path.relative_to(TESTS).parts[0] in WITH_RAY:
-            item.add_marker("processes")
-        if item.path in SLOW:
-            item.add_marker("slow")
-        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
-            item.obj = _in_event_loop(item.obj)
-    items.sort(key=lambda item: SLOW.get(item.path, len(SLOW)))
-    keep_shard(config, items)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(selection.Selection(config))
+    config.pluginmanager.register(times.FileTimes(config, judges=selection.is_daily(config)))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+        item.obj = _in_event_loop(item.obj)
 
 
 def _in_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -197,27 +169,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     may_start = item.get_closest_marker("processes") or item.get_closest_marker("gpu")
     with nullcontext() if may_start else no_processes():
         return (yield)
-
-
-def keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave this process's share of the tests; those that compile the same kernels stay together."""
-    index, count = map(int, config.getoption("--shard").split("/"))
-    places: dict[object, int] = {}
-    shards: list[list[pytest.Item]] = [[] for _ in range(count)]
-    for item in items:
-        shards[places.setdefault(_kernels_of(item), len(places)) % count].append(item)
-    items[:] = shards.pop(index)
-    config.hook.pytest_deselected(items=[item for shard in shards for item in shard])
-
-
-def _kernels_of(item: pytest.Item) -> object:
-    """A test and its parameters, but for those that leave its kernels the same: seeds within a shape, and views, of
-    which the last needs what the others compiled."""
-    parameters = dict(item.callspec.params) if hasattr(item, "callspec") else {}
-    parameters.pop("view", None)
-    if isinstance(seed := parameters.get("seed"), int):
-        parameters["seed"] = seed // SEEDS_TOGETHER
-    return item.location[0], item.originalname if isinstance(item, pytest.Function) else item.name, repr(parameters)
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:

@@ -29,9 +29,9 @@ from benchmarks.gpu_day.ray_logs import LAST_LINES
 from benchmarks.gpu_day.runner import ENDING_S, ROOT, Stage
 from benchmarks.gpu_day.stages import BUDGETS_S, STAGES
 from benchmarks.gpu_day.table import figures_of, table
-from tests.conftest import keep_shard
 from tests.nightly import of_today
 from tests.processes import until
+from tests.selection import keep_shard
 from tests.vmem.backends.stand_in_driver import skip_without_stand_in
 
 # Starts a process that only SIGKILL ends, in a way that a signal for the job's process group does not reach it, and

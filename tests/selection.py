@@ -1,0 +1,124 @@
+"""Which tests run, in which order, and which of them share a process.
+
+Daily: tests marked `nightly` are left out, and of those marked `thirds` a third of the parameters runs, another third
+each day. With another profile of hypothesis (`nightly`, `mutants`), and where tests are named one by one, all run.
+"""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Any
+
+import pytest
+
+from tests.times import SLOW_S, TESTS, read_record
+
+# A Ray cluster each.
+WITH_RAY = ("e2e", "hostile")
+# Files that start clusters of their own; all others in these folders share one (`cluster_url`), and run in one process.
+OWN_CLUSTER = frozenset(
+    f"e2e/{name}.py" for name in ("test_lifetime", "test_nodes", "test_offline_bundle", "test_serve")
+)
+# Of `seed`, so many values in a row compile the same kernels (PROBLEMS_PER_SHAPE of test_triton).
+SEEDS_TOGETHER = 5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="0/1", help="i/n: the i-th of n processes that share the tests between them")
+    parser.addoption(
+        "--day",
+        type=int,
+        default=date.today().toordinal(),
+        help="a number: its rest by 3 chooses the tests of `thirds`",
+    )
+
+
+def is_daily(config: pytest.Config) -> bool:
+    """Whether the expensive tests are left out."""
+    return config.getoption("--hypothesis-profile", None) is None and not any("::" in arg for arg in config.args)
+
+
+class Selection:
+    """Plugin that marks, selects and sorts the tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_report_header(self) -> str:
+        day = self._config.getoption("--day")
+        return f"expensive tests: a third of them, --day={day}" if is_daily(self._config) else "expensive tests: all"
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """The shared cluster's tests first, then the slowest files, by their recorded times, so that no process is left
+        with one at the end."""
+        recorded = read_record()
+
+        def cost(item: pytest.Item) -> tuple[bool, float]:
+            file = str(item.path.relative_to(TESTS))
+            return scope_of(f"{TESTS.name}/{file}") == file, -recorded.get(file, 0.0)
+
+        for item in items:
+            if item.path.relative_to(TESTS).parts[0] in WITH_RAY:
+                item.add_marker("processes")
+            if -cost(item)[1] > SLOW_S:
+                item.add_marker("slow")
+        if is_daily(config):
+            _keep_daily(config, items)
+        items.sort(key=cost)
+        keep_shard(config, items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        from xdist.scheduler import LoadFileScheduling
+
+        class OneClusterPerRun(LoadFileScheduling):
+            """The tests of a file share a process, and so do those of the shared cluster."""
+
+            def _split_scope(self, nodeid: str) -> str:
+                return scope_of(nodeid)
+
+        return OneClusterPerRun(config, log)
+
+
+def scope_of(nodeid: str) -> str:
+    """The name of the tests that run in the same process as this one."""
+    file = nodeid.partition("::")[0].removeprefix(f"{TESTS.name}/")
+    folder = file.partition("/")[0]
+    return "cluster" if folder in WITH_RAY and file not in OWN_CLUSTER else file
+
+
+def _keep_daily(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what runs nightly, and two thirds of the parameters of `thirds`."""
+    places: dict[tuple[str, str], dict[object, int]] = {}
+    today, kept, left_out = config.getoption("--day") % 3, [], []
+    for item in items:
+        runs = not item.get_closest_marker("nightly")
+        if item.get_closest_marker("thirds"):
+            file, function, parameters = kernels_of(item)
+            of_function = places.setdefault((file, function), {})
+            runs = runs and of_function.setdefault(parameters, len(of_function)) % 3 == today
+        (kept if runs else left_out).append(item)
+    items[:] = kept
+    # Not told to `pytest_deselected`: for the files' times these are whole.
+
+
+def keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave this process's share of the tests; those that compile the same kernels stay together."""
+    index, count = map(int, config.getoption("--shard").split("/"))
+    places: dict[object, int] = {}
+    shards: list[list[pytest.Item]] = [[] for _ in range(count)]
+    for item in items:
+        shards[places.setdefault(kernels_of(item), len(places)) % count].append(item)
+    items[:] = shards.pop(index)
+    if left_out := [item for shard in shards for item in shard]:
+        config.hook.pytest_deselected(items=left_out)
+
+
+def kernels_of(item: pytest.Item) -> tuple[str, str, str]:
+    """A test and its parameters, but for those that leave its kernels the same: seeds within a shape, and views, of
+    which the last needs what the others compiled."""
+    parameters = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    parameters.pop("view", None)
+    if isinstance(seed := parameters.get("seed"), int):
+        parameters["seed"] = seed // SEEDS_TOGETHER
+    return item.location[0], item.originalname if isinstance(item, pytest.Function) else item.name, repr(parameters)

@@ -1,7 +1,8 @@
 """Which tests run, in which order, and which of them share a process.
 
-Daily: tests marked `nightly` are left out, and of those marked `thirds` a third of the parameters runs, another third
-each day. With another profile of hypothesis (`nightly`, `mutants`), and where tests are named one by one, all run.
+Daily: tests marked `nightly` are left out; of those marked `thirds` a third of the parameters runs, another third each
+day, and of those marked `daily(count)` so many. With another profile of hypothesis (`nightly`, `mutants`), and where
+tests are named one by one, all run.
 """
 
 from __future__ import annotations
@@ -88,18 +89,25 @@ def scope_of(nodeid: str) -> str:
 
 
 def _keep_daily(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what runs nightly, and two thirds of the parameters of `thirds`."""
-    places: dict[tuple[str, str], dict[object, int]] = {}
-    today, kept, left_out = config.getoption("--day") % 3, [], []
+    """Leave out what runs nightly, and of `thirds` and `daily` what runs on other days."""
+    places: dict[tuple[str, str], dict[str, int]] = {}
     for item in items:
-        runs = not item.get_closest_marker("nightly")
-        if item.get_closest_marker("thirds"):
-            file, function, parameters = kernels_of(item)
-            of_function = places.setdefault((file, function), {})
-            runs = runs and of_function.setdefault(parameters, len(of_function)) % 3 == today
-        (kept if runs else left_out).append(item)
-    items[:] = kept
-    # Not told to `pytest_deselected`: for the files' times these are whole.
+        file, function, parameters = kernels_of(item)
+        of_function = places.setdefault((file, function), {})
+        of_function.setdefault(parameters, len(of_function))
+
+    def runs(item: pytest.Item) -> bool:
+        file, function, parameters = kernels_of(item)
+        count, place = len(places[file, function]), places[file, function][parameters]
+        if marker := item.get_closest_marker("daily"):
+            a_day = marker.args[0]
+            return bool((place - config.getoption("--day") * a_day) % count < a_day)
+        # What has no three kinds of parameters runs whole.
+        third = item.get_closest_marker("thirds") and count >= 3
+        return not third or place % 3 == config.getoption("--day") % 3
+
+    # Those left out are not told to `pytest_deselected`: for the files' times these are whole.
+    items[:] = [item for item in items if not item.get_closest_marker("nightly") and runs(item)]
 
 
 def keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:

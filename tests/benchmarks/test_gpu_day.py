@@ -29,7 +29,6 @@ from benchmarks.gpu_day.ray_logs import LAST_LINES
 from benchmarks.gpu_day.runner import ENDING_S, ROOT, Stage
 from benchmarks.gpu_day.stages import BUDGETS_S, STAGES
 from benchmarks.gpu_day.table import figures_of, table
-from tests.nightly import of_today
 from tests.processes import until
 from tests.selection import keep_shard
 from tests.vmem.backends.stand_in_driver import skip_without_stand_in
@@ -85,11 +84,11 @@ def make_stage(folder: Path, budget_s: float = 120.0) -> Stage:
     return Stage("facts", folder, os.environ | {"PYTHONPATH": str(ROOT)}, budget_s + ENDING_S)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
-@pytest.mark.parametrize("name", of_today(list(STAGES), 1))
+@pytest.mark.parametrize("name", STAGES)
 def test_every_job_of_a_stage_succeeds_without_a_device(name: str, tmp_path: Path) -> None:
-    """Each job's own code was never run before there was a GPU, and then it was what failed. A stage a day: starting
-    its processes takes minutes."""
+    """Each job's own code was never run before there was a GPU, and then it was what failed."""
     skip_without_stand_in()
     argv = [sys.executable, "-m", "benchmarks.gpu_day", name, "--fake", "--pack"]
     environment = os.environ | {"FOLIO_RESULTS": str(tmp_path)}

@@ -1,4 +1,5 @@
-"""Stress test: the engine's and the mapper's thread for half a minute, on a slow device with random failures."""
+"""Stress test: the engine's and the mapper's thread for seconds (nightly half a minute), on a slow device with random
+failures."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from folio.vmem import KVMemory, MapError, MemoryReport, OutOfPages, SequenceMemory, StepDemand, VmemError
+from tests.nightly import examples
 from tests.processes import until
 from tests.vmem.small_memory import (
     DOCUMENTS,
@@ -25,7 +27,7 @@ from tests.vmem.small_memory import (
     write,
 )
 
-DURATION_S = 30
+LEAST_S, MOST_S = examples(4, nightly=15), 120
 FAIL_RATE, SLOW_RATE = 0.002, 0.05
 NO_PROGRESS_S = 20
 NUM_PAGES = 120
@@ -67,7 +69,7 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str, device: type[F
     engine = _Engine(memory, backend)
     running = ThreadPoolExecutor(1).submit(engine.run)
     last, began_at = -1, time.monotonic()
-    seen_at, least, most = began_at, began_at + DURATION_S / 2, began_at + 4 * DURATION_S
+    seen_at, least, most = began_at, began_at + LEAST_S, began_at + MOST_S
     while not running.done() and time.monotonic() < most:
         time.sleep(0.05)
         report = memory.report()  # a third thread, as a server has

@@ -32,7 +32,7 @@ from folio.app.engine.sampling.settings import gather_settings
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
-from tests.nightly import examples, of_today
+from tests.nightly import examples
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -396,7 +396,8 @@ def params_of(max_tokens: int, seed: int | None) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("model", "policy"), of_today(CASES, 3))
+@pytest.mark.daily(1)
+@pytest.mark.parametrize(("model", "policy"), CASES)
 def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str, engines: Any) -> None:
     counts: Counter[str] = Counter()
 

@@ -181,7 +181,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=examples(250, nightly=5000),
+    max_examples=examples(130, nightly=5000),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,16 +188,19 @@ def programs_at_once(registers: int, shared: int, warps: int) -> int:
 
 
 @pytest.mark.processes
-def test_production_shapes_use_the_gpu_well(tmp_path: Path) -> None:
+@pytest.mark.thirds
+@pytest.mark.parametrize("part", range(3))
+def test_production_shapes_use_the_gpu_well(part: int, tmp_path: Path) -> None:
     """The interpreter does not show spills, reads of less than 16 bytes per thread, or too much shared memory."""
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None or not (Path(triton.origin).parent / PTXAS).exists():
         pytest.skip("the installed Triton has no ptxas")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    shapes = sorted({*range(part, len(SHAPES), 3), SHAPES.index(MISALIGNED)})
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.kernels.triton.test_compile", str(i), str(NUM_PROCESSES)],
+            [sys.executable, "-m", "tests.kernels.triton.test_compile", *map(str, shapes[i::NUM_PROCESSES])],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -217,9 +221,9 @@ def test_production_shapes_use_the_gpu_well(tmp_path: Path) -> None:
         index, fields = json.loads(line)
         widths = {name: {int(k): v for k, v in fields[name].items()} for name in ("copies", "loads", "stores")}
         found[index] = Compiled(**(fields | widths))
-    complaints = {shape: list(_complaints(shape, found[i])) for i, shape in enumerate(SHAPES)}
+    complaints = {SHAPES[i]: list(_complaints(SHAPES[i], found[i])) for i in shapes}
     narrow = complaints.pop(MISALIGNED)
-    table = "\n".join(f"{shape}: {found[i]} {complaints.get(shape) or ''}" for i, shape in enumerate(SHAPES))
+    table = "\n".join(f"{SHAPES[i]}: {found[i]} {complaints.get(SHAPES[i]) or ''}" for i in shapes)
     assert narrow, f"loads from a misaligned cache count as wide\n{table}"
     assert not any(complaints.values()), f"\n{table}"
 
@@ -298,8 +302,8 @@ def use_no_device() -> None:
     triton.runtime.driver.set_active(device_free)
 
 
-def compile_shapes(index: int, count: int) -> None:
-    """Print the index in `SHAPES` and the `Compiled` of every `count`-th shape from the `index`-th."""
+def compile_shapes(indexes: Iterable[int]) -> None:
+    """Print the index in `SHAPES` and the `Compiled` of each of these shapes."""
     import triton
 
     use_no_device()
@@ -312,7 +316,7 @@ def compile_shapes(index: int, count: int) -> None:
         kernels.append((metadata, metadata_group))
 
     triton.knobs.compilation.listener = note
-    for i in range(index, len(SHAPES), count):
+    for i in indexes:
         kernels.clear()
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
@@ -449,4 +453,4 @@ def _call(shape: Shape) -> None:
 
 
 if __name__ == "__main__":
-    compile_shapes(int(sys.argv[1]), int(sys.argv[2]))
+    compile_shapes(map(int, sys.argv[1:]))

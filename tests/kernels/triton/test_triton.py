@@ -21,7 +21,7 @@ from tests.kernels.cases import GuardedMemory, Lengths
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 pytest.importorskip("triton")
-pytestmark = [pytest.mark.gpu] if CUDA else []
+pytestmark = [pytest.mark.gpu if CUDA else pytest.mark.thirds]
 
 # Largest difference allowed, divided by 1 + |expected|. The interpreter cuts bfloat16 off instead of rounding.
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize(("name", "memory"), CASES)
 def test_greedy_equals_transformers(
     name: str, memory: tuple[ViewPolicy, LayoutKind], make_checkpoint: MakeCheckpoint

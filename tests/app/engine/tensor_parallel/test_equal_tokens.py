@@ -91,6 +91,7 @@ def generate(folder: Path, launch: Launch = thread_ranks, **settings: Any) -> tu
         engine.close()
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_greedy_tokens_are_those_of_one_rank(name: str, size: int, make_checkpoint: MakeCheckpoint) -> None:
     model_type, settings = ALL[name]

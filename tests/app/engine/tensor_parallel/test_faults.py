@@ -127,6 +127,7 @@ def test_an_idle_engine_notices_too(number: signal.Signals, folder: Path) -> Non
     assert not any(map(is_there, Children.latest.pids))
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("after_s", [0.0, 2.0, 3.0])
 def test_a_peer_lost_while_starting(

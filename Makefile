@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 # The oldest transformers that pyproject.toml allows, and the client of the hub that it wants.
 OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 
-# The tests of a file share a process, and the slow files start first (tests/conftest.py).
+# The tests of a file share a process, and so do those of the Ray cluster; the slow files start first (tests/selection.py).
 PYTEST := RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
-WITHOUT_RAY := -n auto --ignore tests/e2e --ignore tests/hostile
+# One more process than cores: the one with the Ray cluster waits for it most of the time.
+WITH_RAY := -n $(shell expr $$(nproc) + 1)
+NIGHTLY := --hypothesis-profile=nightly
 
 # Other people's clients have an environment of their own, and start the server with ours.
 CLIENTS := .venv-clients
@@ -16,25 +18,26 @@ AGENTS := .venv-agents
 CLIENT_TESTS := $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients --server-python $(BIN)/python \
   --record tests/clients/results.json
 
-.PHONY: serve test test-fast clients agents mutants check docs bench bench-full proto clean compiler kernels
+.PHONY: serve test test-fast test-nightly clients agents mutants check lint types docs setup bench bench-full proto clean compiler kernels
 
 serve: $(VENV)/.base kernels
 	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001 MODEL=Qwen/Qwen2.5-0.5B-Instruct ARGS='--kv-memory 2GiB': with options of folio serve; Ctrl-C stops it when requests under way have ended, a second one at once)"
 	@RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/folio serve $(MODEL) --config serve_config.yaml $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: $(VENV)/.dev $(VENV)/.oldest kernels
-	@echo "==> Running the tests"
-	$(PYTEST) $(WITHOUT_RAY)
-	@echo "==> Running the tests on Ray clusters, two at a time"
-	$(PYTEST) -n 2 tests/e2e
-	$(PYTEST) tests/hostile
-	@echo "==> Running a third of the models' tests with $(firstword $(OLDEST))"
-	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n auto --shard 0/3 \
-	  tests/app/engine/model/test_models.py tests/app/engine/model/test_fusion.py tests/app/engine/execution/test_recurrent.py
+test: $(VENV)/.dev kernels
+	@echo "==> Running the tests, of expensive ones a third (make test ARGS=--record-times: and recording how long files take)"
+	$(PYTEST) $(WITH_RAY) $(ARGS)
 
 test-fast: $(VENV)/.dev kernels
 	@echo "==> Running the tests that are fast and start no processes"
-	$(PYTEST) $(WITHOUT_RAY) -m "not slow and not processes"
+	$(PYTEST) -n auto --ignore tests/e2e --ignore tests/hostile -m "not slow and not processes"
+
+test-nightly: $(VENV)/.dev $(VENV)/.oldest kernels
+	@echo "==> Running all tests, with many examples (hours), then the models' tests with $(firstword $(OLDEST))"
+	status=0; $(PYTEST) $(WITH_RAY) $(NIGHTLY) || status=$$?; \
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n auto $(NIGHTLY) \
+	  tests/app/engine/model/test_models.py tests/app/engine/model/test_fusion.py tests/app/engine/execution/test_recurrent.py \
+	  && exit $$status
 
 clients: $(VENV)/.dev $(CLIENTS)/.installed kernels
 	@echo "==> Running other people's clients against a server (five minutes); then docs/clients.md has what worked"
@@ -50,10 +53,14 @@ mutants: $(VENV)/.dev kernels
 	@echo "==> Changing the code at 300 places, one at a time, to see whether the tests notice (an hour on 2 cores)"
 	OMP_NUM_THREADS=1 nice -n 10 $(BIN)/python -m tests.mutation
 
-check: $(VENV)/.dev
+check: lint types
+
+lint: $(VENV)/.dev
 	@echo "==> Formatting and lint (ruff)"
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
 	@echo "==> Types (mypy, strict)"
 	$(BIN)/mypy
 
@@ -70,6 +77,9 @@ docs: $(VENV)/.docs
 	@echo "==> Building the documentation into site/ (open site/index.html)"
 	$(BIN)/python -m tools.reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# What `.ci/run` needs, so that its parts can run side by side.
+setup: $(VENV)/.dev $(VENV)/.docs kernels
 
 proto: $(VENV)/.dev
 	@echo "==> Writing the generated code of app/proto/folio.proto"

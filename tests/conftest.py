@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp reads it when tor
 import torch
 
 from tests import selection, times
+from tests.cluster import cluster_url, front  # noqa: F401 (fixtures)
 from tests.processes import no_processes
 
 if not torch.cuda.is_available():

@@ -8,6 +8,7 @@ tests are named one by one, all run.
 from __future__ import annotations
 
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ WITH_RAY = ("e2e", "hostile")
 OWN_CLUSTER = frozenset(
     f"e2e/{name}.py" for name in ("test_lifetime", "test_nodes", "test_offline_bundle", "test_serve")
 )
+# Files that share an application, too, and so come one after the other.
+ONE_APPLICATION = tuple(f"e2e/{name}.py" for name in ("test_server", "test_grpc", "test_docs"))
 # Of `seed`, so many values in a row compile the same kernels (PROBLEMS_PER_SHAPE of test_triton).
 SEEDS_TOGETHER = 5
 
@@ -54,18 +57,18 @@ class Selection:
         with one at the end."""
         recorded = read_record()
 
-        def cost(item: pytest.Item) -> tuple[bool, float]:
+        def place(item: pytest.Item) -> tuple[bool, bool, float]:
             file = str(item.path.relative_to(TESTS))
-            return scope_of(f"{TESTS.name}/{file}") == file, -recorded.get(file, 0.0)
+            return scope_of(f"{TESTS.name}/{file}") == file, file not in ONE_APPLICATION, -recorded.get(file, 0.0)
 
         for item in items:
             if item.path.relative_to(TESTS).parts[0] in WITH_RAY:
                 item.add_marker("processes")
-            if -cost(item)[1] > SLOW_S:
+            if -place(item)[-1] > SLOW_S:
                 item.add_marker("slow")
         if is_daily(config):
             _keep_daily(config, items)
-        items.sort(key=cost)
+        items.sort(key=place)
         keep_shard(config, items)
 
     @pytest.hookimpl(optionalhook=True)
@@ -90,24 +93,21 @@ def scope_of(nodeid: str) -> str:
 
 def _keep_daily(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what runs nightly, and of `thirds` and `daily` what runs on other days."""
-    places: dict[tuple[str, str], dict[str, int]] = {}
+    functions: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        file, function, parameters = kernels_of(item)
-        of_function = places.setdefault((file, function), {})
-        of_function.setdefault(parameters, len(of_function))
-
-    def runs(item: pytest.Item) -> bool:
-        file, function, parameters = kernels_of(item)
-        count, place = len(places[file, function]), places[file, function][parameters]
-        if marker := item.get_closest_marker("daily"):
-            a_day = marker.args[0]
-            return bool((place - config.getoption("--day") * a_day) % count < a_day)
-        # What has no three kinds of parameters runs whole.
-        third = item.get_closest_marker("thirds") and count >= 3
-        return not third or place % 3 == config.getoption("--day") % 3
-
+        functions.setdefault((item.path, _function(item)), []).append(item)
+    day, runs = config.getoption("--day"), set()
+    for of_function in functions.values():
+        count = len(of_function)
+        for place, item in enumerate(of_function):
+            if marker := item.get_closest_marker("daily"):
+                is_chosen = (place - day * marker.args[0]) % count < marker.args[0]
+            else:  # what has no three sets of parameters runs whole
+                is_chosen = not item.get_closest_marker("thirds") or count < 3 or place % 3 == day % 3
+            if is_chosen and not item.get_closest_marker("nightly"):
+                runs.add(item.nodeid)
     # Those left out are not told to `pytest_deselected`: for the files' times these are whole.
-    items[:] = [item for item in items if not item.get_closest_marker("nightly") and runs(item)]
+    items[:] = [item for item in items if item.nodeid in runs]
 
 
 def keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -129,4 +129,8 @@ def kernels_of(item: pytest.Item) -> tuple[str, str, str]:
     parameters.pop("view", None)
     if isinstance(seed := parameters.get("seed"), int):
         parameters["seed"] = seed // SEEDS_TOGETHER
-    return item.location[0], item.originalname if isinstance(item, pytest.Function) else item.name, repr(parameters)
+    return item.location[0], _function(item), repr(parameters)
+
+
+def _function(item: pytest.Item) -> str:
+    return item.originalname if isinstance(item, pytest.Function) else item.name

@@ -1,27 +1,20 @@
-"""One Ray cluster for all applications that the tests deploy, one file's after another's: a start takes 10 to 20 s."""
+"""Applications on the tests' Ray cluster (`cluster_url`). A start takes 10 to 20 s."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import pytest
-from ray import serve
 
-from benchmarks.served import cluster
-
-
-@pytest.fixture(scope="session")
-def cluster_url() -> Iterator[str]:
-    """Where Serve listens."""
-    with cluster() as url:
-        yield url
+from folio.app.config.args import AppArgs
+from folio.app.config.engine import EngineConfig
+from tests.cluster import Front
 
 
-@contextmanager
-def deleted_at_the_end(name: str) -> Iterator[None]:
-    """An application that is deployed within, even if only in part."""
-    try:
-        yield
-    finally:
-        serve.delete(name)
+@pytest.fixture(scope="module")
+def folio(front: Front) -> Any:
+    """A handle of the ingress of an application with the built-in model at `/`, which several files share."""
+    engine = EngineConfig(
+        model="builtin", kv_memory_bytes=256 << 20, max_num_batched_tokens=512, prefix_cache_release_s=3.0
+    )
+    return front.run(AppArgs(engine=engine))

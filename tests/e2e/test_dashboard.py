@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from benchmarks.served import Served
-from tests.e2e.conftest import deleted_at_the_end
+from tests.cluster import Front, deleted_at_the_end
 from tests.processes import until
 
 CHROMIUM = shutil.which("chromium")
@@ -26,7 +26,8 @@ ARGS = {"engine": {"model": "builtin", "kv_memory_bytes": 16 << 20, "num_threads
 
 
 @pytest.fixture(scope="module")
-def server(cluster_url: str) -> Iterator[Served]:
+def server(cluster_url: str, front: Front) -> Iterator[Served]:
+    front.delete()
     server = Served("folio-dashboard", cluster_url, ARGS)
     with deleted_at_the_end(server.name):
         server.deploy(num_replicas=2, timeout_s=DEADLINE_S)

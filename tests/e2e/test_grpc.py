@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 import pytest
 import ray
-from ray import serve
 from ray.serve.context import _get_global_client
 
 from folio.app.client import (
@@ -22,11 +20,9 @@ from folio.app.client import (
     RequestError,
     UnknownModelError,
 )
-from folio.app.config.engine import EngineConfig
-from folio.app.main import AppArgs, build
 from folio.app.proto import folio_pb2 as pb
 from folio.app.proto.folio_pb2_grpc import FolioStub
-from tests.e2e.conftest import deleted_at_the_end
+from tests.cluster import NAME
 from tests.processes import until_async
 
 ROOM = CompletionRequest(
@@ -36,14 +32,11 @@ ENDLESS = {"model": "builtin", "prompt": "a", "max_tokens": 2000, "ignore_eos": 
 
 
 @pytest.fixture(scope="module")
-def url(cluster_url: str) -> Iterator[str]:
+def url(folio: Any) -> str:
     client: Any = _get_global_client()
     options = ray.get(client._controller.get_grpc_config.remote())
     assert options.grpc_servicer_functions, "the cluster of the tests has no gRPC"
-    engine = EngineConfig(model="builtin", kv_memory_bytes=256 << 20, prefix_cache_release_s=3.0)
-    with deleted_at_the_end("by-grpc"):
-        serve.run(build(AppArgs(engine=engine)), name="by-grpc", route_prefix="/by-grpc")
-        yield f"grpc://127.0.0.1:{options.port}/by-grpc"
+    return f"grpc://127.0.0.1:{options.port}/{NAME}"
 
 
 async def all_pages_are_free(folio: Folio) -> bool:
@@ -96,7 +89,7 @@ async def test_calls_that_are_given_up_free_their_memory(url: str) -> None:
                     break
         late = pb.GenerateRequest(model="builtin", text="a", max_tokens=2000, sampling=pb.Sampling(ignore_eos=True))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await FolioStub(channel).Generate(late, timeout=0.5, metadata=[("application", "by-grpc")])
+            await FolioStub(channel).Generate(late, timeout=0.5, metadata=[("application", NAME)])
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until_async(lambda: all_pages_are_free(folio))
 

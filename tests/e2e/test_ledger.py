@@ -20,7 +20,7 @@ from folio.app.main import AppArgs, replica_resources, served_shelf
 from folio.app.serving.ledger import ledger_name
 from folio.app.serving.replica import EngineReplica
 from folio.vmem import MemoryReport
-from tests.e2e.conftest import deleted_at_the_end
+from tests.cluster import Front, deleted_at_the_end
 from tests.processes import until
 
 NAME = "folio-shared"
@@ -74,7 +74,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(cluster_url: str) -> Iterator[Server]:
+def server(front: Front) -> Iterator[Server]:
+    front.delete()
     args = AppArgs(engine=EngineConfig(model="builtin", max_model_len=1024), shared_kv_memory_bytes=SHARED_BYTES)
     shelf = served_shelf(args)
     resources = replica_resources(shelf.first.engine)

@@ -28,16 +28,13 @@ import yaml
 from benchmarks.served import free_port
 from folio.app import haproxy
 from folio.app.cli.env import ENVIRONMENT
-from tests.nightly import examples
 from tests.processes import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180.0
 NUM_NODES = 2
-# Two raylets more take a quarter of all other tests' time.
-pytestmark = pytest.mark.skipif(
-    examples(1, 2) == 1, reason="takes 80 s: pytest --hypothesis-profile=nightly tests/e2e/test_nodes.py"
-)
+# Two raylets more, and 80 s.
+pytestmark = pytest.mark.nightly
 # Nodes but the first live so many seconds in the past: more than `routing.stale_after_s`.
 CLOCK_S = -60.0
 QUESTION = "The key of room 417 is 93. The key of room 256 is 12. What is the key of room 417?"

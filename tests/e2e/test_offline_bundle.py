@@ -24,6 +24,9 @@ from tools.offline_bundle.__main__ import main
 from tools.offline_bundle.packages import Installed, Package, Target, resolve
 from tools.offline_bundle.rules import GIVEN
 
+# An archive of 250 MB is made, and a server started from it; tests/tools/test_offline_bundle.py has the parts.
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240  # of the start, too, on a machine that does much else
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"

@@ -23,7 +23,7 @@ from folio.app.fleet.fleet import RoutedRequest
 from folio.app.fleet.messages import GenerateRequest
 from folio.app.openai.bodies import CompletionRequest, ForkRequest
 from folio.app.openai.operation.bodies import PinRequest
-from tests.e2e.conftest import deleted_at_the_end
+from tests.cluster import Front, deleted_at_the_end
 from tests.processes import until
 
 DEADLINE_S = 90
@@ -35,7 +35,8 @@ STORY = "The keys hang in the hall, and each has a number on it that somebody pa
 
 
 @pytest.fixture(scope="module")
-def server(cluster_url: str) -> Iterator[Served]:
+def server(cluster_url: str, front: Front) -> Iterator[Served]:
+    front.delete()
     server = Served("folio-routing", cluster_url, ARGS)
     with deleted_at_the_end(server.name):
         server.deploy(num_replicas=3)

@@ -34,7 +34,6 @@ from folio.app.openai.bodies import CompletionRequest, ForkRequest
 from folio.app.openai.chat_body import ChatCompletionRequest, Message
 from folio.app.openai.operation.bodies import PinRequest
 from folio.vmem import MemoryReport
-from tests.e2e.conftest import deleted_at_the_end
 from tests.processes import until, until_async
 from tests.promlint import complaints
 
@@ -57,15 +56,9 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(cluster_url: str) -> Iterator[Server]:
-    engine = EngineConfig(
-        model="builtin", kv_memory_bytes=256 << 20, max_num_batched_tokens=512, prefix_cache_release_s=3.0
-    )
-    with (
-        deleted_at_the_end("folio"),
-        openai.OpenAI(base_url=f"{cluster_url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client,
-    ):
-        yield Server(cluster_url, client, serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/"))
+def server(cluster_url: str, folio: Any) -> Iterator[Server]:
+    with openai.OpenAI(base_url=f"{cluster_url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+        yield Server(cluster_url, client, folio)
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.served import processes_called
 from folio.app.builtin import resolve_model
 from folio.app.main import AppArgs, build
-from tests.e2e.conftest import deleted_at_the_end
+from tests.cluster import Front, deleted_at_the_end
 from tests.processes import until
 
 NAME, PREFIX = "shelf", "/shelf"
@@ -65,7 +65,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(cluster_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(cluster_url: str, front: Front, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    front.delete()
     folder = tmp_path_factory.mktemp("shelf")
     shutil.copytree(resolve_model("builtin"), folder / "models" / "third")
     keys = [{"name": "op", "key": OPERATOR, "operator": True}, {"name": "one", "key": LIMITED, "models": ["first"]}]
@@ -122,6 +123,7 @@ def test_a_model_is_added_and_removed(server: Server) -> None:
     assert server.chat("first").status_code == 200
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("moment", ["it writes the file", "it reads the file"])
 def test_the_replica_is_killed_while_it_loads_a_model(moment: str, server: Server) -> None:
     """The next one answers for every model what the first one did, and nothing is left of an unfinished file."""

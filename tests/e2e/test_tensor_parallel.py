@@ -16,7 +16,7 @@ from folio.app.config.engine import EngineConfig
 from folio.app.errors import ConfigError
 from folio.app.main import AppArgs, build
 from folio.app.serving.tp_actors import ActorProcesses
-from tests.e2e.conftest import deleted_at_the_end
+from tests.cluster import Front, deleted_at_the_end
 from tests.processes import until
 
 DEADLINE_S = 90
@@ -35,7 +35,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(cluster_url: str) -> Iterator[Server]:
+def server(cluster_url: str, front: Front) -> Iterator[Server]:
+    front.delete()
     engine = EngineConfig(model="builtin", tensor_parallel_size=2, step_timeout_s=5.0, kv_memory_bytes=64 << 20)
     with deleted_at_the_end(NAME):
         serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
@@ -58,6 +59,7 @@ def test_two_ranks_answer(server: Server) -> None:
     assert len(replicas) == len(peers) == 1
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
 def test_a_lost_rank_is_replaced_with_all_others(server: Server, rank: int, number: signal.Signals) -> None:
     """Until then requests are answered, or refused with an error that says to send them again."""

@@ -17,21 +17,19 @@ from typing import Any
 
 import httpx
 import pytest
-from ray import serve
 
 from benchmarks import harness
-from benchmarks.served import cluster, processes_called
+from benchmarks.served import processes_called
 from benchmarks.serving import disconnects
 from folio.app.config.args import AppArgs
 from folio.app.config.engine import EngineConfig
 from folio.app.config.http import HttpSettings
-from folio.app.main import build
+from tests.cluster import NAME, Front
 from tests.hostile import bodies, crowds, protocol, structures
 from tests.hostile.attacker import Attacker, Record
 from tests.hostile.bystanders import Bystanders, Tally, answers_in_peace
 from tests.nightly import examples
 
-NAME = "folio"
 ATTACKS = structures.ATTACKS | bodies.ATTACKS | protocol.ATTACKS | crowds.ATTACKS
 ATTACK_DEADLINE_S = 1200.0
 # Processes that must survive unchanged.
@@ -89,7 +87,7 @@ class Battle:
 
 
 @pytest.fixture(scope="module")
-def battle(request: pytest.FixtureRequest) -> Iterator[Battle]:
+def battle(request: pytest.FixtureRequest, cluster_url: str, front: Front) -> Iterator[Battle]:
     # Little memory and few sequences, so that attacks fill them; short timeouts for endless bodies.
     engine = EngineConfig(
         model="builtin",
@@ -100,19 +98,18 @@ def battle(request: pytest.FixtureRequest) -> Iterator[Battle]:
         prefix_cache_release_s=1.0,
     )
     args = AppArgs(engine=engine, http=HttpSettings(body_timeout_s=2.0, max_timeout_s=60.0, default_timeout_s=60.0))
-    with cluster() as url:
-        port = int(url.rpartition(":")[2])
-        handle = serve.run(build(args), name=NAME, route_prefix="/")
-        known = disconnects.num_connections(port)
-        expected = asyncio.run(answers_in_peace(port))
-        processes = {name: processes_called(title) for name, title in PROCESSES.items()}
-        bystanders = Bystanders(port, expected)
-        bystanders.start()
-        in_peace = bystanders.take()
-        found = Battle(port, handle, bystanders, processes, _rss_bytes(processes), known)
-        found.rows["(peace)"] = Record(), in_peace, 0.0
-        yield found
-        bystanders.close()
+    port = int(cluster_url.rpartition(":")[2])
+    handle = front.run(args)
+    known = disconnects.num_connections(port)
+    expected = asyncio.run(answers_in_peace(port))
+    processes = {name: processes_called(title) for name, title in PROCESSES.items()}
+    bystanders = Bystanders(port, expected)
+    bystanders.start()
+    in_peace = bystanders.take()
+    found = Battle(port, handle, bystanders, processes, _rss_bytes(processes), known)
+    found.rows["(peace)"] = Record(), in_peace, 0.0
+    yield found
+    bystanders.close()
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n{found.table()}", flush=True)
     if set(ATTACKS) <= set(found.rows) and examples(0, 1) and not request.session.testsfailed:
@@ -128,6 +125,7 @@ def test_without_attacks_all_requests_are_answered(battle: Battle) -> None:
     assert tally.counts["right"] == tally.counts.total(), tally.strange
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_changes_no_other_answer(battle: Battle, name: str) -> None:
     """Every answer to the attack is clean; innocent requests get the expected tokens in time."""

@@ -93,6 +93,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_rendering_ends_soon_and_small(name: str) -> None:
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()

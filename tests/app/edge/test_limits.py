@@ -77,6 +77,7 @@ def used_in_two_minutes(num_ingresses: int, per_s: float, spread: str, limits: d
     return first, caller.used - first
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("num_ingresses", [4, 16])
 @pytest.mark.parametrize("load", [0.9, 4.0])

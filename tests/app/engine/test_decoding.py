@@ -128,6 +128,7 @@ def test_best_of_returns_the_likeliest(llama: Path) -> None:
 # ---- beams ----
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, -0.5, 2.0])
 def test_beams_equal_transformers(folder: Path, early_stopping: Any, length_penalty: float) -> None:

@@ -467,6 +467,7 @@ EXEMPT = {
 }
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_failing_call_ends_its_request_only(
     case: Case,

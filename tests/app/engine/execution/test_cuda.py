@@ -120,6 +120,7 @@ def test_memory_that_nobody_uses_goes_back_to_the_driver(
         assert memory.held_bytes == (driver.leftovers[0] - 1) * memory.pages.page_bytes
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     ("view", "layout", "num_layers", "async_scheduling"),
@@ -161,6 +162,7 @@ def test_the_fake_device_gives_the_same_tokens(
         assert generate(llm, prompts()) == expected
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
 def test_no_kernel_is_given_the_address_of_a_hole(
     view: Any, make_checkpoint: MakeCheckpoint, use_device: Callable[[], Driver]

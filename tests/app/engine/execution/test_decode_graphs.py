@@ -442,6 +442,7 @@ def generate(folder: Any, *, capture: bool = False, **settings: Any) -> list[lis
     return outputs
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_gives_the_same_tokens(
     name: str, make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
@@ -471,6 +472,7 @@ def test_both_views_and_overlapped_steps_give_the_same_tokens(
     assert len(replays) >= 15
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
 def test_graphs_stay_valid_while_pages_come_and_go(
     view: Any,
@@ -677,6 +679,7 @@ def test_the_error_of_the_work_is_the_error_of_a_capture(
 # ---- mixed graphs ----
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize(("name", "view"), [("llama", "region"), ("gemma2", "region"), ("qwen3", "block_table")])
 def test_steps_with_prompts_are_replayed_in_pieces(
     name: str, view: str, make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None

@@ -49,6 +49,7 @@ def test_layers_that_adapters_change_do_not_run_in_one_call(make_checkpoint: Mak
     assert layers_in_one_call(load_model(config.on_device("cpu")).module) == 0
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize(
     "settings", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_view": "region"}], ids=str

@@ -83,6 +83,7 @@ def naive_tokens(model: LoadedModel, scales: Mapping[int, CacheScales], prompt: 
     return text[len(prompt) :]
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("layout", ["interleaved", "per_layer"])
 @pytest.mark.parametrize("view", ["region", "block_table"])
@@ -101,6 +102,7 @@ def test_the_cache_holds_rounded_keys_and_values(
     assert found == tokens_of(folder, asked, **settings)  # of "auto"
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "bamba", "qwen3_next"])
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 def test_architectures_pass_their_self_test(

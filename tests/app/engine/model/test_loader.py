@@ -41,6 +41,7 @@ def greedy_tokens(folder: Path, load_format: str, dtype: str) -> list[list[int]]
         return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss", "bamba"])
 def test_tokens_are_those_of_the_same_weights_from_a_checkpoint(name: str, dtype: str, tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def engine_with(store: WeightStore | None, monkeypatch: pytest.MonkeyPatch, **se
     return Engine(EngineConfig(skip_tokenizer_init=True, kv_memory_bytes=16 << 20, num_threads=1, **settings))
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -238,6 +239,7 @@ def loaded(tmp_path: Path) -> Iterator[list[WeightArena]]:
         arena.close()
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize(
     "name", ["llama", "gemma2", "gpt2", "mixtral", "gpt_oss", "bamba", "qwen3_next", "deepseek_v2"]
 )

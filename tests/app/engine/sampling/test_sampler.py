@@ -75,6 +75,7 @@ def state_with(features: tuple[str, ...], index: int, **more: object) -> Samplin
     return state
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("features", TOGETHER, ids="+".join)
 def test_every_combination_draws_by_the_exact_distribution(features: tuple[str, ...]) -> None:
     """Chi-square at the 0.01 % level, against float64 probabilities of each token by the definitions."""

@@ -88,6 +88,7 @@ async def test_models_take_turns_in_memory_for_some_of_them(models: TinyModels, 
         assert driver.host_leftovers[0] > 0, "copies are pinned"
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(("mixed", "room"), [("off", 4), ("on", 16)])
 async def test_graphs_are_charged_and_leave_with_their_model(
     mixed: str,

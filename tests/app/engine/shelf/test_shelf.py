@@ -102,11 +102,12 @@ async def actual(shelf: Shelf, name: str) -> list[Outputs]:
     return await asyncio.gather(*(outputs(shelf.model(name), *case[:2], **case[2]) for case in requests_of(name)))
 
 
-async def test_all_kinds_of_models_share_memory_for_a_few(models: TinyModels) -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.nightly)])
+async def test_all_kinds_of_models_share_memory_for_a_few(rounds: int, models: TinyModels) -> None:
     memory_bytes = models.memory_for("llama", "bamba", room_bytes=KV_BYTES, beside=MODELS)
     alone = {name: await expected(models, name) for name in MODELS}
     async with models.opened([models.config(name) for name in MODELS], memory_bytes) as shelf:
-        for _ in range(2):
+        for _ in range(rounds):
             together = await asyncio.gather(*(actual(shelf, name) for name in MODELS))
             await shelf.check_integrity()
             for name, found in zip(MODELS, together, strict=True):
@@ -114,6 +115,7 @@ async def test_all_kinds_of_models_share_memory_for_a_few(models: TinyModels) ->
         assert sum(status.num_evictions for status in shelf.statuses()) > 0
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", MODELS)
 async def test_a_model_sleeps_while_its_requests_run(models: TinyModels, name: str) -> None:
     alone = await expected(models, name)

@@ -193,6 +193,7 @@ def test_windows_are_rolled_back_after_rejected_drafts(make_drafting: MakeDrafti
         go_on(request, guesses, generator.choice((0, 0, 1, 8)) if guesses else 0)
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
 def test_full_memory_costs_drafts_only(make_drafting: MakeDrafting, view: str) -> None:
     """There is room for most of eight at first, and for three in the end: those give way that would have most to

@@ -129,6 +129,7 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
     return model(input_ids=torch.arange(3, 20)[None] * 7 % (VOCAB_SIZE - 1), use_cache=False).logits.float()
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "float32") for name in MODELS), *((name, "bfloat16") for name in ("llama", "qwen2", "gemma2", "phi3"))],

@@ -95,7 +95,7 @@ def test_every_syntax_is_recorded() -> None:
     assert {*OUTPUTS} == {*TOOL_SYNTAXES, HARMONY}
 
 
-@settings(max_examples=examples(100, nightly=6000), deadline=None)
+@settings(max_examples=examples(40, nightly=6000), deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_any_split_gives_the_parts_of_the_whole_text(name: str, data: st.DataObject) -> None:
@@ -273,6 +273,7 @@ def test_content_is_held_back_only_while_it_may_be_a_marker() -> None:
     assert parser.push(" " * 100) == [Part("content", " " * (100 - MAX_SPACE))]
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("unit", ["<tool_call>{", "<tool_call>", " ", '<tool_call>{"a":"', "{", "<tool_call>{}", "<"])
 @pytest.mark.parametrize("begin", ["", "<tool_call>", '<tool_call>{"name": "weather", "arguments": {', "<think>"])
 @pytest.mark.parametrize("name", OUTPUTS)

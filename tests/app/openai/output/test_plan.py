@@ -108,6 +108,7 @@ def format_of(name: str, tokenizer: PreTrainedTokenizerBase) -> OutputFormat:
     return output_format(tokenizer, name, HARMONY if name == HARMONY else "qwen3")
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("reasoning", ["begun", "open", "closed"])
 @pytest.mark.parametrize("forced", [True, False])
 @pytest.mark.parametrize("name", OUTPUTS)

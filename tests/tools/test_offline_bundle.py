@@ -226,6 +226,6 @@ def test_folio_itself_is_whole() -> None:
         ["git", "ls-files", "app", "kernels", "vmem"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     files = {file.path: file for file in project_package(ROOT).files()}
-    assert {path for path in tracked if not path.endswith(".md")} <= files.keys()
+    assert {f"folio/{path}" for path in tracked if not path.endswith(".md")} <= files.keys()
     assert b"Requires-Dist: torch>=2" in files["folio_serve-0.1.0.dist-info/METADATA"].read()
     assert "folio_serve-0.1.0.dist-info/licenses/LICENSE" in files

@@ -240,7 +240,14 @@ def project_package(root: Path) -> Package:
         for pattern in project["license-files"]:
             for path in root.glob(pattern):
                 yield _on_disk(f"{info}/licenses/{path.name}", path)
-        paths = {path for top in setuptools["packages"]["find"]["include"] for path in root.glob(f"{top}/**/*.py")}
+        paths = {
+            Path(folder, file)
+            for pattern in setuptools["packages"]["find"]["include"]
+            for top in root.glob(pattern)
+            for folder, _, names in os.walk(top, followlinks=True)
+            for file in names
+            if file.endswith(".py")
+        }
         for package, patterns in setuptools["package-data"].items():
             paths |= {path for pattern in patterns for path in (root / package.replace(".", "/")).glob(pattern)}
         for path in sorted(paths):

@@ -26,9 +26,9 @@ from benchmarks.figures import BENCHMARKS, BY_NAME, Benchmark
 from benchmarks.rivals import rival_servers
 
 QUICK_TIMEOUT_S, TIMEOUT_FACTOR, LEAST_TIMEOUT_S, END_S = 900.0, 5, 1800.0, 60.0
-# Whatever a figure can depend on: the built-in model's weights and its training decide what it says, not how fast.
+# Whatever a figure can depend on.
 SOURCES = (
-    *("app", ":!app/builtin", "kernels", "vmem", "benchmarks/*.py", "benchmarks/simulator", "constraints.txt"),
+    *("app", "kernels", "vmem", "benchmarks/*.py", "benchmarks/simulator", "constraints.txt"),
     *(":!benchmarks/report.py", ":!benchmarks/figures.py"),  # they only show results
 )
 

@@ -1,4 +1,4 @@
-"""The built-in model: its name and folder. The modules here, which trained it, are not imported with the package."""
+"""The built-in model: its name and folder. `tools/builtin_model` has trained it."""
 
 from pathlib import Path
 

@@ -26,8 +26,8 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.served import cluster
-from folio.app.builtin import corpus
 from folio.app.config.engine import EngineConfig
+from tools.builtin_model import corpus
 
 NAME = "folio-disconnects"
 AT_ONCE = 24

@@ -24,7 +24,6 @@ from benchmarks.serving import disconnects
 from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import PIN
 from examples.hotel_desk.register import read_keys
-from folio.app.builtin import corpus
 from folio.app.client import Folio
 from folio.app.config.engine import EngineConfig
 from folio.app.config.http import HttpSettings
@@ -36,6 +35,7 @@ from folio.app.openai.operation.bodies import PinRequest
 from folio.vmem import MemoryReport
 from tests.processes import until, until_async
 from tests.promlint import complaints
+from tools.builtin_model import corpus
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from folio.app.builtin import BUILTIN_FOLDER, corpus, openings
-from folio.app.builtin.corpus import Turn
+from folio.app.builtin import BUILTIN_FOLDER
 from folio.app.engine import LLM, SamplingParams
+from tools.builtin_model import corpus, openings
+from tools.builtin_model.corpus import Turn
 
 HERE = Path(__file__).parent
 # An intent, and a message that was written without looking at the corpus.

@@ -11,8 +11,8 @@ import random
 import zlib
 from typing import Any, NamedTuple
 
-from folio.app.builtin import openings
-from folio.app.builtin.subjects import CITIES, NAMES, NOUNS, VERBS
+from tools.builtin_model import openings
+from tools.builtin_model.subjects import CITIES, NAMES, NOUNS, VERBS
 
 _WORDS = (
     "red blue green sun moon star tree leaf rain snow wind fire stone sand river lake hill road door lamp "

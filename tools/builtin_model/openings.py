@@ -11,7 +11,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from folio.app.builtin.subjects import CITIES, FOREIGN, LANGUAGES, NAMES, NOUNS, SCRIPTS, TOPICS, VERBS
+from tools.builtin_model.subjects import CITIES, FOREIGN, LANGUAGES, NAMES, NOUNS, SCRIPTS, TOPICS, VERBS
 
 _REAL = "serve a real model: folio serve MODEL"
 ANSWERS = {

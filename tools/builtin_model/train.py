@@ -1,4 +1,4 @@
-"""Train the built-in model: `python -m folio.app.builtin.train --out DIR` (about an hour and a half on 2 CPU cores).
+"""Train the built-in model: `python -m tools.builtin_model.train --out DIR` (about an hour and a half on 2 CPU cores).
 
 Data from `corpus.py`, transformers' Llama architecture, an ordinary checkpoint folder as the result. Lengths follow a
 curriculum: short conversations teach the tasks, long ones teach looking further back. The loss counts answer tokens
@@ -23,10 +23,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from folio.app.builtin import corpus, openings
-from folio.app.builtin.corpus import Turn
-from folio.app.builtin.muon import Muon
-from folio.app.builtin.untrained import MAX_POSITIONS, build_model, sketch_numbers
+from folio.app.builtin import BUILTIN_FOLDER
+from tools.builtin_model import corpus, openings
+from tools.builtin_model.corpus import Turn
+from tools.builtin_model.muon import Muon
+from tools.builtin_model.untrained import MAX_POSITIONS, build_model, sketch_numbers
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 VOCAB_SIZE = 3072
@@ -333,7 +334,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--out", type=Path, default=BUILTIN_FOLDER)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch-tokens", type=int, default=4608)
     parser.add_argument("--muon-lr", type=float, default=6e-3)

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness, report
@@ -93,16 +94,31 @@ def main() -> None:
     folder = (harness.QUICK_RESULTS if quick else harness.RESULTS) / "cpu"
     chosen = [b for b in BENCHMARKS if b.command and (b.quick or not quick) and b.name in (args.only or BY_NAME)]
     due = [b for b in chosen if quick or args.again or not is_current(folder / f"{b.name}.json")]
+    show(chosen, due, folder, quick=quick)
+    if args.list:
+        return
+    if not quick and harness.commit().endswith("+changes"):
+        sys.exit("the working tree has changes: commit them first, because full results name the commit they measure")
+    failed = run_all(due, folder, quick=quick)
+    print(f"\nreport: {(folder / 'report.md').relative_to(harness.ROOT)}")
+    if not quick:
+        print("now: python -m benchmarks.report --write, look at the pictures, and commit")
+    if failed:
+        sys.exit("\n".join(f"FAILED {name}: {failure}" for name, failure in failed.items()))
+
+
+def show(chosen: Sequence[Benchmark], due: Sequence[Benchmark], folder: Path, *, quick: bool) -> None:
+    """Print what would run, and how long it takes."""
     for benchmark in chosen:
         minutes = 1.0 if quick else minutes_of(benchmark, folder / f"{benchmark.name}.json")
         print(f"{benchmark.name:16} {minutes:5.0f} min  {'' if benchmark in due else 'has a result of these sources'}")
     if not quick:
         total = sum(minutes_of(b, folder / f"{b.name}.json") for b in due)
         print(f"{'in all':16} {total:5.0f} min\nrivals: {rival_servers.described()}")
-    if args.list:
-        return
-    if not quick and harness.commit().endswith("+changes"):
-        sys.exit("the working tree has changes: commit them first, because full results name the commit they measure")
+
+
+def run_all(due: Sequence[Benchmark], folder: Path, *, quick: bool) -> dict[str, str]:
+    """Run benchmarks and write the report after each. Returns those that failed, and how."""
     failed: dict[str, str] = {}
     for benchmark in due:
         begun = time.monotonic()
@@ -112,11 +128,7 @@ def main() -> None:
         print(f"==> {benchmark.name} {failure or 'done'} after {(time.monotonic() - begun) / 60:.1f} min", flush=True)
         report.write(folder, failed)
     report.write(folder, failed)
-    print(f"\nreport: {(folder / 'report.md').relative_to(harness.ROOT)}")
-    if not quick:
-        print("now: python -m benchmarks.report --write, look at the pictures, and commit")
-    if failed:
-        sys.exit("\n".join(f"FAILED {name}: {failure}" for name, failure in failed.items()))
+    return failed
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -51,9 +52,12 @@ def needs(*packages: str) -> None:
         sys.exit(f"this benchmark needs {', '.join(missing)}, not installed here; `make bench` installs it")
 
 
-def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Run every candidate once to warm up, then all of them in turn, `repeats` times. Returns their results."""
-    for name, run in runs.items():
+def alternate(
+    runs: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int | None = None
+) -> dict[str, list[float]]:
+    """Run every candidate once to warm up, or the first `warm_ups` of them; then all of them in turn, `repeats` times.
+    Returns their results."""
+    for name, run in itertools.islice(runs.items(), warm_ups):
         print(f"warming up {name}", flush=True)
         run()
     results: dict[str, list[float]] = {name: [] for name in runs}

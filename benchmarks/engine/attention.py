@@ -338,6 +338,13 @@ def _figures(rows: Sequence[Row], device: Device) -> dict[str, float]:
     figures["paged_over_contiguous_all_cases_median"] = statistics.median(
         harness.median_ratio(table.seconds, region.seconds) for region, table in pairs
     )
+    return figures | _beside_others(rows, ours, device)
+
+
+def _beside_others(rows: Sequence[Row], ours: Sequence[Row], device: Device) -> dict[str, float]:
+    """Time of every other kernel over that of Folio's in the same cases: the worst, and the median."""
+    kernel = device.providers[0]
+    figures: dict[str, float] = {}
     for phase, decode in (("decode", True), ("prefill", False)):
         for name in device.providers[1:]:
             ratios = [

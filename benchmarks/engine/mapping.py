@@ -139,7 +139,7 @@ def main() -> None:
         runs = {name: partial(share_of, args, model, lengths, kind, options) for name, options in VARIANTS.items()}
         if args.device == "cuda":
             runs[WHOLE] = partial(share_of, args, model, lengths, "whole", MappingOptions())
-        results = alternate(runs, repeats)
+        results = harness.alternate(runs, repeats, warm_ups=1)
         medians = {name: statistics.median(values) for name, values in results.items()}
         shares[model.name] = medians
         record("exposed share", model=model.name, shares=medians)
@@ -161,17 +161,6 @@ def main() -> None:
                 note = f"   hides {(share - medians['all on']) / hidden:6.1%} of what is hidden, the others given"
             print(f"    {name:26s}{share:9.3%}{note}")
     harness.finish("mapping", args, figures, raw, draw)
-
-
-def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Run all variants in turn, `repeats` times, after one warm-up run, because first use of memory may be slow."""
-    next(iter(runs.values()))()
-    results: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(repeats):
-        for name, run in runs.items():
-            results[name].append(run())
-            print(f"run {i + 1}/{repeats}  {name}: {results[name][-1]:.4%}", flush=True)
-    return results
 
 
 def models(args: argparse.Namespace) -> tuple[Model, Model]:
@@ -243,12 +232,7 @@ def replay(
         policy="recompute",
         clock=clock,
     )
-    params = SamplingParams(temperature=0, ignore_eos=True)
-    for i, (prompt, output) in enumerate(lengths):
-        tokens = list(range(i * MAX_TOKENS, i * MAX_TOKENS + prompt))  # no two prompts share a prefix
-        group = SequenceGroup(0, i)
-        Request(str(i), tokens, params, output, None, memory.prefixes.chain(), group, tokens.copy())
-        scheduler.add(group)
+    submit(scheduler, memory, lengths)
     steps_s, num_steps = 0.0, 0
     while scheduler.num_running or scheduler.num_waiting:
         scheduled = scheduler.schedule()
@@ -273,6 +257,16 @@ def replay(
     memory.check_integrity()
     memory.close()
     return Replay(steps_s, report.exposed_us / 1e6, report.hidden_us / 1e6, num_steps)
+
+
+def submit(scheduler: Scheduler, memory: KVMemory, lengths: Sequence[tuple[int, int]]) -> None:
+    """Requests of these prompts and outputs, no two of which share a prefix."""
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    for i, (prompt, output) in enumerate(lengths):
+        tokens = list(range(i * MAX_TOKENS, i * MAX_TOKENS + prompt))
+        group = SequenceGroup(0, i)
+        Request(str(i), tokens, params, output, None, memory.prefixes.chain(), group, tokens.copy())
+        scheduler.add(group)
 
 
 def busy_cpu(seconds: float, memory: KVMemory) -> None:

@@ -182,18 +182,27 @@ def _shrink(settings: dict[str, Any]) -> dict[str, Any]:
         if name in ("per_layer_config", "transformers_version", "id2label", "label2id", "torch_dtype", "architectures"):
             continue  # of removed layers, or without effect
         if name.endswith(("token_id", "token_index")):
-            shrunk[name] = value if isinstance(value, int) and value < VOCAB_SIZE else None if value is None else 3
+            shrunk[name] = _token_id(value)
         elif isinstance(value, dict):
             shrunk[name] = _shrink(value)
         elif isinstance(value, list) and value and len(value) == num_layers:
-            kinds = list(dict.fromkeys(value)) if isinstance(value[0], str) else value
-            shrunk[name] = [_small(name, kinds[i % len(kinds)]) for i in range(NUM_LAYERS)]
+            shrunk[name] = _of_layers(name, value)
         else:
             shrunk[name] = _small(name, value)
     heads, kv_heads = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
     if kv_heads is not None and kv_heads in (heads, 1):  # multi-head and multi-query attention stay as they are
         shrunk["num_key_value_heads"] = 1 if kv_heads == 1 else shrunk["num_attention_heads"]
     return shrunk
+
+
+def _of_layers(name: str, values: list[Any]) -> list[Any]:
+    """Values of few layers, with every kind of layer among them."""
+    kinds = list(dict.fromkeys(values)) if isinstance(values[0], str) else values
+    return [_small(name, kinds[i % len(kinds)]) for i in range(NUM_LAYERS)]
+
+
+def _token_id(value: Any) -> Any:
+    return None if value is None else value if isinstance(value, int) and value < VOCAB_SIZE else 3
 
 
 def _small(name: str, value: Any) -> Any:

@@ -213,15 +213,19 @@ def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
         for part, (owner, name) in parts.items():
             undo.enter_context(patch.object(owner, name, partial(timed, part, getattr(owner, name))))
         undo.enter_context(patch.object(runner, "run", partial(forward, runner.run)))
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            if not engine.step():
-                raise RuntimeError("no step was computed: the requests have ended")
-        seconds["step"] = time.perf_counter() - start
-    device, step = seconds.pop("device"), seconds.pop("step")
+        step = _steps_s(llm, num_steps)
+    device = seconds.pop("device")
     seconds["submit"] = seconds.pop("executor") - sum(seconds[name] for name in ("build", "launch", "wait", "fence"))
     seconds["other"] = step - sum(seconds.values())
     return {part: value / num_steps * 1e6 for part, value in (seconds | {"device": device, "step": step}).items()}
+
+
+def _steps_s(llm: LLM, num_steps: int) -> float:
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        if not llm.engine.step():
+            raise RuntimeError("no step was computed: the requests have ended")
+    return time.perf_counter() - start
 
 
 # ---- the benchmark ----

@@ -203,6 +203,20 @@ class Sweep:
             **{f"batch{batch}_vs_{rival.name}": ratio, f"batch{batch}_tokens_per_s": medians["folio"]},
         )
 
+    def everything(self, rivals: list[TransformersGenerate], device: torch.device) -> None:
+        """All but the parts. `rivals` has one, and is emptied when it has been measured, so that its memory is free."""
+        sizes = self._sizes
+        for batch in sizes.batches:
+            for mode in MODES:
+                self.decode(batch, mode)
+            if batch in sizes.rival_batches:
+                self.beside(rivals[0], batch)
+            if batch == sizes.rival_batches[-1]:
+                rivals.clear()
+                let_go(device)
+                for length in sizes.prefills:
+                    self.prefill(length)
+
     def kernels(self, batch: int) -> None:
         """Record the kernels of a device that take longest in the next three steps."""
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -233,27 +247,19 @@ def run(args: argparse.Namespace) -> None:
     config = config_of(shape)
     device = torch.device(args.device)
     bandwidth, flops = ceilings(device)
-    rival = None
+    rivals: list[TransformersGenerate] = []
     if not args.parts:  # first, so that the KV cache's ceiling leaves room for it
         model = random_model(config, device, dtype=DTYPE, attn_implementation="sdpa").eval()
-        rival = TransformersGenerate(model)
+        rivals.append(TransformersGenerate(model))
         del model
     let_go(device)
     llm = make_llm(config, args.device, sizes, num_threads=1 if shape == "tiny" else None)
     sweep = Sweep(llm, config, sizes, bandwidth, flops)
-    for batch in sizes.batches:
-        if args.parts:
+    if args.parts:
+        for batch in sizes.batches:
             sweep.parts(batch)
-            continue
-        for mode in MODES:
-            sweep.decode(batch, mode)
-        if rival is not None and batch in sizes.rival_batches:
-            sweep.beside(rival, batch)
-        if batch == sizes.rival_batches[-1]:
-            rival = None
-            let_go(device)
-            for length in sizes.prefills:
-                sweep.prefill(length)
+    else:
+        sweep.everything(rivals, device)
     llm.engine.check_integrity()
     llm.close()
     harness.finish(f"throughput-{shape}{'-parts' if args.parts else ''}", args, sweep.figures, sweep.raw)

@@ -29,7 +29,7 @@ import itertools
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -199,88 +199,115 @@ class Machine:
         ]
 
 
-def run_all(
-    args: argparse.Namespace, folder: Path, sizes: Sizes
-) -> tuple[dict[str, dict[str, list[float]]], dict[str, Machine], int]:
+Run = Callable[[], float]
+Rates = dict[str, dict[str, list[float]]]  # scenario → candidate → output tokens a second
+
+
+class Candidates:
+    """Folio's engines, transformers and servers, all with one checkpoint.
+
+    Args:
+        urls: of servers, by name; `None`: not there.
+    """
+
+    def __init__(self, folder: Path, sizes: Sizes, urls: Mapping[str, str | None]) -> None:
+        self._sizes = sizes
+        self._plain = LLM(folder, prefix_cache=False)  # runs would share prompts with earlier ones
+        self._sharing = LLM(folder)
+        self._narrow = LLM(folder, prefix_cache=False, quantization="int8")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self._generate, self._batching = TransformersGenerate(model), TransformersContinuousBatching(model)
+        self._servers = [Server(name, url) for name, url in urls.items() if url is not None]
+        for name, url in urls.items():
+            if url is None:
+                print(f"{name} is not measured: no URL is given")
+        self._seeds = itertools.count(time.time_ns() % 2**40)  # servers cache prompts of earlier runs, too
+        self.weight_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
+
+    def scenarios(self) -> dict[str, dict[str, Run]]:
+        """One run of every candidate, by scenario. Each has new prompts."""
+        sizes, new, generate = self._sizes, self._sizes.new_tokens, self._generate
+        samples = {"do_sample": True, "top_k": 0, "num_return_sequences": BRANCHES}
+        beams = {"num_beams": BRANCHES, "num_return_sequences": BRANCHES}
+
+        def mixed() -> Prompts:
+            return mixed_prompts(next(self._seeds))
+
+        def single() -> Prompts:
+            return make_prompts([SINGLE_PROMPT], next(self._seeds))
+
+        def shared() -> Prompts:
+            return shared_prompts(sizes.shared_requests, next(self._seeds))
+
+        def branched(count: int) -> Prompts:
+            return make_prompts([BRANCHED_TOKENS] * count, next(self._seeds))
+
+        def rate(rival: Any, prompts: Callable[[], Prompts], count: int) -> float:
+            result: float = rival.rate(prompts(), count)
+            return result
+
+        def runs(prompts: Callable[[], Prompts], count: int, rivals: Sequence[Any]) -> dict[str, Run]:
+            return {rival.name: partial(rate, rival, prompts, count) for rival in rivals}
+
+        return {
+            "batch16": {
+                "folio": lambda: folio_rate(self._plain, mixed(), new),
+                **runs(mixed, new, [generate, self._batching, *self._servers]),
+            },
+            "single": {
+                "folio": lambda: folio_rate(self._plain, single(), new),
+                **runs(single, new, self._servers),
+            },
+            "shared_prefix": {
+                "folio": lambda: folio_rate(self._sharing, shared(), sizes.shared_new),
+                **runs(shared, sizes.shared_new, [generate, *self._servers]),
+            },
+            "int8_batch16": {
+                "folio": lambda: folio_rate(self._narrow, mixed(), new),
+                "bf16": lambda: folio_rate(self._plain, mixed(), new),
+            },
+            "n4": {
+                "folio": lambda: folio_rate(
+                    self._plain, branched(sizes.sampled_prompts), new, n=BRANCHES, temperature=1.0
+                ),
+                generate.name: lambda: generate.rate(branched(sizes.sampled_prompts), new, **samples),
+            },
+            "beam4": {
+                "folio": lambda: folio_rate(
+                    self._plain, branched(sizes.beam_prompts), new, n=BRANCHES, use_beam_search=True
+                ),
+                generate.name: lambda: generate.rate(branched(sizes.beam_prompts), new, **beams),
+            },
+            "decode": {"folio": lambda: single_stream(self._plain, list(single()[0]), new)},
+        }
+
+    def close(self) -> None:
+        close(self._plain, self._sharing, self._narrow)
+
+
+def close(*llms: LLM) -> None:
+    for llm in llms:
+        harness.note_engine(llm)
+        llm.engine.check_integrity()
+        llm.close()
+
+
+def run_all(folder: Path, sizes: Sizes, urls: Mapping[str, str | None]) -> tuple[Rates, dict[str, Machine], int]:
     """Rates of every scenario by candidate, the machine's beside two of them, and the model's size in bytes."""
-    llm = LLM(folder, prefix_cache=False)  # runs would share prompts with earlier ones
-    sharing = LLM(folder)
-    narrow = LLM(folder, prefix_cache=False, quantization="int8")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    generate, batching = TransformersGenerate(model), TransformersContinuousBatching(model)
-    urls = {"vllm_cpu": args.vllm, "openvino": args.openvino, "llamacpp": args.llamacpp}
-    servers = [Server(name, url) for name, url in urls.items() if url is not None]
-    for name, url in urls.items():
-        if url is None:
-            print(f"{name} is not measured: no URL is given")
-    seeds = itertools.count(time.time_ns() % 2**40)  # servers cache prompts of earlier runs, too
-    samples = {"do_sample": True, "top_k": 0, "num_return_sequences": BRANCHES}
-    beams = {"num_beams": BRANCHES, "num_return_sequences": BRANCHES}
-
-    def mixed() -> Prompts:
-        return mixed_prompts(next(seeds))
-
-    def single() -> Prompts:
-        return make_prompts([SINGLE_PROMPT], next(seeds))
-
-    def shared() -> Prompts:
-        return shared_prompts(sizes.shared_requests, next(seeds))
-
-    def branched(count: int) -> Prompts:
-        return make_prompts([BRANCHED_TOKENS] * count, next(seeds))
-
-    new = sizes.new_tokens
-
-    def rate(rival: Any, prompts: Callable[[], Prompts], count: int) -> float:
-        result: float = rival.rate(prompts(), count)
-        return result
-
-    def runs(prompts: Callable[[], Prompts], count: int, rivals: list[Any]) -> dict[str, Callable[[], float]]:
-        return {rival.name: partial(rate, rival, prompts, count) for rival in rivals}
-
-    scenarios: dict[str, dict[str, Callable[[], float]]] = {
-        "batch16": {
-            "folio": lambda: folio_rate(llm, mixed(), new),
-            **runs(mixed, new, [generate, batching, *servers]),
-        },
-        "single": {
-            "folio": lambda: folio_rate(llm, single(), new),
-            **runs(single, new, servers),
-        },
-        "shared_prefix": {
-            "folio": lambda: folio_rate(sharing, shared(), sizes.shared_new),
-            **runs(shared, sizes.shared_new, [generate, *servers]),
-        },
-        "int8_batch16": {
-            "folio": lambda: folio_rate(narrow, mixed(), new),
-            "bf16": lambda: folio_rate(llm, mixed(), new),
-        },
-        "n4": {
-            "folio": lambda: folio_rate(llm, branched(sizes.sampled_prompts), new, n=BRANCHES, temperature=1.0),
-            generate.name: lambda: generate.rate(branched(sizes.sampled_prompts), new, **samples),
-        },
-        "beam4": {
-            "folio": lambda: folio_rate(llm, branched(sizes.beam_prompts), new, n=BRANCHES, use_beam_search=True),
-            generate.name: lambda: generate.rate(branched(sizes.beam_prompts), new, **beams),
-        },
-        "decode": {"folio": lambda: single_stream(llm, list(single()[0]), new)},
-    }
-    machine: dict[str, Callable[[], float]] = {
+    candidates = Candidates(folder, sizes, urls)
+    machine: dict[str, Run] = {
         "bandwidth": lambda: read_limit(CPU)(),
         "flops": lambda: product_limit(CPU, torch.bfloat16)(),
     }
     rates, machines = {}, {}
-    for scenario, by in scenarios.items():
+    for scenario, by in candidates.scenarios().items():
         print(f"\n{scenario}")
         is_limited = scenario in LIMITED
         measured = harness.alternate(by | machine if is_limited else by, sizes.repeats)
         if is_limited:
             machines[scenario] = Machine(measured.pop("bandwidth"), measured.pop("flops"))
         rates[scenario] = measured
-    for each in (llm, sharing, narrow):
-        harness.note_engine(each)
-        each.engine.check_integrity()
-        each.close()
+    candidates.close()
     print("\nspeculation")
     # In float32: the last bits of attention depend on the number of queries.
     builtin = {
@@ -288,14 +315,69 @@ def run_all(
         "without": LLM("builtin", dtype="float32"),
     }
     rates["speculation"] = speculated(builtin, lookups(sizes.lookups), sizes)
-    for each in builtin.values():
-        harness.note_engine(each)
-        each.engine.check_integrity()
-        each.close()
-    return rates, machines, 2 * sum(parameter.numel() for parameter in model.parameters())
+    close(*builtin.values())
+    return rates, machines, candidates.weight_bytes
+
+
+def figures_of(rates: Rates, machines: Mapping[str, Machine], weight_bytes: int, sizes: Sizes) -> dict[str, float]:
+    batch_limit = machines["batch16"].batch_tokens_per_s(mixed_prompts(SEED), sizes.new_tokens, weight_bytes)
+    decode_limit = machines["decode"].steps_per_s(weight_bytes)
+    figures = {
+        f"{scenario}_vs_{rival}": harness.median_ratio(by["folio"], theirs)
+        for scenario, by in rates.items()
+        for rival, theirs in by.items()
+        if rival != "folio"
+    }
+    figures |= {f"{scenario}_tokens_per_s": statistics.median(by["folio"]) for scenario, by in rates.items()}
+    return figures | {
+        "batch16_share_of_limit": harness.median_ratio(rates["batch16"]["folio"], batch_limit),
+        "single_share_of_bandwidth": harness.median_ratio(rates["decode"]["folio"], decode_limit),
+        "read_bandwidth_gb_per_s": statistics.median(machines["decode"].bandwidth) / 1e9,
+        "matrix_gflop_per_s": statistics.median(machines["batch16"].flops) / 1e9,
+    }
+
+
+def show(rates: Rates, figures: Mapping[str, float], sizes: Sizes) -> None:
+    print(f"\noutput tokens/s, {sizes.num_layers} layers, medians of {sizes.repeats}")
+    for scenario, by in rates.items():
+        print(scenario)
+        for name, values in sorted(by.items(), key=lambda item: -statistics.median(item[1])):
+            ratio = "" if name == "folio" else f"   Folio is {harness.median_ratio(by['folio'], values):.2f}x"
+            print(f"  {name:24s}{statistics.median(values):8.1f}{ratio}")
+    for scenario, share in LIMITED.items():
+        print(f"{scenario}: {figures[share]:.0%} of what the machine allows")
+    print(
+        f"engine beside the model: {figures['host_overhead_share']:.1%} of a step of 16; "
+        f"{figures['step_us_256_stub']:.0f} us in a step of 256"
+    )
 
 
 def main() -> None:
+    args = parse()
+    if args.shape or args.device == "cuda":
+        sweep.run(args)
+        return
+    sizes = QUICK if args.quick else Sizes()
+    urls: dict[str, str | None] = {"vllm_cpu": args.vllm, "openvino": args.openvino, "llamacpp": args.llamacpp}
+    with checkpoints.qwen(args.checkpoint, sizes.num_layers) as folder:
+        with ExitStack() as servers:
+            if args.rivals is not None:
+                ports = (free_port(), free_port())
+                urls |= servers.enter_context(rival_servers.running(folder, ports, args.rivals))
+            rates, machines, weight_bytes = run_all(folder, sizes, urls)
+        host = overhead.host_share(folder, mixed_prompts(SEED))
+    figures = figures_of(rates, machines, weight_bytes, sizes)
+    figures |= {"host_overhead_share": host, "step_us_256_stub": overhead.step_us_stub()}
+    show(rates, figures, sizes)
+    raw = {
+        "tokens_per_s": rates,
+        "layers": sizes.num_layers,
+        "machine": {scenario: asdict(machine) for scenario, machine in machines.items()},
+    }
+    harness.finish("throughput", args, figures, raw, draw)
+
+
+def parse() -> argparse.Namespace:
     parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
     parser.add_argument("--shape", choices=sweep.SHAPES, help=f"with --device cuda {sweep.DEFAULT_SHAPE} by default")
     parser.add_argument("--parts", action="store_true", help="only the parts of a decode step")
@@ -310,60 +392,9 @@ def main() -> None:
     for rival in ("vllm", "openvino", "llamacpp"):
         parser.add_argument(f"--{rival}", metavar="URL")
     args = parser.parse_args()
-    if args.shape or args.device == "cuda":
-        sweep.run(args)
-        return
-    if args.parts:
+    if args.parts and not (args.shape or args.device == "cuda"):
         parser.error("--parts is for one shape: choose it by --shape")
-    sizes = QUICK if args.quick else Sizes()
-    with checkpoints.qwen(args.checkpoint, sizes.num_layers) as folder:
-        with ExitStack() as servers:
-            if args.rivals is not None:
-                ports = (free_port(), free_port())
-                urls = servers.enter_context(rival_servers.running(folder, ports, args.rivals))
-                args.vllm, args.openvino = (
-                    urls.get(name, given) for name, given in (("vllm_cpu", args.vllm), ("openvino", args.openvino))
-                )
-            rates, machines, weight_bytes = run_all(args, folder, sizes)
-        host = overhead.host_share(folder, mixed_prompts(SEED))
-    stub_us = overhead.step_us_stub()
-    batch_limit = machines["batch16"].batch_tokens_per_s(mixed_prompts(SEED), sizes.new_tokens, weight_bytes)
-    decode_limit = machines["decode"].steps_per_s(weight_bytes)
-    figures = {
-        f"{scenario}_vs_{rival}": harness.median_ratio(by["folio"], theirs)
-        for scenario, by in rates.items()
-        for rival, theirs in by.items()
-        if rival != "folio"
-    }
-    figures |= {f"{scenario}_tokens_per_s": statistics.median(by["folio"]) for scenario, by in rates.items()}
-    figures |= {
-        "batch16_share_of_limit": harness.median_ratio(rates["batch16"]["folio"], batch_limit),
-        "single_share_of_bandwidth": harness.median_ratio(rates["decode"]["folio"], decode_limit),
-        "read_bandwidth_gb_per_s": statistics.median(machines["decode"].bandwidth) / 1e9,
-        "matrix_gflop_per_s": statistics.median(machines["batch16"].flops) / 1e9,
-        "host_overhead_share": host,
-        "step_us_256_stub": stub_us,
-    }
-    print(f"\noutput tokens/s, {sizes.num_layers} layers, medians of {sizes.repeats}")
-    for scenario, by in rates.items():
-        print(scenario)
-        for name, values in sorted(by.items(), key=lambda item: -statistics.median(item[1])):
-            ratio = "" if name == "folio" else f"   Folio is {harness.median_ratio(by['folio'], values):.2f}x"
-            print(f"  {name:24s}{statistics.median(values):8.1f}{ratio}")
-    for scenario, share in LIMITED.items():
-        print(f"{scenario}: {figures[share]:.0%} of what the machine allows")
-    print(f"engine beside the model: {host:.1%} of a step of 16; {stub_us:.0f} us in a step of 256")
-    harness.finish(
-        "throughput",
-        args,
-        figures,
-        {
-            "tokens_per_s": rates,
-            "layers": sizes.num_layers,
-            "machine": {scenario: asdict(machine) for scenario, machine in machines.items()},
-        },
-        draw,
-    )
+    return args
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:

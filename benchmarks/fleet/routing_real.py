@@ -14,88 +14,64 @@ such choice decides where the rest of a conversation goes: the prediction is the
 
 **Scaling and faults.** `KVAwareScaling` between one and three replicas while the load rises and falls, and SIGKILL for
 one of three at the peak. Clients retry requests that were answered 503. A request is lost if it gets no answer, a
-wrong status, or a stream that ends without its last event.
+wrong status, or less than its tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from benchmarks import checkpoints, harness
 from benchmarks.served import Served, served
+from benchmarks.serving.loops import SILENCE_S, connect
 from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.outcome import Outcome
 from benchmarks.simulator.traffic import Arrival
-from folio.app.builtin import BUILTIN_FOLDER
+from folio.app.cli.load import Ask, Clock, Record, Send, open_loop
 from folio.app.engine.report import StepTimes
 from folio.app.fleet.policies import PrefixAware
 from folio.vmem import TokenChain
 
-if TYPE_CHECKING:
-    import httpx
+T = TypeVar("T")
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
-UNIT, VOCABULARY = 16, 2000
+UNIT, VOCABULARY = 16, 2048
 SYSTEM_TOKENS, FIRST_TOKENS, ADDED_TOKENS, OUTPUT_TOKENS = 256, (100, 700), (40, 240), (8, 40)
 THINKS_S, GOES_ON, LONGEST = 6.0, 0.75, 4000
 CACHE_TOKENS, STEP_TOKENS, MAX_NUM_SEQS = 24_000, 512, 16
-REQUEST_TIMEOUT_S = 120.0
 REPORT_PERIOD_S = 0.5
 NUM_SIMULATIONS = 10
 SERVE_DEFAULT = "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter"
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A request of a conversation, due `at` seconds after the beginning."""
-
-    at: float
-    prompt: list[int]
-    num_output_tokens: int
-
-
-@dataclass(slots=True)
-class Answer:
-    """Record of one request. `status` 0: no answer came."""
-
-    turn: Turn
-    status: int = 0
-    ttft_s: float = 0.0
-    cached_tokens: int = 0
-    finished: bool = False
-    num_resent: int = 0
-
-
-def draw_turns(seed: int, duration_s: float, conversations_per_s: float) -> list[Turn]:
-    """Conversations that begin within `duration_s`, as a Poisson process."""
+def draw_turns(seed: int, duration_s: float, conversations_per_s: float) -> list[Ask]:
+    """Requests of conversations that begin within `duration_s`, as a Poisson process."""
     rng = random.Random(seed)
     system = [random.Random(0).randrange(4, VOCABULARY) for _ in range(SYSTEM_TOKENS)]
-    turns: list[Turn] = []
+    turns: list[Ask] = []
     begins_at = rng.expovariate(conversations_per_s)
     while begins_at < duration_s:
         at, prompt = begins_at, system + _tokens(rng, FIRST_TOKENS)
         while len(prompt) < LONGEST:
-            turns.append(Turn(at, list(prompt), rng.randint(*OUTPUT_TOKENS)))
+            turns.append(Ask(list(prompt), rng.randint(*OUTPUT_TOKENS), at))
             if rng.random() > GOES_ON:
                 break
-            prompt += [rng.randrange(4, VOCABULARY) for _ in range(turns[-1].num_output_tokens)]
+            prompt += [rng.randrange(4, VOCABULARY) for _ in range(turns[-1].max_tokens)]
             prompt += _tokens(rng, ADDED_TOKENS)
             at += 1.0 + rng.expovariate(1 / THINKS_S)
         begins_at += rng.expovariate(conversations_per_s)
-    return sorted((turn for turn in turns if turn.at < duration_s), key=lambda turn: turn.at)
+    return sorted((turn for turn in turns if turn.at_s < duration_s), key=lambda turn: turn.at_s)
 
 
 def _tokens(rng: random.Random, bounds: tuple[int, int]) -> list[int]:
@@ -103,17 +79,11 @@ def _tokens(rng: random.Random, bounds: tuple[int, int]) -> list[int]:
 
 
 def make_checkpoint(folder: Path) -> None:
-    """A checkpoint with the built-in model's tokenizer and random weights, large enough that HTTP and Serve add little
-    to a step."""
+    """Random weights, of which so many that HTTP and Serve add little to a step."""
     config = checkpoints.config_of(
-        checkpoints.QWEN,
-        vocab_size=json.loads((BUILTIN_FOLDER / "config.json").read_text())["vocab_size"],
-        num_hidden_layers=NUM_LAYERS,
-        max_position_embeddings=8192,
+        checkpoints.QWEN, vocab_size=VOCABULARY, num_hidden_layers=NUM_LAYERS, max_position_embeddings=8192
     )
-    checkpoints.write_checkpoint(folder, config, words=False)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(BUILTIN_FOLDER / name, folder)
+    checkpoints.write_checkpoint(folder, config)
 
 
 def serve_args(folder: Path) -> dict[str, Any]:
@@ -133,98 +103,60 @@ def serve_args(folder: Path) -> dict[str, Any]:
 # ---- clients ----
 
 
-@dataclass(slots=True)
-class Clients:
-    """Send turns at their times and record the answers."""
+class Resending:
+    """A target whose refused requests are sent again for a while.
 
-    url: str
-    resend: bool = False
-    answers: list[Answer] = field(default_factory=list)
+    Attributes:
+        num_resent: requests that were.
+    """
 
-    def run(self, turns: Sequence[Turn]) -> list[Answer]:
-        asyncio.run(self._run(turns))
-        return self.answers
+    def __init__(self, target: Send) -> None:
+        self._target, self.num_resent = target, 0
 
-    async def _run(self, turns: Sequence[Turn]) -> None:
-        import httpx
-
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
-            start = time.perf_counter()
-            tasks = []
-            for turn in turns:
-                await asyncio.sleep(max(start + turn.at - time.perf_counter(), 0))
-                tasks.append(asyncio.create_task(self._ask(client, turn, start + turn.at)))
-            await asyncio.gather(*tasks)
-
-    async def _ask(self, client: httpx.AsyncClient, turn: Turn, sent_at: float) -> None:
-        import httpx
-
-        answer = Answer(turn)
-        self.answers.append(answer)
-        while True:
-            try:
-                await self._stream(client, answer, sent_at)
-            except httpx.HTTPError:
-                answer.status = 0
-            if not (self.resend and answer.status == 503) or time.perf_counter() - sent_at > REQUEST_TIMEOUT_S:
-                return
-            answer.num_resent += 1
+    async def __call__(self, ask: Ask, record: Record, clock: Clock) -> None:
+        await self._target(ask, record, clock)
+        self.num_resent += _is_retryable(record)
+        while _is_retryable(record) and clock.now() - record.due_s < SILENCE_S:
             await asyncio.sleep(0.2)
-
-    async def _stream(self, client: httpx.AsyncClient, answer: Answer, sent_at: float) -> None:
-        body = {
-            "model": "chat",
-            "prompt": answer.turn.prompt,
-            "max_tokens": answer.turn.num_output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        answer.ttft_s = 0.0
-        async with client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
-            answer.status = response.status_code
-            async for line in response.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    answer.finished = True
-                    return
-                answer.ttft_s = answer.ttft_s or time.perf_counter() - sent_at
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    answer.status = 503 if event["error"].get("code") == "unavailable" else 500
-                    return
-                if event.get("usage"):
-                    answer.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+            record.error = None
+            record.events.clear()
+            await self._target(ask, record, clock)
 
 
-def num_lost(answers: Sequence[Answer]) -> int:
-    return sum(not (answer.status == 200 and answer.finished) for answer in answers)
+def _is_retryable(record: Record) -> bool:
+    return record.status == 503 or (record.error is not None and "unavailable" in record.error)
 
 
-def hit_share(answers: Sequence[Answer]) -> float:
-    return sum(a.cached_tokens for a in answers) / sum(len(a.turn.prompt) for a in answers)
+async def send(server: Served, turns: Sequence[Ask]) -> list[Record]:
+    async with connect([(server.name, server.url)]) as [target]:
+        return await open_loop(target, turns)
+
+
+def num_lost(records: Sequence[Record]) -> int:
+    return sum(not record.completed for record in records)
+
+
+def hit_share(records: Sequence[Record]) -> float:
+    return sum(r.num_cached_tokens for r in records) / sum(r.num_prompt_tokens for r in records)
 
 
 # ---- the three parts ----
 
 
-def compare_routers(server: Served, turns: Sequence[Turn], repeats: int) -> dict[str, list[list[Answer]]]:
+def compare_routers(server: Served, turns: Sequence[Ask], repeats: int) -> dict[str, list[list[Record]]]:
     """Run both routers in turn."""
-    runs: dict[str, list[list[Answer]]] = {"prefix_aware": [], "Serve's default": []}
+    runs: dict[str, list[list[Record]]] = {"prefix_aware": [], "Serve's default": []}
     for repeat in range(repeats):
-        for name, answers in runs.items():
+        for name, records in runs.items():
             router: dict[str, Any] = {}
             if name != "prefix_aware":
                 router["request_router_config"] = {"request_router_class": SERVE_DEFAULT}
             server.deploy(num_replicas=3, **router)  # other router: new replicas, with empty caches
-            Clients(server.url).run(turns[:3])  # connections, first steps
-            answers.append(Clients(server.url).run(turns))
+            asyncio.run(send(server, turns[:3]))  # first steps
+            records.append(asyncio.run(send(server, turns)))
             print(
-                f"run {repeat + 1}/{repeats}  {name}: hit share {hit_share(answers[-1]):.3f}, TTFT mean "
-                f"{_mean_ttft_s(answers[-1]):.3f} s, lost {num_lost(answers[-1])}",
+                f"run {repeat + 1}/{repeats}  {name}: hit share {hit_share(records[-1]):.3f}, TTFT mean "
+                f"{_mean_ttft_s(records[-1]):.3f} s, lost {num_lost(records[-1])}",
                 flush=True,
             )
     return runs
@@ -235,9 +167,8 @@ def sim_vs_real(server: Served, duration_s: float, conversations_per_s: float) -
     server.deploy(num_replicas=2)
     added_s = _added_s(server)
     turns = draw_turns(12, duration_s, conversations_per_s)
-    clients, reports = Clients(server.url), server.reports()
-    asyncio.run(_beside(clients, turns, lambda: reports.extend(server.reports())))
-    real = clients.answers
+    reports = server.reports()
+    real = asyncio.run(_watched(send(server, turns), lambda: reports.extend(server.reports())))
     step = StepTimes(*np.mean([(r.step.fixed_s, r.step.token_s, r.step.attended_s) for r in reports], axis=0).tolist())
     device = Device(
         name="this machine, one core",
@@ -257,7 +188,7 @@ def sim_vs_real(server: Served, duration_s: float, conversations_per_s: float) -
         "step": {"fixed_s": step.fixed_s, "token_s": step.token_s, "attended_s": step.attended_s},
         "added_s": added_s,
         "requests": len(turns),
-        "real_ttft_s": [answer.ttft_s for answer in sorted(real, key=lambda a: a.turn.at)],
+        "real_ttft_s": [record.ttft_s for record in real],
         "sim_ttft_s": simulated,
         "real_hit_share": hit_share(real),
         "sim_hit_share": statistics.mean(outcome.hit_share for outcome in outcomes),
@@ -297,20 +228,19 @@ def scale_and_kill(server: Served, phase_s: float, conversations_per_s: float) -
     quiet, peak = conversations_per_s / 10, conversations_per_s
     turns = [
         *draw_turns(21, phase_s, quiet),
-        *(Turn(t.at + phase_s, t.prompt, t.num_output_tokens) for t in draw_turns(22, 2 * phase_s, peak)),
-        *(Turn(t.at + 3 * phase_s, t.prompt, t.num_output_tokens) for t in draw_turns(23, 2 * phase_s, quiet)),
+        *(replace(t, at_s=t.at_s + phase_s) for t in draw_turns(22, 2 * phase_s, peak)),
+        *(replace(t, at_s=t.at_s + 3 * phase_s) for t in draw_turns(23, 2 * phase_s, quiet)),
     ]
     watcher = _Watcher(server, kills_at=2.2 * phase_s)
-    clients = Clients(server.url, resend=True)
-    asyncio.run(_beside(clients, turns, watcher.look))
+    records, num_resent = asyncio.run(_watched(_send_again(server, turns), watcher.look))
     server.wait_until(lambda: server.num_running == 1, 120.0)
     watcher.sizes.append((time.perf_counter() - watcher.start, server.num_running))
     sizes = [size for _, size in watcher.sizes]
     changes = [(at, b - a) for (_, a), (at, b) in zip(watcher.sizes, watcher.sizes[1:], strict=False) if a != b]
     return {
-        "requests": len(clients.answers),
-        "lost": num_lost(clients.answers),
-        "resent": sum(answer.num_resent > 0 for answer in clients.answers),
+        "requests": len(records),
+        "lost": num_lost(records),
+        "resent": num_resent,
         "sizes": watcher.sizes,
         "most": max(sizes),
         "last": sizes[-1],
@@ -337,34 +267,38 @@ class _Watcher:
             self.killed_at = at
 
 
-async def _beside(clients: Clients, turns: Sequence[Turn], look: Callable[[], None]) -> None:
-    """Run clients, and look at the replicas every half second."""
-    asking = asyncio.create_task(clients._run(turns))
-    while not asking.done():
+async def _send_again(server: Served, turns: Sequence[Ask]) -> tuple[list[Record], int]:
+    """Records, and the number of requests that were sent again."""
+    async with connect([(server.name, server.url)]) as [target]:
+        resending = Resending(target)
+        return await open_loop(resending, turns), resending.num_resent
+
+
+async def _watched(sending: Coroutine[Any, Any, T], look: Callable[[], None]) -> T:
+    """Send, and look at the replicas every half second."""
+    task = asyncio.create_task(sending)
+    while not task.done():
         await asyncio.to_thread(look)
-        await asyncio.wait([asking], timeout=0.5)
-    await asking
+        await asyncio.wait([task], timeout=0.5)
+    return await task
 
 
 def _added_s(server: Served) -> float:
     """The part of an idle server's time to first token that HTTP and Serve add."""
-    turns = [Turn(0.5 * i, [5] * 32, 2) for i in range(24)]
-    answers = Clients(server.url).run(turns)[4:]
+    records = asyncio.run(send(server, [Ask([5] * 32, 2, 0.5 * i) for i in range(24)]))[4:]
     steps = [r.step for r in server.reports()]
     step_s = statistics.mean(step.fixed_s + 16 * step.token_s for step in steps)  # half of the prompt is cached
-    return statistics.median(answer.ttft_s for answer in answers) - step_s
+    return statistics.median(record.ttft_s for record in records) - step_s
 
 
-def _arrival(number: int, turn: Turn) -> Arrival:
+def _arrival(number: int, turn: Ask) -> Arrival:
     chain = TokenChain(UNIT)
     chain.extend(turn.prompt)
-    return Arrival(
-        number, f"t{number}", turn.at, len(turn.prompt), turn.num_output_tokens, chain.units, chain.digests, 0
-    )
+    return Arrival(number, f"t{number}", turn.at_s, len(turn.prompt), turn.max_tokens, chain.units, chain.digests, 0)
 
 
-def _mean_ttft_s(answers: Sequence[Answer]) -> float:
-    return statistics.mean(answer.ttft_s for answer in answers)
+def _mean_ttft_s(records: Sequence[Record]) -> float:
+    return statistics.mean(record.ttft_s for record in records)
 
 
 def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
@@ -395,14 +329,14 @@ def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
         "real_hit_share": statistics.median(map(hit_share, ours)),
         "real_hit_share_default": statistics.median(map(hit_share, default)),
         "real_ttft_vs_default": harness.median_ratio(
-            [_mean_ttft_s(answers) for answers in ours], [_mean_ttft_s(answers) for answers in default]
+            [_mean_ttft_s(records) for records in ours], [_mean_ttft_s(records) for records in default]
         ),
         "real_scaled_to": scaling["most"],
-        "real_lost": scaling["lost"] + validation["lost"] + sum(num_lost(a) for a in [*ours, *default]),
+        "real_lost": scaling["lost"] + validation["lost"] + sum(num_lost(records) for records in [*ours, *default]),
     }
     raw = {
         "validation": validation,
-        "routers": {name: [[a.ttft_s for a in answers] for answers in each] for name, each in runs.items()},
+        "routers": {name: [[r.ttft_s for r in records] for records in each] for name, each in runs.items()},
         "scaling": scaling,
     }
     return figures, raw

@@ -191,51 +191,55 @@ def measure_products(shape: Shape, num_rows: int, sets: list[Weights], products:
         )
 
 
+def variants_of(device: torch.device, product: FewRowProduct, fake: bool) -> dict[str, Variant]:
+    """Today's kernels of a layer, and others."""
+    from folio.kernels.triton.dependent import unsupported
+    from folio.kernels.triton.elementwise import TritonElementwise
+
+    plain = TritonElementwise() if fake else select_elementwise(device)
+    variants = {
+        "today": Variant(plain),
+        "an addition more": Variant(plain, adds=True),
+        "few-row products": Variant(plain, product),
+    }
+    if (reason := unsupported(device)) is not None:
+        record("dependent launches", f"not measured: {reason}")
+        return variants
+    dependent = select_elementwise(device, dependent=True)
+    return variants | {
+        "dependent": Variant(dependent),
+        "both": Variant(dependent, select_product(device, dependent=True)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fake", action="store_true")
     args = parser.parse_args()
     if args.fake:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    from folio.kernels.triton.dependent import unsupported
-    from folio.kernels.triton.elementwise import TritonElementwise
     from folio.kernels.triton.product import _TILES, TritonProduct
 
     device = torch.device("cpu" if args.fake else "cuda")
-    reason = unsupported(device)
-    if reason is not None:
-        record("dependent launches", f"not measured: {reason}")
-    plain = TritonElementwise() if args.fake else select_elementwise(device)
     product = TritonProduct() if args.fake else select_product(device)
-    variants = {
-        "today": Variant(plain),
-        "an addition more": Variant(plain, adds=True),
-        "few-row products": Variant(plain, product),
-    }
-    if reason is None:
-        dependent = select_elementwise(device, dependent=True)
-        variants |= {
-            "dependent": Variant(dependent),
-            "both": Variant(dependent, select_product(device, dependent=True)),
-        }
+    variants = variants_of(device, product, args.fake)
     tiles: dict[str, FewRowProduct] = {f"Triton, {tile.outputs} outputs": TritonProduct(tile=tile) for tile in _TILES}
     parts = Parts(math.inf)  # a variant that fails costs its shape and number of rows only
     torch.manual_seed(0)
     for shape in (TINY,) if args.fake else SHAPES:
-        all_rows = FAKE_ROWS if args.fake else ROWS
         outputs, inputs = shape.sizes["o"]  # the smallest weight
         num_sets = 2 if args.fake else math.ceil(CACHE_BYTES / (outputs * inputs * DTYPE.itemsize))
+        all_rows = FAKE_ROWS if args.fake else ROWS
         sets = [make_weights(shape, all_rows[-1], device) for _ in range(num_sets)]
         for num_rows in all_rows:
             few = num_rows <= TILE_ROWS[-1]  # else the products are torch's
             chosen = {name: variant for name, variant in variants.items() if few or variant.product is None}
             name = f"{shape.name}, layers, {num_rows} rows"
             parts.run(name, functools.partial(measure_layers, shape, num_rows, sets[:MOST_LAYERS], chosen))
-        for num_rows in all_rows:
-            if num_rows <= FEW_ROWS:
-                products = {"Triton": product} | (tiles if num_rows in TILE_ROWS else {})
-                name = f"{shape.name}, products, {num_rows} rows"
-                parts.run(name, functools.partial(measure_products, shape, num_rows, sets, products))
+        for num_rows in (rows for rows in all_rows if rows <= FEW_ROWS):
+            products = {"Triton": product} | (tiles if num_rows in TILE_ROWS else {})
+            name = f"{shape.name}, products, {num_rows} rows"
+            parts.run(name, functools.partial(measure_products, shape, num_rows, sets, products))
     parts.finish()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import benchmarks.gpu_day
 from benchmarks import facts
-from benchmarks.gpu_day.job import Outcome
+from benchmarks.gpu_day.job import Job, Outcome
 from benchmarks.gpu_day.runner import ROOT, Stage
 from benchmarks.gpu_day.stages import BUDGET_S, BUDGETS_S, FAKE_BUDGET_S, FAKE_LIMITS, STAGES
 from benchmarks.gpu_day.table import table
@@ -77,20 +77,31 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Make the folder of results; exit with an error if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        parser.error(f"results cannot be written to {folder}: {error.strerror}; set FOLIO_RESULTS to another folder")
+
+
+def chosen(stage: str, jobs: Sequence[Job], args: argparse.Namespace) -> list[Job]:
+    """The jobs of `--only`. Without measurements jobs may run side by side, and on a machine that is busy with other
+    work; only the bare engine needs the figures of the server."""
+    some = [job for job in jobs if not args.only or job.name in args.only]
+    if not args.fake:
+        return some
+    return [replace(job, alone=stage == "server", limit_s=FAKE_LIMITS * job.limit_s) for job in some]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     stages = {name: STAGES[name](args.fake) for name in args.stages}
-    if args.fake:  # without measurements jobs may run side by side, and on a machine that is busy with other work;
-        # only the bare engine needs the figures of the server
-        stages = {
-            name: [replace(job, alone=name == "server", limit_s=FAKE_LIMITS * job.limit_s) for job in jobs]
-            for name, jobs in stages.items()
-        }
     if unknown := set(args.only or ()) - {job.name for jobs in stages.values() for job in jobs}:
         parser.error(f"no such job: {', '.join(sorted(unknown))}")
-    if args.only:
-        stages = {name: [job for job in jobs if job.name in args.only] for name, jobs in stages.items()}
+    stages = {name: chosen(name, jobs, args) for name, jobs in stages.items()}
     if args.list:
         for name, jobs in stages.items():
             for job in jobs:
@@ -101,13 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         default = Path(temporary) / "results" if args.fake else ROOT / "benchmarks" / "results" / "cuda"
         folder = Path(os.environ.get("FOLIO_RESULTS") or default).absolute()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            parser.error(
-                f"results cannot be written to {folder}: {error.strerror}; set FOLIO_RESULTS to another folder"
-            )
+        check_folder(parser, folder)
         before = seen(folder)
         environment = make_environment(folder, args.fake)
         outcomes: list[Outcome] = []

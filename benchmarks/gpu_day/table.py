@@ -29,18 +29,32 @@ def table(outcomes: Sequence[Outcome], facts: Sequence[Mapping[str, object]], *,
         lines += _wrap("ok: " + ", ".join(succeeded), 10)
     if counts := Counter(str(fact["outcome"]) for fact in facts if "outcome" in fact):
         lines.append("tests: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-    speaking = {fact["job"] for fact in facts if fact.get("shown")}
-    of_jobs: dict[str, list[str]] = {}
-    for fact in facts:
-        job, shown, figures = str(fact.get("job")), fact.get("shown"), fact.get("figures")
-        if shown and (fact.get("failed") or fact.get("outcome") == "failed"):
-            lines += _wrap(f"{job}, {fact['fact']}: {shown}", 3)
-        elif shown:
-            of_jobs.setdefault(job, []).extend(_wrap(f"{job}, {fact['fact']}: {shown}", 3))
-        elif figures and job not in speaking:
-            of_jobs.setdefault(job, []).extend(_wrap(f"{job}: {figures}", 8))
+    lines += [line for fact in facts if _failed(fact) for line in _wrap(_told(fact), 3)]
+    of_jobs = _figures(facts)
     lines += _shared(of_jobs, MOST_LINES - 1 - len(lines), MOST_CHARACTERS - 100 - sum(len(line) + 1 for line in lines))
     return _cut(lines)
+
+
+def _failed(fact: Mapping[str, object]) -> bool:
+    """Whether it is a failure within a job, of a test or a part."""
+    return bool(fact.get("shown")) and (bool(fact.get("failed")) or fact.get("outcome") == "failed")
+
+
+def _told(fact: Mapping[str, object]) -> str:
+    return f"{fact.get('job')}, {fact['fact']}: {fact['shown']}"
+
+
+def _figures(facts: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
+    """Lines of each job: its facts that are to be shown or, of a job that has none, its result's figures."""
+    speaking = {fact["job"] for fact in facts if fact.get("shown")}
+    lines: dict[str, list[str]] = {}
+    for fact in facts:
+        job = str(fact.get("job"))
+        if fact.get("shown") and not _failed(fact):
+            lines.setdefault(job, []).extend(_wrap(_told(fact), 3))
+        elif fact.get("figures") and job not in speaking:
+            lines.setdefault(job, []).extend(_wrap(f"{job}: {fact['figures']}", 8))
+    return lines
 
 
 def _shared(of_jobs: Mapping[str, Sequence[str]], most: int, characters: int) -> list[str]:

@@ -10,8 +10,8 @@ same settings; each idles while the other is measured.
 - four times the load that Folio has the capacity for: completed requests, and the time of refusals
 - the first two once more with Serve's proxy instead of HAProxy, except with --quick
 
-`--target NAME=URL` (repeatable) adds a server that has the same checkpoint, which `--checkpoint FOLDER` leaves there;
-with `--only-targets` Folio is not started. The load generator is this process, on the same cores: its processor time is
+`--target NAME=URL` (repeatable) adds a server that has the same checkpoint, which `--checkpoint FOLDER` leaves there.
+The load generator is this process, on the same cores: its processor time is
 reported. `--soak MINUTES` runs 0.7 of the capacity for this time instead, and fits a line to the memory of the
 processes.
 --quick keeps 4 of 24 layers and does each once.
@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import itertools
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,13 +38,13 @@ from benchmarks.serving import arrivals, latency
 from benchmarks.serving.bare import BareEngine, bare_engine
 from benchmarks.serving.latency import Summary, Targets
 from benchmarks.serving.loops import closed_loop, connect
+from benchmarks.serving.requests import CHAT_OUTPUT, chat, mixed, ordinary
 from benchmarks.serving.usage import Meter, Usage
 from folio.app import haproxy
-from folio.app.cli.load import Ask, HttpTarget, Record, open_loop
+from folio.app.cli.load import HttpTarget, Record, open_loop
 
 FOLIO, ENGINE = "folio", "EngineReplica"
-# Requests of the closed loop: as in `benchmarks.throughput`.
-AT_ONCE, SHORTEST, LONGEST = 16, 32, 512
+AT_ONCE = 16
 SINGLE_PROMPT, SINGLE_NEW = 32, 4
 # More requests at once than the engine runs, so that it never waits for a client.
 MAX_NUM_SEQS, MAX_QUEUED, SATURATING = 16, 24, 20
@@ -53,8 +52,6 @@ MAX_MODEL_LEN, LONGEST_OF_TRACE = 2048, 768
 KV_MEMORY_BYTES = 1 << 30
 # The index of the prefix cache grows until the cache is full; the line is fitted afterwards.
 SOAK_KV_MEMORY_BYTES = 1 << 28
-# Outputs are a fifth as long as ShareGPT's, so that enough requests end in a run.
-OUTPUTS_SHORTENED = 5
 OVERLOAD, TRACE_LOAD, SOAK_LOAD = 4.0, 0.7, 0.7
 # At the start of a run under full load the batch is still filling.
 RAMP_SHARE = 0.2
@@ -68,8 +65,7 @@ class Sizes:
 
     `pairs`: single requests; `repeats`: runs at full load of each, after one to warm up; `capacity_rounds`: requests
     that measure the capacity, in multiples of those at once; `loads`: Poisson rates as shares of the capacity;
-    `trace_probe`:
-    requests of the trace that determine its rate.
+    `trace_probe`: requests of the trace that determine its rate.
     """
 
     num_layers: int = 24
@@ -90,8 +86,6 @@ QUICK = Sizes(
     num_layers=4,
     pairs=10,
     repeats=1,
-    requests=16,
-    new_tokens=32,
     capacity_rounds=2,
     loads=(0.5, 0.9),
     load_s=3.0,
@@ -100,29 +94,6 @@ QUICK = Sizes(
     overload_s=15.0,
     overloads=1,
 )
-
-
-def chat(count: int, seed: int) -> workloads.Lengths:
-    """Lengths of conversations."""
-    return [(prompt, max(1, output // OUTPUTS_SHORTENED)) for prompt, output in workloads.sharegpt(count, seed)]
-
-
-CHAT = chat(500, seed=1)
-CHAT_PROMPT = round(statistics.mean(prompt for prompt, _ in CHAT))
-CHAT_OUTPUT = round(statistics.mean(output for _, output in CHAT))
-
-
-def ordinary(count: int, seed: int) -> workloads.Lengths:
-    """Conversations of about the mean length. With real lengths, tokens per second of some hundred requests, and the
-    choice of refused ones, vary by more than the effects to be measured."""
-    rng = random.Random(seed)
-    return [(CHAT_PROMPT, rng.randint(CHAT_OUTPUT // 2, 3 * CHAT_OUTPUT // 2)) for _ in range(count)]
-
-
-def mixed(count: int, new_tokens: int, seed: int) -> list[Ask]:
-    """Prompts from the shortest to the longest, in an order in which neighbours differ."""
-    spread = [SHORTEST + (LONGEST - SHORTEST) * (i * 7 % count) // count for i in range(count)]
-    return arrivals.asks([(prompt, new_tokens) for prompt in spread], QWEN_VOCABULARY, seed)
 
 
 def rate_of(records: Sequence[Record]) -> float:
@@ -260,7 +231,7 @@ async def overload(target: HttpTarget, before: float, sizes: Sizes, skip: int) -
     }
 
 
-async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: int | None) -> dict[str, Any]:
+async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: int) -> dict[str, Any]:
     """A constant load for a long time; memory of the processes over time, and its growth."""
     duration_s = 60 * minutes
     at_s = arrivals.poisson(SOAK_LOAD * tokens_per_s / CHAT_OUTPUT, duration_s, seed=700)
@@ -285,26 +256,23 @@ async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: in
 
 
 async def run_all(
-    args: argparse.Namespace, sizes: Sizes, servers: Sequence[tuple[str, str]], bare: BareEngine | None
+    args: argparse.Namespace, sizes: Sizes, servers: Sequence[tuple[str, str]], bare: BareEngine
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Run every part for these servers, Folio first if `bare` is its engine. Returns figures and raw data."""
+    """Run every part for these servers, Folio first. Returns figures and raw data."""
     goal = Targets(args.ttft_s, args.tpot_s)
-    figures: dict[str, float] = {}
     raw: dict[str, Any] = {"targets": asdict(goal), "dtype": args.dtype, "layers": sizes.num_layers}
     async with connect(servers) as targets:
-        if bare is not None:
-            figures |= await beside_bare(targets[0], bare, sizes, raw)
+        figures = await beside_bare(targets[0], bare, sizes, raw)
         tokens_per_s = await capacity(targets[0], sizes, seed=1)
         print(
             f"\ncapacity of {targets[0].name}: {tokens_per_s:.1f} tokens/s, {tokens_per_s / CHAT_OUTPUT:.2f} requests/s"
         )
         figures["capacity_tokens_per_s"] = tokens_per_s
         if args.soak is not None:
-            raw["soak"] = await soak(targets[0], args.soak, tokens_per_s, bare.pid if bare is not None else None)
+            raw["soak"] = await soak(targets[0], args.soak, tokens_per_s, bare.pid)
             return figures | soak_figures(raw["soak"]), raw
-        if bare is not None:
-            raw["overload"] = await overload(targets[0], tokens_per_s, sizes, bare.pid)
-            figures |= overload_figures(raw["overload"])
+        raw["overload"] = await overload(targets[0], tokens_per_s, sizes, bare.pid)
+        figures |= overload_figures(raw["overload"])
         summaries = await sweep(targets, await capacity(targets[0], sizes, 2, chat), sizes, goal)
         of_trace, source = await replayed(targets, args.trace, sizes, goal)
         raw["loads"] = {name: [s.as_dict() for s in runs] for name, runs in summaries.items()}
@@ -314,7 +282,7 @@ async def run_all(
         print(source)
         latency.print_table(of_trace)
         ours = [*summaries[targets[0].name], *of_trace[targets[0].name]]
-        figures["lost"] = figures.get("lost", 0) + sum(s.lost + s.failed for s in ours)
+        figures["lost"] += sum(s.lost + s.failed for s in ours)
         figures["goodput_share_at_highest_load"] = ours[-2].good_share
     return figures, raw
 
@@ -406,9 +374,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint", help="make the checkpoint in this folder, unless it is there, and leave it")
     parser.add_argument("--target", action="append", default=[], metavar="NAME=URL", help="a server, without /v1")
     parser.add_argument(
-        "--only-targets", action="store_true", help="do not start Folio; the first target sets the rates"
-    )
-    parser.add_argument(
         "--layers", type=int, help="layers of the model; fewer where the noise of slow steps hides the cost of HTTP"
     )
     parser.add_argument("--num-threads", type=int, help="threads of Folio's engine, by default one for each core")
@@ -422,46 +387,41 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if bad := [target for target in args.target if "=" not in target]:
         parser.error(f"--target is {bad[0]!r}; it must be NAME=URL")
-    if args.only_targets and not args.target:
-        parser.error("--only-targets needs at least one --target")
     return args
 
 
 def main() -> None:
     args = parse()
-    harness.needs("aiohttp", "psutil", *([] if args.only_targets else ["ray"]))
+    harness.needs("aiohttp", "psutil", "ray")
     sizes = QUICK if args.quick else Sizes()
     if args.layers is not None:
         sizes = replace(sizes, num_layers=args.layers)
     others = [(name, url.rstrip("/")) for name, _, url in (target.partition("=") for target in args.target)]
     # As in `make serve`: by default all other processes have priority over Ray's workers.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads it so
-    if args.only_targets:
-        figures, raw = asyncio.run(run_all(args, sizes, others, None))
-    else:
-        with checkpoints.qwen(args.checkpoint, sizes.num_layers) as folder:
-            settings = {
-                "model": str(folder),
-                "dtype": args.dtype,
-                "max_model_len": MAX_MODEL_LEN,
-                "max_num_seqs": MAX_NUM_SEQS,
-                "max_queued_requests": MAX_QUEUED,
-                "kv_memory_bytes": KV_MEMORY_BYTES if args.soak is None else SOAK_KV_MEMORY_BYTES,
-                "num_threads": args.num_threads,
-            }
-            application = {"engine": settings, "model_name": FOLIO}
-            with bare_engine(settings) as bare:
-                with served("folio", application) as server:
+    with checkpoints.qwen(args.checkpoint, sizes.num_layers) as folder:
+        settings = {
+            "model": str(folder),
+            "dtype": args.dtype,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_queued_requests": MAX_QUEUED,
+            "kv_memory_bytes": KV_MEMORY_BYTES if args.soak is None else SOAK_KV_MEMORY_BYTES,
+            "num_threads": args.num_threads,
+        }
+        application = {"engine": settings, "model_name": FOLIO}
+        with bare_engine(settings) as bare:
+            with served("folio", application) as server:
+                server.deploy()
+                figures, raw = asyncio.run(run_all(args, sizes, [(FOLIO, server.url), *others], bare))
+                [report] = server.reports()
+                figures["left_running"] = report.num_running + report.num_waiting
+            if not args.quick and args.soak is None:
+                with without_haproxy(), served("folio", application) as server:
                     server.deploy()
-                    figures, raw = asyncio.run(run_all(args, sizes, [(FOLIO, server.url), *others], bare))
-                    [report] = server.reports()
-                    figures["left_running"] = report.num_running + report.num_waiting
-                if not args.quick and args.soak is None:
-                    with without_haproxy(), served("folio", application) as server:
-                        server.deploy()
-                        raw["serve_proxy"] = {}
-                        more = asyncio.run(only_beside_bare(server.url, bare, sizes, raw["serve_proxy"]))
-                        figures |= {f"serve_proxy_{name}": value for name, value in more.items()}
+                    raw["serve_proxy"] = {}
+                    more = asyncio.run(only_beside_bare(server.url, bare, sizes, raw["serve_proxy"]))
+                    figures |= {f"serve_proxy_{name}": value for name, value in more.items()}
     if args.soak is not None:
         harness.finish("serving-soak", args, figures, raw)
     else:

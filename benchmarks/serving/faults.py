@@ -118,13 +118,7 @@ def run(args: argparse.Namespace) -> None:
     models_own = outcomes.forgive_model()
     limit_s = 3 * (HEALTH_CHECK_PERIOD_S + HEALTH_CHECK_TIMEOUT_S)
     times = [row[2] for row in rows]
-    print(f"\n{count} faults, {sum(outcomes.counts.values())} requests of {NUM_CLIENTS} clients at once")
-    for what in OUTCOMES:
-        print(f"  {what:18} {outcomes.counts[what]}")
-    for text in outcomes.strange[:10]:
-        print(f"  {text}")
-    print(f"back after {statistics.median(times):.1f} s (median), {max(times):.1f} s at most")
-    print(f"three failed health checks take up to {limit_s:.0f} s")
+    show(outcomes, count, times, limit_s)
     figures = {
         "faults": count,
         "answered": outcomes.counts["answered"],
@@ -141,6 +135,16 @@ def run(args: argparse.Namespace) -> None:
     }
     harness.finish("faults", args, figures, {"faults": rows, "strange": outcomes.strange})
     harness.fail_if_any(figures, "other_errors", "wrong", "lost", "processes_left")
+
+
+def show(outcomes: Outcomes, count: int, times: list[float], limit_s: float) -> None:
+    print(f"\n{count} faults, {sum(outcomes.counts.values())} requests of {NUM_CLIENTS} clients at once")
+    for what in OUTCOMES:
+        print(f"  {what:18} {outcomes.counts[what]}")
+    for text in outcomes.strange[:10]:
+        print(f"  {text}")
+    print(f"back after {statistics.median(times):.1f} s (median), {max(times):.1f} s at most")
+    print(f"three failed health checks take up to {limit_s:.0f} s")
 
 
 def main() -> None:

@@ -81,15 +81,15 @@ def _session(
     rng: random.Random, ids: Iterator[int], session: int, at: float, sort: float, instructions: list[int]
 ) -> Iterator[_Turn]:
     is_agent, is_chat = sort < _AGENTS, sort < _AGENTS + _CHATS
+    ending = ANSWER if is_agent else CHAT if is_chat else COMPLETION
     blocks = instructions.copy() if is_chat else []
-    first = _TASK if is_agent else _QUESTION if is_chat else _PROMPT
+    first = {ANSWER: _TASK, CHAT: _QUESTION, COMPLETION: _PROMPT}[ending]
     num_tokens, pause_s = len(blocks) * MOONCAKE_UNIT + lognormal(rng, first, 1.0), 0.0
     while num_tokens < _LONGEST:
         blocks = blocks + [next(ids) for _ in range(num_tokens // MOONCAKE_UNIT - len(blocks))]
         calls = is_agent and rng.random() >= 1 / _CALLS
         num_output_tokens = lognormal(rng, _CALL if calls else _ANSWER, 0.8)
-        kind = CALL if calls else ANSWER if is_agent else CHAT if is_chat else COMPLETION
-        yield _Turn(session, at, kind, num_tokens, num_output_tokens, blocks, pause_s)
+        yield _Turn(session, at, CALL if calls else ending, num_tokens, num_output_tokens, blocks, pause_s)
         if not calls and (not is_chat or rng.random() >= _GOES_ON):
             return
         if calls:

@@ -167,6 +167,9 @@ class ShelfSimulation:
             self._loads.append(model)
             if len(self._loads) == 1:
                 self._load(model)
+        self._grant(allocation)
+
+    def _grant(self, allocation: Allocation) -> None:
         for name, budget_bytes in allocation.budgets.items():
             model = self._models[name]
             if budget_bytes and not model.budget_bytes and model.lost_at > -math.inf:

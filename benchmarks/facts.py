@@ -41,6 +41,12 @@ def record(fact: str, shown: str = "", **values: object) -> None:
         append(Path(path), line | values)
 
 
+def note(collected: dict[str, float], fact: str, shown: str, **figures: float) -> None:
+    """Record figures, and add them to those that a result will have."""
+    collected |= figures
+    record(fact, shown, **{name: float(f"{value:.4g}") for name, value in figures.items()})
+
+
 def append(path: Path, line: dict[str, object]) -> None:
     """Append a line and flush it to the disk, since the process may be killed at any moment."""
     with path.open("a") as file:

@@ -7,6 +7,7 @@ import ctypes
 import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
 import shlex
@@ -71,6 +72,12 @@ def alternate(
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Median of the ratios of paired runs, which does not depend on drifts of the machine's speed."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that this many percent do not exceed; NaN for no values."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(percent / 100 * len(ordered)), 1) - 1] if ordered else math.nan
 
 
 def note_engine(llm: LLM) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from benchmarks import harness
 
 Lengths = list[tuple[int, int]]
+Row = tuple[float, int, int]  # seconds, prompt tokens, output tokens
 
 AZURE_TRACE = harness.ROOT.parent / "shared" / "traces" / "azure_code_2023.csv"
 # Longest request, prompt and output together, of PagedAttention's evaluation and of the Azure trace.
@@ -40,15 +42,24 @@ def azure(path: Path | None, count: int, seed: int) -> tuple[Lengths, str]:
     """Code completions: the first `count` requests of the trace, and the name of their source.
 
     Args:
-        path: a CSV with the columns ContextTokens and GeneratedTokens; without such a file the lengths are synthetic.
+        path: a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens; without such a file the lengths are
+            synthetic.
     """
     if path is None or not path.is_file():
         means = "synthetic, means 2048 and 28 tokens, because there is no trace"
         return _synthetic(count, seed, (2048, 0.8), (28, 0.8), AZURE_LONGEST), means
-    with path.open() as file:
-        rows = [(int(row["ContextTokens"]), max(int(row["GeneratedTokens"]), 1)) for row in csv.DictReader(file)]
+    rows = [(prompt, max(output, 1)) for _, prompt, output in read_azure(path)]
     fitting = [(prompt, output) for prompt, output in rows if prompt > 0 and prompt + output <= AZURE_LONGEST]
     return fitting[:count], f"the first of {path.name}"
+
+
+def read_azure(path: Path) -> Iterator[Row]:
+    """All requests of the trace."""
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            # The trace has seven decimal places; Python parses six.
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            yield at, int(row["ContextTokens"]), int(row["GeneratedTokens"])
 
 
 def _synthetic(

@@ -98,17 +98,13 @@ class Sweep:
         self._body_parameters = self._read_parameters - embedding
         head_dim = config.hidden_size // config.num_attention_heads
         self._kv_token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * DTYPE.itemsize
-        self.note(
+        facts.note(
+            self.figures,
             "ceilings",
             f"reads at {self._bandwidth / 1e9:.1f} GB/s, products at {self._flops / 1e12:.3g} TFLOP/s",
             read_bandwidth_gb_per_s=self._bandwidth / 1e9,
             matrix_gflop_per_s=self._flops / 1e9,
         )
-
-    def note(self, fact: str, shown: str, **figures: float) -> None:
-        """Record and print a figure at once."""
-        self.figures |= figures
-        facts.record(fact, shown, **{name: float(f"{value:.4g}") for name, value in figures.items()})
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
         shape = (count, length)
@@ -144,7 +140,7 @@ class Sweep:
                 if len(deltas) != batch or any(delta.error for delta in deltas):
                     raise RuntimeError(f"a step of {batch} sequences gave {len(deltas)} deltas: {deltas[:1]}")
             cached = sum(len(request.token_ids) for request in engine.scheduler.unfinished()) - batch * len(times) / 2
-        median, tail = statistics.median(times), quantile(times, 0.99)
+        median, tail = statistics.median(times), harness.percentile(times, 99)
         rate = batch * len(times) / sum(times)
         read_bytes = self._read_parameters * DTYPE.itemsize + cached * self._kv_token_bytes
         limit = read_bytes / self._bandwidth
@@ -153,7 +149,8 @@ class Sweep:
         if key == "greedy_1":
             weights_s = self._read_parameters * DTYPE.itemsize / self._bandwidth
             self.figures["single_share_of_bandwidth"] = weights_s / median
-        self.note(
+        facts.note(
+            self.figures,
             f"decode {mode} batch {batch}",
             f"{median * 1e3:.2f} ms (p99 {tail * 1e3:.2f}, {len(times)} steps), {rate:.0f} tok/s, "
             f"reading {read_bytes / median / 1e12:.2f} TB/s, {limit / median:.1%} of the limit of {limit * 1e3:.2f} ms",
@@ -180,7 +177,8 @@ class Sweep:
         products = 2 * self._body_parameters * length
         attention = 2 * length**2 * config.hidden_size * config.num_hidden_layers  # the causal half
         share = (products + attention) / median / self._flops
-        self.note(
+        facts.note(
+            self.figures,
             f"prefill {length}",
             f"{median * 1e3:.1f} ms, {length / median:.0f} tok/s, {share:.1%} of the matrix rate",
             **{f"prefill_tokens_per_s_{length}": length / median, f"prefill_share_of_matrix_{length}": share},
@@ -197,7 +195,8 @@ class Sweep:
         ratio = harness.median_ratio(rates["folio"], rates[rival.name])
         self.raw |= {f"tokens_per_s_{name}_{batch}": values for name, values in rates.items()}
         medians = {name: statistics.median(values) for name, values in rates.items()}
-        self.note(
+        facts.note(
+            self.figures,
             f"whole requests, batch {batch}",
             " ".join(f"{name} {value:.1f} tok/s," for name, value in medians.items()) + f" Folio is {ratio:.2f}x",
             **{f"batch{batch}_vs_{rival.name}": ratio, f"batch{batch}_tokens_per_s": medians["folio"]},
@@ -232,7 +231,8 @@ class Sweep:
             parts = overhead.step_parts(self._llm, PROFILED_STEPS)
             if self._llm.engine.model.module.device.type == "cuda":
                 self.kernels(batch)
-        self.note(
+        facts.note(
+            self.figures,
             f"parts of a step, batch {batch}, us",
             ", ".join(f"{part} {us:.0f}" for part, us in sorted(parts.items(), key=lambda item: -item[1])),
             **{f"{part}_us_{batch}": us for part, us in parts.items()},
@@ -332,8 +332,3 @@ def let_go(device: torch.device) -> None:
     gc.collect()  # modules refer to each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def quantile(values: list[float], share: float) -> float:
-    """The smallest value that this share of all values does not exceed."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]

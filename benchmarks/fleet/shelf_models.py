@@ -11,7 +11,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,26 +140,32 @@ def read_trace(path: Path | None) -> tuple[list[TracedRequest], str]:
     """The requests to the twelve models that are asked for most, with shortened lengths, and the name of their source.
 
     Args:
-        path: a CSV with the columns time_s, model, input_tokens and output_tokens; without such a file, arrivals are
-            Poisson, with rates that fall with the rank.
+        path: for `read_requests`; without such a file, arrivals are Poisson, with rates that fall with the rank.
     """
     if path is None or not path.is_file():
         return list(
             _synthetic()
         ), "synthetic: Poisson arrivals, 1,800 requests in 3 hours ÷ rank, because there is no trace"
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    chosen = {name for name, _ in Counter(row["model"] for row in rows).most_common(NUM_MODELS)}
+    every = read_requests(path)
+    chosen = {name for name, _ in Counter(request.model for request in every).most_common(NUM_MODELS)}
     return [
-        TracedRequest(
-            float(row["time_s"]),
-            row["model"],
-            min(max(int(row["input_tokens"]) // SHORTENED, 1), LONGEST_PROMPT),
-            min(max(int(row["output_tokens"]) // SHORTENED, 1), LONGEST_OUTPUT),
+        replace(
+            request,
+            prompt_tokens=min(max(request.prompt_tokens // SHORTENED, 1), LONGEST_PROMPT),
+            output_tokens=min(max(request.output_tokens // SHORTENED, 1), LONGEST_OUTPUT),
         )
-        for row in rows
-        if row["model"] in chosen
+        for request in every
+        if request.model in chosen
     ], f"{path.name}, lengths ÷ {SHORTENED}"
+
+
+def read_requests(path: Path) -> list[TracedRequest]:
+    """All requests of a trace, a CSV with the columns time_s, model, input_tokens and output_tokens."""
+    with path.open() as file:
+        return [
+            TracedRequest(float(row["time_s"]), row["model"], int(row["input_tokens"]), int(row["output_tokens"]))
+            for row in csv.DictReader(file)
+        ]
 
 
 def _synthetic() -> Iterator[TracedRequest]:

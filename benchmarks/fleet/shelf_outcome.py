@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet.shelf_models import BenchModel, ModelAsk
+from benchmarks.harness import percentile
 from benchmarks.picture import LIMIT, OURS, RIVALS, legend_below, picture
-from benchmarks.serving.latency import Targets, percentile
+from benchmarks.serving.latency import Targets
 from folio.app.cli.load import Record
 
 # Multiples of the latency targets; the figures without a scale are of 1.

@@ -22,7 +22,6 @@ A request meets its targets (SLO) with its first token within 1 s, and the other
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.fleet.shelf_models import TRACE, TracedRequest
+from benchmarks.fleet.shelf_models import TRACE, TracedRequest, read_requests
 from benchmarks.picture import OURS, RIVALS, legend_below, picture
 from benchmarks.simulator.device import Device, roofline
 from benchmarks.simulator.shelf import MemoryPolicy, ShelfOutcome, ShelfSimulation, by_model
@@ -111,11 +110,7 @@ def _model(name: str, billions: float, layers: int, heads: int, kv_heads: int, h
 def read_trace(path: Path) -> tuple[list[TracedRequest], str]:
     """The requests of a trace, or, without the file, Poisson arrivals with rates that fall with the rank."""
     if path.is_file():
-        with path.open() as file:
-            rows = list(csv.DictReader(file))
-        return [
-            TracedRequest(float(r["time_s"]), r["model"], int(r["input_tokens"]), int(r["output_tokens"])) for r in rows
-        ], path.name
+        return read_requests(path), path.name
     rng, lasts_s = random.Random(SEED), 3 * 3600.0
     drawn = [(rng.random() * lasts_s, rank) for rank in range(24) for _ in range(1800 // (rank + 1))]
     return [

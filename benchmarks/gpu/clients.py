@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.facts import record
-from benchmarks.serving.loops import SILENCE_S, closed_loop
+from benchmarks.serving.loops import closed_loop, new_session
 from folio.app.cli.load import Ask, Clock, HttpTarget, Record
 
 # Streams of a process.
@@ -88,13 +88,10 @@ def _send(
     url: str, model: str, asks: list[Ask], at_once: int, limit_s: float
 ) -> tuple[list[Record], float, float, float]:
     """In a client's process: records, when it began and ended, and its processor time."""
-    import aiohttp
-
     deadline = time.monotonic() + limit_s
 
     async def run() -> list[Record]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        async with new_session() as session:
             target = HttpTarget("folio", url, model, session)
 
             async def send(ask: Ask, record: Record, clock: Clock) -> None:

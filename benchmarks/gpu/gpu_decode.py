@@ -10,7 +10,6 @@ gives them for an H100. It needs no device. --fake runs everything small in Trit
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -27,7 +26,7 @@ import torch
 
 from benchmarks.engine.device_time import compare
 from benchmarks.facts import record
-from benchmarks.gpu.parts import Parts
+from benchmarks.gpu.parts import Parts, arguments
 from folio.kernels import CacheScales, Masking, VarlenBatch
 from folio.kernels.provider import FP8_DTYPES, AttentionCall
 from folio.vmem.layout import KVLayout, LayerSpec, plan_layout
@@ -249,9 +248,8 @@ def fill(memory: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--compile", nargs="?", const="0/1", metavar="I/N", help="every N-th case from the I-th")
-    parser.add_argument("--fake", action="store_true")
     args = parser.parse_args()
     if args.compile:
         compile_all(*map(int, args.compile.split("/")))

@@ -13,7 +13,6 @@ Each part is limited in time and fails alone. --fake is small and on the CPU, an
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.facts import record
 from benchmarks.gpu.clients import Clients, Level, summarise
-from benchmarks.gpu.parts import NO_RAY, Parts, gpu_memory_bytes, record_gpu
+from benchmarks.gpu.parts import NO_RAY, Parts, arguments, gpu_memory_bytes, record_gpu
 
 if TYPE_CHECKING:
     from folio.app.engine import LLM, SamplingParams
@@ -366,9 +365,8 @@ def measure_features(parts: Parts, folder: Path, fake: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--measure", choices=tuple(LIMITS_S), required=True)
-    parser.add_argument("--fake", action="store_true")
     args = parser.parse_args()
     if args.measure == "replicas" and importlib.util.find_spec("ray") is None:
         sys.exit(NO_RAY)

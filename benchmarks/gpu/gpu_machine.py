@@ -10,7 +10,6 @@ contract of backends (`tests/vmem/backends`).
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 import time
@@ -20,7 +19,7 @@ import torch
 
 from benchmarks import facts, harness
 from benchmarks.engine.device_time import device_timer, product_limit, read_limit
-from benchmarks.gpu.parts import Parts, record_gpu
+from benchmarks.gpu.parts import Parts, arguments, record_gpu
 from folio.vmem import CudaBackend
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.errors import VmemError
@@ -101,9 +100,8 @@ def most_mappings(num_handles: int, fake: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--mappings", type=int, metavar="HANDLES", help="only the most mappings of so many handles")
-    parser.add_argument("--fake", action="store_true")
     args = parser.parse_args()
     parts = Parts(math.inf)
     if args.mappings:

@@ -14,7 +14,6 @@ cache; bytes are those of the weights. Times are of all sets together.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import os
@@ -27,7 +26,7 @@ from torch.nn import functional
 
 from benchmarks.engine.device_time import compare
 from benchmarks.facts import record
-from benchmarks.gpu.parts import Parts
+from benchmarks.gpu.parts import Parts, arguments
 from folio.kernels import Elementwise, RotaryWrite, select_elementwise, select_product
 
 if TYPE_CHECKING:
@@ -213,9 +212,7 @@ def variants_of(device: torch.device, product: FewRowProduct, fake: bool) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fake", action="store_true")
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     if args.fake:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     from folio.kernels.triton.product import _TILES, TritonProduct

@@ -13,7 +13,6 @@ Each part of either is limited in time and fails alone. --fake is small and on t
 
 from __future__ import annotations
 
-import argparse
 import ctypes.util
 import importlib.util
 import json
@@ -37,9 +36,9 @@ from typing import Any
 from benchmarks import facts
 from benchmarks.facts import record
 from benchmarks.gpu.clients import Clients, Level, summarise
-from benchmarks.gpu.parts import NO_RAY, Parts, record_gpu
-from benchmarks.gpu_day.keeper import descendants
+from benchmarks.gpu.parts import NO_RAY, Parts, arguments, record_gpu
 from benchmarks.served import free_port
+from benchmarks.serving.usage import titles
 from folio.app.cli.env import ENVIRONMENT
 from folio.app.cli.load import Ask
 
@@ -179,15 +178,6 @@ class FolioServe:
             status=status,
             left=left,
         )
-
-
-def titles(pid: int) -> dict[int, str]:
-    """Command lines of a process's descendants by id, Ray's titles included."""
-    found = {}
-    for child in descendants(pid):
-        with suppress(OSError):
-            found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return found
 
 
 def get(url: str, limit_s: float = ANSWER_S) -> bytes:
@@ -414,9 +404,8 @@ def record_ray() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--measure", choices=("served", "bare"), required=True)
-    parser.add_argument("--fake", action="store_true")
     args = parser.parse_args()
     parts = Parts(LIMITS_S[args.measure] * (1 + args.fake))
     with tempfile.TemporaryDirectory() as folder:

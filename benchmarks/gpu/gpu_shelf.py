@@ -13,7 +13,6 @@ in each turn. Gigabytes a second of each wake, and how many decode steps after i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib
 import itertools
@@ -33,6 +32,7 @@ import torch
 
 from benchmarks import checkpoints, facts, harness
 from benchmarks.gpu.models import write_model
+from benchmarks.gpu.parts import arguments
 from folio.app.config.engine import EngineConfig
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine import LLM, EngineRequest, SamplingParams
@@ -123,7 +123,8 @@ class Wakes:
             self._pages.check_integrity()
         rates = [num_bytes / seconds / 1e9 for seconds in wakes[1:]]
         median, sleep_ms = statistics.median(rates), 1e3 * statistics.median(sleeps)
-        self._note(
+        facts.note(
+            self.figures,
             kind,
             f"{median:.1f} GB/s (least {min(rates):.1f}, of {len(rates)}; the first {num_bytes / wakes[0] / 1e9:.1f}), "
             f"{num_bytes / median / 1e9:.3f} s a wake, {sleep_ms:.1f} ms a sleep",
@@ -141,11 +142,7 @@ class Wakes:
                 lane.copy(AddressRange(self._range.reserved.address + at, num_bytes), source.address_of(at))
             lane.wait()
         rate = source.num_bytes / (time.perf_counter() - start) / 1e9
-        self._note("copies alone", f"{rate:.1f} GB/s", copies_gb_per_s=rate)
-
-    def _note(self, fact: str, shown: str, **figures: float) -> None:
-        self.figures |= figures
-        facts.record(fact, shown, **{name: float(f"{value:.4g}") for name, value in figures.items()})
+        facts.note(self.figures, "copies alone", f"{rate:.1f} GB/s", copies_gb_per_s=rate)
 
 
 def measure_wakes(fake: bool) -> dict[str, float]:
@@ -343,9 +340,8 @@ def _fake_backend(*_: object, pages: DevicePages | None = None, **__: object) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--measure", choices=("wakes", "turns", "beside"), required=True)
-    parser.add_argument("--fake", action="store_true")
     args = parser.parse_args()
     args.device, args.quick = "cpu" if args.fake else "cuda", False
     if args.measure == "wakes":

@@ -33,7 +33,7 @@ from transformers import PreTrainedConfig
 
 from benchmarks import facts, harness
 from benchmarks.engine import sweep
-from benchmarks.gpu.parts import Parts
+from benchmarks.gpu.parts import Parts, arguments
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.execution import mixed_graphs
 from folio.app.engine.model import checkpoint_module
@@ -72,10 +72,9 @@ FAKE = Sizes((64, 256), (0, 12, 40), (2,), 2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--decodes", action="store_true", help="decode graphs of one shape")
     parser.add_argument("--shape", default=sweep.DEFAULT_SHAPE, choices=sweep.SHAPES, help="of --decodes")
-    parser.add_argument("--fake", action="store_true")
     args = parser.parse_args()
     args.device, args.quick = "cpu" if args.fake else "cuda", False
     if args.decodes:
@@ -229,7 +228,8 @@ class Steps:
         if graphs is None or not buckets:
             raise RuntimeError(f"this engine has no {kind} graphs")
         mib = graphs.held_bytes / 2**20
-        self._note(
+        facts.note(
+            self.figures,
             "capture",
             f"{len(buckets)} {kind} graphs of {buckets[0]} to {buckets[-1]} tokens; {self._capture_s:.1f} s and "
             f"{mib:.0f} MiB for all kinds",
@@ -246,7 +246,8 @@ class Steps:
                 self._measure.kernels(batch)
         name = f"{batch}{when}"
         figures = {f"step_ms_{name}": replayed, f"launched_ms_{name}": launched}
-        self._note(
+        facts.note(
+            self.figures,
             f"step of {name}",
             f"{replayed:.2f} ms with graphs, {launched:.2f} without: {launched / replayed:.2f} times",
             **{key.replace(" ", "_"): value for key, value in figures.items()},
@@ -259,7 +260,8 @@ class Steps:
             pieces, launched = self._in_turn({"mixed_graphs"}, repeats, 1, num_tokens)
         name = f"{num_decodes}_decodes_{num_tokens}_tokens"
         too_long = num_decodes + num_tokens > mixed_graphs.TOKEN_BUCKETS[-1]
-        self._note(
+        facts.note(
+            self.figures,
             f"step of {num_decodes} decodes and {num_tokens} prompt tokens",
             f"{pieces:.2f} ms {'launched (too long for a graph)' if too_long else 'in pieces'}, {launched:.2f} "
             f"launched: {launched / pieces:.2f} times",
@@ -285,7 +287,8 @@ class Steps:
         off = ((replayed - launched).norm(dim=-1) / launched.norm(dim=-1)).max().item()
         same = (replayed.argmax(-1) == launched.argmax(-1)).float().mean().item()
         name = f"{num_decodes}_{num_tokens}" if num_tokens else f"{num_decodes}"
-        self._note(
+        facts.note(
+            self.figures,
             f"logits of {name}",
             f"differ by {off:.2g} at most; {same:.0%} greedy tokens are equal",
             **{f"off_{name}": off},
@@ -319,10 +322,6 @@ class Steps:
             [prompt] = self._measure.prompts(1, num_tokens)
             params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
             self._llm.engine.submit(f"beside {next(self._ids)}", prompt, params)
-
-    def _note(self, fact: str, shown: str, **figures: float) -> None:
-        self.figures |= figures
-        facts.record(fact, shown, **{name: float(f"{value:.4g}") for name, value in figures.items()})
 
 
 if __name__ == "__main__":

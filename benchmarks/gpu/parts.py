@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,13 @@ from benchmarks.facts import record
 
 NO_RAY = "Ray is not installed here: this job needs it, in the environment or from the archive of tools.offline_bundle"
 _ANSWER_S = 10.0
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """Of a job. `--fake`: small, without a device."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fake", action="store_true", help="show that this program works; measure nothing")
+    return parser
 
 
 class Parts:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from benchmarks.fleet.shelf_models import BenchModel, ModelAsk
-from benchmarks.serving.loops import SILENCE_S
+from benchmarks.serving.loops import new_session
 from folio.app.cli.load import Ask, Clock, HttpTarget, Record, Send
 
 # Status of requests to models that a static split does not serve, as of the API for unknown models.
@@ -150,8 +150,5 @@ class OneAtATime:
 @asynccontextmanager
 async def connections() -> AsyncIterator[Connect]:
     """A function that makes targets, which share a session."""
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+    async with new_session() as session:
         yield lambda model, url: HttpTarget(model, url, model, session)

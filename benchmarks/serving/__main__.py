@@ -346,8 +346,8 @@ def overload_figures(run: dict[str, Any]) -> dict[str, float]:
         "lost": run["lost"] + run["failed"],
     }
     if rejected:  # otherwise unknown
-        figures["reject_ms_p50"] = latency.percentile(rejected, 50)
-        figures["reject_ms_p99"] = latency.percentile(rejected, 99)
+        figures["reject_ms_p50"] = harness.percentile(rejected, 50)
+        figures["reject_ms_p99"] = harness.percentile(rejected, 99)
         figures["rejects_with_retry_after"] = len(run["retry_after_s"]) / len(rejected)
         print(f"  refused in {figures['reject_ms_p50']:.1f} ms, p99 {figures['reject_ms_p99']:.1f} ms")
     return figures

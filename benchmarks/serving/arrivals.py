@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import workloads
-from benchmarks.workloads import Lengths
+from benchmarks.workloads import Lengths, Row
 from folio.app.cli.load import Ask
 from folio.app.cli.load import poisson as poisson
-
-# (seconds since the first, prompt tokens, output tokens)
-Row = tuple[float, int, int]
 
 
 def asks(lengths: Lengths, vocabulary: int, seed: int, at_s: Sequence[float] | None = None) -> list[Ask]:
@@ -49,20 +44,12 @@ def replay(path: Path | None, rate: float, duration_s: float, longest: int, seed
         source += ", Poisson arrivals"
     else:
         source = f"the first {count} requests of {path.name}"
-        read = _mooncake(path) if path.suffix == ".jsonl" else _azure(path)
+        read = _mooncake(path) if path.suffix == ".jsonl" else workloads.read_azure(path)
         rows = [row for row, _ in zip(read, range(count), strict=False)]
         stretch = duration_s / (rows[-1][0] - rows[0][0])
         rows = [((at - rows[0][0]) * stretch, prompt, output) for at, prompt, output in rows]
     clipped = [(at, prompt, max(1, min(output, longest // 2))) for at, prompt, output in rows]
     return [(at, max(1, min(prompt, longest - output)), output) for at, prompt, output in clipped], source
-
-
-def _azure(path: Path) -> Iterator[Row]:
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            # The trace has seven decimal places; Python parses six.
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            yield at, int(row["ContextTokens"]), int(row["GeneratedTokens"])
 
 
 def _mooncake(path: Path) -> Iterator[Row]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import percentile
 from benchmarks.picture import LIMIT, OURS, RIVALS, legend_below, picture
 from folio.app.cli.load import Record
 
@@ -90,12 +91,6 @@ class Summary:
     def as_dict(self) -> dict[str, float | None]:
         """Fields for JSON, which has no NaN."""
         return {name: None if math.isnan(value) else round(value, 4) for name, value in asdict(self).items()}
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that this many percent do not exceed; NaN for no values."""
-    ordered = sorted(values)
-    return ordered[max(math.ceil(percent / 100 * len(ordered)), 1) - 1] if ordered else math.nan
 
 
 def tokens_per_s(records: Sequence[Record], begin_s: float, end_s: float) -> float:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from folio.app.cli.load import Ask, Clock, HttpTarget, Record, Send
+
+if TYPE_CHECKING:
+    import aiohttp
 
 # Silence after which an answer counts as lost.
 SILENCE_S = 120.0
@@ -28,6 +32,14 @@ async def closed_loop(send: Send, asks: Iterable[Ask], at_once: int) -> list[Rec
     return records
 
 
+def new_session() -> aiohttp.ClientSession:
+    """Connections without a limit of their number or of an answer's time."""
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+
 @asynccontextmanager
 async def connect(servers: Sequence[tuple[str, str]]) -> AsyncIterator[list[HttpTarget]]:
     """Targets for servers (name, URL without `/v1`), each with the first model that the server lists.
@@ -35,11 +47,7 @@ async def connect(servers: Sequence[tuple[str, str]]) -> AsyncIterator[list[Http
     Raises:
         aiohttp.ClientError: a server cannot be reached, or does not list its models.
     """
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=False) as session:
+    async with new_session() as session:
         targets = []
         for name, url in servers:
             async with session.get(f"{url}/v1/models", raise_for_status=True) as response:

@@ -25,12 +25,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import harness
 from benchmarks.served import Served, served
+from benchmarks.serving.usage import titles
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.fleet.messages import GenerateRequest
 
@@ -92,26 +94,13 @@ class Meter:
 
 def thread_s() -> dict[tuple[str, str], float]:
     """Processor time of each thread of this process's children: (kind, thread id) → seconds."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            children[int((folder / "stat").read_text().rpartition(")")[2].split()[1])].append(int(folder.name))
-        except OSError:  # ended meanwhile
-            continue
     seconds: dict[tuple[str, str], float] = {}
-    waiting = children[os.getpid()]
-    while waiting:
-        pid = waiting.pop()
-        waiting += children[pid]
-        folder = Path("/proc") / str(pid)
-        try:
-            title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            kind = "edge" if "haproxy" in title.partition(" ")[0].rpartition("/")[2] else "ray"
-            kind = next((hop for name, hop in _TITLES.items() if title.startswith(name)), kind)
-            for task in (folder / "task").iterdir():
+    for pid, title in titles(os.getpid()).items():
+        kind = "edge" if "haproxy" in title.partition(" ")[0].rpartition("/")[2] else "ray"
+        kind = next((hop for name, hop in _TITLES.items() if title.startswith(name)), kind)
+        with suppress(OSError):  # ended meanwhile
+            for task in Path(f"/proc/{pid}/task").iterdir():
                 seconds[kind, task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
-        except OSError:
-            continue
     return seconds
 
 

@@ -7,8 +7,12 @@ import os
 import re
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from benchmarks.gpu_day.keeper import descendants
 
 if TYPE_CHECKING:
     import psutil
@@ -83,6 +87,15 @@ class Meter:
                 return kind
             self._kinds[process.pid] = kind
         return self._kinds[process.pid]
+
+
+def titles(pid: int) -> dict[int, str]:
+    """Command lines of a process's descendants by id, Ray's titles included."""
+    found = {}
+    for child in descendants(pid):
+        with suppress(OSError):  # ended meanwhile
+            found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found
 
 
 def kind_of(title: str) -> str:

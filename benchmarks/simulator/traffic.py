@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 from benchmarks import harness, workloads
@@ -152,11 +150,8 @@ def agents(count: int, factor: float, seed: int) -> list[Arrival]:
 
 def azure(path: Path) -> list[Arrival]:
     """Code completions of the Azure trace (Patel et al., "Splitwise", ISCA 2024), without common prefixes."""
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
-    lengths = [(max(int(row["ContextTokens"]), 1), int(row["GeneratedTokens"])) for row in rows]
-    return [arrival_of(i, at - times[0], *lengths[i], [], i + 1) for i, at in enumerate(times)]
+    rows = list(workloads.read_azure(path))
+    return [arrival_of(i, at - rows[0][0], max(n, 1), output, [], i + 1) for i, (at, n, output) in enumerate(rows)]
 
 
 def completions(count: int, seed: int) -> list[Arrival]:

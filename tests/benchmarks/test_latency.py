@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from benchmarks.serving.latency import Summary, Targets, percentile, slope_per_minute, tokens_per_s
+from benchmarks.harness import percentile
+from benchmarks.serving.latency import Summary, Targets, slope_per_minute, tokens_per_s
 from folio.app.cli.load import Record
 
 

@@ -92,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     quick = not args.full
     folder = (harness.QUICK_RESULTS if quick else harness.RESULTS) / "cpu"
-    chosen = [b for b in BENCHMARKS if b.command and (b.quick or not quick) and b.name in (args.only or BY_NAME)]
+    chosen = chosen_by(args.only, quick=quick)
     due = [b for b in chosen if quick or args.again or not is_current(folder / f"{b.name}.json")]
     show(chosen, due, folder, quick=quick)
     if args.list:
@@ -105,6 +105,11 @@ def main() -> None:
         print("now: python -m benchmarks.report --write, look at the pictures, and commit")
     if failed:
         sys.exit("\n".join(f"FAILED {name}: {failure}" for name, failure in failed.items()))
+
+
+def chosen_by(names: Sequence[str] | None, *, quick: bool) -> list[Benchmark]:
+    """The benchmarks of these names, or all, that have such a run."""
+    return [b for b in BENCHMARKS if b.command and (b.quick or not quick) and b.name in (names or BY_NAME)]
 
 
 def show(chosen: Sequence[Benchmark], due: Sequence[Benchmark], folder: Path, *, quick: bool) -> None:

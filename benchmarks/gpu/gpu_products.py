@@ -14,6 +14,7 @@ cache; bytes are those of the weights. Times are of all sets together.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import os
@@ -233,7 +234,7 @@ def main() -> None:
             chosen = {name: variant for name, variant in variants.items() if few or variant.product is None}
             name = f"{shape.name}, layers, {num_rows} rows"
             parts.run(name, functools.partial(measure_layers, shape, num_rows, sets[:MOST_LAYERS], chosen))
-        for num_rows in (rows for rows in all_rows if rows <= FEW_ROWS):
+        for num_rows in all_rows[: bisect.bisect(all_rows, FEW_ROWS)]:
             products = {"Triton": product} | (tiles if num_rows in TILE_ROWS else {})
             name = f"{shape.name}, products, {num_rows} rows"
             parts.run(name, functools.partial(measure_products, shape, num_rows, sets, products))

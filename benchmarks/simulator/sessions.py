@@ -92,9 +92,10 @@ def _session(
         yield _Turn(session, at, CALL if calls else ending, num_tokens, num_output_tokens, blocks, pause_s)
         if not calls and (not is_chat or rng.random() >= _GOES_ON):
             return
-        if calls:
-            pause_s = lognormal(rng, 1000 * (_SLOW_S if rng.random() < _SLOW_SHARE else _FAST_S), 0.5) / 1000
-        else:
-            pause_s = lognormal(rng, 1000 * _THINKS_S, 0.8) / 1000
+        pause_s = _tool_s(rng) if calls else lognormal(rng, 1000 * _THINKS_S, 0.8) / 1000
         at += _FIRST_S + _TOKEN_S * num_output_tokens + pause_s
         num_tokens += num_output_tokens + lognormal(rng, _RESULT if calls else _QUESTION, 1.1)
+
+
+def _tool_s(rng: random.Random) -> float:
+    return lognormal(rng, 1000 * (_SLOW_S if rng.random() < _SLOW_SHARE else _FAST_S), 0.5) / 1000

@@ -86,7 +86,9 @@ class Recording(threading.Thread):
         found = [(state.details[r.name].maps[0], r.memory) for r in state.replicas if r.name in state.details]
         if len(found) == 2 and all(memory is not None for _, memory in found):
             states = tuple([state.states[cell] for cell in blocks.states()] for blocks, _ in found)
-            self.frames.append(Frame(state.at, states, tuple(m.physical_bytes for _, m in found if m is not None)))
+            self.frames.append(
+                Frame(state.at, states, tuple(m.model_dump()["physical_bytes"] for _, m in found if m is not None))
+            )
 
 
 def record(server: Served, waves: int, wave_s: float) -> list[Frame]:

@@ -23,6 +23,7 @@ _STATES = {
     "new": "bright_black",
     "failed": "red",
 }
+_SUMS = ("device_weight_bytes", "kv_bytes", "num_running", "num_waiting", "num_wakes", "num_evictions")
 # Kinds of memory in a model's bar: colours and characters.
 _WEIGHTS, _KV = ("green", "█"), ("cyan", "▒")
 _WIDE, _MIDDLE = 120, 84
@@ -32,10 +33,11 @@ _FRAME_LINES = 5
 
 @dataclass
 class ModelRow:
-    """One model on all replicas: numbers are added up.
+    """One model on all replicas.
 
     Attributes:
         states: number of replicas for each state of the model.
+        sums: figures of the replicas, added up.
         wait_s: least expected time until a request has memory; `None` if it has failed everywhere.
         last_wake_s: the longest of the replicas' last wakes; `None` before the first.
         evicted_for, error: of any replica.
@@ -43,12 +45,7 @@ class ModelRow:
 
     name: str
     states: Counter[str] = field(default_factory=Counter)
-    weight_bytes: int = 0
-    kv_bytes: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_wakes: int = 0
-    num_evictions: int = 0
+    sums: Counter[str] = field(default_factory=Counter)
     wait_s: float | None = None
     last_wake_s: float | None = None
     evicted_for: str = ""
@@ -56,17 +53,16 @@ class ModelRow:
 
     @property
     def num_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes
+        return self.sums["device_weight_bytes"] + self.sums["kv_bytes"]
+
+    @property
+    def num_requests(self) -> int:
+        return self.sums["num_running"] + self.sums["num_waiting"]
 
     def add(self, model: Mapping[str, Any]) -> None:
         """Add the model's state at one replica, a `ModelOnDevice`."""
         self.states[model["state"]] += 1
-        self.weight_bytes += model["device_weight_bytes"]
-        self.kv_bytes += model["kv_bytes"]
-        self.num_running += model["num_running"]
-        self.num_waiting += model["num_waiting"]
-        self.num_wakes += model["num_wakes"]
-        self.num_evictions += model["num_evictions"]
+        self.sums.update({name: model[name] for name in _SUMS})
         if model["state"] != "failed":
             self.wait_s = min(model["wake_s"], model["wake_s"] if self.wait_s is None else self.wait_s)
         if model["num_wakes"]:
@@ -81,13 +77,13 @@ class ModelRow:
             state.append(" " if state else "")
             state.append(f"{self.states[name]} {name}" if len(self.states) > 1 else name, style=_STATES[name])
         texts = {
-            "run": str(self.num_running),
-            "queue": str(self.num_waiting),
-            "weights": show_size(self.weight_bytes) if self.weight_bytes else "-",
-            "KV": show_size(self.kv_bytes) if self.kv_bytes else "-",
-            "wakes": str(self.num_wakes),
+            "run": str(self.sums["num_running"]),
+            "queue": str(self.sums["num_waiting"]),
+            "weights": show_size(self.sums["device_weight_bytes"]) if self.sums["device_weight_bytes"] else "-",
+            "KV": show_size(self.sums["kv_bytes"]) if self.sums["kv_bytes"] else "-",
+            "wakes": str(self.sums["num_wakes"]),
             "last ms": show_ms(self.last_wake_s),
-            "evicted": str(self.num_evictions),
+            "evicted": str(self.sums["num_evictions"]),
             "for": printable(self.evicted_for),
             "wait ms": show_ms(self.wait_s) if self.wait_s != 0 else "0",
         }
@@ -97,7 +93,10 @@ class ModelRow:
     def bar(self, capacity_bytes: int, width: int) -> Text:
         """Its memory, where the whole width is the capacity of all devices. Each kind has one character at least."""
         text = Text()
-        for num_bytes, (colour, character) in ((self.weight_bytes, _WEIGHTS), (self.kv_bytes, _KV)):
+        for num_bytes, (colour, character) in (
+            (self.sums["device_weight_bytes"], _WEIGHTS),
+            (self.sums["kv_bytes"], _KV),
+        ):
             cells = max(round(width * num_bytes / capacity_bytes), 1 if num_bytes else 0)
             text.append(character * min(cells, width - len(text)), style=colour)
         return text
@@ -109,7 +108,7 @@ def model_rows(replicas: Sequence[Mapping[str, Any]]) -> list[ModelRow]:
     for replica in replicas:
         for model in replica.get("models") or ():
             rows.setdefault(model["name"], ModelRow(model["name"])).add(model)
-    return sorted(rows.values(), key=lambda row: (-row.num_running - row.num_waiting, -row.num_bytes, row.name))
+    return sorted(rows.values(), key=lambda row: (-row.num_requests, -row.num_bytes, row.name))
 
 
 def models_view(

@@ -12,18 +12,22 @@ of them. `?replica=NAME` (up to 4 of them, or none while there are no more than 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from folio.app.engine.shelf.status import ModelState
-from folio.vmem import BlockState
+from folio.app.engine.report import ReplicaReport
+from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
+from folio.vmem import BlockState, MemoryReport
 
 VERSION = 1
 # Names of the values in `BlockMap.cells`, by their number. `swapped` blocks are in host memory, beside the cells.
 STATES = tuple(state.name.lower() for state in BlockState)
+
+
+Part = TypeVar("Part", bound="State")
 
 
 class State(BaseModel):
@@ -32,48 +36,37 @@ class State(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+def figures_of(status: type, names: str) -> Callable[[type[Part]], type[Part]]:
+    """Give a part some fields of a status, with their types. It is made of a status by `from_attributes`."""
+    types = get_type_hints(status)
+    for name, member in vars(status).items():
+        if isinstance(member, property):
+            types[name] = get_type_hints(member.fget)["return"]
+    fields: dict[str, Any] = {name: (types[name], ...) for name in names.split()}
+
+    def give(part: type[Part]) -> type[Part]:
+        return create_model(part.__name__, __base__=part, __doc__=part.__doc__, __module__=part.__module__, **fields)
+
+    return give
+
+
+@figures_of(
+    ReplicaReport,
+    "num_running num_waiting num_decodes max_num_seqs queued_tokens queued_s free_tokens total_tokens busy_share",
+)
 class Load(State):
     """Load of a replica, see `folio.app.engine.report.ReplicaReport`. Sequences run or wait; `busy_share` is of recent
     time in steps that compute prompts."""
 
-    num_running: int
-    num_waiting: int
-    num_decodes: int
-    max_num_seqs: int
-    queued_tokens: int
-    queued_s: float
-    free_tokens: int
-    total_tokens: int
-    busy_share: float
 
-
+@figures_of(
+    MemoryReport,
+    "budget_bytes physical_bytes active_bytes cached_bytes pinned_bytes parked_bytes eager_bytes swapped_bytes "
+    "swap_budget_bytes mapped_bytes reserved_bytes exposed_us hidden_us map_calls unmap_calls alias_calls "
+    "create_calls destroy_calls adoptions demotions copied_blocks evicted_blocks queried_tokens hit_tokens",
+)
 class Memory(State):
     """KV memory of a replica, see `folio.vmem.MemoryReport`. Counts and times run from the start of the replica."""
-
-    budget_bytes: int
-    physical_bytes: int
-    active_bytes: int
-    cached_bytes: int
-    pinned_bytes: int
-    parked_bytes: int
-    eager_bytes: int
-    swapped_bytes: int
-    swap_budget_bytes: int
-    mapped_bytes: int
-    reserved_bytes: int
-    exposed_us: float
-    hidden_us: float
-    map_calls: int
-    unmap_calls: int
-    alias_calls: int
-    create_calls: int
-    destroy_calls: int
-    adoptions: int
-    demotions: int
-    copied_blocks: int
-    evicted_blocks: int
-    queried_tokens: int
-    hit_tokens: int
 
 
 class BlockMap(State):
@@ -125,31 +118,19 @@ class Steps(State):
     queue_s: tuple[float, ...] = ()
 
 
+@figures_of(
+    ModelStatus,
+    "name state device_weight_bytes kv_bytes num_running num_waiting num_wakes wake_s last_wake_s num_evictions "
+    "evicted_for error",
+)
 class ModelOnDevice(State):
     """A model of a replica whose models share a device, see `folio.app.engine.shelf.status.ModelStatus`."""
 
-    name: str
-    state: ModelState
-    device_weight_bytes: int
-    kv_bytes: int
-    num_running: int
-    num_waiting: int
-    num_wakes: int
-    wake_s: float
-    last_wake_s: float
-    num_evictions: int
-    evicted_for: str | None
-    error: str | None
 
-
+@figures_of(DeviceStatus, "capacity_bytes used_bytes idle_bytes charged_bytes workspace_bytes")
 class Device(State):
     """The memory that the models of a replica share, see `folio.app.engine.shelf.status.DeviceStatus`."""
 
-    capacity_bytes: int
-    used_bytes: int
-    idle_bytes: int
-    charged_bytes: int
-    workspace_bytes: int
     needed_bytes: int = 0
 
 

@@ -8,27 +8,46 @@ from dataclasses import dataclass
 from typing import Literal
 
 from folio.app.config.shelf import Keep
+from folio.app.engine.report import Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelNeed:
-    """A model's state and needs. All bytes are of the device, all times in seconds.
+class KVNeed(Requests):
+    """Requests and KV memory of a model. All bytes are of the device.
 
     Attributes:
-        state: "waking" also while it is loaded; "asleep" also before that.
-        weight_bytes: what it holds whenever it is awake, used or not: weights, adapters and pinned prefixes; estimated
-            before it has been loaded; while it is awake, graphs, too. KV bytes below are beyond that.
+        num_running, num_waiting: requests with computed tokens in memory, and all others, preempted ones included.
         most_bytes: bound of its KV budget.
         budget_bytes: its KV budget now; 0 while asleep.
         held_bytes: KV memory that exists now, possibly above the budget; while asleep, all memory that has not been
             given back yet.
-        num_running, num_waiting: requests with computed tokens in memory, and all others, preempted ones included.
         running_bytes: KV memory of the running requests, with that of their next steps and the rest of their prompts.
         first_bytes: the least KV memory with which one of its requests can run: the first running one, which is
             preempted last, else the first one that waits.
         waiting_bytes: KV memory of the requests that wait, as far as they could run at once.
         cached_bytes, cached_s: evictable KV memory, and the seconds that all of it would save requests.
         work_s: seconds until all of its requests have ended, if no others arrive; 0: unknown.
+    """
+
+    most_bytes: int
+    budget_bytes: int = 0
+    held_bytes: int = 0
+    running_bytes: int = 0
+    first_bytes: int = 0
+    waiting_bytes: int = 0
+    cached_bytes: int = 0
+    cached_s: float = 0.0
+    work_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNeed(KVNeed):
+    """A model's state and needs. All times are in seconds.
+
+    Attributes:
+        state: "waking" also while it is loaded; "asleep" also before that.
+        weight_bytes: what it holds whenever it is awake, used or not: weights, adapters and pinned prefixes; estimated
+            before it has been loaded; while it is awake, graphs, too. KV bytes are beyond that.
         wake_s: expected seconds to wake or load it.
         waited_s: longest time that one of its requests has waited for a first token, or, preempted, for the next one.
         lost_s: time since it was put to sleep, or all of its requests were preempted, while it had requests; infinite
@@ -43,17 +62,6 @@ class ModelNeed:
     name: str
     state: Literal["asleep", "waking", "awake"]
     weight_bytes: int
-    most_bytes: int
-    budget_bytes: int = 0
-    held_bytes: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    running_bytes: int = 0
-    first_bytes: int = 0
-    waiting_bytes: int = 0
-    cached_bytes: int = 0
-    cached_s: float = 0.0
-    work_s: float = 0.0
     wake_s: float = 0.0
     waited_s: float = 0.0
     lost_s: float = math.inf
@@ -63,10 +71,6 @@ class ModelNeed:
     ttft_s: float = 1.0
     share: float = 1.0
     keep: Keep = "auto"
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.num_running or self.num_waiting)
 
     @property
     def needed_bytes(self) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, islice
 
 from folio.app.config.shelf import SLO
 from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.engine import Engine
 from folio.app.engine.request import Request, SequenceGroup
-from folio.app.engine.shelf.allocation import ModelNeed
+from folio.app.engine.shelf.allocation import KVNeed, ModelNeed
 from folio.app.engine.shelf.arbiter import HORIZON_S
 from folio.app.engine.shelf.shelved_model import ShelvedModel
 
@@ -51,27 +51,17 @@ def unloaded_need(model: ShelvedModel, weight_bytes: int, warm_up_bytes: int) ->
 
 def loaded_need(model: ShelvedModel, engine: AsyncEngine, now: float) -> ModelNeed:
     """Needs of a model with an engine, whose share of the device's time follows them. `now`: by `time.monotonic`."""
-    config, kv = model.config, kv_need(engine.driver.engine)
+    config, kv = model.config, engine_need(engine.driver.engine)
     urgency = LEAST_URGENCY + min(pressure(kv, config.slo, engine.driver.step_gap_s), MOST_PRESSURE)
     engine.driver.share = config.weight * urgency
     if engine.driver.engine.adapters.restoring and model.state == "awake":
         model.put_off_turn(now)
-    model.note_work(now, has_work=bool(kv.num_running or kv.num_waiting), has_preempted=kv.has_preempted)
+    model.note_work(now, has_work=kv.has_work, has_preempted=kv.has_preempted)
     return ModelNeed(
+        **{field.name: getattr(kv, field.name) for field in fields(KVNeed)},
         name=model.name,
         state=model.state if model.state == "waking" or model.state == "awake" else "asleep",
-        weight_bytes=model.weight_bytes + kv.pinned_bytes + kv.adapter_bytes + kv.graph_bytes,
-        most_bytes=kv.most_bytes,
-        budget_bytes=kv.budget_bytes,
-        held_bytes=kv.held_bytes,
-        num_running=kv.num_running,
-        num_waiting=kv.num_waiting,
-        running_bytes=kv.running_bytes if kv.num_running else 0,
-        first_bytes=kv.first_bytes,
-        waiting_bytes=kv.waiting_bytes,
-        cached_bytes=kv.cached_bytes,
-        cached_s=kv.cached_s,
-        work_s=kv.work_s,
+        weight_bytes=model.weight_bytes + kv.beside_bytes,
         wake_s=model.usual_wake_s,
         waited_s=waited_s(kv, model.preempted_at),
         lost_s=math.inf if model.lost_at is None else now - model.lost_at,
@@ -84,40 +74,26 @@ def loaded_need(model: ShelvedModel, engine: AsyncEngine, now: float) -> ModelNe
     )
 
 
-@dataclass(frozen=True, slots=True)
-class KVNeed:
-    """KV memory and requests of an engine; all bytes beyond those of pinned prefixes. See `ModelNeed`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineNeed(KVNeed):
+    """KV memory and requests of an engine; all bytes beyond those of pinned prefixes.
 
     Attributes:
-        pinned_bytes: of pinned prefixes.
-        adapter_bytes: of adapters in memory, and of those that requests wait for.
-        graph_bytes: of graphs, and of one for which there was no memory.
+        beside_bytes: of pinned prefixes; of adapters in memory, and of those that requests wait for; of graphs, and of
+            one for which there was no memory.
         submitted_at: arrival of the request without a first token that has waited longest, by `time.perf_counter`;
             `None` if there is none.
         begun_at: the same of the requests that run.
         has_preempted: whether requests with a first token have no memory.
     """
 
-    pinned_bytes: int
-    adapter_bytes: int
-    graph_bytes: int
-    budget_bytes: int
-    most_bytes: int
-    held_bytes: int
-    num_running: int
-    num_waiting: int
-    running_bytes: int
-    first_bytes: int
-    waiting_bytes: int
-    cached_bytes: int
-    cached_s: float
-    work_s: float
+    beside_bytes: int
     submitted_at: float | None
     begun_at: float | None
     has_preempted: bool
 
 
-def kv_need(engine: Engine) -> KVNeed:
+def engine_need(engine: Engine) -> EngineNeed:
     """Read an engine's needs, in the step thread."""
     memory, scheduler, step = engine.memory, engine.scheduler, engine.recovery.step_times
     pages, groups = memory.pages, scheduler.groups
@@ -140,17 +116,16 @@ def kv_need(engine: Engine) -> KVNeed:
     num_waiting = sum(group.max_sequences for group in waiting)
     remaining = max((r.max_tokens - r.num_output_tokens for r in groups.requests()), default=0)
     queued_tokens = sum(request.num_uncomputed for request in _requests(groups.running) if request.num_uncomputed > 1)
-    adapter_bytes = _adapter_bytes(engine, first_bytes + pinned_bytes)
-    return KVNeed(
-        pinned_bytes=pinned_bytes,
-        adapter_bytes=adapter_bytes,
-        graph_bytes=_graph_bytes(engine, first_bytes + pinned_bytes + adapter_bytes),
+    beside_bytes = pinned_bytes + _adapter_bytes(engine, first_bytes + pinned_bytes)
+    beside_bytes += _graph_bytes(engine, first_bytes + beside_bytes)
+    return EngineNeed(
+        beside_bytes=beside_bytes,
         budget_bytes=max(engine.footprint.budget_bytes - pinned_bytes, 0),
         most_bytes=max(int(pages.most * page_bytes) - pinned_bytes, 0),
         held_bytes=held_bytes,
         num_running=scheduler.num_running,
         num_waiting=num_waiting,
-        running_bytes=owned_bytes + int(groups.reserve * page_bytes),
+        running_bytes=owned_bytes + int(groups.reserve * page_bytes) if scheduler.num_running else 0,
         first_bytes=first_bytes,
         waiting_bytes=waiting_bytes,
         cached_bytes=cached_bytes,
@@ -196,7 +171,7 @@ def _graph_bytes(engine: Engine, least_bytes: int) -> int:
     return engine.footprint.graph_bytes + sum(captured.wanted_bytes for captured in graphs)
 
 
-def pressure(need: KVNeed, slo: SLO, step_gap_s: float) -> float:
+def pressure(need: EngineNeed, slo: SLO, step_gap_s: float) -> float:
     """How near a model is to missing its targets: 1 is at the target.
 
     Args:
@@ -207,7 +182,7 @@ def pressure(need: KVNeed, slo: SLO, step_gap_s: float) -> float:
     return max(wait_s / slo.ttft_s, step_gap_s / slo.tpot_s if need.num_running else 0.0)
 
 
-def waited_s(need: KVNeed, preempted_at: float | None) -> float:
+def waited_s(need: EngineNeed, preempted_at: float | None) -> float:
     """The longest time that one of its requests has waited for a first token, or, preempted, for the next one.
 
     Args:

@@ -7,26 +7,13 @@ from typing import Any
 import pytest
 
 from folio.app.cli.top_models import model_rows
-from folio.app.dashboard.state import ReplicaState
+from folio.app.dashboard.state import ModelOnDevice, ReplicaState
 from tests.app.cli.test_top import MIB, replica, shown, state_of
 
 
 def model(name: str, state: str = "awake", **figures: Any) -> dict[str, Any]:
-    defaults = {
-        "name": name,
-        "state": state,
-        "device_weight_bytes": 0,
-        "kv_bytes": 0,
-        "num_running": 0,
-        "num_waiting": 0,
-        "num_wakes": 0,
-        "wake_s": 0.0,
-        "last_wake_s": 0.0,
-        "num_evictions": 0,
-        "evicted_for": None,
-        "error": None,
-    }
-    return defaults | figures
+    zeros = dict.fromkeys(ModelOnDevice.model_fields, 0) | {"evicted_for": None, "error": None}
+    return zeros | {"name": name, "state": state} | figures
 
 
 def shelf(name: str, *models: dict[str, Any], needed_bytes: int = 200 * MIB) -> dict[str, Any]:
@@ -86,7 +73,7 @@ def test_the_models_fit_any_width(width: int) -> None:
 def test_replicas_are_added_up() -> None:
     asleep = CHAT | {"state": "asleep", "device_weight_bytes": 0, "kv_bytes": 0, "wake_s": 3.0, "last_wake_s": 0.5}
     [row] = model_rows([shelf("r1", CHAT), shelf("r2", asleep)])
-    assert (row.num_running, row.num_wakes, row.num_bytes) == (6, 4, 320 * MIB)
+    assert (row.sums["num_running"], row.sums["num_wakes"], row.num_bytes) == (6, 4, 320 * MIB)
     assert (row.wait_s, row.last_wake_s) == (0.0, 0.5)
     text = "\n".join(shown(state_of(shelf("r1", CHAT), shelf("r2", asleep)), 120))
     assert "1 awake 1 asleep" in text

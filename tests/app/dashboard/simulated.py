@@ -55,41 +55,20 @@ class SimulatedReplicas:
         counts = np.bincount(states, minlength=8).tolist()
         active, shared = counts[BlockState.ACTIVE], counts[BlockState.SHARED]
         running = max(1, end * 40 // len(states))
+        load = {"num_running": running, "num_waiting": number % 3, "max_num_seqs": 64, "queued_tokens": 100 * number}
+        memory = {
+            "budget_bytes": len(states) * _BLOCK_BYTES,
+            "physical_bytes": end * _BLOCK_BYTES,
+            "active_bytes": (active + shared) * _BLOCK_BYTES,
+            "cached_bytes": counts[BlockState.CACHED] * _BLOCK_BYTES,
+            "parked_bytes": counts[BlockState.PARKED] * _BLOCK_BYTES,
+        }
         state = ReplicaState(
             name=name,
             model="simulated",
             age_s=100.0 + number,
-            load=Load(
-                num_running=running,
-                num_waiting=number % 3,
-                num_decodes=running,
-                max_num_seqs=64,
-                queued_tokens=100 * number,
-                queued_s=0.1,
-                free_tokens=1,
-                total_tokens=2,
-                busy_share=0.5,
-            ),
-            memory=Memory(
-                budget_bytes=len(states) * _BLOCK_BYTES,
-                physical_bytes=end * _BLOCK_BYTES,
-                active_bytes=(active + shared) * _BLOCK_BYTES,
-                cached_bytes=counts[BlockState.CACHED] * _BLOCK_BYTES,
-                pinned_bytes=0,
-                parked_bytes=counts[BlockState.PARKED] * _BLOCK_BYTES,
-                **dict.fromkeys(
-                    Memory.model_fields.keys()
-                    - {
-                        "budget_bytes",
-                        "physical_bytes",
-                        "active_bytes",
-                        "cached_bytes",
-                        "pinned_bytes",
-                        "parked_bytes",
-                    },
-                    0,
-                ),
-            ),
+            load=dict.fromkeys(Load.model_fields, 0) | load,
+            memory=dict.fromkeys(Memory.model_fields, 0) | memory,
             maps=(self._map(states, detailed=False),),
             steps=Steps(
                 ago_s=tuple(0.025 * i for i in range(39, -1, -1)),

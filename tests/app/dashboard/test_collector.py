@@ -16,17 +16,7 @@ from folio.app.dashboard.views import ReplicaView, WatchCall
 from folio.app.errors import OverloadedError
 from folio.app.fleet.decisions import DECISIONS
 
-_LOAD = Load(
-    num_running=1,
-    num_waiting=0,
-    num_decodes=1,
-    max_num_seqs=8,
-    queued_tokens=0,
-    queued_s=0.0,
-    free_tokens=1,
-    total_tokens=2,
-    busy_share=0.0,
-)
+_LOAD = dict.fromkeys(Load.model_fields, 1)
 
 
 class Replicas:

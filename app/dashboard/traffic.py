@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,13 +14,15 @@ from folio.app.dashboard.state import Percentiles, Traffic
 _WINDOW_S = 60.0
 # Rates are of this time: a wave of load must show.
 _RATE_S = 10.0
-_MOST_REQUESTS, _MOST_OUTPUTS = 4096, 64
+_MOST_REQUESTS, MOST_OUTPUTS = 4096, 64
 
 
-class EndedRequest(NamedTuple):
-    """What is kept of a request. `token_s`: time per further token of each output; `whole_s`: until now."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequest:
+    """A request that ends now. `token_s`: time per further token of each output, of at most `MOST_OUTPUTS`;
+    `whole_s`: from the request to its end."""
 
-    at: float
+    at: float = field(default_factory=time.monotonic)
     is_ok: bool
     prompt_tokens: int
     cached_tokens: int
@@ -56,23 +58,8 @@ class TrafficLog:
         self._since = None
         self._requests.clear()
 
-    def note(
-        self,
-        *,
-        is_ok: bool,
-        prompt_tokens: int,
-        cached_tokens: int,
-        output_tokens: int,
-        first_s: float | None,
-        token_s: Sequence[float],
-        whole_s: float,
-    ) -> None:
-        """Record a request that ends now."""
-        now = time.monotonic()
-        kept = token_s[:_MOST_OUTPUTS]
-        self._requests.append(
-            EndedRequest(now, is_ok, prompt_tokens, cached_tokens, output_tokens, first_s, kept, whole_s)
-        )
+    def note(self, request: EndedRequest) -> None:
+        self._requests.append(request)
 
     def summary(self) -> Traffic:
         """The figures of now."""

@@ -10,7 +10,7 @@ from ray.serve import metrics
 from folio.app.engine.report import GpuMemory, ReplicaReport, Requests, StartTimes
 from folio.app.engine.shelf.status import DeviceStatus, ModelState, ModelStatus
 from folio.app.fleet.status import ReplicaStatus
-from folio.app.serving.metric_rows import Gauge, Histogram, MetricTable, Rows, Total, TotalCounter
+from folio.app.serving.metric_rows import Counter, Gauge, Histogram, MetricTable, Rows, Total
 from folio.app.serving.metrics import FIRST_S
 from folio.vmem import MemoryReport
 
@@ -162,6 +162,27 @@ GPU: Rows[GpuMemory] = (
     Gauge("folio_gpu_bytes", "Memory of the GPU by part.", lambda g: g.parts, ("part",)),
     Gauge("folio_pinned_bytes", "Host memory that the process has pinned for its GPU.", lambda g: g.pinned_bytes, ()),
 )
+# Of the process: the least number of its engines.
+PROCESS: Rows[int] = (
+    Total(
+        "folio_late_compilations",
+        "Kernels compiled or loaded, and decode graphs captured, after the warm-up.",
+        lambda num_late: num_late,
+        (),
+    ),
+)
+# Expected and found cached tokens of a request.
+AUDIT: Rows[tuple[int, int]] = (
+    Counter("folio_expected_cached_tokens", "Prompt tokens that routers expected to be cached.", lambda r: r[0], ()),
+    Counter("folio_cached_tokens", "Prompt tokens that were cached, of the same requests.", lambda r: r[1], ()),
+    Histogram(
+        "folio_expected_cached_tokens_error",
+        "Absolute difference of expected and found cached tokens of a request.",
+        lambda r: abs(r[0] - r[1]),
+        (),
+        _TOKENS,
+    ),
+)
 
 
 class ReplicaMeter:
@@ -170,12 +191,7 @@ class ReplicaMeter:
     def __init__(self) -> None:
         self._requests, self._engine = MetricTable(REQUESTS), MetricTable(ENGINE)
         self._model, self._device, self._gpu = MetricTable(MODEL), MetricTable(DEVICE), MetricTable(GPU)
-        self._late = TotalCounter(
-            metrics.Counter(
-                "folio_late_compilations",
-                "Kernels compiled or loaded, and decode graphs captured, after the warm-up.",
-            )
-        )
+        self._process = MetricTable(PROCESS)
         self._wake_s = metrics.Histogram(
             "folio_model_wake_seconds",
             "Time to wake or load a model, once there was memory for it.",
@@ -203,7 +219,7 @@ class ReplicaMeter:
                 self._note_state(model.status)
         # Compilations of a load are no late ones; each engine counts those of the process since its own load.
         if num_late and not any(model.status.state == "loading" for model in replica.models):
-            self._late.rise_to(min(num_late), {})
+            self._process.note(min(num_late))
         if replica.device is not None:
             self._device.note(replica.device)
         if replica.gpu is not None:
@@ -223,19 +239,7 @@ class RoutingAudit:
     """Expected and found cached tokens of each request: how well routers know this replica's prefix cache."""
 
     def __init__(self) -> None:
-        self._expected = metrics.Counter(
-            "folio_expected_cached_tokens", "Prompt tokens that routers expected to be cached."
-        )
-        self._cached = metrics.Counter("folio_cached_tokens", "Prompt tokens that were cached, of the same requests.")
-        self._missed = metrics.Histogram(
-            "folio_expected_cached_tokens_error",
-            "Absolute difference of expected and found cached tokens of a request.",
-            boundaries=_TOKENS,
-        )
+        self._table = MetricTable(AUDIT)
 
     def note(self, expected_tokens: int, cached_tokens: int) -> None:
-        if expected_tokens:  # a counter may not be increased by 0
-            self._expected.inc(expected_tokens)
-        if cached_tokens:
-            self._cached.inc(cached_tokens)
-        self._missed.observe(abs(expected_tokens - cached_tokens))
+        self._table.note((expected_tokens, cached_tokens))

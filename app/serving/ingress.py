@@ -432,7 +432,7 @@ class Ingress(GrpcIngress):
 
     async def reports(self) -> dict[str, MemoryReport]:
         """KV memory of every engine replica, by its name."""
-        return dict(await self._replicas.call_all("named_report"))
+        return {status.name: status.memory for status in await self._replicas.call_all("status")}
 
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
         """Change the budget of every engine replica's KV cache at run time.

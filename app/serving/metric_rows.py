@@ -13,7 +13,6 @@ from ray.serve import metrics
 _REPEAT_S = 5.0
 
 Status = TypeVar("Status")
-Tags = Mapping[str, str]
 Value = float | Sequence[float] | None
 
 
@@ -24,6 +23,7 @@ class Row(Generic[Status]):
     Attributes:
         get: returns the value; of a sequence each value is recorded. A mapping has them by the value of the last tag.
         tags: a tuple, though Ray's annotation allows one name only.
+        buckets: upper bounds, of a histogram.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Row(Generic[Status]):
     tags: Any = ("model",)
     buckets: Sequence[float] = ()
 
-    def recorder(self) -> Callable[[float, Tags], None]:
+    def recorder(self) -> Callable[[float, dict[str, str]], None]:
         """Make the metric. Returns the function that records a value with its tags."""
         raise NotImplementedError
 
@@ -41,33 +41,50 @@ Rows = Sequence[Row[Status]]
 
 
 class Gauge(Row[Status]):
-    """The present value."""
+    """The present value. It is set again only where it has changed, or after `_REPEAT_S`: Ray drops a gauge 20 s after
+    it was last set."""
 
-    def recorder(self) -> Callable[[float, Tags], None]:
-        return SteadyGauge(metrics.Gauge(self.name, self.help, self.tags)).set
+    def recorder(self) -> Callable[[float, dict[str, str]], None]:
+        gauge = metrics.Gauge(self.name, self.help, self.tags)
+        last: dict[tuple[str, ...], tuple[float, float]] = {}  # values of the tags → (value, time)
 
+        def record(value: float, tags: dict[str, str]) -> None:
+            key, now = tuple(tags.values()), time.monotonic()
+            before = last.get(key)
+            if before is None or before[0] != value or now - before[1] >= _REPEAT_S:
+                gauge.set(value, tags)
+                last[key] = value, now
 
-class Total(Row[Status]):
-    """A counter that rises to the value."""
-
-    def recorder(self) -> Callable[[float, Tags], None]:
-        return TotalCounter(metrics.Counter(self.name, self.help, self.tags)).rise_to
+        return record
 
 
 class Counter(Row[Status]):
-    """A counter that is increased by the value."""
+    """The value is added."""
 
-    def recorder(self) -> Callable[[float, Tags], None]:
+    def recorder(self) -> Callable[[float, dict[str, str]], None]:
         counter = metrics.Counter(self.name, self.help, self.tags)
-        return lambda value, tags: counter.inc(value, dict(tags)) if value else None  # Ray refuses an increase by 0
+        return lambda value, tags: counter.inc(value, tags) if value > 0 else None  # Ray refuses an increase by 0
+
+
+class Total(Counter[Status]):
+    """A counter that rises to the value, which begins again at 0 with a new engine."""
+
+    def recorder(self) -> Callable[[float, dict[str, str]], None]:
+        add, totals = Counter.recorder(self), dict[tuple[str, ...], float]()
+
+        def record(value: float, tags: dict[str, str]) -> None:
+            before = totals.get(key := tuple(tags.values()), 0)
+            totals[key] = value
+            add(value - before if value >= before else value, tags)
+
+        return record
 
 
 class Histogram(Row[Status]):
-    """The values, counted in `buckets`, which are upper bounds."""
+    """The values, counted in buckets."""
 
-    def recorder(self) -> Callable[[float, Tags], None]:
-        histogram = metrics.Histogram(self.name, self.help, boundaries=list(self.buckets), tag_keys=self.tags)
-        return lambda value, tags: histogram.observe(value, dict(tags))
+    def recorder(self) -> Callable[[float, dict[str, str]], None]:
+        return metrics.Histogram(self.name, self.help, boundaries=list(self.buckets), tag_keys=self.tags).observe
 
 
 class MetricTable(Generic[Status]):
@@ -84,35 +101,3 @@ class MetricTable(Generic[Status]):
                 named = dict(zip(names, tags if tag is None else (*tags, tag), strict=True))
                 for each in value if isinstance(value, Sequence) else () if value is None else (value,):
                     record(each, named)
-
-
-class SteadyGauge:
-    """A gauge that is set again only where its value has changed, or after `_REPEAT_S`: Ray drops a gauge 20 s after it
-    was last set."""
-
-    def __init__(self, gauge: metrics.Gauge) -> None:
-        self._gauge = gauge
-        self._set: dict[tuple[str, ...], tuple[float, float]] = {}  # values of the tags → (value, time)
-
-    def set(self, value: float, tags: Tags) -> None:
-        key, now = tuple(tags.values()), time.monotonic()
-        before = self._set.get(key)
-        if before is None or before[0] != value or now - before[1] >= _REPEAT_S:
-            self._gauge.set(value, dict(tags))
-            self._set[key] = value, now
-
-
-class TotalCounter:
-    """A counter that is increased to totals, which begin again at 0 with a new engine."""
-
-    def __init__(self, counter: metrics.Counter) -> None:
-        self._counter = counter
-        self._totals: dict[tuple[str, ...], float] = {}
-
-    def rise_to(self, total: float, tags: Tags) -> None:
-        key = tuple(tags.values())
-        before = self._totals.get(key, 0)
-        gained = total - before if total >= before else total
-        self._totals[key] = total
-        if gained > 0:  # Ray refuses an increase by 0
-            self._counter.inc(gained, dict(tags))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from ray.serve import metrics
 
-from folio.app.dashboard.traffic import TrafficLog
+from folio.app.dashboard.traffic import MOST_OUTPUTS, EndedRequest, TrafficLog
 from folio.app.fleet.messages import GenerateRequest, Piece
 from folio.app.http_errors import outcome_of
 from folio.app.request_context import EdgeObserver
@@ -82,6 +82,19 @@ class Measured:
     def taken_lengths(self) -> list[int]:
         """Tokens of each prompt; empty if no replica has computed one, as far as is known."""
         return [] if self.outcome in _REFUSED and not self._outputs else self.prompt_lengths
+
+    @property
+    def ended(self) -> EndedRequest:
+        """For the dashboard, at its end."""
+        return EndedRequest(
+            is_ok=self.outcome == "ok",
+            prompt_tokens=sum(self.taken_lengths),
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            first_s=self.first_s,
+            token_s=self.token_s[:MOST_OUTPUTS],
+            whole_s=self.whole_s,
+        )
 
     @property
     def cached_tokens(self) -> int:
@@ -239,15 +252,7 @@ class RequestMeter:
             measured.whole_s = time.perf_counter() - measured.begun_at
             self._table.note(measured, route, measured.served_by)
             if self._traffic.is_on:
-                self._traffic.note(
-                    is_ok=measured.outcome == "ok",
-                    prompt_tokens=sum(measured.taken_lengths),
-                    cached_tokens=measured.cached_tokens,
-                    output_tokens=measured.output_tokens,
-                    first_s=measured.first_s,
-                    token_s=measured.token_s,
-                    whole_s=measured.whole_s,
-                )
+                self._traffic.note(measured.ended)
             if span.is_recording():
                 describe_request(span, route, measured)
 

@@ -50,7 +50,7 @@ from folio.app.serving.loaded import TableCopy
 from folio.app.serving.peers import LOADING_TIMEOUT_S, STARTING_TIMEOUT_S, peer_prefixes
 from folio.app.serving.shared_streams import Entry, SharedStreams
 from folio.app.tracing import keep_traces_whole
-from folio.vmem import BudgetAnswer, MemoryReport
+from folio.vmem import BudgetAnswer
 
 if TYPE_CHECKING:
     from folio.app.engine.async_engine import AsyncEngine
@@ -249,10 +249,6 @@ class EngineReplica:
         """The vectors that the model makes of prompts. Raises as `_ready`."""
         pooling = (await self._ready(model)).pooling
         return ServedPooling(None) if pooling is None else ServedPooling(pooling.kind, pooling.template)
-
-    async def named_report(self) -> tuple[str, MemoryReport]:
-        """The replica's name, with which its answers' ids end, and its KV memory, of all models together."""
-        return self._name, (await self.status()).memory
 
     async def status(self) -> ReplicaStatus:
         """The status for operators. Raises `UnavailableError` once the only engine has stopped."""

@@ -66,7 +66,7 @@ class Server:
             return set(ledger.members)
 
     def _reports(self) -> list[MemoryReport]:
-        return [report for _, report in self.replicas.broadcast("named_report").results()]
+        return [status.memory for status in self.replicas.broadcast("status").results()]
 
     def is_shared_by_two(self) -> bool:
         members, budgets = self.members(), self.budgets()

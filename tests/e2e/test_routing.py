@@ -147,7 +147,7 @@ def test_a_replica_is_killed_under_load(server: Served) -> None:
             assert response.json()["error"]["code"] == "unavailable"
     server.wait_until(lambda: server.num_running == 3 and len(server.processes()) == 3, DEADLINE_S)
     until(lambda: [report.num_running for report in server.reports()] == [0, 0, 0])
-    pinned = [[pin.name for pin in report.pins] for _, report in server.engines.broadcast("named_report").results()]
+    pinned = [[pin.name for pin in status.memory.pins] for status in server.engines.broadcast("status").results()]
     assert pinned == [["story"]] * 3
 
 

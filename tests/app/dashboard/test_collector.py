@@ -11,7 +11,7 @@ import pytest
 
 from folio.app.dashboard.collector import MOST_VIEWERS, Collector, Wish
 from folio.app.dashboard.state import DashboardState, Load, ReplicaState, Steps
-from folio.app.dashboard.traffic import TrafficLog
+from folio.app.dashboard.traffic import EndedRequest, TrafficLog
 from folio.app.dashboard.views import ReplicaView, WatchCall
 from folio.app.errors import OverloadedError
 from folio.app.fleet.decisions import DECISIONS
@@ -268,15 +268,8 @@ def test_traffic_has_rates_and_percentiles() -> None:
     assert traffic.summary().requests_per_s == 0
     traffic.start()
     for number in range(100):
-        traffic.note(
-            is_ok=number % 10 > 0,
-            prompt_tokens=40,
-            cached_tokens=10,
-            output_tokens=7,
-            first_s=number / 100,
-            token_s=[0.5] * 200,
-            whole_s=number,
-        )
+        ended = {"prompt_tokens": 40, "cached_tokens": 10, "output_tokens": 7, "token_s": [0.5] * 64}
+        traffic.note(EndedRequest(is_ok=number % 10 > 0, first_s=number / 100, whole_s=number, **ended))
     found = traffic.summary()
     assert found.requests_per_s == 100
     assert found.failed_per_s == 10

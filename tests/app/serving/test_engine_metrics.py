@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.serve import metrics
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine import Engine
@@ -18,7 +17,7 @@ from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
 from folio.app.engine.speculation import SpeculationCounts
 from folio.app.fleet.status import ModelReport, ReplicaStatus, unloaded_report
 from folio.app.serving.engine_metrics import ReplicaMeter
-from folio.app.serving.metric_rows import SteadyGauge, TotalCounter
+from folio.app.serving.metric_rows import Gauge, Total
 from folio.kernels import note_compilation
 from tests.app.serving.conftest import Recorded
 
@@ -247,10 +246,10 @@ def test_each_wake_is_counted_once(recorded: Recorded) -> None:
 
 def test_the_totals_of_a_new_engine_begin_at_0(recorded: Recorded) -> None:
     """A model that is loaded again has a new engine, whose first events were not counted."""
-    counter = TotalCounter(metrics.Counter("c", "C.", ("model",)))
+    record = Total("c", "C.", float).recorder()
     for total in (5, 5, 2, 3):
-        counter.rise_to(total, {"model": "a"})
-    counter.rise_to(1, {"model": "b"})
+        record(total, {"model": "a"})
+    record(1, {"model": "b"})
     assert [(value, tags["model"]) for _, value, tags in recorded] == [(5, "a"), (2, "a"), (1, "a"), (1, "b")]
 
 
@@ -259,9 +258,9 @@ def test_a_gauge_is_set_when_it_changes_and_again_before_ray_drops_it(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("folio.app.serving.metric_rows.time.monotonic", lambda: now)
-    gauge = SteadyGauge(metrics.Gauge("g", "G.", ("model",)))
+    record = Gauge("g", "G.", float).recorder()
     for now, value in ((100.0, 1), (100.5, 1), (101.0, 2), (101.5, 2), (106.0, 2), (110.0, 2)):  # noqa: B007
-        gauge.set(value, {"model": "a"})
-        gauge.set(7, {"model": "b"})
+        record(value, {"model": "a"})
+        record(7, {"model": "b"})
     assert [value for _, value, tags in recorded if tags["model"] == "a"] == [1, 2, 2]
     assert [value for _, value, tags in recorded if tags["model"] == "b"] == [7, 7]

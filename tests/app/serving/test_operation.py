@@ -211,12 +211,13 @@ class Budgeted:
         self._revision = revision
 
     async def __call__(self, method: str, args: tuple[Any, ...]) -> Any:
-        if method == "named_report":
-            report = replace(status("a", 1).memory, budget_revision=self._revision)
+        if method == "status":
+            [model] = (found := status("a", 1)).models
+            memory = replace(found.memory, budget_revision=self._revision)
             if self.others:
                 self.others -= 1
                 self._revision += 1
-            return "a", report
+            return replace(found, models=(replace(model, memory=memory),))
         _, revision = args
         if revision <= self._revision:
             return "stale"

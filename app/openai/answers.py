@@ -235,7 +235,7 @@ class ChatAnswer(Answer):
         self._count(piece)
         return self._output(piece).push(piece)
 
-    def chunk(self, piece: Piece) -> ChatCompletionChunk | None:
+    def chunk(self, piece: Piece, _prompt: int = 0) -> ChatCompletionChunk | None:
         """The chunk of a piece; `None` while the parser holds all of its text back."""
         parts, output = self.parts(piece), self._output(piece)
         entries = (*output.held_entries, *piece.logprobs)

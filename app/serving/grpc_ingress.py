@@ -73,6 +73,67 @@ class _Call(Generic[M]):
     query: str = ""
 
 
+def _completions(streams: bool, request: Any) -> _Call[pb.Completion]:
+    return _generation("/v1/completions", pb.Completion, convert.generate_body, streams, request)
+
+
+def _chat(kind: type[M], streams: bool, request: Any) -> _Call[M]:
+    return _generation("/v1/chat/completions", kind, convert.chat_body, streams, request)
+
+
+def _generation(path: str, kind: type[M], body: Callable[[Any], Fields], streams: bool, request: Any) -> _Call[M]:
+    def fields() -> Fields:
+        return body(request) | {"stream": streams}
+
+    session = request.scheduling.session or None
+    return _Call("POST", path, kind, fields, request.ByteSize(), session, convert.answer_message)
+
+
+def _pin(request: pb.PinRequest) -> _Call[pb.PinCard]:
+    return _Call("POST", "/v1/pins", pb.PinCard, partial(convert.pin_body, request), request.ByteSize())
+
+
+def _unpin(request: pb.UnpinRequest) -> _Call[pb.PinDeleted]:
+    query = urlencode({"model": request.model}) if request.HasField("model") else ""
+    return _Call("DELETE", f"/v1/pins/{request.name}", pb.PinDeleted, query=query)
+
+
+def _read(data: bytes, kind: Any, answer: type[M], call: Callable[[Any], _Call[M]]) -> _Call[M]:
+    """The call that a message asks for; of bytes that are no message, a call that is refused when its key is known.
+    gRPC, which would read messages before that, is told not to (`make proto`)."""
+    try:
+        return call(kind.FromString(data))
+    except DecodeError:
+        refusal = f"the request is no message of the type {kind.DESCRIPTOR.full_name}; see app/proto/folio.proto"
+
+    def fields() -> Fields:
+        raise RequestError(refusal)
+
+    return _Call("POST", "/v1/completions", answer, fields)
+
+
+def _unary(kind: Any, answer: type[M], call: Callable[[Any], _Call[M]]) -> Any:
+    """The method of a call with one answer. `kind`: of the request's message."""
+
+    async def method(self: GrpcIngress, request: bytes, grpc_context: Context) -> M:
+        return await self._whole(_read(request, kind, answer, call), grpc_context)
+
+    return method
+
+
+def _streaming(kind: Any, answer: type[M], call: Callable[[Any], _Call[M]]) -> Any:
+    async def method(self: GrpcIngress, request: bytes, grpc_context: Context) -> AsyncIterator[M]:
+        async with aclosing(self._streamed(_read(request, kind, answer, call), grpc_context)) as messages:
+            async for message in messages:
+                yield message
+
+    return method
+
+
+def _filled_reports(message: M, answer: Fields) -> M:
+    return convert.filled(message, {"replicas": answer})
+
+
 class GrpcIngress:
     """The service of `folio.proto` on top of an ASGI application.
 
@@ -83,48 +144,20 @@ class GrpcIngress:
     _api: ASGIApp  # with the guard
     _lanes: SizedExecutor | None = None
 
-    async def Generate(self, request: bytes, grpc_context: Context) -> pb.Completion:  # noqa: N802
-        return await self._whole(_completions(request, streams=False), grpc_context)
-
-    async def GenerateStream(  # noqa: N802
-        self, request: bytes, grpc_context: Context
-    ) -> AsyncIterator[pb.Completion]:
-        async with aclosing(self._streamed(_completions(request, streams=True), grpc_context)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def Chat(self, request: bytes, grpc_context: Context) -> pb.ChatCompletion:  # noqa: N802
-        return await self._whole(_chat(request, pb.ChatCompletion, streams=False), grpc_context)
-
-    async def ChatStream(  # noqa: N802
-        self, request: bytes, grpc_context: Context
-    ) -> AsyncIterator[pb.ChatCompletionChunk]:
-        call = _chat(request, pb.ChatCompletionChunk, streams=True)
-        async with aclosing(self._streamed(call, grpc_context)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def Pin(self, request: bytes, grpc_context: Context) -> pb.PinCard:  # noqa: N802
-        return await self._whole(_read(request, pb.PinRequest, pb.PinCard, _pin), grpc_context)
-
-    async def Unpin(self, request: bytes, grpc_context: Context) -> pb.PinDeleted:  # noqa: N802
-        return await self._whole(_read(request, pb.UnpinRequest, pb.PinDeleted, _unpin), grpc_context)
-
-    async def Pins(self, request: bytes, grpc_context: Context) -> pb.PinList:  # noqa: N802
-        call = _Call("GET", "/v1/pins", pb.PinList)
-        return await self._whole(_read(request, pb.PinsRequest, pb.PinList, lambda _: call), grpc_context)
-
-    async def Load(self, request: bytes, grpc_context: Context) -> pb.LoadReport:  # noqa: N802
-        call = _Call("GET", "/v1/load", pb.LoadReport)
-        return await self._whole(_read(request, pb.LoadRequest, pb.LoadReport, lambda _: call), grpc_context)
-
-    async def Report(self, request: bytes, grpc_context: Context) -> pb.MemoryReports:  # noqa: N802
-        call = _Call("GET", "/v1/load/memory", pb.MemoryReports, filled=_filled_reports)
-        return await self._whole(_read(request, pb.ReportRequest, pb.MemoryReports, lambda _: call), grpc_context)
-
-    async def Ready(self, request: bytes, grpc_context: Context) -> pb.ReadyReply:  # noqa: N802
-        call = _Call("GET", "/ready", pb.ReadyReply)
-        return await self._whole(_read(request, pb.ReadyRequest, pb.ReadyReply, lambda _: call), grpc_context)
+    Generate = _unary(pb.GenerateRequest, pb.Completion, partial(_completions, False))
+    GenerateStream = _streaming(pb.GenerateRequest, pb.Completion, partial(_completions, True))
+    Chat = _unary(pb.ChatRequest, pb.ChatCompletion, partial(_chat, pb.ChatCompletion, False))
+    ChatStream = _streaming(pb.ChatRequest, pb.ChatCompletionChunk, partial(_chat, pb.ChatCompletionChunk, True))
+    Pin = _unary(pb.PinRequest, pb.PinCard, _pin)
+    Unpin = _unary(pb.UnpinRequest, pb.PinDeleted, _unpin)
+    Pins = _unary(pb.PinsRequest, pb.PinList, lambda _: _Call("GET", "/v1/pins", pb.PinList))
+    Load = _unary(pb.LoadRequest, pb.LoadReport, lambda _: _Call("GET", "/v1/load", pb.LoadReport))
+    Report = _unary(
+        pb.ReportRequest,
+        pb.MemoryReports,
+        lambda _: _Call("GET", "/v1/load/memory", pb.MemoryReports, filled=_filled_reports),
+    )
+    Ready = _unary(pb.ReadyRequest, pb.ReadyReply, lambda _: _Call("GET", "/ready", pb.ReadyReply))
 
     async def _whole(self, call: _Call[M], context: Context) -> M:
         async with aclosing(self._sent(call, context)) as parts:
@@ -182,47 +215,6 @@ class GrpcIngress:
         return await self._lanes.run(num_bytes, call)
 
 
-def _completions(data: bytes, streams: bool) -> _Call[pb.Completion]:
-    body = partial(_generation, "/v1/completions", pb.Completion, convert.generate_body, streams)
-    return _read(data, pb.GenerateRequest, pb.Completion, body)
-
-
-def _chat(data: bytes, kind: type[M], streams: bool) -> _Call[M]:
-    body = partial(_generation, "/v1/chat/completions", kind, convert.chat_body, streams)
-    return _read(data, pb.ChatRequest, kind, body)
-
-
-def _generation(path: str, kind: type[M], body: Callable[[Any], Fields], streams: bool, request: Any) -> _Call[M]:
-    def fields() -> Fields:
-        return body(request) | {"stream": streams}
-
-    session = request.scheduling.session or None
-    return _Call("POST", path, kind, fields, request.ByteSize(), session, convert.answer_message)
-
-
-def _pin(request: pb.PinRequest) -> _Call[pb.PinCard]:
-    return _Call("POST", "/v1/pins", pb.PinCard, partial(convert.pin_body, request), request.ByteSize())
-
-
-def _unpin(request: pb.UnpinRequest) -> _Call[pb.PinDeleted]:
-    query = urlencode({"model": request.model}) if request.HasField("model") else ""
-    return _Call("DELETE", f"/v1/pins/{request.name}", pb.PinDeleted, query=query)
-
-
-def _read(data: bytes, kind: Any, answer: type[M], call: Callable[[Any], _Call[M]]) -> _Call[M]:
-    """The call that a message asks for; of bytes that are no message, a call that is refused when its key is known.
-    gRPC, which would read messages before that, is told not to (`make proto`)."""
-    try:
-        return call(kind.FromString(data))
-    except DecodeError:
-        refusal = f"the request is no message of the type {kind.DESCRIPTOR.full_name}; see app/proto/folio.proto"
-
-    def fields() -> Fields:
-        raise RequestError(refusal)
-
-    return _Call("POST", "/v1/completions", answer, fields)
-
-
 def _json(fields: Callable[[], Fields]) -> bytes:
     try:
         return json.dumps(fields(), ensure_ascii=False, allow_nan=False).encode()
@@ -230,10 +222,6 @@ def _json(fields: Callable[[], Fields]) -> bytes:
         raise RequestError(f"half of a surrogate pair is no text: {error}") from None
     except ValueError as error:
         raise RequestError(f"a number is not finite: {error}") from None
-
-
-def _filled_reports(message: M, answer: Fields) -> M:
-    return convert.filled(message, {"replicas": answer})
 
 
 def _headers(call: _Call[Any], context: Context) -> list[tuple[bytes, bytes]]:

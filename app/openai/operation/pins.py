@@ -67,7 +67,7 @@ class Pins:
         except RequestError as error:
             raise type(error)(error.message, "pin") from error
 
-    async def unpin(self, name: str, model: str | None) -> None:
+    async def unpin(self, name: str, model: str | None = None) -> None:
         """Unpin a prefix on every replica; replicas that started after the pin may not have it.
 
         Args:

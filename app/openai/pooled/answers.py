@@ -72,8 +72,8 @@ class EmbeddingAnswer(PooledAnswer):
         return numbers
 
 
-class ScoreAnswer(PooledAnswer):
-    """The answer to pairs of texts.
+class _PairsAnswer(PooledAnswer):
+    """Scores of pairs of texts.
 
     Args:
         pairs: for each score the one call of a pair, or the two calls of its texts, whose embeddings are compared.
@@ -89,6 +89,14 @@ class ScoreAnswer(PooledAnswer):
         super().__init__(request_id, request, calls)
         self._pairs = pairs
 
+    def _scores(self, outputs: Sequence[Sequence[Piece]]) -> list[float]:
+        vectors = [np.frombuffer(_bytes_of(piece), "<f4").astype(np.float64) for [piece] in outputs]
+        return [float(vectors[pair[0]][0]) if len(pair) == 1 else _cosine(vectors, *pair) for pair in self._pairs]
+
+
+class ScoreAnswer(_PairsAnswer):
+    """The answer to pairs of texts."""
+
     def full_answer(self, outputs: list[list[Piece]]) -> ScoreList:
         return ScoreList(
             id=self._id,
@@ -98,12 +106,8 @@ class ScoreAnswer(PooledAnswer):
             usage=self._usage(outputs),
         )
 
-    def _scores(self, outputs: Sequence[Sequence[Piece]]) -> list[float]:
-        vectors = [np.frombuffer(_bytes_of(piece), "<f4").astype(np.float64) for [piece] in outputs]
-        return [float(vectors[pair[0]][0]) if len(pair) == 1 else _cosine(vectors, *pair) for pair in self._pairs]
 
-
-class RankingAnswer(ScoreAnswer):
+class RankingAnswer(_PairsAnswer):
     """The answer to a query with documents, whose scores are those of its pairs."""
 
     def __init__(
@@ -119,7 +123,7 @@ class RankingAnswer(ScoreAnswer):
         self._num_results = request.top_n or len(documents)
         self._returns_documents = request.return_documents is not False
 
-    def ranking(self, outputs: list[list[Piece]]) -> Ranking:
+    def full_answer(self, outputs: list[list[Piece]]) -> Ranking:
         ranked = sorted(enumerate(self._scores(outputs)), key=lambda item: -item[1])  # equal ones in their order
         results = [
             RankedDocument(

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 
 from folio.app.edge.admission import AdmissionControl, LoadSheddingMiddleware
 from folio.app.fleet.overload import LoadShedder
+from folio.app.operations import OPERATIONS
 from folio.app.request_context import EdgeObserver
 from tests.app.edge.asgi import call
 from tests.local_server import listening
@@ -57,7 +58,10 @@ def test_a_refusal_reads_no_body() -> None:
     """Regression: bodies were read, parsed and validated first."""
     observer = Counts()
     shedding = LoadSheddingMiddleware(echo, Gate(2.3), observer)
-    for path in (PATH, "/v1/chat/completions", "/v1/responses"):
+    shed = [operation for operation in OPERATIONS if operation.is_shed and operation.name != "messages"]
+    paths = [path for operation in shed for path in operation.paths]
+    assert len(paths) == 9
+    for path in paths:
         for _ in range(2):  # a server's changes to an answer must not be in the next one
             answer = asyncio.run(call(shedding, "POST", path, [("content-length", "1000000")], receive=never))
             assert (answer.status, answer.error["code"], answer.error["type"]) == (
@@ -70,7 +74,7 @@ def test_a_refusal_reads_no_body() -> None:
             assert int(answer.headers["content-length"]) == len(answer.body)
             answer.messages[0]["headers"] = []
             answer.messages[0]["status"] = 200
-    assert observer.codes == ["overloaded"] * 6
+    assert observer.codes == ["overloaded"] * 18
 
 
 def test_a_refusal_in_anthropics_form() -> None:
@@ -86,7 +90,7 @@ def test_a_refusal_in_anthropics_form() -> None:
     [
         ("GET", PATH, []),
         ("POST", "/v1/pins", []),
-        ("POST", "/tokenize", []),
+        *(("POST", operation.path, []) for operation in OPERATIONS if not operation.is_shed),
         ("POST", PATH + "/", []),
         ("POST", PATH, [("origin", "https://a.page")]),  # the page could not read a refusal without CORS headers
     ],

@@ -380,7 +380,7 @@ class EngineDriver:
         if first is None:
             self.fail_all(error)
             return
-        request_id = first.members[0].request_id
+        request_id = first.request_id
         if request_id in self._streams:  # no pin that is computed again
             self._deliver([Delta(request_id, (), "", error=error)])
         self.engine.cancel(request_id)

@@ -24,7 +24,6 @@ from folio.app.engine.execution.self_test import self_test
 from folio.app.engine.execution.work_queue import ThreadQueue
 from folio.app.engine.faults import kernel_errors_as_config_errors
 from folio.app.engine.footprint import Footprint
-from folio.app.engine.generation import Generation
 from folio.app.engine.intake import RequestValidator, check_fork, fit_context
 from folio.app.engine.load_report import LoadMeter, LoadReporter
 from folio.app.engine.lora.source import AdapterSource
@@ -38,7 +37,7 @@ from folio.app.engine.pooler import Pooler
 from folio.app.engine.preemption import PreemptionCostModel
 from folio.app.engine.prefix_keys import adapter_of
 from folio.app.engine.report import StartTimes, process_age_s
-from folio.app.engine.request import SequenceGroup
+from folio.app.engine.request import Request
 from folio.app.engine.sampling.beam import BeamSearch
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.scheduler import Scheduler
@@ -97,7 +96,7 @@ class Engine:
         load: load reports and the limit of the queue. From any thread.
         watch: views for the dashboard. From any thread.
         intake: validates requests. From any thread.
-        generations: request id → requests that have not ended.
+        requests: request id → requests that have not ended.
         footprint: memory of the device that the engine takes.
         asleep: whether weights and KV memory are given back.
 
@@ -200,11 +199,11 @@ class Engine:
                 meter,
                 step_tokens=config.max_num_batched_tokens,
                 most_queued=config.max_queued_requests,
-                held=lambda: self.adapters.waiting_groups,
+                held=lambda: self.adapters.waiting_sequences,
             )
             self.watch = EngineWatch(self.memory, self.scheduler)
-            self.generations: dict[str, Generation] = {}
-            self._pin_restorer = PinRestorer(self.generations)
+            self.requests: dict[str, Request] = {}
+            self._pin_restorer = PinRestorer(self.requests)
             self._next_deadline = math.inf  # or before it: of a request that has ended
             self.vocabulary = Vocabulary(self.model)
             self.intake = RequestValidator(
@@ -215,13 +214,11 @@ class Engine:
                 isolate_tenants=config.isolate_tenants,
                 max_cache_ttl_s=config.max_cache_ttl_s,
             )
-            self.chooser = TokenChooser(self.generations)
-            self.decoder = Decoder(
-                self.memory, self.scheduler, self.vocabulary, self.generations, meter, self.speculation
-            )
+            self.chooser = TokenChooser()
+            self.decoder = Decoder(self.memory, self.scheduler, self.vocabulary, self.requests, meter, self.speculation)
             self.pooler = None
             if self.model.pooling is not None:
-                self.pooler = Pooler(self.model.pooling, self.generations, self.decoder)
+                self.pooler = Pooler(self.model.pooling, self.decoder)
             self._steps = StepLoop(
                 self.executor,
                 self.memory,
@@ -232,7 +229,7 @@ class Engine:
                 self.pooler,
                 self.speculation,
                 self.recovery,
-                self.generations,
+                self.requests,
                 meter,
                 self.watch,
                 config.max_num_batched_tokens,
@@ -246,7 +243,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.generations) or self._steps.has_deltas
+        return bool(self.requests) or self._steps.has_deltas
 
     @property
     def can_step(self) -> bool:
@@ -308,11 +305,11 @@ class Engine:
             RequestError: the id is in use, or the adapter has been unloaded meanwhile.
         """
         self._check_id(request_id)
-        request = self._with_adapter_id(request)
-        generation = self.intake.create_request(request_id, request, max_tokens, keys=keys, pin_name=pin_name)
-        self._set_deadline(generation, request.timeout_s)
-        self.adapters.add(generation.sequences[0].group)
-        self.generations[request_id] = generation  # last: a failure before this leaves nothing behind
+        asked = self._with_adapter_id(request)
+        created = self.intake.create_request(request_id, asked, max_tokens, keys=keys, pin_name=pin_name)
+        self._set_deadline(created, asked.timeout_s)
+        self.adapters.add(created)
+        self.requests[request_id] = created  # last: a failure before this leaves nothing behind
 
     def fork(
         self,
@@ -325,26 +322,31 @@ class Engine:
     ) -> None:
         """Continue output `index` of a request that runs, or has just ended, in `params.n` sequences.
 
-        Forks of a running output share what is computed, and are preempted together with it. Of an output that has
-        ended, the prefix cache may still have a part. Deltas and `max_tokens` of a fork begin with its own first token.
+        Forks of a running output are a request of their own and share what is computed. Of an output that has ended,
+        the prefix cache may still have a part. Deltas and `max_tokens` of a fork begin with its own first token.
 
         Raises:
             UnknownRequestError: there is no such output, or not any more.
-            RequestError: the id is in use, or the group could not run together.
+            RequestError: the id is in use, or the forks could not run beside the other outputs.
         """
         self._check_id(fork_id)
         self._steps.settle()
-        generation = self.generations.get(request_id)
-        running = [request for request in generation or () if request.index == index and request.pin_name is None]
-        if generation is not None and isinstance(generation.selection, BeamSearch):
+        request = self.requests.get(request_id)
+        sequences = [] if request is None else request.sequences
+        running = [sequence for sequence in sequences if sequence.index == index and sequence.pin_name is None]
+        if request is not None and isinstance(request.selection, BeamSearch):
             raise RequestError(
                 f"the beam search of {request_id!r} has not ended; fork it when it has ended", "request_id"
             )
         if running:
-            states, most_tokens = self.intake.fork_states(running[0], params)
-            forks = self.decoder.fork_running(running[0], fork_id, params, states, most_tokens)
+            forks, states, most_tokens = self.intake.create_fork(fork_id, running[0], params)
+            self.decoder.fork_running(running[0], forks, states, most_tokens)
             self._set_deadline(forks, timeout_s)
-            self.generations[fork_id] = forks
+            if any(sequence.memory is not None for sequence in forks.sequences):
+                self.scheduler.add_running(forks)
+            else:  # the output has no memory now, or none could be shared
+                self.adapters.add(forks)
+            self.requests[fork_id] = forks
         elif (ended := self.decoder.ended.get(request_id, index)) is not None:
             check_fork(params)
             forks_of = replace(ended.request, request_id=fork_id, params=params, timeout_s=timeout_s)
@@ -394,13 +396,14 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its memory. Idempotent."""
-        for request in list(self.generations.get(request_id, ())):
-            self.decoder.end_sequence(request)
+        request = self.requests.get(request_id)
+        for sequence in [] if request is None else request.sequences.copy():
+            self.decoder.end_sequence(sequence)
         self._steps.forget(request_id)
         self.adapters.release_retired()
 
     def cancel_all(self) -> None:
-        for request_id in list(self.generations):
+        for request_id in list(self.requests):
             self.cancel(request_id)
 
     def step(self) -> list[Delta]:
@@ -435,9 +438,9 @@ class Engine:
         """The requests whose deadline has passed, the earliest first. Rare: once for each deadline that passes, or was
         the next one of a request that has ended."""
         now = time.monotonic()
-        late = sorted((g for g in self.generations.values() if g.deadline <= now), key=attrgetter("deadline"))
-        self._next_deadline = min((g.deadline for g in self.generations.values() if g.deadline > now), default=math.inf)
-        return [g.request_id for g in late]
+        late = sorted((r for r in self.requests.values() if r.deadline <= now), key=attrgetter("deadline"))
+        self._next_deadline = min((r.deadline for r in self.requests.values() if r.deadline > now), default=math.inf)
+        return [request.request_id for request in late]
 
     def _pin_configured(self) -> None:
         for name, token_ids in encode_pinned(self.config, self.model.tokenizer).items():
@@ -459,17 +462,17 @@ class Engine:
         adapter = request.adapter
         return request if adapter is None else replace(request, adapter=self.adapters.id_of(adapter))
 
-    def _set_deadline(self, generation: Generation, timeout_s: float | None) -> None:
+    def _set_deadline(self, request: Request, timeout_s: float | None) -> None:
         if timeout_s is not None:
-            generation.deadline = time.monotonic() + timeout_s
-            self._next_deadline = min(self._next_deadline, generation.deadline)
+            request.deadline = time.monotonic() + timeout_s
+            self._next_deadline = min(self._next_deadline, request.deadline)
 
     def _check_id(self, request_id: str) -> None:
-        if request_id in self.generations:
+        if request_id in self.requests:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
 
     def _fail(self, request_id: str, error: FolioError) -> Delta:
-        return self.decoder.fail(self.generations[request_id], error)
+        return self.decoder.fail(self.requests[request_id], error)
 
     def report(self) -> MemoryReport:
         """Report the state of the KV memory, and all pins: those of an engine that sleeps, or has just woken, and those
@@ -528,9 +531,9 @@ class Engine:
                 graphs.release()
 
     @property
-    def first(self) -> SequenceGroup | None:
-        """The group that gets memory first."""
-        return self.scheduler.first or next(iter(self.adapters.held_groups), None)
+    def first(self) -> Request | None:
+        """The request that gets memory first."""
+        return self.scheduler.first or next(iter(self.adapters.held_requests), None)
 
     def set_kv_budget(self, budget_bytes: int) -> None:
         """Set the budget of KV memory, a draft model's included, as far as pins allow."""
@@ -555,10 +558,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless the memory is consistent and, without requests, all of it is free."""
         self.memory.check_integrity()
-        if not self.generations:
+        if not self.requests:
             self.memory.check_idle()
         if self.speculation is not None:
-            self.speculation.check_integrity(idle=not self.generations)
+            self.speculation.check_integrity(idle=not self.requests)
 
     def close(self) -> None:
         """Cancel all requests and free all memory."""

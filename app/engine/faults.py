@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 from folio.app.errors import ConfigError, EngineError, FolioError, UnavailableError
 from folio.kernels import KernelError
 from folio.vmem import IntegrityError
@@ -30,18 +30,18 @@ FAILED = "the request failed in the engine; the server's log says why"
 class SequenceFailure(Exception):
     """A call for one sequence has failed before the step computed anything; `__cause__` is its error."""
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request.request_id)
-        self.request = request
+    def __init__(self, sequence: Sequence) -> None:
+        super().__init__(sequence.request_id)
+        self.sequence = sequence
 
 
-class attribute_failures:  # noqa: N801 - read as a clause: `with attribute_failures(request):`
-    """Raise `SequenceFailure` with the request for a failure in the block. No generator: it is on the hot path."""
+class attribute_failures:  # noqa: N801 - read as a clause: `with attribute_failures(sequence):`
+    """Raise `SequenceFailure` with the sequence for a failure in the block. No generator: it is on the hot path."""
 
-    __slots__ = ("_request",)
+    __slots__ = ("_sequence",)
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
 
     def __enter__(self) -> None:
         pass
@@ -50,7 +50,7 @@ class attribute_failures:  # noqa: N801 - read as a clause: `with attribute_fail
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and is_request_failure(error) and not isinstance(error, SequenceFailure):
-            raise SequenceFailure(self._request) from error
+            raise SequenceFailure(self._sequence) from error
 
 
 def is_request_failure(error: BaseException) -> bool:

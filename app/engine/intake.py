@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine_request import EngineRequest, check_timeout
-from folio.app.engine.generation import BestOf, Generation
 from folio.app.engine.model.loader import LoadedModel
 from folio.app.engine.pooled import PooledPrompt, PoolingParams
 from folio.app.engine.prefix_keys import extra_keys
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.beam import BeamSearch
+from folio.app.engine.sampling.best_of import BestOf
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.scheduler import Scheduler
@@ -158,16 +158,15 @@ class RequestValidator:
     def create_request(
         self,
         request_id: str,
-        request: EngineRequest,
+        asked: EngineRequest,
         max_tokens: int,
         *,
         keys: tuple[str, ...] | None = None,
         pin_name: str | None = None,
-    ) -> Generation:
-        """Create a validated request with its first sequence, in a group of its own. Arguments: see
-        `Engine.add_request`."""
+    ) -> Request:
+        """Create a validated request with its first sequence. Arguments: see `Engine.add_request`."""
         selection: BestOf | BeamSearch | None = None
-        own = params = request.params
+        own = params = asked.params
         if params.use_beam_search:
             selection = BeamSearch(
                 params.num_sequences,
@@ -179,40 +178,40 @@ class RequestValidator:
         elif params.num_sequences > params.n:
             selection = BestOf(params.n, keep_logprobs=params.logprobs is not None)
             own = replace(params, logprobs=params.logprobs or 0)
-        group = SequenceGroup(
-            request.priority,
-            self._num_arrivals,
-            adapter=request.adapter,
-            lockstep=params.use_beam_search,
-            tenant=request.tenant or request.user,
-        )
-        self._num_arrivals += 1
-        prompt, turn = list(request.prompt_token_ids), request.turn
-        sequence = Request(
-            request_id,
+        tenant = asked.tenant or asked.user
+        request = self._new_request(request_id, params, asked.priority, asked.adapter, tenant)
+        request.selection = selection
+        prompt, turn = list(asked.prompt_token_ids), asked.turn
+        Sequence(
+            request,
             prompt,
             own,
             max_tokens,
             None if params.use_beam_search else self._vocabulary.detokenizer(prompt, params),
-            self._prefixes.chain(self.prefix_keys(request) if keys is None else keys),
-            group,
+            self._prefixes.chain(self.prefix_keys(asked) if keys is None else keys),
             prompt.copy(),
             num_forks=params.num_sequences - 1,
             sampling=self._vocabulary.state(own, prompt),
-            expected_cached_tokens=request.expected_cached_tokens,
+            expected_cached_tokens=asked.expected_cached_tokens,
             turn=turn,
             use=PrefixUse(
                 turn.kind,
                 len(prompt),
-                retain_s=min(request.cache_ttl_s or 0.0, self._max_cache_ttl_s),
+                retain_s=min(asked.cache_ttl_s or 0.0, self._max_cache_ttl_s),
                 retains_output=turn.kind != "completion",
-                owner=request.tenant or request.user or "",
+                owner=tenant or "",
             ),
             pin_name=pin_name,
-            pooled=self._pooled_prompt(request.pooling),
+            pooled=self._pooled_prompt(asked.pooling),
             submitted_at=time.perf_counter(),
         )
-        return Generation(request_id, params, [sequence], selection)
+        return request
+
+    def _new_request(
+        self, request_id: str, params: SamplingParams, priority: int, adapter: str | None, tenant: str | None
+    ) -> Request:
+        self._num_arrivals += 1
+        return Request(request_id, params, priority, self._num_arrivals, adapter, tenant)
 
     def _pooled_prompt(self, params: PoolingParams | None) -> PooledPrompt | None:
         if params is None:
@@ -220,28 +219,33 @@ class RequestValidator:
         assert self._pooling is not None
         return PooledPrompt(params, self._pooling.method)
 
-    def fork_states(self, parent: Request, params: SamplingParams) -> tuple[list[SamplingState], int]:
-        """Validate forks of a running sequence; returns their sampling states, and the most tokens of each.
+    def create_fork(
+        self, request_id: str, parent: Sequence, params: SamplingParams
+    ) -> tuple[Request, list[SamplingState], int]:
+        """Validate forks of a running sequence; returns their request, which has no sequences yet, their sampling
+        states, and the most tokens of each.
 
         Raises:
-            RequestError: the forks do not fit beside their group.
+            RequestError: the forks do not fit beside the sequences of their parent's request.
         """
+        of_parent = parent.request
         check_fork(params)
-        most_tokens = len(parent.token_ids) + self.validate_request(
-            EngineRequest(parent.request_id, parent.token_ids, params)
-        )
-        most = [r.most_tokens for r in parent.group.members] + [most_tokens] * params.n
+        most_tokens = len(parent.token_ids) + self.validate_request(EngineRequest(request_id, parent.token_ids, params))
+        most = [sequence.most_tokens for sequence in of_parent.sequences] + [most_tokens] * params.n
         if not self._memory.fit_together(most):
             raise RequestError(
                 f"{len(most)} sequences of up to {max(most)} tokens do not fit into the KV cache together", "n"
             )
-        if max(self._scheduler.num_running, parent.group.num_sequences) + params.n > self._scheduler.max_num_seqs:
+        if max(self._scheduler.num_running, of_parent.num_sequences) + params.n > self._scheduler.max_num_seqs:
             raise RequestError(
                 f"no room for {params.n} more sequences: at most {self._scheduler.max_num_seqs} run at once "
                 "(max_num_seqs)",
                 "n",
             )
-        return [self._vocabulary.fork(parent.sampling, params, index) for index in range(params.n)], most_tokens
+        request = self._new_request(request_id, params, of_parent.priority, of_parent.adapter, of_parent.tenant)
+        request.due = of_parent.due
+        states = [self._vocabulary.fork(parent.sampling, params, index) for index in range(params.n)]
+        return request, states, most_tokens
 
     def _check_together(self, num_prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
         """Raise `RequestError` unless all sequences of a request can run at once."""

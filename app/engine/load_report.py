@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from folio.app.engine.preemption import PreemptionCostModel, PreemptionMode
 from folio.app.engine.report import Progress, ReplicaReport, StepTimes, attended_tokens
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 from folio.app.engine.scheduler import Scheduler
 from folio.app.errors import OverloadedError
 from folio.kernels import num_compilations
@@ -45,10 +45,10 @@ class Activity:
     """
 
     num_preempted: Mapping[PreemptionMode, int]
-    step_s: Sequence[float]
-    queue_s: Sequence[float]
-    prefill_s: Sequence[float]
-    step_tokens: Sequence[int]
+    step_s: abc.Sequence[float]
+    queue_s: abc.Sequence[float]
+    prefill_s: abc.Sequence[float]
+    step_tokens: abc.Sequence[int]
     num_failed_steps: int
     num_late_compilations: int
 
@@ -95,13 +95,13 @@ class LoadMeter:
         """Count a step that computed prompts and ends now, as if spread over its duration: at most the whole time."""
         self.busy.add(_DECAY_S * -math.expm1(-seconds / _DECAY_S), now)
 
-    def note_ended(self, request: Request, now: float) -> None:
-        self.freed_tokens.add(request.num_computed, now)
+    def note_ended(self, sequence: Sequence, now: float) -> None:
+        self.freed_tokens.add(sequence.num_computed, now)
         self.ended_requests.add(1, now)
 
-    def note_begun(self, request: Request) -> None:
+    def note_begun(self, sequence: Sequence) -> None:
         """Count a request that has been looked up in the prefix cache."""
-        expected, cached = request.expected_cached_tokens, request.num_cached_tokens
+        expected, cached = sequence.expected_cached_tokens, sequence.num_cached_tokens
         if expected is not None and cached is not None:
             self.expected_cached_tokens += expected
             self.cached_tokens += cached
@@ -147,7 +147,7 @@ def begin_s(
 
 
 def retry_after_s(
-    queued: Sequence[int], step: StepTimes, meter: LoadMeter, *, step_tokens: int, free_tokens: int, now: float
+    queued: abc.Sequence[int], step: StepTimes, meter: LoadMeter, *, step_tokens: int, free_tokens: int, now: float
 ) -> float:
     """Expected time until half of the queue has begun: then there is room for others, and still work to do.
 
@@ -179,7 +179,7 @@ class LoadReporter:
         *,
         step_tokens: int,
         most_queued: int | Literal["auto"] | None = None,
-        held: Callable[[], Sequence[Request]] = tuple,
+        held: Callable[[], abc.Sequence[Sequence]] = tuple,
     ) -> None:
         self._memory = memory
         self._scheduler = scheduler
@@ -192,7 +192,7 @@ class LoadReporter:
         whole_bytes = memory.pages_for(memory.max_tokens) * memory.groups[0].layout.page_bytes
         self._tokens_per_byte = memory.max_tokens / whole_bytes
 
-    def check_queue(self, arriving: Sequence[tuple[int, int]] = ()) -> None:
+    def check_queue(self, arriving: abc.Sequence[tuple[int, int]] = ()) -> None:
         """Raise `OverloadedError` if the queue is full.
 
         Args:
@@ -208,7 +208,7 @@ class LoadReporter:
             return
         queued = [
             *self._scheduler.waiting.lengths(),
-            *(len(request.token_ids) for request in held),
+            *(len(sequence.token_ids) for sequence in held),
             *(tokens for tokens, _ in arriving),
         ]
         seconds = retry_after_s(
@@ -226,7 +226,7 @@ class LoadReporter:
         raise error
 
     def report(
-        self, arriving: Sequence[tuple[int, int]] = (), *, now: float | None = None, most_keys: int = MOST_KEYS
+        self, arriving: abc.Sequence[tuple[int, int]] = (), *, now: float | None = None, most_keys: int = MOST_KEYS
     ) -> ReplicaReport:
         """Report the load and the cached prefixes.
 
@@ -240,13 +240,13 @@ class LoadReporter:
         early = [*arriving, *((len(r.token_ids), r.expected_cached_tokens or 0) for r in self._held())]
         num_decodes = context = 0
         queued_parts = early.copy()
-        for request in scheduler.unfinished():
-            if request.num_uncomputed == 1 and request.num_computed:
-                if request.memory is not None:
+        for sequence in scheduler.unfinished():
+            if sequence.num_uncomputed == 1 and sequence.num_computed:
+                if sequence.memory is not None:
                     num_decodes += 1
-                    context += request.num_computed
+                    context += sequence.num_computed
                 continue
-            queued_parts.append((len(request.token_ids), _cached_tokens(request)))
+            queued_parts.append((len(sequence.token_ids), _cached_tokens(sequence)))
         queued = sum(tokens - cached for tokens, cached in queued_parts)
         attended = sum(attended_tokens(tokens - cached, cached) for tokens, cached in queued_parts)
         memory_report = self._memory.report()
@@ -286,20 +286,22 @@ class LoadReporter:
         scheduler, now = self._scheduler, time.monotonic()
         free_tokens = self._free_tokens(self._memory.report())
         num_free = scheduler.max_num_seqs - scheduler.num_running
-        begun = [request for group in (*scheduler.running, *scheduler.preempted) for request in tuple(group.members)]
-        waiting = [request for group in scheduler.waiting.expected_order() for request in tuple(group.members)]
+        begun = [
+            sequence for request in (*scheduler.running, *scheduler.preempted) for sequence in tuple(request.sequences)
+        ]
+        waiting = [sequence for request in scheduler.waiting.expected_order() for sequence in tuple(request.sequences)]
         waiting += self._held()
         coming = [
-            (place, request.request_id, len(request.token_ids), request.num_computed, _cached_tokens(request))
-            for place, request in (*((0, request) for request in begun), *enumerate(waiting, 1))
-            if request.num_uncomputed > 1 or not request.num_computed
+            (place, sequence.request_id, len(sequence.token_ids), sequence.num_computed, _cached_tokens(sequence))
+            for place, sequence in (*((0, sequence) for sequence in begun), *enumerate(waiting, 1))
+            if sequence.num_uncomputed > 1 or not sequence.num_computed
         ]
         later = enumerate(arriving.items(), len(waiting) + 1)
         coming += [(place, name, tokens, 0, cached) for place, (name, (tokens, cached)) in later]
         found: dict[str, Progress] = {}
         num_tokens = num_attended = 0
-        step_s = self._recovery.step_times.seconds(1, len(begun), sum(request.num_computed for request in begun))
-        left = sorted(request.max_tokens - request.num_output_tokens for request in begun) or [0]
+        step_s = self._recovery.step_times.seconds(1, len(begun), sum(sequence.num_computed for sequence in begun))
+        left = sorted(sequence.max_tokens - sequence.num_output_tokens for sequence in begun) or [0]
         for place, name, tokens, num_computed, cached in coming:
             num_tokens += tokens - cached
             num_attended += attended_tokens(tokens - cached, cached)
@@ -323,7 +325,7 @@ class LoadReporter:
         """The engine's work since the last call. From any one thread."""
         meter = self._meter
         return Activity(
-            dict(self._scheduler.groups.num_preempted),
+            dict(self._scheduler.begun.num_preempted),
             step_s=_drained(meter.step_s),
             queue_s=_drained(meter.queue_s),
             prefill_s=_drained(meter.prefill_s),
@@ -337,9 +339,9 @@ class LoadReporter:
         return int((report.budget_bytes - report.active_bytes) * self._tokens_per_byte)
 
 
-def _cached_tokens(request: Request) -> int:
+def _cached_tokens(sequence: Sequence) -> int:
     """The computed tokens of a request; before it begins, those that are expected to be cached."""
-    return request.num_computed or min(request.expected_cached_tokens or 0, len(request.token_ids) - 1)
+    return sequence.num_computed or min(sequence.expected_cached_tokens or 0, len(sequence.token_ids) - 1)
 
 
 def _drained(values: deque[Number]) -> list[Number]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +11,9 @@ import torch
 from folio.app.engine.decoding import NOT_FINITE, Decoder
 from folio.app.engine.delta import Delta
 from folio.app.engine.faults import failure_of
-from folio.app.engine.generation import Generation
 from folio.app.engine.model.pooling import Pooling
 from folio.app.engine.pooled import Array, PooledPrompt
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 from folio.app.engine.scheduled import Scheduled
 from folio.app.errors import EngineError
 
@@ -28,7 +27,7 @@ class PooledRows:
         is_last: whether the prompt is complete with these rows.
     """
 
-    request: Request
+    sequence: Sequence
     rows: slice
     end: int
     is_last: bool
@@ -42,55 +41,54 @@ class Pooler:
         decoder: ends requests.
     """
 
-    def __init__(self, pooling: Pooling, generations: dict[str, Generation], decoder: Decoder) -> None:
+    def __init__(self, pooling: Pooling, decoder: Decoder) -> None:
         self._pooling = pooling
-        self._generations = generations
         self._decoder = decoder
 
-    def select(self, scheduled: Sequence[Scheduled]) -> list[PooledRows]:
+    def select(self, scheduled: abc.Sequence[Scheduled]) -> list[PooledRows]:
         """The rows to pool of a step, whose tokens are packed in this order."""
         selected = []
         first = 0
         for s in scheduled:
-            if (pooled := s.request.pooled) is not None:
-                start, end = pooled.span(s.start, s.start + s.num_tokens, len(s.request.token_ids))
+            if (pooled := s.sequence.pooled) is not None:
+                start, end = pooled.span(s.start, s.start + s.num_tokens, len(s.sequence.token_ids))
                 if start < end:
                     rows = slice(first + start - s.start, first + end - s.start)
-                    selected.append(PooledRows(s.request, rows, end, s.ends_prompt))
+                    selected.append(PooledRows(s.sequence, rows, end, s.ends_prompt))
             first += s.num_tokens
         return selected
 
-    def apply(self, selected: Sequence[PooledRows], sums: torch.Tensor) -> list[Delta]:
+    def apply(self, selected: abc.Sequence[PooledRows], sums: torch.Tensor) -> list[Delta]:
         """Add the sums `[len(selected), hidden_size]` of a committed step; returns the deltas of complete prompts."""
         deltas = []
         for part, total in zip(selected, sums.numpy(), strict=True):
-            request = part.request
-            if request.is_ended:
+            sequence = part.sequence
+            if sequence.is_ended:
                 continue
-            assert request.pooled is not None
-            request.pooled.add(total, part.end)
+            assert sequence.pooled is not None
+            sequence.pooled.add(total, part.end)
             if not part.is_last:
                 continue
             try:
-                deltas.append(self._end(request, request.pooled))
+                deltas.append(self._end(sequence, sequence.pooled))
             except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
-                failure = failure_of(request.request_id, error)
-                deltas.append(self._decoder.fail(self._generations[request.request_id], failure))
+                failure = failure_of(sequence.request_id, error)
+                deltas.append(self._decoder.fail(sequence.request, failure))
         return deltas
 
-    def _end(self, request: Request, pooled: PooledPrompt) -> Delta:
+    def _end(self, sequence: Sequence, pooled: PooledPrompt) -> Delta:
         vector = self._pooling.finish(pooled.pooled(), pooled.params)
         if not np.isfinite(vector).all():
-            return self._decoder.fail(self._generations[request.request_id], EngineError(NOT_FINITE))
+            return self._decoder.fail(sequence.request, EngineError(NOT_FINITE))
         data = to_bytes(vector)
-        self._decoder.end_sequence(request)
+        self._decoder.end_sequence(sequence)
         return Delta(
-            request.request_id,
+            sequence.request_id,
             (),
             "",
             "stop",
-            num_cached_tokens=request.num_cached_tokens or 0,
-            queue_s=request.queue_s,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            queue_s=sequence.queue_s,
             pooled=data,
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from folio.app.engine.report import StepTimes, attended_tokens
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.vmem import KVMemory, OutOfPages, OutOfSwap, SequenceMemory, StepDemand, ViewPolicy
 
 logger = logging.getLogger(__name__)
@@ -130,15 +130,15 @@ class PreemptionCostModel:
             recompute_s += self._step.seconds((num_steps, num_tokens, attended_tokens(num_tokens, num_before), 0.0))
         return PreemptionCost(self._swap.seconds((1.0, num_bytes)), recompute_s)
 
-    def choose_mode(self, memory: KVMemory, members: list[Request]) -> PreemptionMode:
+    def choose_mode(self, memory: KVMemory, sequences: list[Sequence]) -> PreemptionMode:
         """The cheaper mode for these sequences. Shared tokens stay in the prefix cache and are not recomputed; those
         that the sequences share with each other are recomputed once."""
-        memories = [request.memory for request in members if request.memory is not None]
-        sequences = []
-        for request, shared in zip(members, memory.prefixes.shared_tokens(memories), strict=True):
-            num_before = min(shared, request.num_computed)
-            sequences.append((request.num_computed - num_before, num_before))
-        return self.cost(sequences, memory.swapping.num_bytes(memories)).better
+        memories = [sequence.memory for sequence in sequences if sequence.memory is not None]
+        tokens = []
+        for sequence, shared in zip(sequences, memory.prefixes.shared_tokens(memories), strict=True):
+            num_before = min(shared, sequence.num_computed)
+            tokens.append((sequence.num_computed - num_before, num_before))
+        return self.cost(tokens, memory.swapping.num_bytes(memories)).better
 
     def try_swaps(self, memory: KVMemory, view: ViewPolicy, device: torch.device) -> None:
         """Measure swaps of a few lengths, on a memory without sequences."""
@@ -150,14 +150,14 @@ class PreemptionCostModel:
                 self.observe_swap(tried[0][0], statistics.median(seconds for _, seconds in tried[1:]))
 
 
-def swap_out(memory: KVMemory, group: SequenceGroup, members: list[Request]) -> bool:
-    """Copy the members' blocks to host memory; false if there is no room, and nothing is changed."""
+def swap_out(memory: KVMemory, request: Request, sequences: list[Sequence]) -> bool:
+    """Copy the blocks of a request's sequences to host memory; false if there is no room, and nothing is changed."""
     try:
-        group.swapped = memory.swap_out([request.memory for request in members if request.memory is not None])
+        request.swapped = memory.swap_out([sequence.memory for sequence in sequences if sequence.memory is not None])
     except (OutOfSwap, RuntimeError, MemoryError) as error:  # torch raises RuntimeError without host memory
         logger.warning("recomputing instead of swapping: %s", error)
         return False
-    group.swapped_members = members
+    request.swapped_sequences = sequences
     return True
 
 

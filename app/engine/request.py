@@ -1,12 +1,15 @@
-"""Request: sequences and groups."""
+"""Request and Sequence: a request as the engine has it, with its sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections import abc
+from dataclasses import dataclass, field, replace
 
 from folio.app.engine.delta import Delta, FinishReason, TokenLogprobs
 from folio.app.engine.pooled import PooledPrompt
+from folio.app.engine.sampling.beam import BeamSearch
+from folio.app.engine.sampling.best_of import BestOf
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.sampling.token_text import IncrementalDetokenizer
@@ -15,26 +18,33 @@ from folio.vmem import PrefixUse, SequenceMemory, SwappedGroup, TokenChain
 
 
 @dataclass(slots=True, eq=False)
-class SequenceGroup:
-    """Sequence group: a request's sequences and their forks, preempted and resumed together (PagedAttention §4.5).
+class Request:
+    """A request with its sequences, which are admitted, preempted and resumed together (PagedAttention §4.5).
 
     Attributes:
-        priority, arrival: of running groups, the last ones are preempted first.
+        request_id: the engine's.
+        priority, arrival: of running requests, the last ones are preempted first.
+        selection: selects the outputs to send, with `best_of` or beam search.
+        deadline: when the request ends with an error, by `time.monotonic`.
         due: prompts of a priority are computed in this order, see `Scheduler`.
-        members: sequences that have not ended.
-        lockstep: all members compute their next token in a step, or none does (beams).
-        swapped: blocks in host memory, of the members in `swapped_members`.
+        sequences: those that have not ended.
+        one_by_one: memory has been too small for all sequences: each begins when it fits beside those that run.
+        swapped: blocks in host memory, of the sequences in `swapped_sequences`.
     """
 
-    priority: int
-    arrival: int
-    members: list[Request] = field(default_factory=list)
+    request_id: str
+    params: SamplingParams
+    priority: int = 0
+    arrival: int = 0
     adapter: str | None = None
-    lockstep: bool = False
-    swapped: SwappedGroup | None = None
-    swapped_members: list[Request] = field(default_factory=list)
     tenant: str | None = None
+    selection: BestOf | BeamSearch | None = None
+    deadline: float = math.inf
     due: float = 0.0
+    sequences: list[Sequence] = field(default_factory=list)
+    one_by_one: bool = False
+    swapped: SwappedGroup | None = None
+    swapped_sequences: list[Sequence] = field(default_factory=list)
 
     @property
     def sort_key(self) -> tuple[int, int]:
@@ -45,25 +55,38 @@ class SequenceGroup:
         return self.priority, self.due, self.arrival
 
     @property
+    def lockstep(self) -> bool:
+        """Whether all sequences compute their next token in a step, or none does."""
+        return self.params.use_beam_search
+
+    @property
     def num_sequences(self) -> int:
-        """Members, and the forks that they will have once their prompt is computed."""
-        return len(self.members) + sum(request.num_forks for request in self.members)
+        """Sequences that have not ended, and the forks that they will have once their prompt is computed."""
+        return sum(1 + sequence.num_forks for sequence in self.sequences)
 
     @property
     def max_sequences(self) -> int:
-        """Most sequences of the group: a beam search may run with fewer beams for a while. From any thread."""
-        width = next((request.params.num_sequences for request in tuple(self.members)), 0) if self.lockstep else 0
-        return max(self.num_sequences, width)
+        """Most sequences: a beam search may run with fewer beams for a while. From any thread."""
+        return max(self.num_sequences, self.params.num_sequences) if self.lockstep else self.num_sequences
 
     @property
     def can_decode(self) -> bool:
-        """Whether members may compute their last tokens: with lockstep, only when all of them can."""
-        return not self.lockstep or all(r.memory is not None and r.num_uncomputed == 1 for r in self.members)
+        """Whether sequences may compute their last tokens: in lockstep, only when all of them can."""
+        return not self.lockstep or all(s.memory is not None and s.num_uncomputed == 1 for s in self.sequences)
+
+    def emit(self, delta: Delta) -> list[Delta]:
+        """The deltas to send for a sequence's delta. A sequence that has ended must be out of `sequences`."""
+        if delta.error is not None:
+            return [delta]
+        if isinstance(self.selection, BestOf):
+            self.selection.hold(delta)
+            return [] if self.sequences else self.selection.best()
+        return [replace(delta, num_unfinished=self.num_sequences) if delta.finished else delta]
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """One sequence of a request.
+class Sequence:
+    """A prompt and one of its request's outputs.
 
     Attributes:
         token_ids: prompt and output.
@@ -76,27 +99,26 @@ class Request:
         text: incremental detokenizer; `None` without a tokenizer.
         chain: hashes of the tokens, for the prefix cache.
         memory: its blocks while it runs, else `None`.
-        index: number of the request's output.
+        index: number of the output.
         num_forks: sequences to fork when the prompt is computed.
         num_cached_tokens: prompt tokens found in the prefix cache when the request began; `None` before.
         expected_cached_tokens: see `EngineRequest`.
         snapshot_positions: token counts at which a step must end, to keep a recurrent state.
         turn, use: the kind of turn, and what the prefix cache is told of it.
-        pin_name: the request computes a prefix to pin under this name, and samples nothing.
-        pooled: the request returns a vector of its prompt, and samples nothing.
+        pin_name: it computes a prefix to pin under this name, and samples nothing.
+        pooled: it returns a vector of the prompt, and samples nothing.
         sampling: state that the choice of the next token depends on.
         prompt_logprobs: of the prompt tokens from the second on, as far as computed, if requested.
         submitted_at: arrival in the engine, by `time.perf_counter`.
         queue_s: see `Delta`.
     """
 
-    request_id: str
+    request: Request
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
     text: IncrementalDetokenizer | None
     chain: TokenChain
-    group: SequenceGroup
     token_ids: list[int]
     num_computed: int = 0
     max_computed: int = 0
@@ -119,9 +141,13 @@ class Request:
     queue_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.group.members.append(self)
+        self.request.sequences.append(self)
         if self.sampling is None:
             self.sampling = SamplingState(self.params, self.prompt_token_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     @property
     def num_output_tokens(self) -> int:
@@ -143,7 +169,7 @@ class Request:
         return len(self.prompt_token_ids) + self.max_tokens
 
     def append(
-        self, token_ids: Sequence[int], eos_token_ids: frozenset[int], logprobs: Sequence[TokenLogprobs] = ()
+        self, token_ids: abc.Sequence[int], eos_token_ids: frozenset[int], logprobs: abc.Sequence[TokenLogprobs] = ()
     ) -> Delta:
         """Append sampled tokens, up to one that ends the output."""
         texts: list[str] = []
@@ -157,7 +183,7 @@ class Request:
             if reason is not None:
                 break
         return Delta(
-            self.request_id,
+            self.request.request_id,
             tuple(token_ids[:num_taken]),
             "".join(texts),
             reason,

@@ -1,4 +1,4 @@
-"""Running groups: their blocks grow with each step, and are taken from the latest one while there are too few."""
+"""Running requests: their blocks grow with each step, and are taken from the latest one while there are too few."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from folio.app.config.engine import PreemptionPolicy
 from folio.app.engine.preemption import PreemptionCostModel, PreemptionMode, swap_out
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.vmem import KVMemory, OutOfPages
 
 logger = logging.getLogger(__name__)
@@ -21,26 +21,26 @@ class TokensAwaited(Exception):
     """A step cannot be scheduled before the tokens of the launched one are known."""
 
 
-class RunningGroups:
-    """Groups that run, and those that are preempted.
+class RunningRequests:
+    """Requests that run, and those that are preempted.
 
-    When blocks run out, or the budget is lowered, the latest group of the lowest priority whose prompt is not part of
+    When blocks run out, or the budget is lowered, the latest request of the lowest priority whose prompt is not part of
     the step is preempted as a whole: by swap or recompute, whichever is expected to cost less (PagedAttention §4.5).
 
     Args:
         recovery: cost model for preemption.
-        policy: "auto", or the mode that is always used; groups that do not fit into the swap space are recomputed.
+        policy: "auto", or the mode that is always used; requests that do not fit into the swap space are recomputed.
         forget_refusal: called when a preemption may have changed why the waiting queue's head was refused.
 
     Attributes:
-        running, preempted: groups by priority and arrival.
+        running, preempted: requests by priority and arrival.
         num_preempted: preemptions since the start, by mode.
         pages_per_token: most pages that a sequence takes in a step that computes one token.
-        opened: groups that may share a prefix which the step in preparation computes.
-        staged: groups with a part of a prompt in that step.
-        unschedulable: groups that no longer fit and cannot be split.
+        opened: requests that may share a prefix which the step in preparation computes.
+        staged: requests with a part of a prompt in that step.
+        unschedulable: requests that no longer fit, and whose sequences cannot run one by one.
         is_ahead: the tokens of a launched step are not known: nothing may be preempted.
-        serving: the request of the latest call of the memory.
+        current_sequence: of the latest call of the memory; it is at fault if the call fails.
     """
 
     def __init__(
@@ -54,131 +54,153 @@ class RunningGroups:
         self._recovery = recovery
         self._policy = policy
         self._forget_refusal = forget_refusal
-        self.running: list[SequenceGroup] = []
-        self.preempted: list[SequenceGroup] = []
+        self.running: list[Request] = []
+        self.preempted: list[Request] = []
         self.num_preempted: dict[PreemptionMode, int] = {"swap": 0, "recompute": 0}
         self.pages_per_token = sum(group.layout.num_slices for group in memory.groups)
-        self.opened: list[SequenceGroup] = []
-        self.staged: set[SequenceGroup] = set()
-        self.unschedulable: list[SequenceGroup] = []
+        self.opened: list[Request] = []
+        self.staged: set[Request] = set()
+        self.unschedulable: list[Request] = []
         self.is_ahead = False
-        self.serving: Request | None = None
+        self.current_sequence: Sequence | None = None
 
     @property
     def num_running(self) -> int:
-        """Sequences of running groups, coming forks included. From any thread."""
-        return sum(group.max_sequences for group in self.running)
+        """Sequences of running requests, coming forks included. From any thread."""
+        return sum(request.max_sequences for request in self.running)
 
-    def grow(self, request: Request, num_tokens: int, victim: SequenceGroup | None = None) -> bool:
+    def grow(self, sequence: Sequence, num_tokens: int, victim: Request | None = None) -> bool:
         """Allocate the blocks of the next tokens, preempting the `victim` while blocks run out, by default the last
-        running group. No group is preempted whose prompt is part of this step: others, also of the same group, may
-        share what that prompt's chunk computes. False if the request itself was preempted, or must wait."""
-        self.serving = request
-        while request.memory is not None:
+        running request. No request is preempted whose prompt is part of this step: other sequences may share what that
+        prompt's chunk computes. False if the sequence itself was preempted, or must wait."""
+        self.current_sequence = sequence
+        while sequence.memory is not None:
             try:
-                self._memory.append(request.memory, request.num_computed + num_tokens, start=request.num_computed)
+                self._memory.append(sequence.memory, sequence.num_computed + num_tokens, start=sequence.num_computed)
                 return True
             except OutOfPages:
-                last = victim or self._last_preemptible(request.group)
+                last = victim or self._last_preemptible(sequence.request)
                 if last is None or last in self.staged:
                     return False
                 self.preempt(last)
         return False
 
-    def _last_preemptible(self, group: SequenceGroup) -> SequenceGroup | None:
-        """The last running group that a group may preempt: itself, if it is the last of all."""
+    def _last_preemptible(self, request: Request) -> Request | None:
+        """The last running request that a request may preempt: itself, if it is the last of all."""
         for last in reversed(self.running):
-            if last is group:
-                return group if group is self.running[-1] else None
+            if last is request:
+                return request if request is self.running[-1] else None
             if last not in self.staged:
                 return last
         return None
 
-    def preempt(self, victim: SequenceGroup, mode: PreemptionMode | None = None) -> None:
-        """Take all blocks of a running group, by default in the mode of the policy."""
+    def preempt(self, victim: Request, mode: PreemptionMode | None = None) -> None:
+        """Take all blocks of a running request, by default in the mode of the policy."""
         if self.is_ahead:
             raise TokensAwaited
         self._forget_refusal()
-        members = [request for request in victim.members if request.memory is not None]
-        if mode is None and self.running == [victim] and len(members) > 1 and not self._memory.may_be_empty:
-            self.running.remove(victim)
-            self._split(victim)
+        sequences = [sequence for sequence in victim.sequences if sequence.memory is not None]
+        if mode is None and self.running == [victim] and len(sequences) > 1 and not self._memory.may_be_empty:
+            self._drop_last(victim, sequences)
             return
-        if victim in self.opened or not members:  # its blocks may hold a shared prefix that is not computed yet
+        if victim in self.opened or not sequences:  # its blocks may hold a shared prefix that is not computed yet
             mode = "recompute"
         if mode is None:
-            mode = self._recovery.choose_mode(self._memory, members) if self._policy == "auto" else self._policy
-        if mode == "swap" and not swap_out(self._memory, victim, members):
+            mode = self._recovery.choose_mode(self._memory, sequences) if self._policy == "auto" else self._policy
+        if mode == "swap" and not swap_out(self._memory, victim, sequences):
             mode = "recompute"
         self.running.remove(victim)
-        for request in members:
+        for sequence in sequences:
             if mode == "recompute":
-                self.free(request)
-                request.num_computed = 0
-            request.memory = None
+                self.free(sequence)
+                sequence.num_computed = 0
+            sequence.memory = None
         self.num_preempted[mode] += 1
-        logger.debug("preempted %s by %s", ", ".join(r.request_id for r in victim.members), mode)
+        logger.debug("preempted %s by %s", victim.request_id, mode)
         bisect.insort(self.preempted, victim, key=rank)
 
-    def _split(self, group: SequenceGroup) -> None:
-        """Recompute the sequences of a group one by one: it runs alone, and no longer fits into a lowered budget, which
-        is not raised for it."""
-        logger.warning("%d sequences of one request no longer fit into the KV cache together", len(group.members))
-        if group.swapped is not None:
-            self._memory.swapping.discard_swapped(group.swapped)
-            group.swapped, group.swapped_members = None, []
-        for request in group.members:
-            if request.memory is not None:
-                self.free(request)
-            request.num_computed = 0
-        if group.lockstep:  # beams cannot run one by one
-            self.unschedulable.append(group)
-            return
-        for request in group.members:
-            request.group = SequenceGroup(
-                group.priority, group.arrival, [request], adapter=group.adapter, tenant=group.tenant, due=group.due
-            )
-            bisect.insort(self.preempted, request.group, key=rank)
-        group.members.clear()
-        self.num_preempted["recompute"] += 1
+    def _drop_last(self, request: Request, sequences: list[Sequence]) -> None:
+        """Recompute the last of a request's running sequences when it fits: the request runs alone, and its sequences
+        no longer fit together into a lowered budget, which is not raised for them."""
+        self._note_one_by_one(request)
+        dropped = sequences if request.lockstep else sequences[-1:]
+        for sequence in dropped:
+            self.free(sequence)
+            sequence.num_computed = 0
+        if request.lockstep:
+            self.running.remove(request)
+        else:
+            self.num_preempted["recompute"] += 1
 
-    def swap_in(self, group: SequenceGroup) -> bool:
-        """Give a preempted group its swapped blocks back; false if the device has too little memory."""
-        assert group.swapped is not None
-        self.serving = group.members[0]
+    def _note_one_by_one(self, request: Request) -> None:
+        if not request.one_by_one:
+            logger.warning(
+                "%d sequences of one request no longer fit into the KV cache together", len(request.sequences)
+            )
+        request.one_by_one = True
+        if request.lockstep:  # beams cannot run one by one
+            self.unschedulable.append(request)
+
+    def may_open(self, sequence: Sequence) -> bool:
+        """Whether a running request's sequence may get memory: not while its request's sequences run one by one and it
+        does not fit beside them."""
+        request = sequence.request
+        if not request.one_by_one:
+            return True
+        num_running = sum(other.memory is not None for other in request.sequences)
+        needed = self._memory.pages_for(len(sequence.token_ids)) + self.pages_per_token * num_running
+        return not num_running or needed <= self._memory.num_free_pages
+
+    def swap_in(self, request: Request) -> bool:
+        """Give a preempted request its swapped blocks back; false if the device has too little memory."""
+        assert request.swapped is not None
+        self.current_sequence = request.sequences[0]
         try:
-            memories = self._memory.swap_in(group.swapped)
+            memories = self._memory.swap_in(request.swapped)
         except OutOfPages:
             if not self.running and not self._memory.may_be_empty:
-                self.preempted.remove(group)
-                self._split(group)
+                self._recompute(request)
             return False
-        for request, memory in zip(group.swapped_members, memories, strict=True):
-            if request in group.members:
-                request.memory = memory
+        for sequence, memory in zip(request.swapped_sequences, memories, strict=True):
+            if sequence in request.sequences:
+                sequence.memory = memory
             else:  # cancelled meanwhile
                 self._memory.free(memory)
-        group.swapped, group.swapped_members = None, []
+        request.swapped, request.swapped_sequences = None, []
         return True
 
-    def requests(self) -> list[Request]:
-        return [request for group in self.running for request in group.members]
+    def _recompute(self, request: Request) -> None:
+        """Recompute a preempted request, whose swapped blocks no longer fit together, one sequence by one."""
+        assert request.swapped is not None
+        self._memory.swapping.discard_swapped(request.swapped)
+        request.swapped, request.swapped_sequences = None, []
+        self._note_one_by_one(request)
+        for sequence in request.sequences:
+            sequence.num_computed = 0
+        if request.lockstep:
+            self.preempted.remove(request)
+        else:
+            self.num_preempted["recompute"] += 1
+
+    def sequences(self) -> list[Sequence]:
+        """Sequences of running requests."""
+        return [sequence for request in self.running for sequence in request.sequences]
 
     @property
     def reserve(self) -> int:
-        """Pages that running groups may take in the next step, and for the rest of their prompts."""
+        """Pages that running requests may take in the next step, and for the rest of their prompts."""
         return sum(map(self.pages_to_come, self.running))
 
-    def pages_to_come(self, group: SequenceGroup) -> int:
+    def pages_to_come(self, request: Request) -> int:
         pages = 0
-        for request in group.members:
+        for sequence in request.sequences:
             coming = 0
-            if request.memory is None or request.num_uncomputed > 1:
-                coming = self._memory.pages_still_needed(request.memory, len(request.token_ids))
-            pages += max(coming, self.pages_per_token) + self.pages_per_token * request.num_forks
+            if sequence.memory is None or sequence.num_uncomputed > 1:
+                coming = self._memory.pages_still_needed(sequence.memory, len(sequence.token_ids))
+            pages += max(coming, self.pages_per_token) + self.pages_per_token * sequence.num_forks
         return pages
 
-    def free(self, request: Request) -> None:
-        assert request.memory is not None
-        self._memory.free(request.memory, request.use)
-        request.memory = None
+    def free(self, sequence: Sequence) -> None:
+        assert sequence.memory is not None
+        self._memory.free(sequence.memory, sequence.use)
+        sequence.memory = None

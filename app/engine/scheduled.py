@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from folio.app.engine.report import attended_tokens
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 from folio.vmem import PrefixNode
 
 
@@ -21,22 +21,22 @@ class Scheduled:
         pending_row: the row of the only token, which is not known yet, in the previous step's sampled tokens.
     """
 
-    __slots__ = ("drafts", "num_logits", "num_tokens", "pending_row", "request", "samples", "start")
+    __slots__ = ("drafts", "num_logits", "num_tokens", "pending_row", "samples", "sequence", "start")
 
-    def __init__(self, request: Request, num_tokens: int, drafts: tuple[int, ...] = ()) -> None:
-        self.request = request
+    def __init__(self, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> None:
+        self.sequence = sequence
         self.num_tokens = num_tokens
         self.drafts = drafts
-        self.start = start = request.num_computed
-        self.pending_row = request.pending_row
+        self.start = start = sequence.num_computed
+        self.pending_row = sequence.pending_row
         num_certain = num_tokens - len(drafts)
         self.samples = (
-            start + num_certain == len(request.token_ids) + request.num_awaited
-            and request.pin_name is None
-            and request.pooled is None
+            start + num_certain == len(sequence.token_ids) + sequence.num_awaited
+            and sequence.pin_name is None
+            and sequence.pooled is None
         )
         self.num_logits = 1 + len(drafts) if self.samples else 0
-        if request.params.prompt_logprobs is not None and start < len(request.prompt_token_ids):
+        if sequence.params.prompt_logprobs is not None and start < len(sequence.prompt_token_ids):
             self.num_logits = num_tokens
 
     @property
@@ -47,7 +47,7 @@ class Scheduled:
     @property
     def ends_prompt(self) -> bool:
         """Whether the last of the sequence's known tokens is computed."""
-        return self.start + self.num_tokens == len(self.request.token_ids)
+        return self.start + self.num_tokens == len(self.sequence.token_ids)
 
 
 @dataclass(slots=True)

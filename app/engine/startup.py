@@ -160,7 +160,7 @@ def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:
             if delta.error is not None:  # a model may fail on random tokens and serve requests well
                 logger.warning("%s: %s", delta.request_id, delta.error)
         if engine.starved:  # on a shared device, without the memory that it may have later
-            logger.info("%d requests of the warm-up are left out: too little memory now", len(engine.generations))
+            logger.info("%d requests of the warm-up are left out: too little memory now", len(engine.requests))
             engine.cancel_all()
 
 
@@ -289,10 +289,10 @@ def warm_prefixes(engine: Engine, reports: Sequence[Sequence[CachedPrefix]], lim
         raise
     except Exception:  # a prefix of a peer replica must not keep this engine from starting
         logger.exception("a step failed; the other prefixes are not warmed")
-        failed += len(engine.generations)
+        failed += len(engine.requests)
         engine.cancel_all()
         engine.check_integrity()
-    late = [names[request_id] for request_id in engine.generations]
+    late = [names[request_id] for request_id in engine.requests]
     engine.cancel_all()
     if missing := [name for name in late if name is not None]:
         logger.warning("no time to pin %s; pin them again", ", ".join(map(repr, missing)))

@@ -25,19 +25,18 @@ from folio.app.engine.delta import Delta
 from folio.app.engine.execution.batch import demands, next_demands
 from folio.app.engine.execution.executor import Executor, Forward
 from folio.app.engine.faults import SequenceFailure, attribute_failures, failure_of
-from folio.app.engine.generation import Generation
 from folio.app.engine.load_report import LoadMeter
 from folio.app.engine.lora.store import AdapterStore
 from folio.app.engine.pooler import PooledRows, Pooler
 from folio.app.engine.preemption import PreemptionCostModel
-from folio.app.engine.request import Request
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.running import TokensAwaited
 from folio.app.engine.scheduled import Committed, Scheduled
 from folio.app.engine.scheduler import Scheduler
 from folio.app.engine.speculation import Speculation
 from folio.app.engine.token_selection import TokenChooser, TokenSelection
 from folio.app.engine.watch import EngineWatch
-from folio.app.errors import EngineError, FolioError, RequestError
+from folio.app.errors import EngineError, RequestError
 from folio.vmem import KVMemory, PinError
 
 # Poll interval of a step that finds no memory.
@@ -78,7 +77,7 @@ class StepLoop:
     """Compute one step after the other.
 
     Args:
-        generations: of the engine's requests.
+        requests: of the engine, by their ids.
         num_tokens: most tokens of a step.
         waits: on a shared device requests wait for memory as long as they must, and the caller waits for other engines.
 
@@ -98,7 +97,7 @@ class StepLoop:
         pooler: Pooler | None,
         speculation: Speculation | None,
         recovery: PreemptionCostModel,
-        generations: dict[str, Generation],
+        requests: dict[str, Request],
         meter: LoadMeter,
         watch: EngineWatch,
         num_tokens: int,
@@ -116,7 +115,7 @@ class StepLoop:
         self._pooler = pooler
         self._speculation = speculation
         self._recovery = recovery
-        self._generations = generations
+        self._requests = requests
         self._meter = meter
         self._watch = watch
         self._num_tokens = num_tokens
@@ -124,7 +123,7 @@ class StepLoop:
         self._launched: _Step | None = None  # its tokens are not applied
         self._applied: list[Delta] = []  # of a step that a caller could not wait for
         self._applied_at = 0.0
-        self._prefilling: list[tuple[Request, float]] = []  # without their first token, and their starts
+        self._prefilling: list[tuple[Sequence, float]] = []  # without their first token, and their starts
         self._stalled_since: float | None = None
 
     @property
@@ -142,7 +141,7 @@ class StepLoop:
         self.starved = False
         if self._speculation is not None and self._launched is not None and self._scheduler.decoding():
             self.settle()  # draft tokens follow known ones
-        if self._launched is not None and all(s.request.is_ended for s in self._launched.scheduled):
+        if self._launched is not None and all(s.sequence.is_ended for s in self._launched.scheduled):
             self._launched = None
         deltas = self.take_applied()
         before, step = self._launched, None
@@ -154,11 +153,11 @@ class StepLoop:
             self._scheduler.abort_step()
         except SequenceFailure as failure:  # the other requests go on
             self._scheduler.abort_step()
-            request_id = failure.request.request_id
-            deltas.append(self._fail(request_id, failure_of(request_id, failure)))
+            sequence = failure.sequence
+            deltas.append(self._decoder.fail(sequence.request, failure_of(sequence.request_id, failure)))
         except _Unschedulable as unschedulable:
             self._scheduler.abort_step()
-            deltas += [self._fail(request_id, unschedulable.error) for request_id in unschedulable.request_ids]
+            deltas += [self._decoder.fail(request, unschedulable.error) for request in unschedulable.requests]
         except BaseException:
             self._scheduler.abort_step()
             raise
@@ -210,7 +209,7 @@ class StepLoop:
         start = time.perf_counter()  # after the proposals: step times are to say what verification costs
         scheduled = self._scheduler.schedule(drafts, ahead=before is not None)
         if unschedulable := self._scheduler.take_unschedulable():
-            raise _Unschedulable([group.members[0].request_id for group in unschedulable if group.members])
+            raise _Unschedulable([request for request in unschedulable if request.sequences])
         if not scheduled:
             return None
         memory = self._memory
@@ -240,8 +239,8 @@ class StepLoop:
         if step.committed is None:
             self._commit(step)
         else:
-            for request, row in selection.plain:
-                request.pending_row = row
+            for sequence, row in selection.plain:
+                sequence.pending_row = row
 
     def _commit(self, step: _Step) -> None:
         step.committed = self._scheduler.commit_step()
@@ -258,8 +257,8 @@ class StepLoop:
         if self._pooler is not None and sums is not None:
             deltas += self._pooler.apply(step.pooled, sums.cpu())
         for s in step.scheduled:
-            if s.request.pin_name is not None and s.ends_prompt and not s.request.is_ended:
-                deltas.append(self._pin(s.request))
+            if s.sequence.pin_name is not None and s.ends_prompt and not s.sequence.is_ended:
+                deltas.append(self._pin(s.sequence))
         self._adapters.release_retired()
         now = time.perf_counter()
         self.step_s = seconds = now - max(step.start, self._applied_at)
@@ -281,35 +280,35 @@ class StepLoop:
 
     # ---- details ----
 
-    def _propose(self) -> dict[Request, list[int]]:
+    def _propose(self) -> dict[Sequence, list[int]]:
         """Propose draft tokens for sequences that decode."""
         if self._speculation is None:
             return {}
         decoding = self._scheduler.decoding()
         proposals = self._speculation.propose(decoding, self._num_tokens - len(decoding))
-        return {request: tokens for request, tokens in zip(decoding, proposals, strict=True) if tokens}
+        return {sequence: tokens for sequence, tokens in zip(decoding, proposals, strict=True) if tokens}
 
     def _note_begun(self, scheduled: list[Scheduled], start: float) -> None:
         """Count the requests whose first chunk the step computes."""
         for s in scheduled:
-            request = s.request
-            if s.start == request.num_cached_tokens and not request.max_computed:
-                with attribute_failures(request):
-                    self._meter.note_begun(request)
-                request.queue_s = start - request.submitted_at
-                self._meter.queue_s.append(request.queue_s)
+            sequence = s.sequence
+            if s.start == sequence.num_cached_tokens and not sequence.max_computed:
+                with attribute_failures(sequence):
+                    self._meter.note_begun(sequence)
+                sequence.queue_s = start - sequence.submitted_at
+                self._meter.queue_s.append(sequence.queue_s)
                 if self._watch.is_on:
-                    self._watch.note_begun(request.queue_s)
-                self._prefilling.append((request, start))
+                    self._watch.note_begun(sequence.queue_s)
+                self._prefilling.append((sequence, start))
 
     def _note_prefilled(self, now: float) -> None:
         """Count the requests that have got their first token. Those that have ended without one are forgotten."""
         left = []
-        for request, start in self._prefilling:
-            if request.num_output_tokens:
+        for sequence, start in self._prefilling:
+            if sequence.num_output_tokens:
                 self._meter.prefill_s.append(now - start)
-            elif not request.is_ended:
-                left.append((request, start))
+            elif not sequence.is_ended:
+                left.append((sequence, start))
         self._prefilling = left
 
     def _note_step(self, scheduled: list[Scheduled], seconds: float) -> None:
@@ -322,26 +321,23 @@ class StepLoop:
             self._meter.note_step(seconds, time.monotonic())
             self._scheduler.mixed_steps.note(scheduled, seconds)
 
-    def _pin(self, request: Request) -> Delta:
-        """Pin the prefix that a request has computed, and end the request."""
-        assert request.memory is not None
-        assert request.pin_name is not None
+    def _pin(self, sequence: Sequence) -> Delta:
+        """Pin the prefix that a sequence has computed, and end its request."""
+        assert sequence.memory is not None
+        assert sequence.pin_name is not None
         try:
-            self._memory.pin(request.pin_name, request.memory, request.num_computed)
+            self._memory.pin(sequence.pin_name, sequence.memory, sequence.num_computed)
         except PinError as error:
-            return self._fail(request.request_id, RequestError(str(error), "name"))
+            return self._decoder.fail(sequence.request, RequestError(str(error), "name"))
         except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
-            return self._fail(request.request_id, failure_of(request.request_id, error))
-        self._decoder.end_sequence(request)
-        return Delta(request.request_id, (), "", "stop", num_cached_tokens=request.num_cached_tokens or 0)
-
-    def _fail(self, request_id: str, error: FolioError) -> Delta:
-        return self._decoder.fail(self._generations[request_id], error)
+            return self._decoder.fail(sequence.request, failure_of(sequence.request_id, error))
+        self._decoder.end_sequence(sequence)
+        return Delta(sequence.request_id, (), "", "stop", num_cached_tokens=sequence.num_cached_tokens or 0)
 
     def _wait_for_pages(self) -> list[Delta]:
         """Wait briefly while nothing can be scheduled: for adapters, or because the device has less memory than the
         budget. Fail the first request when that takes too long."""
-        if not self._generations:
+        if not self._requests:
             return []
         if self._waits:
             self.starved = True
@@ -356,13 +352,13 @@ class StepLoop:
             return []
         self._stalled_since = None
         error = EngineError("the device has too little memory for this request, although the budget allows it")
-        return [self._fail(self._scheduler.first_blocked.request_id, error)]
+        return [self._decoder.fail(self._scheduler.first_blocked.request, error)]
 
 
 class _Unschedulable(Exception):
     """Requests whose beams no longer fit into the KV cache."""
 
-    def __init__(self, request_ids: list[str]) -> None:
-        super().__init__(request_ids)
-        self.request_ids = request_ids
+    def __init__(self, requests: list[Request]) -> None:
+        super().__init__(requests)
+        self.requests = requests
         self.error = EngineError("the KV cache has become too small for the beams of this request")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import abc
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,8 +11,7 @@ import torch
 from folio.app.engine.delta import TokenLogprobs
 from folio.app.engine.execution.batch import Array
 from folio.app.engine.faults import failure_of
-from folio.app.engine.generation import Generation
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.beam import BeamSearch, likeliest
 from folio.app.engine.sampling.choice import compiled_kernels
 from folio.app.engine.sampling.logprobs import prompt_logprobs
@@ -26,7 +25,7 @@ from folio.app.errors import FolioError, RequestError
 class SampledRows:
     """Rows to sample of one sequence: one for each draft and one more, or one for each fork. `start`: the first one."""
 
-    request: Request
+    sequence: Sequence
     start: int
     states: tuple[SamplingState, ...]
     drafts: tuple[int, ...]
@@ -36,8 +35,8 @@ class SampledRows:
 class BeamCandidates:
     """Candidates of one beam search: the likeliest next tokens of each beam."""
 
-    generation: Generation
-    requests: tuple[Request, ...]
+    request: Request
+    sequences: tuple[Sequence, ...]
     logprobs: Array  # [beams, candidates]
     token_ids: Array
     is_sound: bool
@@ -57,71 +56,65 @@ class TokenSelection:
         failed: sequences for which choosing has failed.
     """
 
-    plain: list[tuple[Request, int]] = field(default_factory=list)
+    plain: list[tuple[Sequence, int]] = field(default_factory=list)
     rows: list[SampledRows] = field(default_factory=list)
     where: list[int] = field(default_factory=list)
     states: list[SamplingState] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    beam_rows: list[tuple[Generation, dict[Request, int]]] = field(default_factory=list)
+    beam_rows: list[tuple[Request, dict[Sequence, int]]] = field(default_factory=list)
     prompt_rows: list[tuple[Scheduled, slice]] = field(default_factory=list)
     pending: PendingSample | None = None
     sampled: Sampled | None = None
     beams: list[BeamCandidates] = field(default_factory=list)
-    prompts: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
-    failed: dict[Request, FolioError] = field(default_factory=dict)
+    prompts: list[tuple[Sequence, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
+    failed: dict[Sequence, FolioError] = field(default_factory=dict)
 
-    def fail(self, request: Request, error: BaseException) -> None:
+    def fail(self, sequence: Sequence, error: BaseException) -> None:
         """Note a failure for a sequence; the first one of a request counts. Raises it if it is no request's."""
-        if all(other.request_id != request.request_id for other in self.failed):
-            self.failed[request] = failure_of(request.request_id, error)
+        if all(other.request_id != sequence.request_id for other in self.failed):
+            self.failed[sequence] = failure_of(sequence.request_id, error)
 
 
 class TokenChooser:
-    """Chooses tokens from logits. A call that fails for one request fails that request, when the tokens are applied.
+    """Chooses tokens from logits. A call that fails for one request fails that request, when the tokens are applied."""
 
-    Args:
-        generations: of the engine's requests.
-    """
-
-    def __init__(self, generations: Mapping[str, Generation]) -> None:
-        self._generations = generations
+    def __init__(self) -> None:
         compiled_kernels()  # before there are requests
 
-    def select(self, scheduled: Sequence[Scheduled]) -> TokenSelection:
+    def select(self, scheduled: abc.Sequence[Scheduled]) -> TokenSelection:
         """Select the rows of a step's logits to choose tokens from. Sequences that have ended since the step was
         scheduled are left out."""
         selection = TokenSelection()
         plain, where, states, positions = selection.plain, selection.where, selection.states, selection.positions
-        beams: dict[SequenceGroup, dict[Request, int]] = {}
+        beams: dict[Request, dict[Sequence, int]] = {}
         end = 0
         for s in scheduled:
             start, end = end, end + s.num_logits
-            request = s.request
-            if start == end or request.is_ended:
+            sequence = s.sequence
+            if start == end or sequence.is_ended:
                 continue
             try:
-                if request.params.prompt_logprobs is not None and s.start < len(request.prompt_token_ids):
+                if sequence.params.prompt_logprobs is not None and s.start < len(sequence.prompt_token_ids):
                     selection.prompt_rows.append((s, slice(start, end)))
                 if not s.samples:
                     continue
-                if request.params.use_beam_search:
-                    beams.setdefault(request.group, {})[request] = end - 1
-                elif not request.num_forks and not s.drafts and request.sampling.matcher is None:  # most sequences
-                    plain.append((request, len(states)))
-                    states.append(request.sampling)
+                if sequence.params.use_beam_search:
+                    beams.setdefault(sequence.request, {})[sequence] = end - 1
+                elif not sequence.num_forks and not s.drafts and sequence.sampling.matcher is None:  # most sequences
+                    plain.append((sequence, len(states)))
+                    states.append(sequence.sampling)
                     where.append(end - 1)
                     positions.append(0)
                 else:
                     own, ahead = _rows_to_sample(s)
-                    selection.rows.append(SampledRows(request, len(states), own, s.drafts))
+                    selection.rows.append(SampledRows(sequence, len(states), own, s.drafts))
                     states += own
                     positions += ahead
                     where += [end - 1 - ahead[-1] + position for position in ahead]
             except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
-                selection.fail(request, error)
-        for group, rows in beams.items():
-            generation = self._generations[group.members[0].request_id]
-            selection.beam_rows.append((generation, {request: rows[request] for request in group.members}))
+                selection.fail(sequence, error)
+        for request, rows in beams.items():
+            selection.beam_rows.append((request, {sequence: rows[sequence] for sequence in request.sequences}))
         return selection
 
     def choose(self, selection: TokenSelection, logits: torch.Tensor) -> None:
@@ -129,9 +122,9 @@ class TokenChooser:
         for each row alone, too."""
         for s, part in selection.prompt_rows:
             try:
-                selection.prompts.append((s.request, _prompt_logprobs(s, logits[part])))
+                selection.prompts.append((s.sequence, _prompt_logprobs(s, logits[part])))
             except BaseException as error:  # noqa: BLE001 - as in `select`
-                selection.fail(s.request, error)
+                selection.fail(s.sequence, error)
         if states := selection.states:
             where = selection.where
             rows = logits if where == list(range(len(logits))) else logits[where]
@@ -140,9 +133,9 @@ class TokenChooser:
                 selection.pending = launch_sampling(rows, states, offsets)
             except BaseException as error:  # noqa: BLE001 - as in `select`
                 selection.sampled = self._sample_apart(selection, rows, states, offsets, error)
-        for generation, beam_rows in selection.beam_rows:
+        for request, beam_rows in selection.beam_rows:
             try:
-                selection.beams.append(_beam_candidates(generation, beam_rows, logits))
+                selection.beams.append(_beam_candidates(request, beam_rows, logits))
             except BaseException as error:  # noqa: BLE001 - as in `select`
                 selection.fail(next(iter(beam_rows)), error)
 
@@ -150,13 +143,13 @@ class TokenChooser:
         self,
         selection: TokenSelection,
         logits: torch.Tensor,
-        states: Sequence[SamplingState],
-        positions: Sequence[int] | None,
+        states: abc.Sequence[SamplingState],
+        positions: abc.Sequence[int] | None,
         cause: BaseException,
     ) -> Sampled:
         """Sample each request by itself, after `sample` has failed for all together."""
-        parts = [(request, slice(row, row + 1)) for request, row in selection.plain]
-        parts += [(rows.request, slice(rows.start, rows.start + len(rows.states))) for rows in selection.rows]
+        parts = [(sequence, slice(row, row + 1)) for sequence, row in selection.plain]
+        parts += [(rows.sequence, slice(rows.start, rows.start + len(rows.states))) for rows in selection.rows]
         sampled, errors = sample_apart(logits, states, positions, [part for _, part in parts])
         if len(errors) == len(parts) > 1 and not any(isinstance(error, RequestError) for error in errors.values()):
             raise cause  # no request's failure
@@ -165,32 +158,32 @@ class TokenChooser:
         return sampled
 
 
-def _beam_candidates(generation: Generation, rows: dict[Request, int], logits: torch.Tensor) -> BeamCandidates:
-    assert isinstance(generation.selection, BeamSearch)
-    logprobs, token_ids = likeliest(logits[list(rows.values())], generation.selection.num_candidates)
-    return BeamCandidates(generation, tuple(rows), logprobs, token_ids, bool(np.isfinite(logprobs).all()))
+def _beam_candidates(request: Request, rows: dict[Sequence, int], logits: torch.Tensor) -> BeamCandidates:
+    assert isinstance(request.selection, BeamSearch)
+    logprobs, token_ids = likeliest(logits[list(rows.values())], request.selection.num_candidates)
+    return BeamCandidates(request, tuple(rows), logprobs, token_ids, bool(np.isfinite(logprobs).all()))
 
 
-def _rows_to_sample(s: Scheduled) -> tuple[tuple[SamplingState, ...], Sequence[int]]:
+def _rows_to_sample(s: Scheduled) -> tuple[tuple[SamplingState, ...], abc.Sequence[int]]:
     """The states of a sequence's rows, and the drafts before each: one row per fork, or per draft and one more."""
-    state = s.request.sampling
-    if num_forks := s.request.num_forks:
+    state = s.sequence.sampling
+    if num_forks := s.sequence.num_forks:
         return (state, *(state.fork(index=1 + i) for i in range(num_forks))), [0] * (1 + num_forks)
     return (state,) * (1 + len(s.drafts)), range(1 + len(s.drafts))
 
 
 def _prompt_logprobs(s: Scheduled, logits: torch.Tensor) -> tuple[TokenLogprobs, ...]:
     """Log probabilities of the prompt tokens after the scheduled ones, without those known from before a preemption."""
-    request, top = s.request, s.request.params.prompt_logprobs
+    sequence, top = s.sequence, s.sequence.params.prompt_logprobs
     assert top is not None
-    known = 1 + len(request.prompt_logprobs)
+    known = 1 + len(sequence.prompt_logprobs)
     following = range(
         max(s.start + 1, known),
-        min(s.start + s.num_tokens + 1, len(request.prompt_token_ids)),
+        min(s.start + s.num_tokens + 1, len(sequence.prompt_token_ids)),
     )
     if not following:
         return ()
     skipped = following.start - s.start - 1
     return prompt_logprobs(
-        logits[skipped : skipped + len(following)], request.prompt_token_ids[following.start : following.stop], top
+        logits[skipped : skipped + len(following)], sequence.prompt_token_ids[following.start : following.stop], top
     )

@@ -1,4 +1,4 @@
-"""Waiting queue: groups as they are due (`Scheduler.add`), within priority; or by turns of tenants.
+"""Waiting queue: requests as they are due (`Scheduler.add`), within priority; or by turns of tenants.
 
 **Deficit round robin** (Shreedhar and Varghese, 1995), charged afterwards, because the length of an output is not known
 in advance. Within each priority the tenants stand in a ring:
@@ -25,17 +25,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from operator import attrgetter
 
-from folio.app.engine.request import SequenceGroup
+from folio.app.engine.request import Request
 
 Tenant = str | None
-_turn = attrgetter("prefill_key")
+_due_order = attrgetter("prefill_key")
 
 
 class WaitingQueue:
-    """Groups that wait. Iteration, `len`, `lengths` and `expected_order` are for any thread, all else for the engine's.
+    """Requests that wait. Iteration, `len`, `lengths` and `expected_order` are for any thread, all else for the
+    engine's.
 
-    The group that `peek` has returned stays the head until it is removed, or a lower priority number arrives, or one of
-    its tenant that is due earlier: a large request that waits for room is not overtaken otherwise.
+    The request that `peek` has returned stays the head until it is removed, or a lower priority number arrives, or one
+    of its tenant that is due earlier: a large request that waits for room is not overtaken otherwise.
 
     Args:
         quantum: tokens of a tenant's turn; `None`: tenants make no difference.
@@ -43,9 +44,9 @@ class WaitingQueue:
 
     def __init__(self, quantum: int | None = None) -> None:
         self._quantum = quantum
-        self._tokens: dict[SequenceGroup, int] = {}  # prompt tokens, in order of arrival
-        self._levels: dict[int, _Level] = {}  # only levels with waiting groups
-        self._next: SequenceGroup | None = None
+        self._tokens: dict[Request, int] = {}  # prompt tokens, in order of arrival
+        self._levels: dict[int, _Level] = {}  # only levels with waiting requests
+        self._next: Request | None = None
 
     @property
     def is_fair(self) -> bool:
@@ -54,85 +55,85 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def __iter__(self) -> Iterator[SequenceGroup]:
+    def __iter__(self) -> Iterator[Request]:
         return iter(tuple(self._tokens))
 
     def lengths(self) -> list[int]:
-        """Prompt tokens of each group."""
+        """Prompt tokens of each request."""
         return list(self._tokens.values())
 
-    def expected_order(self) -> list[SequenceGroup]:
-        """The groups in the order in which they begin, as far as is known: with tenants, one of each a turn."""
-        groups = sorted(self, key=_turn)
+    def expected_order(self) -> list[Request]:
+        """The requests in the order in which they begin, as far as is known: with tenants, one of each a turn."""
+        requests = sorted(self, key=_due_order)
         if not self.is_fair:
-            return groups
+            return requests
         turns: Counter[tuple[int, Tenant]] = Counter()
-        keys: dict[SequenceGroup, tuple[int, int]] = {}
-        for group in groups:
-            keys[group] = group.priority, turns[group.priority, group.tenant]
-            turns[group.priority, group.tenant] += 1
-        return sorted(groups, key=keys.__getitem__)
+        keys: dict[Request, tuple[int, int]] = {}
+        for request in requests:
+            keys[request] = request.priority, turns[request.priority, request.tenant]
+            turns[request.priority, request.tenant] += 1
+        return sorted(requests, key=keys.__getitem__)
 
-    def __contains__(self, group: SequenceGroup) -> bool:
-        return group in self._tokens
+    def __contains__(self, request: Request) -> bool:
+        return request in self._tokens
 
-    def add(self, group: SequenceGroup) -> None:
-        assert group not in self._tokens, "the group waits already"
-        self._tokens[group] = sum(request.num_uncomputed for request in group.members)
-        if group.priority not in self._levels:
-            self._levels[group.priority] = _Level(self._quantum)
-        self._levels[group.priority].add(group)
+    def add(self, request: Request) -> None:
+        assert request not in self._tokens, "the request waits already"
+        self._tokens[request] = sum(sequence.num_uncomputed for sequence in request.sequences)
+        if request.priority not in self._levels:
+            self._levels[request.priority] = _Level(self._quantum)
+        self._levels[request.priority].add(request)
         head = self._next
-        if head is None or group.prefill_key > head.prefill_key:
+        if head is None or request.prefill_key > head.prefill_key:
             return
-        if group.priority < head.priority:
+        if request.priority < head.priority:
             self._next = None
-        elif not self.is_fair or group.tenant == head.tenant:
-            self._next = group
+        elif not self.is_fair or request.tenant == head.tenant:
+            self._next = request
 
-    def remove(self, group: SequenceGroup) -> None:
-        """Remove a group that begins or is cancelled. Raises `KeyError` if it does not wait."""
-        del self._tokens[group]
-        level = self._levels[group.priority]
-        level.remove(group)
+    def remove(self, request: Request) -> None:
+        """Remove a request that begins or is cancelled. Raises `KeyError` if it does not wait."""
+        del self._tokens[request]
+        level = self._levels[request.priority]
+        level.remove(request)
         if not level.num_waiting:
-            del self._levels[group.priority]
-        if group is self._next:
+            del self._levels[request.priority]
+        if request is self._next:
             self._next = None
 
-    def peek(self) -> SequenceGroup | None:
-        """The group that begins next, if any waits."""
+    def peek(self) -> Request | None:
+        """The request that begins next, if any waits."""
         if self._next is None and self._levels:
             self._next = self._levels[min(self._levels)].next()
         return self._next
 
-    def charge(self, group: SequenceGroup, num_tokens: int) -> None:
-        """Charge the tenant of a group that has begun for computed tokens."""
-        if self._quantum is not None and num_tokens and (level := self._levels.get(group.priority)) is not None:
-            level.tenant_credit(group.tenant).credit -= num_tokens
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Charge the tenant of a request that has begun for computed tokens."""
+        if self._quantum is not None and num_tokens and (level := self._levels.get(request.priority)) is not None:
+            level.tenant_credit(request.tenant).credit -= num_tokens
 
 
 class _TenantCredit:
     """A tenant within a priority.
 
     Attributes:
-        groups: its waiting groups, as they are due.
+        requests: its waiting requests, as they are due.
         credit: tokens left in its turn; below 0, its debt.
     """
 
-    __slots__ = ("credit", "groups")
+    __slots__ = ("credit", "requests")
 
     def __init__(self) -> None:
-        self.groups: list[SequenceGroup] = []
+        self.requests: list[Request] = []
         self.credit = 0
 
 
 class _Level:
-    """Waiting groups of one priority."""
+    """Waiting requests of one priority."""
 
     def __init__(self, quantum: int | None) -> None:
         self._by_turns = quantum is not None
-        self._quantum = quantum or 1  # without turns all groups are one tenant's, which is never charged
+        self._quantum = quantum or 1  # without turns all requests are one tenant's, which is never charged
         self._ring: OrderedDict[Tenant, _TenantCredit] = OrderedDict()  # the first one has the turn
         self._turn_begun = False
         self.num_waiting = 0
@@ -144,29 +145,29 @@ class _Level:
             self._ring[key] = _TenantCredit()
         return self._ring[key]
 
-    def add(self, group: SequenceGroup) -> None:
-        bisect.insort(self.tenant_credit(group.tenant).groups, group, key=_turn)
+    def add(self, request: Request) -> None:
+        bisect.insort(self.tenant_credit(request.tenant).requests, request, key=_due_order)
         self.num_waiting += 1
 
-    def remove(self, group: SequenceGroup) -> None:
-        groups = self.tenant_credit(group.tenant).groups
-        del groups[groups.index(group, bisect.bisect_left(groups, _turn(group), key=_turn))]
+    def remove(self, request: Request) -> None:
+        requests = self.tenant_credit(request.tenant).requests
+        del requests[requests.index(request, bisect.bisect_left(requests, _due_order(request), key=_due_order))]
         self.num_waiting -= 1
 
-    def next(self) -> SequenceGroup:
-        """The first group of the first tenant with credit. A group must wait.
+    def next(self) -> Request:
+        """The first request of the first tenant with credit. A request must wait.
 
-        Amortised cost: each turn in which no group begins pays off a quantum of debt, or drops a tenant.
+        Amortised cost: each turn in which no request begins pays off a quantum of debt, or drops a tenant.
         """
         while True:
             tenant, state = next(iter(self._ring.items()))
             if not self._turn_begun:
                 state.credit += self._quantum
                 self._turn_begun = True
-            if state.groups and state.credit > 0:
-                return state.groups[0]
+            if state.requests and state.credit > 0:
+                return state.requests[0]
             self._turn_begun = False
-            if state.groups or state.credit < 0:
+            if state.requests or state.credit < 0:
                 self._ring.move_to_end(tenant)
             else:
                 del self._ring[tenant]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from folio.vmem import MemorySnapshot, SequenceSnapshot, take_snapshot
 
 if TYPE_CHECKING:
-    from folio.app.engine.request import Request
+    from folio.app.engine.request import Sequence
     from folio.app.engine.scheduler import Scheduler
     from folio.vmem import KVMemory, SequenceMemory
 
@@ -106,13 +106,13 @@ class EngineWatch:
             detailed: with sequences and parked regions.
             wanted: ids of requests whose sequences are to be among them, however short they are.
         """
-        owners: dict[int, Request] = {}
+        owners: dict[int, Sequence] = {}
         chosen: list[SequenceMemory] = []
         if detailed:
-            for request in self._scheduler.unfinished():
-                if (memory := request.memory) is not None:
-                    owners[id(memory)] = request
-                    if request.request_id.rpartition("-")[0] in wanted:
+            for sequence in self._scheduler.unfinished():
+                if (memory := sequence.memory) is not None:
+                    owners[id(memory)] = sequence
+                    if sequence.request_id.rpartition("-")[0] in wanted:
                         chosen.append(memory)
         snapshot = take_snapshot(
             self._memory,

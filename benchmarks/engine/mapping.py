@@ -20,7 +20,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from benchmarks.facts import record
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
 from folio.app.engine.execution.batch import demands, next_demands
 from folio.app.engine.preemption import PreemptionCostModel
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.scheduler import Scheduler
 from folio.vmem import (
@@ -177,7 +178,7 @@ def models(args: argparse.Namespace) -> tuple[Model, Model]:
 def share_of(
     args: argparse.Namespace,
     model: Model,
-    lengths: Sequence[tuple[int, int]],
+    lengths: abc.Sequence[tuple[int, int]],
     kind: LayoutKind,
     options: MappingOptions,
 ) -> float:
@@ -200,7 +201,7 @@ def make_backend(args: argparse.Namespace, budget_bytes: int) -> Backend:
 def replay(
     backend: Backend,
     model: Model,
-    lengths: Sequence[tuple[int, int]],
+    lengths: abc.Sequence[tuple[int, int]],
     kind: LayoutKind,
     options: MappingOptions,
     busy: Callable[[float, KVMemory], None],
@@ -241,7 +242,7 @@ def replay(
         following = next_demands(scheduled, CHUNK_TOKENS)
         memory.plan(following, scheduler.coming_tokens(following), scheduler.view)
         num_tokens = sum(s.num_tokens for s in scheduled)
-        num_cached = sum(s.request.num_computed + s.num_tokens for s in scheduled)
+        num_cached = sum(s.sequence.num_computed + s.num_tokens for s in scheduled)
         step_s = model.step_s(num_tokens, num_cached, layout.payload_bytes)
         busy(min(step_s, LONGEST_STEP_S), memory)
         steps_s += step_s
@@ -250,23 +251,23 @@ def replay(
         scheduler.commit_step()
         scheduler.settle(scheduled)
         for s in sampling:
-            s.request.append([0], frozenset())
-            if s.request.num_output_tokens == s.request.max_tokens:
-                scheduler.remove_sequence(s.request)
+            s.sequence.append([0], frozenset())
+            if s.sequence.num_output_tokens == s.sequence.max_tokens:
+                scheduler.remove_sequence(s.sequence)
     report = memory.report()
     memory.check_integrity()
     memory.close()
     return Replay(steps_s, report.exposed_us / 1e6, report.hidden_us / 1e6, num_steps)
 
 
-def submit(scheduler: Scheduler, memory: KVMemory, lengths: Sequence[tuple[int, int]]) -> None:
+def submit(scheduler: Scheduler, memory: KVMemory, lengths: abc.Sequence[tuple[int, int]]) -> None:
     """Requests of these prompts and outputs, no two of which share a prefix."""
     params = SamplingParams(temperature=0, ignore_eos=True)
     for i, (prompt, output) in enumerate(lengths):
         tokens = list(range(i * MAX_TOKENS, i * MAX_TOKENS + prompt))
-        group = SequenceGroup(0, i)
-        Request(str(i), tokens, params, output, None, memory.prefixes.chain(), group, tokens.copy())
-        scheduler.add(group)
+        request = Request(str(i), params, arrival=i)
+        Sequence(request, tokens, params, output, None, memory.prefixes.chain(), tokens.copy())
+        scheduler.add(request)
 
 
 def busy_cpu(seconds: float, memory: KVMemory) -> None:
@@ -336,7 +337,7 @@ def one_size(args: argparse.Namespace, size: int, pages: int, repeats: int = 7) 
     def create(handles: list[int]) -> None:
         handles += [backend.create(size) for _ in range(pages)]
 
-    def destroy(handles: Sequence[int]) -> None:
+    def destroy(handles: abc.Sequence[int]) -> None:
         for handle in handles:
             backend.destroy(handle)
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.simulator.backend import CountingBackend
 from folio.app.engine.execution.builder import BatchBuilder
 from folio.app.engine.execution.planner import StepPlanner
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.scheduled import Scheduled
 from folio.vmem import KVMemory, LayerGroup, LayerSpec, MappingOptions, View, plan_layout
@@ -44,30 +44,30 @@ def plan_us(num_seqs: int, context: int, view: View, num_steps: int, device: tor
     """Median microseconds to plan and to build a decode step, blocks that begin in it included. Sequences begin blocks
     at different steps."""
     memory = make_memory(num_seqs, context + num_steps)
-    params, requests = SamplingParams(), []
+    params, sequences = SamplingParams(), []
     for i in range(num_seqs):
-        ids, sequence = [1] * (context - i % BLOCK_TOKENS), memory.create_sequence(view)
-        chain, group = memory.prefixes.chain(), SequenceGroup(0, i)
-        requests.append(Request(str(i), ids, params, 1, None, chain, group, ids.copy(), memory=sequence))
+        ids, own = [1] * (context - i % BLOCK_TOKENS), memory.create_sequence(view)
+        chain, request = memory.prefixes.chain(), Request(str(i), params)
+        sequences.append(Sequence(request, ids, params, 1, None, chain, ids.copy(), memory=own))
     builder = BatchBuilder(memory.tensors, device, num_seqs)
     planner = StepPlanner(memory, builder, num_seqs)
     times = []
     for _ in range(num_steps):
         scheduled = []
-        for request in requests:
-            assert request.memory is not None
-            request.num_computed = len(request.token_ids) - 1
-            memory.append(request.memory, len(request.token_ids))
-            scheduled.append(Scheduled(request, 1))
+        for sequence in sequences:
+            assert sequence.memory is not None
+            sequence.num_computed = len(sequence.token_ids) - 1
+            memory.append(sequence.memory, len(sequence.token_ids))
+            scheduled.append(Scheduled(sequence, 1))
         start = time.perf_counter()
         plan = planner.plan(scheduled)
         builder.expected = plan.header.number
         builder.build(plan)
         times.append(time.perf_counter() - start)
-        for request in requests:
-            request.token_ids.append(2)
-    for request in requests:
-        assert request.memory is not None
-        memory.free(request.memory)
+        for sequence in sequences:
+            sequence.token_ids.append(2)
+    for sequence in sequences:
+        assert sequence.memory is not None
+        memory.free(sequence.memory)
     memory.close()
     return statistics.median(times[num_steps // 4 :]) * 1e6  # the first plans have all tables

@@ -24,7 +24,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.engine import Engine
 from folio.app.engine.execution.batch import demands
 from folio.app.engine.preemption import PreemptionCost, PreemptionMode
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 from folio.vmem import StepDemand
 
 QWEN, NUM_LAYERS = "Qwen2.5-0.5B", {"cpu": 4, "cuda": 24}
@@ -203,18 +204,18 @@ def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, repeats: i
     """Ask the cost model about a request with this many computed tokens, then preempt it repeatedly in both ways."""
     engine, prompt = llm.engine, make_prompt(num_tokens - 1)
     engine.submit("preempted", prompt, greedy(5))
-    request = engine.generations["preempted"].sequences[0]
-    until_next_token(engine, request)
-    until_next_token(engine, request)  # requests are never swapped in their first step
-    assert request.memory is not None
-    picked = engine.recovery.choose_mode(engine.memory, [request])
-    expected = engine.recovery.cost([(request.num_computed, 0)], engine.memory.swapping.num_bytes([request.memory]))
+    sequence = engine.requests["preempted"].sequences[0]
+    until_next_token(engine, sequence)
+    until_next_token(engine, sequence)  # requests are never swapped in their first step
+    assert sequence.memory is not None
+    picked = engine.recovery.choose_mode(engine.memory, [sequence])
+    expected = engine.recovery.cost([(sequence.num_computed, 0)], engine.memory.swapping.num_bytes([sequence.memory]))
     rounds, outputs = [], []
     for _ in range(repeats + 1):
-        swap_s, decode_s = swap(engine, request), until_next_token(engine, request)
-        outputs.append(rewind(engine, request, num_tokens))
-        recompute_s = recompute(engine, request)
-        outputs.append(rewind(engine, request, num_tokens))
+        swap_s, decode_s = swap(engine, sequence), until_next_token(engine, sequence)
+        outputs.append(rewind(engine, sequence, num_tokens))
+        recompute_s = recompute(engine, sequence)
+        outputs.append(rewind(engine, sequence, num_tokens))
         rounds.append((swap_s, decode_s, recompute_s))
     swap_s, decode_s, recompute_s = map(statistics.median, zip(*rounds[1:], strict=True))  # the first warms up
     engine.cancel("preempted")
@@ -223,25 +224,25 @@ def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, repeats: i
     return Cell(model, block_tokens, num_tokens, picked, expected, swap_s, decode_s, recompute_s, equal)
 
 
-def rewind(engine: Engine, request: Request, num_tokens: int) -> list[int]:
+def rewind(engine: Engine, sequence: Sequence, num_tokens: int) -> list[int]:
     """Let a running request generate another token, then truncate it to `num_tokens` computed tokens. Returns the
     truncated tokens."""
-    until_next_token(engine, request)
-    assert request.memory is not None
-    tokens = request.token_ids[num_tokens + 1 :]
-    del request.token_ids[num_tokens + 1 :]
-    engine.memory.truncate(request.memory, num_tokens)
-    request.num_computed = num_tokens
+    until_next_token(engine, sequence)
+    assert sequence.memory is not None
+    tokens = sequence.token_ids[num_tokens + 1 :]
+    del sequence.token_ids[num_tokens + 1 :]
+    engine.memory.truncate(sequence.memory, num_tokens)
+    sequence.num_computed = num_tokens
     return tokens
 
 
-def swap(engine: Engine, request: Request) -> float:
+def swap(engine: Engine, sequence: Sequence) -> float:
     """Seconds to swap a running request's blocks out and in, and to map them for its next step."""
     start = now(engine)
-    engine.scheduler.groups.preempt(request.group, "swap")
+    engine.scheduler.begun.preempt(sequence.request, "swap")
     out_s = now(engine) - start
-    assert request.group.swapped is not None, "it was not swapped"
-    hand_over(engine, request.num_computed)
+    assert sequence.request.swapped is not None, "it was not swapped"
+    hand_over(engine, sequence.num_computed)
     start = now(engine)
     engine.memory.ensure(demands(engine.scheduler.schedule()))
     in_s = now(engine) - start
@@ -249,19 +250,19 @@ def swap(engine: Engine, request: Request) -> float:
     return out_s + in_s
 
 
-def recompute(engine: Engine, request: Request) -> float:
+def recompute(engine: Engine, sequence: Sequence) -> float:
     """Seconds to free a running request's blocks, and to compute its tokens again and the next one."""
-    num_tokens = request.num_computed
+    num_tokens = sequence.num_computed
     start = now(engine)
-    engine.scheduler.groups.preempt(request.group, "recompute")
+    engine.scheduler.begun.preempt(sequence.request, "recompute")
     out_s = now(engine) - start
     hand_over(engine, num_tokens)
-    return out_s + until_next_token(engine, request)
+    return out_s + until_next_token(engine, sequence)
 
 
-def until_next_token(engine: Engine, request: Request) -> float:
-    count, start = request.num_output_tokens, now(engine)
-    while request.num_output_tokens == count:
+def until_next_token(engine: Engine, sequence: Sequence) -> float:
+    count, start = sequence.num_output_tokens, now(engine)
+    while sequence.num_output_tokens == count:
         engine.step()
     return now(engine) - start
 
@@ -321,7 +322,7 @@ def measure_pressure(
     rates = harness.alternate({name: partial(run, name) for name in engines}, repeats)
     preempted = {}
     for name, llm in engines.items():
-        preempted[name] = {way: n / (repeats + 1) for way, n in llm.engine.scheduler.groups.num_preempted.items()}
+        preempted[name] = {way: n / (repeats + 1) for way, n in llm.engine.scheduler.begun.num_preempted.items()}
         llm.engine.check_integrity()
         llm.close()
     return rates, preempted, all(tokens == outputs["unpressured"] for tokens in outputs.values())
@@ -330,7 +331,7 @@ def measure_pressure(
 # ---- output ----
 
 
-def print_cells(cells: Sequence[Cell]) -> None:
+def print_cells(cells: abc.Sequence[Cell]) -> None:
     print("\n  block tokens   swap ms expected   recompute ms expected   decode ms   better     picked     regret")
     for i, c in enumerate(cells):
         if not i or cells[i - 1].model != c.model:

@@ -51,7 +51,7 @@ def measure(llm: LLM, prompt_tokens: int, seed: int) -> Run:
         usual.append(_step(llm))
     begun = time.perf_counter()
     engine.submit("prompt", _ids(rng, prompt_tokens), _greedy(1))
-    while any(name == "prompt" for name in engine.generations):
+    while any(name == "prompt" for name in engine.requests):
         mixed.append(_step(llm))
     ttft_s = time.perf_counter() - begun
     engine.cancel_all()

@@ -189,7 +189,7 @@ def tokens(llm: LLM) -> list[list[int]]:
         if all(len(output) == 10 for output in outputs.values()) and len(outputs) == len(prompts):
             pages = llm.engine.memory.pages
             llm.engine.set_budget(pages.fewest * pages.page_bytes, 1)
-    assert sum(llm.engine.scheduler.groups.num_preempted.values())
+    assert sum(llm.engine.scheduler.begun.num_preempted.values())
     llm.engine.check_integrity()
     return [outputs[str(i)] for i in range(len(prompts))]
 

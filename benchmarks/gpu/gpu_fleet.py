@@ -339,7 +339,7 @@ class Features:
         for way in ("swap", "recompute"):
             with self._engine(self._device, **(alone | {"preemption": way, "kv_memory_bytes": budget})) as llm:
                 found = generate(llm, prompts, new_tokens)
-                counts = {str(key): count for key, count in llm.engine.scheduler.groups.num_preempted.items()}
+                counts = {str(key): count for key, count in llm.engine.scheduler.begun.num_preempted.items()}
                 llm.engine.check_integrity()
             record(f"preempted by {way}", f"{counts}, in {budget >> 10} KiB", counts=counts, budget_bytes=budget)
             self._compare(f"{way}, as undisturbed", expected, found)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, abc
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.simulator.device import Device
@@ -13,7 +13,7 @@ from benchmarks.simulator.traffic import Arrival
 from folio.app.engine.load_report import LoadMeter, LoadReporter
 from folio.app.engine.preemption import PreemptionCostModel
 from folio.app.engine.report import ReplicaReport
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.scheduled import Scheduled
 from folio.app.engine.scheduler import Scheduler
@@ -142,7 +142,7 @@ class SimulatedReplica:
         """Time of the next call if no request arrives; `None` while idle."""
         return self._leap.ends_at if self._leap is not None else None
 
-    def active_units_with(self, keys: Sequence[bytes]) -> int:
+    def active_units_with(self, keys: abc.Sequence[bytes]) -> int:
         """Units of unfinished requests' prompts and of another prompt; shared units count once."""
         shared = next((i for i, key in enumerate(keys) if key not in self._active_units), len(keys))
         return len(self._active_units) + len(keys) - shared
@@ -160,13 +160,11 @@ class SimulatedReplica:
         self._served[arrival.request_id] = served
         self.prefill_due_tokens += due_tokens
         self._active_units.update(map(key_of, arrival.digests))
-        group = SequenceGroup(0, arrival.number)
-        request = Request(
-            arrival.request_id, prompt, _SAMPLING, arrival.num_output_tokens, None, chain, group, prompt.copy()
-        )
-        request.expected_cached_tokens = expected_cached_tokens
-        request.use = PrefixUse(arrival.kind, len(prompt))
-        self._scheduler.add(group)
+        request = Request(arrival.request_id, _SAMPLING, arrival=arrival.number)
+        sequence = Sequence(request, prompt, _SAMPLING, arrival.num_output_tokens, None, chain, prompt.copy())
+        sequence.expected_cached_tokens = expected_cached_tokens
+        sequence.use = PrefixUse(arrival.kind, len(prompt))
+        self._scheduler.add(request)
         if self._leap is None:
             self.now = now
             self._begin()
@@ -200,8 +198,8 @@ class SimulatedReplica:
             return
         prompts = [s for s in scheduled if s.num_tokens > 1 or not s.samples]
         for s in scheduled:
-            if s.request.num_computed == s.request.num_cached_tokens and not s.request.max_computed:
-                self.meter.note_begun(s.request)
+            if s.sequence.num_computed == s.sequence.num_cached_tokens and not s.sequence.max_computed:
+                self.meter.note_begun(s.sequence)
         num_tokens = sum(s.num_tokens for s in scheduled)
         prefill_tokens = sum(s.num_tokens for s in prompts)
         attended = sum(_attended(s) for s in scheduled)
@@ -216,8 +214,8 @@ class SimulatedReplica:
 
     def _steps_alone(self, scheduled: Scheduled) -> int:
         """Number of steps until the sequence ends, or needs a block."""
-        request, unit = scheduled.request, self._device.unit_tokens
-        return min(request.max_tokens - request.num_output_tokens, unit - request.num_computed % unit)
+        sequence, unit = scheduled.sequence, self._device.unit_tokens
+        return min(sequence.max_tokens - sequence.num_output_tokens, unit - sequence.num_computed % unit)
 
     def _end(self, leap: _Leap) -> Iterator[Served]:
         self._leap = None
@@ -227,24 +225,24 @@ class SimulatedReplica:
         self.num_steps += leap.num_steps
         if leap.computes_prompts:
             self.meter.note_step(seconds, self.now)
-        sampling = [s.request for s in leap.scheduled if s.samples]
+        sampling = [s.sequence for s in leap.scheduled if s.samples]
         self._scheduler.commit_step()
         self._scheduler.settle(leap.scheduled)
-        for request in sampling:
-            served = self._served[request.request_id]
+        for sequence in sampling:
+            served = self._served[sequence.request_id]
             if served.first_token_at is None:
                 served.first_token_at = self.now
-                served.cached_tokens = request.num_cached_tokens or 0
+                served.cached_tokens = sequence.num_cached_tokens or 0
                 self.prefill_due_tokens -= served.due_tokens
             # Unique: the use of an answer in later prompts is part of the trace.
-            request.token_ids += [_GENERATED + served.arrival.number] * leap.num_steps
-            request.num_computed += leap.num_steps - 1
-            request.max_computed = request.num_computed
-            if request.num_output_tokens >= request.max_tokens:
-                del self._served[request.request_id]
+            sequence.token_ids += [_GENERATED + served.arrival.number] * leap.num_steps
+            sequence.num_computed += leap.num_steps - 1
+            sequence.max_computed = sequence.num_computed
+            if sequence.num_output_tokens >= sequence.max_tokens:
+                del self._served[sequence.request_id]
                 self._active_units -= Counter(map(key_of, served.arrival.digests))
-                self.meter.note_ended(request, self.now)
-                self._scheduler.remove_sequence(request)
+                self.meter.note_ended(sequence, self.now)
+                self._scheduler.remove_sequence(sequence)
                 served.ended_at = self.now
                 yield served
 
@@ -252,4 +250,4 @@ class SimulatedReplica:
 def _attended(scheduled: Scheduled) -> int:
     """Sum of cached tokens that the queries attend to."""
     n = scheduled.num_tokens
-    return n * scheduled.request.num_computed + n * (n + 1) // 2
+    return n * scheduled.sequence.num_computed + n * (n + 1) // 2

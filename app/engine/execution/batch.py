@@ -182,14 +182,14 @@ def next_demands(scheduled: Sequence[Scheduled], step_tokens: int) -> list[StepD
         if s.samples:
             end = start + 1
         else:
-            end = min(start + left, len(s.request.token_ids))
+            end = min(start + left, len(s.sequence.token_ids))
             left -= end - start
         if s.drafts:
-            end = min(end + len(s.drafts), s.request.most_tokens)
+            end = min(end + len(s.drafts), s.sequence.most_tokens)
         following.append(StepDemand(memory_of(s), start, end))
     return following
 
 
 def memory_of(scheduled: Scheduled) -> SequenceMemory:
-    assert scheduled.request.memory is not None
-    return scheduled.request.memory
+    assert scheduled.sequence.memory is not None
+    return scheduled.sequence.memory

@@ -125,7 +125,7 @@ class StepPlanner:
 
     def _arrange(self, scheduled: list[Scheduled], adapter_slots: Mapping[str, int] | None) -> _Arrangement:
         """Give the sequences rows, and sort `scheduled` by view, adapter and row."""
-        given = cast(list[SequenceMemory], [s.request.memory for s in scheduled])
+        given = cast(list[SequenceMemory], [s.sequence.memory for s in scheduled])
         self._rows.follow(given)
         last = self._arrangement
         if last is None or self._rows.version != self._version or adapter_slots:
@@ -193,12 +193,12 @@ def _cu_seqlens(starts: Array, runs: Sequence[tuple[bool, int, int, bool]]) -> A
 def _tokens(scheduled: Sequence[Scheduled], num_tokens: int) -> tuple[Array, Array]:
     """The tokens' ids, and which of them are pending, see `StepPlan`."""
     if num_tokens == len(scheduled):
-        found = [s.request.token_ids[s.start] if s.pending_row is None else -1 - s.pending_row for s in scheduled]
+        found = [s.sequence.token_ids[s.start] if s.pending_row is None else -1 - s.pending_row for s in scheduled]
     else:
         found = []
         for s in scheduled:
             if s.pending_row is None:
-                found += s.request.token_ids[s.start : s.start + s.num_tokens]
+                found += s.sequence.token_ids[s.start : s.start + s.num_tokens]
                 found += s.drafts
             else:
                 found.append(-1 - s.pending_row)
@@ -223,5 +223,5 @@ def _last_rows(ends: Array, counts: Sequence[int]) -> Array:
 
 
 def _slot(scheduled: Scheduled, adapter_slots: Mapping[str, int]) -> int:
-    name = scheduled.request.group.adapter
+    name = scheduled.sequence.request.adapter
     return -1 if name is None else adapter_slots[name]

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 
 from folio.app.engine.execution.batch import demands
 from folio.app.engine.execution.executor import Executor
 from folio.app.engine.model.loader import LoadedModel
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.scheduled import Scheduled
 from folio.app.errors import ModelError
@@ -37,7 +37,7 @@ TOLERANCE_8_BITS, TOLERANCE_OF_ROUNDING = 0.03, 0.8
 STEPS = ((11, 0), (1, 7), (1, 13), (1, 1))
 
 
-def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy) -> None:
+def self_test(executor: Executor, groups: abc.Sequence[LayerGroup], view: ViewPolicy) -> None:
     """Raise `ModelError` unless packed logits agree with the model's own. Creates a small KV memory for the test.
 
     With "auto" one prompt is read in the region view and the other in the home view.
@@ -107,31 +107,32 @@ def _differences(
     memory: KVMemory,
     prompts: list[torch.Tensor],
     expected: list[torch.Tensor],
-    views: Sequence[ViewPolicy],
+    views: abc.Sequence[ViewPolicy],
 ) -> tuple[list[float], list[float]]:
     """Relative differences of rows in first chunks, and of rows that read tokens cached by earlier steps."""
     differences: tuple[list[float], list[float]] = ([], [])
-    requests = []
+    sequences = []
     for i, tokens in enumerate(prompt.tolist() for prompt in prompts):
-        chain, group = memory.prefixes.chain(), SequenceGroup(0, i)
-        requests.append(Request(f"self-test-{i}", tokens, SamplingParams(), 1, None, chain, group, tokens.copy()))
-    sequences = [memory.create_sequence(view) for view in views]
+        params = SamplingParams()
+        request = Request(f"self-test-{i}", params)
+        sequences.append(Sequence(request, tokens, params, 1, None, memory.prefixes.chain(), tokens.copy()))
+    memories = [memory.create_sequence(view) for view in views]
     try:
-        for request, sequence in zip(requests, sequences, strict=True):
-            request.memory = sequence
-            memory.append(sequence, len(request.token_ids))
+        for sequence, own in zip(sequences, memories, strict=True):
+            sequence.memory = own
+            memory.append(own, len(sequence.token_ids))
         for counts in STEPS:
-            scheduled = [Scheduled(r, n) for r, n in zip(requests, counts, strict=True) if n]
+            scheduled = [Scheduled(sequence, n) for sequence, n in zip(sequences, counts, strict=True) if n]
             memory.ensure(demands(scheduled))
             actual = executor.run(executor.planner.plan(scheduled, all_logits=True), memory)
             for s, rows in zip(scheduled, actual.split([s.num_tokens for s in scheduled]), strict=True):
-                start = s.request.num_computed
-                correct = expected[requests.index(s.request)][start : start + s.num_tokens]
+                start = s.sequence.num_computed
+                correct = expected[sequences.index(s.sequence)][start : start + s.num_tokens]
                 differences[start > 0].extend(_relative(rows, correct))
-                s.request.num_computed += s.num_tokens
+                s.sequence.num_computed += s.num_tokens
     finally:
-        for sequence in sequences:
-            memory.free(sequence)
+        for own in memories:
+            memory.free(own)
     return differences
 
 

@@ -7,11 +7,12 @@ and all of them have the view that sequences begin with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 
 from folio.app.engine.execution.batch import demands, memory_of
 from folio.app.engine.execution.executor import Executor
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.scheduled import Scheduled
 from folio.vmem import KVMemory, View, ViewPolicy
@@ -35,7 +36,7 @@ def run_variants(
         KernelError: a configured kernel cannot serve this model.
         VmemError: the device refuses memory.
     """
-    views: Sequence[View] = ("region", "block_table") if view == "auto" else (view,)
+    views: abc.Sequence[View] = ("region", "block_table") if view == "auto" else (view,)
     for shape in step_shapes(max_num_seqs, step_tokens, memory.max_tokens):
         if sum(memory.pages_for(sum(counts)) for counts in shape) <= memory.num_free_pages:
             for one in views:
@@ -61,16 +62,17 @@ def step_shapes(max_num_seqs: int, step_tokens: int, max_tokens: int) -> Iterato
         yield from (((context, 1), *[(contexts[0], 1)] * (count - 1)) for context in contexts)
 
 
-def _run(executor: Executor, memory: KVMemory, shape: Shape, views: Sequence[View]) -> None:
+def _run(executor: Executor, memory: KVMemory, shape: Shape, views: abc.Sequence[View]) -> None:
     scheduled: list[Scheduled] = []
     try:
         for i, ((num_computed, num_tokens), view) in enumerate(zip(shape, views, strict=True)):
             tokens = [0] * (num_computed + num_tokens)
-            chain, group = memory.prefixes.chain(), SequenceGroup(0, i)
-            request = Request(f"variant {i}", tokens, SamplingParams(), 1, None, chain, group, tokens.copy())
-            request.memory, request.num_computed = memory.create_sequence(view), num_computed
-            scheduled.append(Scheduled(request, num_tokens))
-            memory.append(request.memory, len(tokens))
+            params = SamplingParams()
+            request = Request(f"variant {i}", params)
+            sequence = Sequence(request, tokens, params, 1, None, memory.prefixes.chain(), tokens.copy())
+            sequence.memory, sequence.num_computed = memory.create_sequence(view), num_computed
+            scheduled.append(Scheduled(sequence, num_tokens))
+            memory.append(sequence.memory, len(tokens))
         memory.ensure(demands(scheduled))
         executor.run(executor.planner.plan(scheduled), memory)
     finally:

@@ -23,7 +23,7 @@ from folio.app.engine.faults import failure_of
 from folio.app.engine.lora.layers import LoRALayers, Updates
 from folio.app.engine.lora.rank import HEADER, Action, RankAdapters
 from folio.app.engine.lora.source import AdapterSource
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.scheduler import Scheduler
 from folio.app.engine.tensor_parallel.processes import RankOrder
 from folio.app.engine.tensor_parallel.ranks import RankGroup
@@ -78,7 +78,7 @@ class AdapterStore:
         self._own = RankAdapters(layers)
         self._ranks = ranks
         self._scheduler = scheduler
-        self._held: list[SequenceGroup] = []  # by priority and arrival
+        self._held: list[Request] = []  # by priority and arrival
         self._free = list(range(max_loaded))
         self._checks = itertools.count(max_loaded)  # numbers of reads that get no slot
         self.slots: dict[str, int] = {}
@@ -103,7 +103,7 @@ class AdapterStore:
         if self.restoring and (missing := (self.restoring & self._in_use()) - self.slots.keys() - self.loading.keys()):
             return sum(map(self._known_bytes, missing))
         name = self._short_of
-        if name is None or all(group.adapter != name for group in self.held_groups):
+        if name is None or all(request.adapter != name for request in self.held_requests):
             return 0
         return self._known_bytes(name)
 
@@ -113,14 +113,14 @@ class AdapterStore:
         return sum(map(self._known_bytes, self.slots.keys() & self._in_use())) if self.slots else 0
 
     @property
-    def held_groups(self) -> tuple[SequenceGroup, ...]:
-        """Groups that wait for an adapter, in order. From any thread."""
-        return tuple(group for group in tuple(self._held) if group.members)  # the others are cancelled
+    def held_requests(self) -> tuple[Request, ...]:
+        """Requests that wait for an adapter, in order. From any thread."""
+        return tuple(request for request in tuple(self._held) if request.sequences)  # the others are cancelled
 
     @property
-    def waiting_groups(self) -> list[Request]:
+    def waiting_sequences(self) -> list[Sequence]:
         """Requests that wait for an adapter. From any thread."""
-        return [request for group in tuple(self._held) for request in tuple(group.members)]
+        return [sequence for request in tuple(self._held) for sequence in tuple(request.sequences)]
 
     def id_of(self, adapter: str) -> str:
         """The id of an adapter given by its name or id. Raises `UnknownModelError`. From any thread."""
@@ -145,8 +145,8 @@ class AdapterStore:
         """Free the memory of unloaded adapters that no request uses any more."""
         if not self._retired:
             return
-        in_use = {request.group.adapter for request in self._scheduler.unfinished()}
-        in_use |= {group.adapter for group in self._held if group.members} | self.loading.keys()
+        in_use = {sequence.request.adapter for sequence in self._scheduler.unfinished()}
+        in_use |= {request.adapter for request in self._held if request.sequences} | self.loading.keys()
         for key in self._retired.keys() - in_use:
             source = self._retired.pop(key)
             if key in self.slots:
@@ -170,18 +170,18 @@ class AdapterStore:
             self._order(Action.FORGET, 0, source)
         return None if error is None else _as_folio_error(source, error)
 
-    def add(self, group: SequenceGroup) -> None:
-        """Pass a group to the scheduler once its adapter is loaded. Raises `UnknownModelError` if there is no adapter
+    def add(self, request: Request) -> None:
+        """Pass a request to the scheduler once its adapter is loaded. Raises `UnknownModelError` if there is no adapter
         with its id, or not any more."""
-        if group.adapter is None:
-            self._scheduler.add(group)
+        if request.adapter is None:
+            self._scheduler.add(request)
         else:
-            self.id_of(group.adapter)
-            bisect.insort(self._held, group, key=attrgetter("sort_key"))
+            self.id_of(request.adapter)
+            bisect.insort(self._held, request, key=attrgetter("sort_key"))
 
     def advance(self) -> dict[str, FolioError]:
-        """Pass on groups whose adapter is loaded, and begin to load others as slots allow. Return failed requests with
-        their errors; they have left the queue, and the caller ends them."""
+        """Pass on requests whose adapter is loaded, and begin to load others as slots allow. Return failed requests
+        with their errors; they have left the queue, and the caller ends them."""
         self.has_read = False
         self.release_retired()
         if not (self._held or self.loading or self.restoring):
@@ -195,12 +195,12 @@ class AdapterStore:
         held, self._held = self._held, []
         self._short_of = None
         blocked = False
-        for group in held:
-            name = group.adapter
+        for request in held:
+            name = request.adapter
             assert name is not None
-            if not group.members:  # cancelled
+            if not request.sequences:  # cancelled
                 continue
-            request_id = group.members[0].request_id
+            request_id = request.sequences[0].request_id
             if (error := failures.get(name)) is not None:
                 failed[request_id] = error
                 continue
@@ -213,9 +213,9 @@ class AdapterStore:
                 failed[request_id] = failure_of(request_id, failure)
                 continue
             if is_ready:
-                self._scheduler.add(group)
+                self._scheduler.add(request)
             else:
-                self._held.append(group)
+                self._held.append(request)
                 blocked |= name not in self.loading
         return failed
 
@@ -271,9 +271,9 @@ class AdapterStore:
     def _restore(self, failures: Mapping[str, FolioError]) -> dict[str, FolioError]:
         """Load the adapters of requests that have begun; return the requests whose adapter cannot be loaded."""
         users: dict[str, set[str]] = {}
-        for request in self._scheduler.unfinished():
-            if (name := request.group.adapter) is not None:
-                users.setdefault(name, set()).add(request.request_id)
+        for sequence in self._scheduler.unfinished():
+            if (name := sequence.request.adapter) is not None:
+                users.setdefault(name, set()).add(sequence.request_id)
         failed: dict[str, FolioError] = {}
         missing = set()
         for name in self.restoring & users.keys():
@@ -349,7 +349,7 @@ class AdapterStore:
 
     def _in_use(self) -> set[str]:
         """Adapters of requests that have left this store."""
-        return {name for request in self._scheduler.unfinished() if (name := request.group.adapter) is not None}
+        return {name for sequence in self._scheduler.unfinished() if (name := sequence.request.adapter) is not None}
 
     def _evict(self) -> None:
         in_use = self._in_use()

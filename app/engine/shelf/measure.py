@@ -11,7 +11,7 @@ from itertools import chain, islice
 from folio.app.config.shelf import SLO
 from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.engine import Engine
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.shelf.allocation import KVNeed, ModelNeed
 from folio.app.engine.shelf.arbiter import HORIZON_S
 from folio.app.engine.shelf.shelved_model import ShelvedModel
@@ -96,26 +96,28 @@ class EngineNeed(KVNeed):
 def engine_need(engine: Engine) -> EngineNeed:
     """Read an engine's needs, in the step thread."""
     memory, scheduler, step = engine.memory, engine.scheduler, engine.recovery.step_times
-    pages, groups = memory.pages, scheduler.groups
+    pages, begun = memory.pages, scheduler.begun
     share = 1.0 if engine.speculation is None else engine.speculation.memory_share
     page_bytes = pages.page_bytes / share  # a draft model's part included
 
-    def bytes_for(group: SequenceGroup) -> int:
-        shared_tokens = len(group.members[0].prompt_token_ids) if group.members else 0
-        num_pages = memory.pages_together([_next_tokens(request) for request in group.members], shared_tokens)
-        return int((num_pages + groups.pages_per_token * (group.num_sequences - len(group.members))) * page_bytes)
+    def bytes_for(request: Request) -> int:
+        shared_tokens = len(request.sequences[0].prompt_token_ids) if request.sequences else 0
+        num_pages = memory.pages_together([_next_tokens(sequence) for sequence in request.sequences], shared_tokens)
+        return int((num_pages + begun.pages_per_token * (request.num_sequences - len(request.sequences))) * page_bytes)
 
-    waiting = list(islice(chain(groups.preempted, scheduler.waiting, engine.adapters.held_groups), _MOST_COUNTED))
+    waiting = list(islice(chain(begun.preempted, scheduler.waiting, engine.adapters.held_requests), _MOST_COUNTED))
     waiting_bytes = sum(map(bytes_for, waiting))
     first_bytes = 0 if (first := engine.first) is None else bytes_for(first)
     owned_bytes = int((pages.budget - memory.num_free_pages - pages.num_pinned) * page_bytes)
     pinned_bytes = engine.footprint.pinned_bytes
     held_bytes = max(engine.footprint.held_bytes - pinned_bytes, 0)
     cached_bytes = max(held_bytes - owned_bytes, 0)
-    cached_tokens = cached_bytes / max(page_bytes * groups.pages_per_token, 1) * memory.prefixes.unit_tokens
-    num_waiting = sum(group.max_sequences for group in waiting)
-    remaining = max((r.max_tokens - r.num_output_tokens for r in groups.requests()), default=0)
-    queued_tokens = sum(request.num_uncomputed for request in _requests(groups.running) if request.num_uncomputed > 1)
+    cached_tokens = cached_bytes / max(page_bytes * begun.pages_per_token, 1) * memory.prefixes.unit_tokens
+    num_waiting = sum(request.max_sequences for request in waiting)
+    remaining = max((r.max_tokens - r.num_output_tokens for r in begun.sequences()), default=0)
+    queued_tokens = sum(
+        sequence.num_uncomputed for sequence in _sequences(begun.running) if sequence.num_uncomputed > 1
+    )
     beside_bytes = pinned_bytes + _adapter_bytes(engine, first_bytes + pinned_bytes)
     beside_bytes += _graph_bytes(engine, first_bytes + beside_bytes)
     return EngineNeed(
@@ -125,24 +127,24 @@ def engine_need(engine: Engine) -> EngineNeed:
         held_bytes=held_bytes,
         num_running=scheduler.num_running,
         num_waiting=num_waiting,
-        running_bytes=owned_bytes + int(groups.reserve * page_bytes) if scheduler.num_running else 0,
+        running_bytes=owned_bytes + int(begun.reserve * page_bytes) if scheduler.num_running else 0,
         first_bytes=first_bytes,
         waiting_bytes=waiting_bytes,
         cached_bytes=cached_bytes,
         cached_s=cached_tokens * step.token_s,
         work_s=remaining * (step.fixed_s + step.token_s * scheduler.num_running) + queued_tokens * step.token_s,
         submitted_at=_oldest(waiting),
-        begun_at=_oldest(groups.running),
-        has_preempted=any(request.num_output_tokens for request in _requests(groups.preempted)),
+        begun_at=_oldest(begun.running),
+        has_preempted=any(sequence.num_output_tokens for sequence in _sequences(begun.preempted)),
     )
 
 
 def _adapter_bytes(engine: Engine, least_bytes: int) -> int:
     """Bytes of adapters in memory and of those that requests wait for. The latter wait while there is no room beside
-    the group that runs first; and unused ones give way to both.
+    the request that runs first; and unused ones give way to both.
 
     Args:
-        least_bytes: KV memory of that group, and of pins.
+        least_bytes: KV memory of that request, and of pins.
     """
     adapters = engine.adapters
     if adapters.memory is None:
@@ -151,7 +153,7 @@ def _adapter_bytes(engine: Engine, least_bytes: int) -> int:
     if adapters.memory.charged_bytes + wanted_bytes > room_bytes:
         adapters.unload_unused()
     held_bytes = adapters.memory.charged_bytes
-    # An adapter of the first group, or of one that has begun, is no luxury: the group is refused if it does not fit.
+    # An adapter of the first request, or of one that has begun, is no luxury: without it that request is refused.
     waits = held_bytes + wanted_bytes > room_bytes and not (adapters.restoring or engine.scheduler.first is None)
     return held_bytes if waits else held_bytes + wanted_bytes
 
@@ -161,7 +163,7 @@ def _graph_bytes(engine: Engine, least_bytes: int) -> int:
     what the model can ever have beside its weights, and give way to what it needs.
 
     Args:
-        least_bytes: KV memory of the group that runs first, pins and adapters.
+        least_bytes: KV memory of the request that runs first, pins and adapters.
     """
     graphs, memory = engine.footprint.graphs, engine.adapters.memory
     if not graphs or memory is None or memory.room_bytes == math.inf:
@@ -192,14 +194,14 @@ def waited_s(need: EngineNeed, preempted_at: float | None) -> float:
     return time.perf_counter() - min(since) if since else 0.0
 
 
-def _oldest(groups: list[SequenceGroup]) -> float | None:
+def _oldest(requests: list[Request]) -> float | None:
     """Arrival of the oldest request without a first token."""
-    return min((r.submitted_at for r in _requests(groups) if not r.num_output_tokens), default=None)
+    return min((r.submitted_at for r in _sequences(requests) if not r.num_output_tokens), default=None)
 
 
-def _next_tokens(request: Request) -> int:
-    return len(request.token_ids) + min(request.max_tokens - request.num_output_tokens, _GROWTH_TOKENS)
+def _next_tokens(sequence: Sequence) -> int:
+    return len(sequence.token_ids) + min(sequence.max_tokens - sequence.num_output_tokens, _GROWTH_TOKENS)
 
 
-def _requests(groups: list[SequenceGroup]) -> Iterator[Request]:
-    return (request for group in groups for request in group.members)
+def _sequences(requests: list[Request]) -> Iterator[Sequence]:
+    return (sequence for request in requests for sequence in request.sequences)

@@ -1,12 +1,12 @@
 """Draft model: a smaller model that proposes draft tokens, with a KV memory of its own.
 
-Its cached tokens of a request may lag behind, and may end with rejected draft tokens:
+Its cached tokens of a sequence may lag behind, and may end with rejected draft tokens:
 
-    the request   | prompt and output                     | last |
-    cached        | as the request's     | rejected       |
+    the sequence  | prompt and output                     | last |
+    cached        | as the sequence's    | rejected       |
                                          ^ it continues here: first with tokens that it lacks, then with its own drafts
 
-All requests of a step are computed together: one forward for tokens that the draft model lacks, whose logits give the
+All sequences of a step are computed together: one forward for tokens that the draft model lacks, whose logits give the
 first draft tokens, and one forward for each further draft token.
 """
 
@@ -15,8 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, abc
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -35,7 +34,7 @@ from folio.app.engine.model.memory_profile import DevicePlan
 from folio.app.engine.model.weight_store import WeightStore
 from folio.app.engine.preemption import LinearCost
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.sampler import Sampled, sample, sample_apart
 from folio.app.engine.scheduled import Scheduled
@@ -58,14 +57,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _DraftState:
-    """The draft model's state of a request.
+    """The draft model's state of a sequence.
 
     Attributes:
-        shadow: a copy of the request with the draft tokens and the draft model's memory.
-        num_agreed: tokens of the shadow that are known to equal the request's.
+        shadow: a copy of the sequence with the draft tokens and the draft model's memory.
+        num_agreed: tokens of the shadow that are known to equal the sequence's.
     """
 
-    shadow: Request
+    shadow: Sequence
     num_agreed: int
 
     @property
@@ -76,7 +75,7 @@ class _DraftState:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A request's work in this step.
+    """A sequence's work in this step.
 
     Attributes:
         num_tokens: uncomputed tokens to compute.
@@ -84,7 +83,7 @@ class _Task:
         first: tokens cached before.
     """
 
-    request: Request
+    sequence: Sequence
     draft: _DraftState
     num_tokens: int
     num_drafts: int
@@ -99,14 +98,14 @@ class _Task:
 class DraftProposer:
     """Proposes by running a draft model, on rank 0 only, whatever the number of the target model's ranks.
 
-    A draft token is sampled with the request's own parameters and with the noise that the model will use for that
+    A draft token is sampled with the sequence's own parameters and with the noise that the model will use for that
     token, so that both often agree even at high temperatures.
 
     A step computes at most `max_num_batched_tokens` tokens that the draft model lacks, fewest remaining first; a
-    request gets no draft tokens before it has caught up. That is a prefill chunk of a smaller model, and delays decodes
-    no more than the larger model's chunks.
+    sequence gets no draft tokens before it has caught up. That is a prefill chunk of a smaller model, and delays
+    decodes no more than the larger model's chunks.
 
-    When memory is full, idle sequences are dropped, and new requests wait without draft tokens; the same applies when
+    When memory is full, idle sequences are dropped, and new sequences wait without draft tokens; the same applies when
     the device refuses memory. Common prefixes are computed once, as in the model's memory.
 
     Args:
@@ -148,7 +147,7 @@ class DraftProposer:
             adapters={},
             adapter_dir=None,
         )
-        self._states: OrderedDict[Request, _DraftState] = OrderedDict()  # least recently used first
+        self._states: OrderedDict[Sequence, _DraftState] = OrderedDict()  # least recently used first
         self._times = LinearCost((1.0, 1e2, 1e5))
         self.memory: KVMemory
         with ExitStack() as undo:
@@ -210,18 +209,18 @@ class DraftProposer:
     def step_times(self) -> StepTimes:
         return StepTimes(*self._times.per_unit())
 
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+    def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[list[int]]:
         room = self.memory.max_tokens + 1  # the last draft token is not cached
         lengths = {
-            request: min(count, room - len(request.token_ids))
-            for request, count in zip(requests, most, strict=True)
+            sequence: min(count, room - len(sequence.token_ids))
+            for sequence, count in zip(sequences, most, strict=True)
             if count > 0
         }
-        for request in [request for request in lengths if lengths[request] < 1]:
-            del lengths[request]  # beyond the draft model's context, for good
-            self.forget_request(request)
+        for sequence in [sequence for sequence in lengths if lengths[sequence] < 1]:
+            del lengths[sequence]  # beyond the draft model's context, for good
+            self.forget_sequence(sequence)
         tasks: list[_Task] = []
-        drafts: dict[Request, list[int]] = {}
+        drafts: dict[Sequence, list[int]] = {}
         try:
             self._plan_tasks(lengths, tasks)
             if tasks:
@@ -232,28 +231,28 @@ class DraftProposer:
         except BaseException:
             self._abort(tasks)
             raise
-        return [drafts.get(request, []) for request in requests]
+        return [drafts.get(sequence, []) for sequence in sequences]
 
-    def forget_request(self, request: Request) -> None:
-        draft = self._states.pop(request, None)
+    def forget_sequence(self, sequence: Sequence) -> None:
+        draft = self._states.pop(sequence, None)
         if draft is not None:
             self.memory.free(draft.memory)
 
     def forget_all(self) -> None:
-        for request in list(self._states):
-            self.forget_request(request)
+        for sequence in list(self._states):
+            self.forget_sequence(sequence)
 
     def check_integrity(self) -> None:
         self.memory.check_integrity()
         if not self._states:
             self.memory.check_idle()
-        for request, draft in self._states.items():
+        for sequence, draft in self._states.items():
             shadow = draft.shadow
-            if shadow.token_ids[: draft.num_agreed] != request.token_ids[: draft.num_agreed]:
-                raise IntegrityError(f"the draft model's tokens of {request.request_id!r} differ")
+            if shadow.token_ids[: draft.num_agreed] != sequence.token_ids[: draft.num_agreed]:
+                raise IntegrityError(f"the draft model's tokens of {sequence.request_id!r} differ")
             if not shadow.num_computed <= draft.memory.num_tokens or shadow.num_computed > len(shadow.token_ids):
                 raise IntegrityError(
-                    f"{request.request_id!r} has {shadow.num_computed} tokens in {draft.memory.num_tokens} places"
+                    f"{sequence.request_id!r} has {shadow.num_computed} tokens in {draft.memory.num_tokens} places"
                 )
 
     def close(self) -> None:
@@ -262,47 +261,47 @@ class DraftProposer:
 
     # ---- planning ----
 
-    def _plan_tasks(self, lengths: dict[Request, int], tasks: list[_Task]) -> None:
-        """Allocate memory for as many requests as possible: fewest lacking tokens first, new requests last."""
-        known = [request for request in lengths if request in self._states]
-        for request in known:
-            with attribute_failures(request):
-                self._follow(self._states[request], request)
-            self._states.move_to_end(request)
-        known.sort(key=lambda request: self._states[request].shadow.num_uncomputed)
-        idle = [request for request in self._states if request not in lengths]
+    def _plan_tasks(self, lengths: dict[Sequence, int], tasks: list[_Task]) -> None:
+        """Allocate memory for as many sequences as possible: fewest lacking tokens first, new sequences last."""
+        known = [sequence for sequence in lengths if sequence in self._states]
+        for sequence in known:
+            with attribute_failures(sequence):
+                self._follow(self._states[sequence], sequence)
+            self._states.move_to_end(sequence)
+        known.sort(key=lambda sequence: self._states[sequence].shadow.num_uncomputed)
+        idle = [sequence for sequence in self._states if sequence not in lengths]
         budget = self._step_tokens
         while known and budget > 0:
-            request = known.pop(0)
-            with attribute_failures(request):
-                task = self._make_task(request, lengths[request], budget)
+            sequence = known.pop(0)
+            with attribute_failures(sequence):
+                task = self._make_task(sequence, lengths[sequence], budget)
                 # Drop the least recently used, then those that lack most tokens.
                 while not (granted := self._grow(task)) and (idle or known):
-                    self.forget_request(idle.pop(0) if idle else known.pop())
+                    self.forget_sequence(idle.pop(0) if idle else known.pop())
                 if granted:
                     budget -= task.num_tokens
                     tasks.append(task)
-        for request, count in lengths.items():
-            if budget > 0 and request not in self._states:
-                with attribute_failures(request):
-                    if not self._open(request, count, idle, tasks):
+        for sequence, count in lengths.items():
+            if budget > 0 and sequence not in self._states:
+                with attribute_failures(sequence):
+                    if not self._open(sequence, count, idle, tasks):
                         continue
-                    task = self._make_task(request, count, budget)
+                    task = self._make_task(sequence, count, budget)
                     if self._grow(task):
                         budget -= task.num_tokens
                         tasks.append(task)
                     else:
-                        self.forget_request(request)
+                        self.forget_sequence(sequence)
 
-    def _make_task(self, request: Request, count: int, budget: int) -> _Task:
-        draft = self._states[request]
+    def _make_task(self, sequence: Sequence, count: int, budget: int) -> _Task:
+        draft = self._states[sequence]
         num_tokens = min(draft.shadow.num_uncomputed, budget)
         num_drafts = count if num_tokens == draft.shadow.num_uncomputed else 0
-        return _Task(request, draft, num_tokens, num_drafts, draft.shadow.num_computed)
+        return _Task(sequence, draft, num_tokens, num_drafts, draft.shadow.num_computed)
 
-    def _follow(self, draft: _DraftState, request: Request) -> None:
-        """Keep the accepted draft tokens, and replace the others by the request's tokens."""
-        shadow, token_ids = draft.shadow, request.token_ids
+    def _follow(self, draft: _DraftState, sequence: Sequence) -> None:
+        """Keep the accepted draft tokens, and replace the others by the sequence's tokens."""
+        shadow, token_ids = draft.shadow, sequence.token_ids
         agreed, end = draft.num_agreed, min(len(shadow.token_ids), len(token_ids))
         while agreed < end and shadow.token_ids[agreed] == token_ids[agreed]:
             agreed += 1
@@ -320,44 +319,38 @@ class DraftProposer:
             # to.
             self.memory.append(memory, task.end, start=task.first)
         except (OutOfPages, MapError) as error:
-            logger.debug("no room for the draft of %s: %s", task.request.request_id, error)
+            logger.debug("no room for the draft of %s: %s", task.sequence.request_id, error)
             return False
         # Draft tokens are not announced: they must not enter the prefix cache.
         self.memory.prefixes.stage_prefix(memory, shadow.token_ids, task.first, task.first + task.num_tokens)
         return True
 
-    def _open(self, request: Request, count: int, idle: list[Request], tasks: Sequence[_Task]) -> bool:
-        """Create a sequence for a new request, if it and the remainder of all others fit into memory."""
-        chain = self.memory.prefixes.chain(request.chain.keys)
-        match = self.memory.prefixes.match(chain, request.token_ids)
+    def _open(self, sequence: Sequence, count: int, idle: list[Sequence], tasks: abc.Sequence[_Task]) -> bool:
+        """Begin to draft for a new sequence, if it and the remainder of all others fit into memory."""
+        chain = self.memory.prefixes.chain(sequence.chain.keys)
+        match = self.memory.prefixes.match(chain, sequence.token_ids)
         if match.is_being_computed and any(not task.num_drafts for task in tasks):
-            return False  # another request is computing the same prefix
-        needed = self.memory.prefixes.pages_needed(match, len(request.token_ids) + count)
+            return False  # another sequence is computing the same prefix
+        needed = self.memory.prefixes.pages_needed(match, len(sequence.token_ids) + count)
         while len(self._states) >= self._config.max_num_seqs or needed + self._reserve > self.memory.num_free_pages:
             if not idle:
                 return False
-            self.forget_request(idle.pop(0))
-        shadow = Request(
-            request.request_id,
-            request.prompt_token_ids,
-            SamplingParams(),  # unused: drafts are sampled with the request's
-            request.max_tokens,
-            None,
-            chain,
-            SequenceGroup(0, 0),
-            request.token_ids.copy(),
-        )
-        memory = self.memory.create_sequence(self._config.kv_view, expected_tokens=len(request.token_ids))
+            self.forget_sequence(idle.pop(0))
+        params = SamplingParams()  # unused: drafts are sampled with the sequence's
+        request = Request(sequence.request_id, params)
+        prompt, token_ids = sequence.prompt_token_ids, sequence.token_ids.copy()
+        shadow = Sequence(request, prompt, params, sequence.max_tokens, None, chain, token_ids)
+        memory = self.memory.create_sequence(self._config.kv_view, expected_tokens=len(sequence.token_ids))
         try:
-            shadow.num_computed = self.memory.share_prefix(memory, chain, request.token_ids)
+            shadow.num_computed = self.memory.share_prefix(memory, chain, sequence.token_ids)
         except BaseException as error:
             self.memory.free(memory)
             if isinstance(error, MapError | OutOfPages):
                 return False
             raise
         shadow.memory = memory
-        self._states[request] = _DraftState(shadow, len(request.token_ids))  # from here on `forget_request` frees it
-        self.memory.prefixes.announce_prefill(memory, len(request.token_ids))
+        self._states[sequence] = _DraftState(shadow, len(sequence.token_ids))  # from here on `forget_sequence` frees it
+        self.memory.prefixes.announce_prefill(memory, len(sequence.token_ids))
         return True
 
     @property
@@ -371,9 +364,9 @@ class DraftProposer:
 
     # ---- computing ----
 
-    def _run_tasks(self, tasks: list[_Task]) -> dict[Request, list[int]]:
+    def _run_tasks(self, tasks: list[_Task]) -> dict[Sequence, list[int]]:
         self.memory.ensure([StepDemand(task.draft.memory, task.first, task.end) for task in tasks])
-        drafts: dict[Request, list[int]] = {task.request: [] for task in tasks}
+        drafts: dict[Sequence, list[int]] = {task.sequence: [] for task in tasks}
         logits = self._run(tasks, [task.num_tokens for task in tasks])
         self.memory.prefixes.commit_prefixes()
         drafting = [task for task in tasks if task.num_drafts]
@@ -385,15 +378,15 @@ class DraftProposer:
             for task, token_id, is_sound in zip(drafting, sampled.token_ids, sampled.sound, strict=True):
                 if is_sound:
                     task.draft.shadow.token_ids.append(token_id)
-                    drafts[task.request].append(token_id)
+                    drafts[task.sequence].append(token_id)
             drafting = [task for task in sound if task.num_drafts > position]
             if drafting:
                 logits = self._run(drafting, [1] * len(drafting))
         self.memory.plan(self._next_demands(tasks))
         return drafts
 
-    def _sample(self, drafting: Sequence[_Task], logits: torch.Tensor, position: int) -> Sampled:
-        states, positions = [task.request.sampling for task in drafting], [position] * len(drafting)
+    def _sample(self, drafting: abc.Sequence[_Task], logits: torch.Tensor, position: int) -> Sampled:
+        states, positions = [task.sequence.sampling for task in drafting], [position] * len(drafting)
         try:
             return sample(logits, states, positions)
         except BaseException:
@@ -401,14 +394,14 @@ class DraftProposer:
             if not errors or len(errors) == len(states) > 1:
                 raise
             i, error = errors.popitem()
-            raise SequenceFailure(drafting[i].request) from error
+            raise SequenceFailure(drafting[i].sequence) from error
 
     def run(self, scheduled: list[Scheduled]) -> torch.Tensor:
         """Logits `[num_samples, vocab_size]` on the CPU, of `scheduled` as it is sorted then; blocks must be owned and
         mapped."""
         return self._executor.run(self._executor.planner.plan(scheduled), self.memory)
 
-    def _run(self, tasks: list[_Task], counts: Sequence[int]) -> torch.Tensor:
+    def _run(self, tasks: list[_Task], counts: abc.Sequence[int]) -> torch.Tensor:
         """Compute the next `counts` tokens of the tasks, which are sorted like the logits."""
         start = time.perf_counter()
         scheduled = [Scheduled(task.draft.shadow, count) for task, count in zip(tasks, counts, strict=True)]
@@ -416,12 +409,12 @@ class DraftProposer:
         num_tokens, attended = sum(s.num_tokens for s in scheduled), sum(s.num_attended for s in scheduled)
         self._times.observe((1.0, num_tokens, attended), time.perf_counter() - start)
         for s in scheduled:
-            s.request.num_computed += s.num_tokens
-        places = {s.request: place for place, s in enumerate(scheduled)}
+            s.sequence.num_computed += s.num_tokens
+        places = {s.sequence: place for place, s in enumerate(scheduled)}
         tasks.sort(key=lambda task: places[task.draft.shadow])
         return logits
 
-    def _next_demands(self, tasks: Sequence[_Task]) -> list[StepDemand]:
+    def _next_demands(self, tasks: abc.Sequence[_Task]) -> list[StepDemand]:
         """The next step's demands if all draft tokens are accepted."""
         demands = []
         for task in tasks:
@@ -431,11 +424,11 @@ class DraftProposer:
                 demands.append(StepDemand(task.draft.memory, start, end))
         return demands
 
-    def _abort(self, tasks: Sequence[_Task]) -> None:
+    def _abort(self, tasks: abc.Sequence[_Task]) -> None:
         """Drop the sequences of a failed step, whose caches are undefined."""
         self.memory.prefixes.abort_prefixes()
         for task in tasks:
-            self.forget_request(task.request)
+            self.forget_sequence(task.sequence)
 
 
 def _check_compatible(name: str, executor: Executor, target: LoadedModel) -> None:

@@ -1,25 +1,26 @@
-"""Draft length: the number of draft tokens for each request of a step that maximises tokens per second."""
+"""Draft length: the number of draft tokens for each sequence of a step that maximises tokens per second."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-# Acceptance rate before any verification. The engine's rate weighs as much for a request as this many of its own draft
+# Acceptance rate before any verification. The engine's rate weighs as much for a sequence as this many of its own draft
 # tokens.
 _FIRST_RATE, _PRIOR_WEIGHT = 0.6, 4.0
-# Number of further draft tokens after which one counts half: of one request, and of all.
+# Number of further draft tokens after which one counts half: of one sequence, and of all.
 _REQUEST_HALF_LIFE, _ENGINE_HALF_LIFE = 32, 2048
-# Requests for which drafting does not pay probe it with this many tokens in every 16th step, or while most are rejected
-# in every 32nd, … 256th (powers of 2). They probe in the same steps, so that a draft model runs for all of them at
-# once.
+# Sequences for which drafting does not pay probe it with this many tokens in every 16th step, or while most are
+# rejected in every 32nd, … 256th (powers of 2). They probe in the same steps, so that a draft model runs for all of
+# them at once.
 _PROBE_TOKENS, _LEAST_REST, _MOST_REST = 4, 4, 8
 # Steps between updates of the measured times, which change slowly and are costly to fit.
 _UPDATE_INTERVAL = 16
@@ -51,26 +52,26 @@ class Acceptance:
 
 
 def choose_lengths(
-    rates: Sequence[float],
-    most: Sequence[int],
-    num_cached: Sequence[int],
+    rates: abc.Sequence[float],
+    most: abc.Sequence[int],
+    num_cached: abc.Sequence[int],
     *,
     step: StepTimes,
     draft: StepTimes,
     budget: int,
 ) -> list[int]:
-    """The number of draft tokens for each request that maximises the step's tokens per second.
+    """The number of draft tokens for each sequence that maximises the step's tokens per second.
 
     With an acceptance rate p, k draft tokens give p + p² + … + pᵏ further tokens. A draft token costs the step and the
     draft model one token each; the step's first one also costs a verification, and the largest number as many forwards
-    of the draft model. For each number of forwards, draft tokens are added by gain per time (for one request that is
+    of the draft model. For each number of forwards, draft tokens are added by gain per time (for one sequence that is
     their order) until a further one would lower the speed. Where `budget` ends that earlier, the choice may be a few
     percent slower than the best one.
 
     Args:
         rates: acceptance rates.
-        most: most draft tokens of each request.
-        num_cached: tokens that each request's queries see.
+        most: most draft tokens of each sequence.
+        num_cached: tokens that each sequence's queries see.
         step, draft: times of the model's steps and of the draft model's.
         budget: most draft tokens of the step.
     """
@@ -82,7 +83,7 @@ def choose_lengths(
     token_s = step.token_s + step.attended_s * attended
     draft_s = np.maximum(token_s + draft.token_s + draft.attended_s * attended, _LEAST_DRAFT_S)
     bounds = np.array(most)
-    gains: Floats = np.array(rates, dtype=np.float64)[:, None] ** np.arange(1, limit + 1)  # [requests, limit]
+    gains: Floats = np.array(rates, dtype=np.float64)[:, None] ** np.arange(1, limit + 1)  # [sequences, limit]
     worth = gains / draft_s[:, None]
     seconds = max(step.fixed_s + float(token_s.sum()), _LEAST_STEP_S)
     best = len(rates) / seconds
@@ -99,7 +100,7 @@ def choose_lengths(
 
 
 class _Record:
-    """Acceptance of one request."""
+    """Acceptance of one sequence."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance(_REQUEST_HALF_LIFE)
@@ -111,7 +112,7 @@ class LengthControl:
     """Chooses draft lengths by acceptance rates and measured times, and probes where drafting does not pay.
 
     Args:
-        max_draft_tokens: most draft tokens of a request.
+        max_draft_tokens: most draft tokens of a sequence.
         step_times, draft_times: measured times of the model and of the proposer.
     """
 
@@ -123,32 +124,32 @@ class LengthControl:
         self._step, self._draft = StepTimes(), StepTimes()
         self._num_steps = 0
         self._all = Acceptance(_ENGINE_HALF_LIFE)
-        self._records: dict[Request, _Record] = {}
+        self._records: dict[Sequence, _Record] = {}
         self._chosen: list[int] | None = None  # without probes; `None` after a verification and after new times
-        self._chosen_for: tuple[list[Request], list[int], int] = [], [], 0
+        self._chosen_for: tuple[list[Sequence], list[int], int] = [], [], 0
 
     @property
     def num_requests(self) -> int:
-        """Requests with a record."""
+        """Sequences with a record."""
         return len(self._records)
 
-    def choose(self, requests: Sequence[Request], budget: int) -> list[int]:
-        """Draft lengths of the requests in the next step, at most `budget` together."""
+    def choose(self, sequences: abc.Sequence[Sequence], budget: int) -> list[int]:
+        """Draft lengths of the sequences in the next step, at most `budget` together."""
         if self._num_steps % _UPDATE_INTERVAL == 0:
             self._step, self._draft = self._step_times(), self._draft_times()
             self._chosen = None
         self._num_steps += 1
-        records = [self._records.setdefault(request, _Record()) for request in requests]
+        records = [self._records.setdefault(sequence, _Record()) for sequence in sequences]
         # The last token of an output always comes from the model.
-        most = [max(min(self._most, r.max_tokens - r.num_output_tokens - 1), 0) for r in requests]
-        given = list(requests), most, budget
+        most = [max(min(self._most, r.max_tokens - r.num_output_tokens - 1), 0) for r in sequences]
+        given = list(sequences), most, budget
         if self._chosen is None or given != self._chosen_for:  # texts longer by a few tokens change no choice
             prior = self._all.rate(_FIRST_RATE)
             self._chosen, self._chosen_for = None, given
             self._chosen = choose_lengths(
                 [record.acceptance.rate(prior) for record in records],
                 most,
-                [len(request.token_ids) for request in requests],
+                [len(sequence.token_ids) for sequence in sequences],
                 step=self._step,
                 draft=self._draft,
                 budget=budget,
@@ -162,11 +163,11 @@ class LengthControl:
                 budget -= lengths[i]
         return lengths
 
-    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Record that the first `num_accepted` of a request's draft tokens were accepted."""
+    def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Record that the first `num_accepted` of a sequence's draft tokens were accepted."""
         self._chosen = None
         self._all.note(num_drafts, num_accepted)
-        record = self._records.setdefault(request, _Record())
+        record = self._records.setdefault(sequence, _Record())
         record.acceptance.note(num_drafts, num_accepted)
         if 2 * num_accepted > num_drafts:
             record.rest = _LEAST_REST
@@ -174,6 +175,6 @@ class LengthControl:
             record.rest = min(record.rest + 1, _MOST_REST)
         record.probed = False
 
-    def forget_request(self, request: Request) -> None:
-        self._records.pop(request, None)
+    def forget_sequence(self, sequence: Sequence) -> None:
+        self._records.pop(sequence, None)
         self._chosen, self._chosen_for = None, ([], [], 0)

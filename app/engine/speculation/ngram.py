@@ -1,6 +1,6 @@
 """N-gram proposer (prompt look-up): the tokens that followed an earlier occurrence of the text's last few tokens.
 
-An index for each request maps each n-gram to its last position. It grows with the text:
+An index for each sequence maps each n-gram to its last position. It grows with the text:
 
     token_ids   | piece | piece | piece | recent |
     indexed by    sorted arrays of hashes   dict
@@ -11,7 +11,7 @@ would be a rejected draft token, which costs little.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +20,14 @@ import numpy as np
 from folio.app.engine.faults import attribute_failures
 from folio.app.engine.model.memory_profile import DevicePlan
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 from folio.vmem import DevicePages, IntegrityError
 
 # Tokens of a piece. Longer pieces make look-ups in long texts faster and single steps slower.
 PIECE_TOKENS = 8192
 # Tokens indexed in the dict before they move to a piece.
 RECENT_TOKENS = 1024
-# Tokens of all requests sorted into pieces in a step: a few milliseconds. A long prompt takes several steps.
+# Tokens of all sequences sorted into pieces in a step: a few milliseconds. A long prompt takes several steps.
 STEP_TOKENS = 2 * PIECE_TOKENS
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, and without small factors in common with differences of token ids
@@ -96,7 +96,7 @@ class NgramIndex:
             self._end = max(self._end, len(token_ids))
         return num_sorted
 
-    def find(self, token_ids: Sequence[int]) -> int | None:
+    def find(self, token_ids: abc.Sequence[int]) -> int | None:
         """Position after the last earlier occurrence of the longest indexed n-gram at the end of the text."""
         keys, key = [], 0
         for n in range(1, min(self.most, len(token_ids)) + 1):
@@ -116,7 +116,7 @@ class NgramIndex:
                     found[i] = int(piece.follows[place])
         return next((position for position in reversed(found) if position is not None), None)
 
-    def check_integrity(self, token_ids: Sequence[int]) -> None:
+    def check_integrity(self, token_ids: abc.Sequence[int]) -> None:
         """Raise `IntegrityError` unless the pieces are contiguous within the text."""
         end = 0
         for piece in self.pieces:
@@ -131,7 +131,7 @@ class NgramProposer:
     """Proposes the continuation of the last occurrence of the last `max_ngram` to `min_ngram` tokens. At the end of the
     text it continues with its own draft tokens, so that a loop is proposed completely.
 
-    A request's index is built at its first call; a prompt of more than `STEP_TOKENS` takes several steps.
+    A sequence's index is built at its first call; a prompt of more than `STEP_TOKENS` takes several steps.
     """
 
     share = 0.0
@@ -141,7 +141,7 @@ class NgramProposer:
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 4) -> None:
         assert 1 <= min_ngram <= max_ngram
         self._least, self._most = min_ngram, max_ngram
-        self._indexes: dict[Request, NgramIndex] = {}
+        self._indexes: dict[Sequence, NgramIndex] = {}
 
     def open(self, max_model_len: int, plan: DevicePlan | None = None, pages: DevicePages | None = None) -> None:
         pass
@@ -150,34 +150,34 @@ class NgramProposer:
     def step_times(self) -> StepTimes:
         return StepTimes()
 
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+    def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[list[int]]:
         budget = STEP_TOKENS
         drafts: list[list[int]] = []
-        for request, count in zip(requests, most, strict=True):
+        for sequence, count in zip(sequences, most, strict=True):
             if count < 1:
                 drafts.append([])
                 continue
-            with attribute_failures(request):
-                index = self._indexes.setdefault(request, NgramIndex(self._least, self._most))
-                budget -= index.extend(request.token_ids, budget)
-                drafts.append(_continue(request.token_ids, index.find(request.token_ids), count))
+            with attribute_failures(sequence):
+                index = self._indexes.setdefault(sequence, NgramIndex(self._least, self._most))
+                budget -= index.extend(sequence.token_ids, budget)
+                drafts.append(_continue(sequence.token_ids, index.find(sequence.token_ids), count))
         return drafts
 
-    def forget_request(self, request: Request) -> None:
-        self._indexes.pop(request, None)
+    def forget_sequence(self, sequence: Sequence) -> None:
+        self._indexes.pop(sequence, None)
 
     def forget_all(self) -> None:
         self._indexes.clear()
 
     def check_integrity(self) -> None:
-        for request, index in self._indexes.items():
-            index.check_integrity(request.token_ids)
+        for sequence, index in self._indexes.items():
+            index.check_integrity(sequence.token_ids)
 
     def close(self) -> None:
         self.forget_all()
 
 
-def _continue(token_ids: Sequence[int], start: int | None, count: int) -> list[int]:
+def _continue(token_ids: abc.Sequence[int], start: int | None, count: int) -> list[int]:
     """`count` tokens from `start` on, as if the text continued with them."""
     if start is None:
         return []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from folio.app.engine.model.loader import LoadedModel
 from folio.app.engine.model.memory_profile import DevicePlan
 from folio.app.engine.model.weight_store import WeightStore
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 from folio.app.engine.speculation.draft import DraftProposer
 from folio.app.engine.speculation.length import LengthControl
 from folio.app.engine.speculation.ngram import NgramProposer
@@ -24,7 +25,7 @@ from folio.vmem import DevicePages, IntegrityError, KVMemory
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens, for one thread. A request's `token_ids` may only grow."""
+    """Proposes draft tokens, for one thread. A sequence's `token_ids` may only grow."""
 
     share: float
     """Part of the KV budget that the proposer takes."""
@@ -51,20 +52,20 @@ class Proposer(Protocol):
 
     @property
     def step_times(self) -> StepTimes:
-        """Measured cost of one further draft token for each of several requests; all 0 if negligible."""
+        """Measured cost of one further draft token for each of several sequences; all 0 if negligible."""
         ...
 
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """For each request at most `most[i]` draft tokens to follow `token_ids`, possibly none. Raises
-        `SequenceFailure` for a request that must be forgotten; the state is consistent then."""
+    def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[list[int]]:
+        """For each sequence at most `most[i]` draft tokens to follow `token_ids`, possibly none. Raises
+        `SequenceFailure` for a sequence that must be forgotten; the state is consistent then."""
         ...
 
-    def forget_request(self, request: Request) -> None:
-        """Free a request's state, if it has any. The request may come back."""
+    def forget_sequence(self, sequence: Sequence) -> None:
+        """Free a sequence's state, if it has any. The sequence may come back."""
         ...
 
     def forget_all(self) -> None:
-        """Free the state of all requests."""
+        """Free the state of all sequences."""
         ...
 
     def check_integrity(self) -> None:
@@ -84,7 +85,7 @@ class SpeculationCounts:
         proposer: the method's name.
         draft_tokens: verified draft tokens.
         accepted_tokens: accepted ones among them.
-        checks: verifications, one for each request and step with draft tokens.
+        checks: verifications, one for each sequence and step with draft tokens.
     """
 
     proposer: str
@@ -111,7 +112,7 @@ class Speculation:
         self._proposer = proposer
         self._lengths: LengthControl
         self._step_times: Callable[[], StepTimes]
-        self._excluded: set[Request] = set()  # proposing has failed for them
+        self._excluded: set[Sequence] = set()  # proposing has failed for them
         self.counts = SpeculationCounts(config.speculation)
 
     @classmethod
@@ -166,26 +167,26 @@ class Speculation:
         self.begin()
 
     def begin(self) -> None:
-        """Reset the acceptance statistics, while no request runs."""
+        """Reset the acceptance statistics, while no sequence runs."""
         proposer = self._proposer
         self._lengths = LengthControl(self._config.max_draft_tokens, self._step_times, lambda: proposer.step_times)
         self.counts = SpeculationCounts(self._config.speculation)
 
-    def propose(self, requests: Sequence[Request], budget: int) -> list[list[int]]:
-        """Draft tokens to follow each request's tokens, at most `budget` together, possibly none.
+    def propose(self, sequences: abc.Sequence[Sequence], budget: int) -> list[list[int]]:
+        """Draft tokens to follow each sequence's tokens, at most `budget` together, possibly none.
 
-        A failure costs all draft tokens of this step, and excludes the failed request from speculation, or all requests
-        if the failed one is unknown. Outputs do not change.
+        A failure costs all draft tokens of this step, and excludes the failed sequence from speculation, or all
+        sequences if the failed one is unknown. Outputs do not change.
 
         Args:
-            requests: decoding requests, of which all tokens but the last are computed. Beams, requests about to be
-                forked, and requests whose sampling depends on preceding tokens get no draft tokens.
+            sequences: decoding sequences, of which all tokens but the last are computed. Beams, sequences about to be
+                forked, and sequences whose sampling depends on preceding tokens get no draft tokens.
         """
-        eligible: list[Request] = []
-        drafts: dict[Request, list[int]] = {}
-        at_fault: Request | None = None
+        eligible: list[Sequence] = []
+        drafts: dict[Sequence, list[int]] = {}
+        at_fault: Sequence | None = None
         try:
-            for at_fault in requests:
+            for at_fault in sequences:
                 if at_fault not in self._excluded and _can_speculate(at_fault):
                     eligible.append(at_fault)
             at_fault = None
@@ -197,25 +198,25 @@ class Speculation:
             if not is_request_failure(error):
                 raise
             if isinstance(error, SequenceFailure):
-                at_fault = error.request
+                at_fault = error.sequence
             drafts.clear()
             self._exclude(eligible if at_fault is None else [at_fault], error)
-        return [drafts.get(request, []) for request in requests]
+        return [drafts.get(sequence, []) for sequence in sequences]
 
-    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Record a verification: the first `num_accepted` of `num_drafts` draft tokens were accepted."""
         assert 0 <= num_accepted <= num_drafts
         if num_drafts:
-            self._lengths.note(request, num_drafts, num_accepted)
+            self._lengths.note(sequence, num_drafts, num_accepted)
             self.counts.checks += 1
             self.counts.draft_tokens += num_drafts
             self.counts.accepted_tokens += num_accepted
 
-    def forget_request(self, request: Request) -> None:
-        """Free the state of a request that has ended or was preempted. It may come back."""
-        self._proposer.forget_request(request)
-        self._lengths.forget_request(request)
-        self._excluded.discard(request)
+    def forget_sequence(self, sequence: Sequence) -> None:
+        """Free the state of a sequence that has ended or was preempted. It may come back."""
+        self._proposer.forget_sequence(sequence)
+        self._lengths.forget_sequence(sequence)
+        self._excluded.discard(sequence)
 
     @property
     def models(self) -> tuple[LoadedModel, ...]:
@@ -233,35 +234,35 @@ class Speculation:
         return self._proposer.graphs
 
     def forget_all(self) -> None:
-        """Free the proposer's state of all requests, which may come back."""
+        """Free the proposer's state of all sequences, which may come back."""
         self._proposer.forget_all()
 
     def check_integrity(self, *, idle: bool) -> None:
-        """Raise `IntegrityError` if the proposer's state is inconsistent, or, without requests (`idle`), not empty."""
+        """Raise `IntegrityError` if the proposer's state is inconsistent, or, without sequences (`idle`), not empty."""
         self._proposer.check_integrity()
         remembered = self._lengths.num_requests or len(self._excluded)
         if idle and remembered:
-            raise IntegrityError(f"speculation has state of {remembered} ended requests")
+            raise IntegrityError(f"speculation has state of {remembered} ended sequences")
 
     def close(self) -> None:
         """Free everything, opened or not."""
         self._proposer.close()
 
-    def _exclude(self, requests: Sequence[Request], error: BaseException) -> None:
-        names = ", ".join(request.request_id for request in requests)
+    def _exclude(self, sequences: abc.Sequence[Sequence], error: BaseException) -> None:
+        names = ", ".join(sequence.request_id for sequence in sequences)
         logger.error("speculation ends for %s: proposing failed", names, exc_info=error)
-        for request in requests:
-            self.forget_request(request)
-        self._excluded.update(requests)
+        for sequence in sequences:
+            self.forget_sequence(sequence)
+        self._excluded.update(sequences)
 
-    def _cut(self, request: Request, drafts: list[int]) -> list[int]:
-        params = request.params
+    def _cut(self, sequence: Sequence, drafts: list[int]) -> list[int]:
+        params = sequence.params
         for i, token_id in enumerate(drafts):
             if token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos):
                 return drafts[: i + 1]
         return drafts
 
 
-def _can_speculate(request: Request) -> bool:
-    several = request.params.use_beam_search or request.num_forks
-    return not several and request.pin_name is None and request.sampling.can_look_ahead
+def _can_speculate(sequence: Sequence) -> bool:
+    several = sequence.params.use_beam_search or sequence.num_forks
+    return not several and sequence.pin_name is None and sequence.sampling.can_look_ahead

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine import Delta, SamplingParams, Structure, generation, token_selection
+from folio.app.engine import Delta, SamplingParams, Structure, ended_outputs, token_selection
 from folio.app.engine.engine import Engine
 from folio.app.engine.sampling import sampler
 from folio.app.errors import EngineError, RequestError
@@ -204,7 +204,7 @@ def test_preempted_beams_go_on_together(folder: Path, way: str) -> None:
         if not engine.has_work:
             break
         if i % 3 == 2 and engine.scheduler.running:
-            engine.scheduler.groups.preempt(engine.scheduler.running[-1], way)  # type: ignore[arg-type]
+            engine.scheduler.begun.preempt(engine.scheduler.running[-1], way)  # type: ignore[arg-type]
         found += engine.step()
         engine.check_integrity()
     assert {(d.request_id, d.index): list(d.token_ids) for d in found} == expected
@@ -374,7 +374,7 @@ def test_one_output_that_fails_ends_its_request_and_nobody_elses() -> None:
 
 def test_few_ended_outputs_are_remembered(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were kept with all they had been computed with: gigabytes."""
-    monkeypatch.setattr(generation, "_ENDED_OUTPUTS", 2)
+    monkeypatch.setattr(ended_outputs, "_ENDED_OUTPUTS", 2)
     engine = make_engine(llama)
     for name in "abc":
         engine.submit(name, prompt(20), SamplingParams(max_tokens=2, ignore_eos=True))

@@ -66,14 +66,14 @@ def test_pressure_changes_nothing(make_checkpoint: MakeCheckpoint, view: View) -
             kv_view=view,
         )
         preempted = 0
-        preempt = engine.scheduler.groups.preempt
+        preempt = engine.scheduler.begun.preempt
 
         def count(victim: object, preempt: object = preempt) -> None:
             nonlocal preempted
             preempted += 1
             preempt(victim)  # type: ignore[operator]
 
-        engine.scheduler.groups.preempt = count  # type: ignore[method-assign, assignment]
+        engine.scheduler.begun.preempt = count  # type: ignore[method-assign, assignment]
         for i, prompt in enumerate(prompts(60, 31, 47, 16, 90, 5)):
             engine.submit(str(i), prompt, GREEDY)
         outputs.append(run(engine))
@@ -193,7 +193,7 @@ def test_a_window_layer_keeps_only_its_window(make_checkpoint: MakeCheckpoint, v
         engine.step()
         engine.check_integrity()
         # 48 tokens and a chunk of 64 touch at most eight blocks; after the prompt 48 touch four, and a next one.
-        decoding = any(r.num_output_tokens for group in engine.scheduler.running for r in group.members)
+        decoding = any(r.num_output_tokens for request in engine.scheduler.running for r in request.sequences)
         assert engine.report().active_bytes <= (5 if decoding else 8) * BLOCK_BYTES
     engine.close()
 
@@ -363,8 +363,8 @@ def test_tokens_in_flight_come_before_the_error_of_their_request(make_checkpoint
     seen = [delta for _ in range(5) for delta in engine.step()]
     num_before = sum(len(delta.token_ids) for delta in seen)
     engine.fork("0", "fork", GREEDY)
-    assert len(engine.generations["0"].sequences[0].token_ids) == 20 + num_before + 1
-    engine.generations["0"].deadline = engine._next_deadline = 0.0
+    assert len(engine.requests["0"].sequences[0].token_ids) == 20 + num_before + 1
+    engine.requests["0"].deadline = engine._next_deadline = 0.0
     deltas = engine.step()
     assert [(delta.request_id, delta.error is not None) for delta in deltas] == [("0", False), ("0", True)]
     assert len(deltas[0].token_ids) == 1
@@ -388,6 +388,6 @@ def test_a_sampler_that_fails_preempts_nobody(engine: Engine, monkeypatch: pytes
         patch.setattr("folio.app.engine.token_selection.sample_apart", fail)
         with pytest.raises(IndexError):
             engine.step()
-    assert sum(engine.scheduler.groups.num_preempted.values()) == 0
+    assert sum(engine.scheduler.begun.num_preempted.values()) == 0
     engine.cancel_all()
     engine.check_integrity()

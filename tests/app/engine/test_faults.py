@@ -25,8 +25,7 @@ from folio.app.config.engine import EngineConfig
 from folio.app.engine.delta import Delta
 from folio.app.engine.engine import Engine
 from folio.app.engine.faults import FAILED
-from folio.app.engine.generation import Generation
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.errors import EngineError, FolioError, RequestError
@@ -154,7 +153,7 @@ class Run:
 
     def owner(self, thing: object) -> str | None:
         """The victim that something belongs to."""
-        if isinstance(thing, Request | Generation | Delta):
+        if isinstance(thing, Request | Sequence | Delta):
             return thing.request_id if thing.request_id.startswith("victim") else None
         if isinstance(thing, SamplingState):
             thing = getattr(thing, "params", None)
@@ -162,22 +161,20 @@ class Run:
             return self.victims.get(thing.seed or 0)
         if isinstance(thing, str):
             return thing if thing in self.victims.values() else None
-        for part in ("request", "generation"):  # of what is scheduled, of rows, of a turn, of beams
-            if isinstance(getattr(thing, part, None), Request | Generation):
+        for part in ("sequence", "request"):  # of what is scheduled, of rows, of a turn, of beams
+            if isinstance(getattr(thing, part, None), Request | Sequence):
                 return self.owner(getattr(thing, part))
-        if isinstance(thing, SequenceGroup):
-            return self.owner(thing.members[0]) if thing.members else None
         self.look()
         return next((name for own, name in self.owned if own is thing), None)
 
     def look(self) -> None:
         """Note what the victims have by now."""
         for name in self.victims.values():
-            generation = self.engine.generations.get(name)
-            for request in generation or ():
-                state = request.sampling
-                mine = [state.matcher, state._counts, state._output, request.text, request.memory, request.token_ids]
-                mine += [request.chain, generation.selection if generation else None]
+            request = self.engine.requests.get(name)
+            for sequence in () if request is None else request.sequences:
+                state = sequence.sampling
+                mine = [state.matcher, state._counts, state._output, sequence.text, sequence.memory, sequence.token_ids]
+                mine += [sequence.chain, sequence.request.selection]
                 known = {id(own) for own, _ in self.owned}
                 self.owned += [(own, name) for own in mine if own is not None and id(own) not in known]
 
@@ -207,9 +204,9 @@ class Run:
             engine.check_integrity()
             if not engine.has_work and number:
                 break
-        assert not engine.has_work, list(engine.generations)
+        assert not engine.has_work, list(engine.requests)
         assert not engine.scheduler.unfinished()
-        assert not engine.adapters.waiting_groups
+        assert not engine.adapters.waiting_sequences
         for seed in VICTIM_SEEDS:
             engine.memory.unpin(f"pin {seed}") if f"pin {seed}" in {p.name for p in engine.report().pins} else None
         return {name: dict(of_name) for name, of_name in outputs.items()}, dict(errors)
@@ -411,7 +408,7 @@ CASES = [
     *cases("token_selection", "likeliest", "beams", with_number(10)),
     *cases("sampling.beam.BeamSearch", "num_candidates", "beams"),
     # It is added.
-    *cases("request.Request", "append _take", "rich"),
+    *cases("request.Sequence", "append _take", "rich"),
     *cases("sampling.state.SamplingState", "append", "rich"),
     *cases("sampling.penalties.TokenCounts", "add _append", "rich"),
     *cases("sampling.structure.StructureMatcher", "accept finished", "structured"),
@@ -420,9 +417,9 @@ CASES = [
     *cases("decoding.Decoder", "_advance _best", "beams"),
     Case("folio.vmem.memory.KVMemory.fork", "rich"),
     *cases("sampling.beam.BeamSearch", "advance hypotheses _normalised _is_full", "beams"),
-    *cases("generation.Generation", "emit num_unfinished", "rich"),
-    *cases("generation.BestOf", "hold best", "best"),
-    *cases("generation.EndedOutputs", "add", "rich"),
+    *cases("request.Request", "emit", "rich"),
+    *cases("sampling.best_of.BestOf", "hold best", "best"),
+    *cases("ended_outputs.EndedOutputs", "add", "rich"),
     # A prefix is pinned.
     Case("folio.vmem.memory.KVMemory.pin", "pin"),
 ]
@@ -431,7 +428,7 @@ EXEMPT = {
     "folio.app.engine.scheduler.*": "composes the step out of the memory's books",
     "folio.app.engine.scheduled.*": "the same",
     "folio.app.engine.admission.*": "the same",
-    "folio.app.engine.running.RunningGroups.*": "the same",
+    "folio.app.engine.running.RunningRequests.*": "the same",
     "folio.app.engine.execution.planner.*": "lays the step out",
     "folio.app.engine.execution.rows.SequenceRows.*": "the same",
     "folio.app.engine.execution.batch.*": "lays the step out",
@@ -441,7 +438,7 @@ EXEMPT = {
     "folio.app.engine.decoding.Decoder._add": "the boundary itself",
     "folio.app.engine.faults.attribute_failures.*": "the boundary itself",
     "folio.app.engine.decoding.Decoder.end_sequence": "frees what the request has: it has to be done whatever happened",
-    "folio.app.engine.speculation.*.forget_request": "the same",
+    "folio.app.engine.speculation.*.forget_sequence": "the same",
     "folio.app.engine.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
     "folio.app.engine.step_loop.StepLoop._pin": "is nothing but KVMemory.pin",
     "folio.app.engine.engine.Engine.submit": "is nothing but Engine.prepare and Engine.add_request",
@@ -454,16 +451,15 @@ EXEMPT = {
     "folio.app.engine.sampling.token_text.IncrementalDetokenizer.__init__": "part of Vocabulary.detokenizer",
     "folio.app.engine.sampling.penalties.TokenCounts.__init__": "part of SamplingState.counts",
     "folio.app.engine.sampling.penalties.TokenCounts._set_entries": "part of TokenCounts._append and TokenCounts.fork",
-    "folio.app.engine.generation.BestOf.__init__": "part of RequestValidator.create_request",
+    "folio.app.engine.sampling.best_of.BestOf.__init__": "part of RequestValidator.create_request",
     "folio.app.engine.sampling.beam.BeamSearch.__init__": "part of RequestValidator.create_request",
-    "folio.app.engine.request.Request.__post_init__": "part of create_request and Decoder.fork_sequence",
+    "folio.app.engine.request.Sequence.__post_init__": "part of create_request and Decoder.fork_sequence",
     "folio.app.engine.sampling.state.SamplingState.num_output_tokens": "counts",
     "folio.app.engine.sampling.params.*": "looks at numbers that have been checked",
     "folio.app.engine.request.*.num_*": "counts",
     "folio.app.engine.request.*.most_tokens": "counts",
     "folio.app.engine.request.*.reads_whole_prompt": "looks at its own fields",
     "folio.app.engine.delta.Delta.*": "looks at its own fields",
-    "folio.app.engine.generation.Generation.__iter__": "goes over its own list",
 }
 
 
@@ -511,14 +507,14 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
     structures = run.engine.vocabulary._structures
     assert structures is not None
     structures._compiled.cache_clear()
-    kinds = (Request, SamplingState, SamplingParams, Generation, Delta, SequenceMemory)
+    kinds = (Request, SamplingState, SamplingParams, Sequence, Delta, SequenceMemory)
     kinds += tuple(
         getattr(importlib.import_module(f"folio.app.engine.{module}"), name)
         for module, name in (
             ("sampling.structure", "StructureMatcher"),
             ("sampling.token_text", "IncrementalDetokenizer"),
             ("sampling.penalties", "TokenCounts"),
-            ("generation", "BestOf"),
+            ("sampling.best_of", "BestOf"),
             ("sampling.beam", "BeamSearch"),
             ("scheduled", "Scheduled"),
             ("speculation.ngram", "NgramIndex"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from folio.app.engine.delta import Delta, TokenLogprobs
-from folio.app.engine.generation import BestOf
+from folio.app.engine.sampling.best_of import BestOf
 
 
 def test_the_first_of_the_best_has_the_prompts_log_probabilities() -> None:

@@ -134,7 +134,7 @@ def work(engine: Engine, way: str) -> Outputs:
             ask("long", tokens(150, 8), temperature=0)
             ask("best", tokens(37, 2), n=1, best_of=2)
         if number % 7 == 6 and engine.scheduler.running:
-            engine.scheduler.groups.preempt(engine.scheduler.running[-1], way)  # type: ignore[arg-type]
+            engine.scheduler.begun.preempt(engine.scheduler.running[-1], way)  # type: ignore[arg-type]
         if number > 12 and not engine.has_work:
             break
         for delta in engine.step():

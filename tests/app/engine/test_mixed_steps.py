@@ -131,7 +131,7 @@ def _chunks(engine: Engine) -> list[tuple[int, int]]:
 
     def noted(*args: Any, **ahead: bool) -> list[Scheduled]:
         scheduled = schedule(*args, **ahead)
-        decodes = [s for s in scheduled if s.request.num_output_tokens]
+        decodes = [s for s in scheduled if s.sequence.num_output_tokens]
         chunks.append((len(decodes), sum(s.num_tokens for s in scheduled if s not in decodes)))
         return scheduled
 

@@ -160,9 +160,9 @@ def test_preempted_prompts_count_no_token_twice(make_checkpoint: MakeCheckpoint,
     engine.submit("embed", prompt, ONE, pooling=EMBED)
     for _ in range(3):
         assert not engine.step()
-    engine.scheduler.groups.preempt(engine.scheduler.running[-1])
+    engine.scheduler.begun.preempt(engine.scheduler.running[-1])
     deltas = run(engine)["embed"]
-    assert engine.scheduler.groups.num_preempted[preemption] == 1  # type: ignore[index]
+    assert engine.scheduler.begun.num_preempted[preemption] == 1  # type: ignore[index]
     assert_close(vector(deltas), expected(folder, prompt, method))
     engine.close()
 

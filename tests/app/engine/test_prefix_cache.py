@@ -225,7 +225,7 @@ def test_preemption_changes_nothing_and_lets_nobody_pass(policy: str, make_check
                 assert {g.sort_key for g in scheduler.waiting} == waiting
             if scheduler.preempted and scheduler.running:
                 assert min(g.sort_key for g in scheduler.preempted) > max(g.sort_key for g in scheduler.running)
-        assert (scheduler.groups.num_preempted[policy] > 0) == (num_blocks == 12)  # type: ignore[index]
+        assert (scheduler.begun.num_preempted[policy] > 0) == (num_blocks == 12)  # type: ignore[index]
         outputs.append(finished)
         counted.engine.close()
     assert outputs[0] == outputs[1]
@@ -326,10 +326,10 @@ def test_who_shares_what_is_not_computed_yet_is_never_swapped(make_checkpoint: M
     for i in range(2):
         engine.submit(str(i), tokens(64) + tokens(8, 1 + i), GREEDY)
     scheduler.schedule()
-    second = engine.generations["1"].sequences[0]
+    second = engine.requests["1"].sequences[0]
     assert second.num_computed == 64
-    scheduler.groups.preempt(second.group)
-    assert second.group.swapped is None
+    scheduler.begun.preempt(second.request)
+    assert second.request.swapped is None
     assert second.num_computed == 0
     scheduler.abort_step()
     fresh = counted.run()
@@ -384,7 +384,7 @@ def test_a_swapped_group_that_lost_a_member_comes_back(make_checkpoint: MakeChec
     engine.fork("0", "1", SamplingParams(max_tokens=49, temperature=1.0, seed=1, ignore_eos=True))
     for _ in range(30):
         first += [token for delta in engine.step() if delta.request_id == "0" for token in delta.token_ids]
-    engine.scheduler.groups.preempt(engine.generations["0"].sequences[0].group, "swap")
+    engine.scheduler.begun.preempt(engine.requests["0"].sequences[0].request, "swap")
     assert engine.report().swapped_bytes > 0
     engine.set_budget(13 * 16 * 768, 1)
     engine.cancel("1")
@@ -407,8 +407,8 @@ def test_without_host_memory_requests_are_computed_again(
     counted.engine.submit("0", tokens(40), GREEDY)
     counted.engine.step()
     monkeypatch.setattr(counted.engine.memory.contents, "save", full)
-    counted.engine.scheduler.groups.preempt(counted.engine.generations["0"].sequences[0].group)
-    assert counted.engine.scheduler.groups.num_preempted == {"swap": 0, "recompute": 1}
+    counted.engine.scheduler.begun.preempt(counted.engine.requests["0"].sequences[0].request)
+    assert counted.engine.scheduler.begun.num_preempted == {"swap": 0, "recompute": 1}
     assert counted.engine.report().swapped_bytes == 0
     assert len(counted.run()["0"]) == 7
     counted.engine.close()

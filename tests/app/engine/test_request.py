@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from folio.app.engine.delta import Delta
 from folio.app.engine.model.tokenizer import load_tokenizer
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.sampling.token_text import IncrementalDetokenizer
@@ -22,21 +22,21 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return load_tokenizer("builtin")
 
 
-def request(
+def sequence(
     tokenizer: PreTrainedTokenizerBase | None, max_tokens: int, sampling: SamplingState | None = None, **params: object
-) -> Request:
+) -> Sequence:
     settings = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     text = None
     if tokenizer is not None:
         include = settings.include_stop_str
         text = IncrementalDetokenizer(tokenizer.backend_tokenizer, [1], settings.stop, include_stop_str=include)
-    made = Request("r", [1], settings, max_tokens, text, TokenChain(1), SequenceGroup(0, 0), [1])
+    made = Sequence(Request("r", settings), [1], settings, max_tokens, text, TokenChain(1), [1])
     if sampling is not None:
         made.sampling = sampling
     return made
 
 
-def run(one: Request, tokens: list[int]) -> Delta:
+def run(one: Sequence, tokens: list[int]) -> Delta:
     """Append until it ends; the last delta, with all the tokens and text."""
     token_ids: list[int] = []
     text = ""
@@ -66,7 +66,7 @@ def run(one: Request, tokens: list[int]) -> Delta:
 def test_tokens_that_end(
     params: dict[str, object], tokens: list[int], num_taken: int, finish: str, stop_reason: int | None
 ) -> None:
-    delta = run(request(None, 4, **params), tokens)
+    delta = run(sequence(None, 4, **params), tokens)
     assert (len(delta.token_ids), delta.finish_reason, delta.stop_reason) == (num_taken, finish, stop_reason)
 
 
@@ -74,7 +74,7 @@ def test_tokens_that_end(
 def test_strings_that_end(tokenizer: PreTrainedTokenizerBase, include: bool) -> None:
     """min_tokens does not keep them from it."""
     tokens = tokenizer.encode("one two three")
-    one = request(tokenizer, 50, stop=["zero", "two"], include_stop_str=include, min_tokens=40)
+    one = sequence(tokenizer, 50, stop=["zero", "two"], include_stop_str=include, min_tokens=40)
     delta = run(one, tokens)
     assert delta.text == ("one two" if include else "one ")
     assert (delta.finish_reason, delta.stop_reason) == ("stop", "two")
@@ -87,7 +87,7 @@ def test_the_token_that_ends_is_no_text(tokenizer: PreTrainedTokenizerBase, incl
     *tokens, last = tokenizer.encode("one two")
     word = tokenizer.decode([last])
     before = tokenizer.decode(tokens)
-    one = request(tokenizer, 50, stop_token_ids=[last], stop=[f"{before}x"], include_stop_str=include)
+    one = sequence(tokenizer, 50, stop_token_ids=[last], stop=[f"{before}x"], include_stop_str=include)
     delta = run(one, [*tokens, last])
     assert delta.token_ids == (*tokens, last)
     assert delta.text == (before + word if include else before)
@@ -99,7 +99,7 @@ def test_a_structure_that_is_complete_ends(tokenizer: PreTrainedTokenizerBase) -
     tokens = tokenizer.encode("one two")
     params = SamplingParams(structure=Structure("choice", '["one two"]'))
     matcher = Allowed(tokens)
-    one = request(tokenizer, 50, SamplingState(params, [1], matcher=matcher), structure=params.structure)
+    one = sequence(tokenizer, 50, SamplingState(params, [1], matcher=matcher), structure=params.structure)
     assert not run(one, tokens[:-1]).finished
     matcher.finished = True
     delta = one.append(tokens[-1:], EOS)

@@ -15,8 +15,8 @@ from folio.app.engine.engine import Engine
 from folio.app.engine.faults import SequenceFailure
 from folio.app.engine.preemption import PreemptionCostModel
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Request, SequenceGroup
-from folio.app.engine.running import RunningGroups
+from folio.app.engine.request import Request, Sequence
+from folio.app.engine.running import RunningRequests
 from folio.app.engine.scheduled import Scheduled
 from folio.app.engine.scheduler import PATIENCE
 from folio.app.errors import RequestError
@@ -45,10 +45,10 @@ class Counted:
         def checked(*args: Any, **ahead: bool) -> list[Scheduled]:
             scheduled = schedule(*args, **ahead)
             for s in scheduled:
-                assert s.request.memory.num_tokens >= s.request.num_computed + s.num_tokens, "each token has a block"
-                beams = [beam for beam in scheduled if beam.request.group is s.request.group]
-                if s.samples and s.request.group.lockstep:
-                    assert [beam.request for beam in beams if beam.samples] == s.request.group.members
+                assert s.sequence.memory.num_tokens >= s.sequence.num_computed + s.num_tokens, "each token has a block"
+                beams = [beam for beam in scheduled if beam.sequence.request is s.sequence.request]
+                if s.samples and s.sequence.request.lockstep:
+                    assert [beam.sequence for beam in beams if beam.samples] == s.sequence.request.sequences
             num_tokens = sum(s.num_tokens for s in scheduled)
             assert num_tokens <= self.engine.config.max_num_batched_tokens
             assert len(scheduled) <= scheduler.num_running <= scheduler.max_num_seqs
@@ -133,14 +133,14 @@ def test_beams_that_may_come_back_have_their_places(make: Any) -> None:
     counted: Counted = make(max_num_seqs=4)
     counted.engine.submit("beams", [1, 2], greedy(4, n=3, use_beam_search=True))
     counted.engine.step()
-    [group] = counted.engine.scheduler.running
-    counted.engine.decoder.end_sequence(group.members[-1])
-    assert len(group.members) == 2
+    [request] = counted.engine.scheduler.running
+    counted.engine.decoder.end_sequence(request.sequences[-1])
+    assert len(request.sequences) == 2
     assert counted.engine.scheduler.num_running == 3
     counted.engine.cancel("beams")
 
 
-@pytest.mark.parametrize(("seed", "max_num_seqs", "num_blocks"), [(0, 4, 6), (1, 8, 12), (2, 8, 24)])
+@pytest.mark.parametrize(("seed", "max_num_seqs", "num_blocks"), [(0, 4, 6), (1, 8, 12), (3, 8, 24)])
 def test_whatever_is_asked_steps_stay_within_their_bounds(
     make: Any, monkeypatch: pytest.MonkeyPatch, seed: int, max_num_seqs: int, num_blocks: int
 ) -> None:
@@ -160,20 +160,20 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
     admission = scheduler._admission
     can_admit, fits, num_refused, matched = admission.can_admit, admission._fits, 0, False
 
-    def note_match(group: SequenceGroup, reserve: int) -> bool:
+    def note_match(request: Request, reserve: int) -> bool:
         nonlocal matched
         matched = True
-        return fits(group, reserve)
+        return fits(request, reserve)
 
-    def check_refusal(group: SequenceGroup, reserve: int) -> bool:
+    def check_refusal(request: Request, reserve: int) -> bool:
         nonlocal matched, num_refused
         matched = False
-        if can_admit(group, reserve):
+        if can_admit(request, reserve):
             return True
-        if not matched and scheduler.num_running + group.num_sequences <= scheduler.max_num_seqs:
+        if not matched and scheduler.num_running + request.num_sequences <= scheduler.max_num_seqs:
             num_refused += 1
             memo = admission._refused
-            assert not fits(group, reserve)
+            assert not fits(request, reserve)
             admission._refused = memo
         return False
 
@@ -201,7 +201,7 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
         elif kind < 0.85 and names:
             engine.cancel(rng.choice(names))
         elif kind < 0.9 and scheduler.running:
-            scheduler.groups.preempt(rng.choice(scheduler.running), rng.choice(["swap", "recompute"]))
+            scheduler.begun.preempt(rng.choice(scheduler.running), rng.choice(["swap", "recompute"]))
         elif kind < 0.95:
             least, most = engine.memory.least_budget_bytes, engine.memory.most_budget_bytes
             engine.set_budget(rng.randint(least, most), number)
@@ -221,14 +221,14 @@ def test_what_runs_is_counted_once_and_not_for_each_draft(make: Any, monkeypatch
         engine.submit(str(i), [i, 1, 2], greedy(20))
     while len(engine.scheduler.decoding()) < 64:
         engine.step()
-    reserve, calls = RunningGroups.reserve.fget, []  # type: ignore[attr-defined]
+    reserve, calls = RunningRequests.reserve.fget, []  # type: ignore[attr-defined]
 
-    def counted(groups: RunningGroups) -> int:
-        calls.append(groups)
-        pages: int = reserve(groups)
+    def counted(requests: RunningRequests) -> int:
+        calls.append(requests)
+        pages: int = reserve(requests)
         return pages
 
-    monkeypatch.setattr(RunningGroups, "reserve", property(counted))
+    monkeypatch.setattr(RunningRequests, "reserve", property(counted))
     scheduled = engine.scheduler.schedule(dict.fromkeys(engine.scheduler.decoding(), (1, 2)))
     assert [len(s.drafts) for s in scheduled] == [2] * 64
     assert len(calls) == 1
@@ -366,7 +366,7 @@ def test_a_long_prompt_without_room_waits_for_those_that_pass_it(make: Any, monk
     shared = ids(rng, 32)
     for i in range(2):
         engine.submit(f"short {i}", [*shared, *ids(rng, 8)], greedy(2))
-    [long] = engine.scheduler.running[0].members
+    [long] = engine.scheduler.running[0].sequences
     refused = refuse_pages(monkeypatch, long, 3)
     first = engine.step()
     assert [(delta.request_id, delta.num_cached_tokens) for delta in first] == [("short 0", 0), ("short 1", 32)]
@@ -387,13 +387,13 @@ def test_a_prompt_preempts_nobody_who_comes_first(make: Any, monkeypatch: pytest
     for _ in range(4):
         engine.step()
     first, two = engine.scheduler.running
-    assert len(two.members) == 2
-    engine.scheduler.groups.preempt(two, "recompute")
-    refused = refuse_pages(monkeypatch, two.members[1], 1)
+    assert len(two.sequences) == 2
+    engine.scheduler.begun.preempt(two, "recompute")
+    refused = refuse_pages(monkeypatch, two.sequences[1], 1)
     while not refused:
         engine.step()
-    assert first.members[0].memory is not None
-    assert two.members[0].memory is not None
+    assert first.sequences[0].memory is not None
+    assert two.sequences[0].memory is not None
     assert engine.scheduler.preempted == []
     while engine.has_work:
         assert all(delta.error is None for delta in engine.step())
@@ -403,24 +403,25 @@ def test_a_prompt_preempts_nobody_who_comes_first(make: Any, monkeypatch: pytest
 @pytest.mark.parametrize("is_async", ["on", "off"])
 @pytest.mark.parametrize("then", ["goes on", "fails", "is cancelled"])
 @pytest.mark.parametrize("room", ["no longer", "not beside others"])
-def test_a_new_group_is_not_preempted_when_its_prompt_is_staged(
+def test_a_new_request_is_not_preempted_when_its_prompt_is_staged(
     make: Any, monkeypatch: pytest.MonkeyPatch, room: str, then: str, is_async: str
 ) -> None:
-    """Regression: forks of a request that waits begin together with it. One that had no room preempted their group,
-    and with it the sequence whose staged prompt it shared: the next step could not be committed (`IntegrityError`)."""
+    """Regression: forks of a request that waits begin together. One that had no room preempted their request, and with
+    it the sequence whose staged prompt it shared: the next step could not be committed (`IntegrityError`)."""
     engine = make(max_num_seqs=8, max_model_len=200, kv_memory_bytes=60 * BLOCK_BYTES, async_scheduling=is_async).engine
     rng = random.Random(7)
     if room == "not beside others":
         engine.submit("first", ids(rng, 20), greedy(60))
         engine.step()
     engine.submit("parent", ids(rng, 170), greedy(20))
-    engine.fork("parent", "forks", greedy(20, n=3))
-    parent, fork, *_ = engine.scheduler.waiting.peek().members
-    if room == "no longer":  # for the parent and one fork: 6 blocks and 1
+    engine.fork("parent", "forks", greedy(20, n=4))
+    engine.cancel("parent")
+    first, second, *_ = engine.scheduler.waiting.peek().sequences
+    if room == "no longer":  # for two of them: 6 blocks and 1
         engine.set_budget(engine.memory.least_budget_bytes, 1)
         assert engine.memory.least_budget_bytes == 7 * BLOCK_BYTES
     else:
-        refuse_pages(monkeypatch, fork, 1)
+        refuse_pages(monkeypatch, second, 1)
     deltas = []
     if then == "fails":
         with monkeypatch.context() as patch:
@@ -429,11 +430,11 @@ def test_a_new_group_is_not_preempted_when_its_prompt_is_staged(
                 engine.step()
     else:
         deltas += engine.step()
-        assert parent.num_computed == 170
+        assert first.num_computed == 170
         assert engine.scheduler.preempted == []
     engine.check_integrity()
     if then == "is cancelled":
-        engine.cancel("parent")
+        engine.decoder.end_sequence(first)
     while engine.has_work:
         deltas += engine.step()
         engine.check_integrity()
@@ -441,23 +442,21 @@ def test_a_new_group_is_not_preempted_when_its_prompt_is_staged(
     for delta in deltas:
         assert delta.error is None
         outputs.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
-    forks = [outputs["forks", index] for index in range(3)]
+    forks = [outputs["forks", index] for index in range(then == "is cancelled", 4)]
     assert len(forks[0]) == 20
-    assert forks[1:] == forks[:1] * 2, "all are greedy"
-    if then != "is cancelled":
-        assert outputs["parent", 0] == forks[0]
+    assert forks[1:] == forks[:1] * (len(forks) - 1), "all are greedy"
 
 
-def refuse_pages(monkeypatch: pytest.MonkeyPatch, request: Request, times: int) -> list[int]:
-    """Let no block be allocated for a request, so many times; returns its tokens at each of them."""
+def refuse_pages(monkeypatch: pytest.MonkeyPatch, sequence: Sequence, times: int) -> list[int]:
+    """Let no block be allocated for a sequence, so many times; returns its tokens at each of them."""
     append: Any = KVMemory.append
     refused: list[int] = []
 
-    def without_room(memory: KVMemory, sequence: Any, num_tokens: int, **more: Any) -> None:
-        if sequence is request.memory and len(refused) < times:
+    def without_room(memory: KVMemory, own: Any, num_tokens: int, **more: Any) -> None:
+        if own is sequence.memory and len(refused) < times:
             refused.append(num_tokens)
             raise OutOfPages(1, 0)
-        append(memory, sequence, num_tokens, **more)
+        append(memory, own, num_tokens, **more)
 
     monkeypatch.setattr(KVMemory, "append", without_room)
     return refused
@@ -487,8 +486,8 @@ def test_of_resumed_groups_one_computes_the_prefix_again(make: Any) -> None:
     for _ in range(10):
         engine.step()
     first, second = scheduler.decoding()
-    for request in (second, first):
-        scheduler.groups.preempt(request.group, "recompute")
+    for sequence in (second, first):
+        scheduler.begun.preempt(sequence.request, "recompute")
     engine.memory.tree.clear()
     engine.step()
     assert (first.num_computed, second.num_computed, second.memory) == (128, 0, None)
@@ -507,7 +506,7 @@ def test_who_waits_for_a_prefix_begins_when_it_is_computed(make: Any, looked_up:
     for _ in range(2):
         engine.step()
         assert len(scheduler.waiting) == 1
-    [first] = [request for group in scheduler.running for request in group.members]
+    [first] = [sequence for request in scheduler.running for sequence in request.sequences]
     assert first.num_computed == 96, "what it waits for is computed now"
     engine.step()
     assert len(scheduler.waiting) == 0
@@ -528,11 +527,11 @@ def test_steps_end_where_a_recurrent_state_can_be_shared(
     engine = make(model=model, block_tokens=16, max_num_batched_tokens=40, max_num_seqs=4).engine
     prompt = ids(random.Random(3), num_tokens)
     engine.submit("first", prompt, greedy(1))
-    [request] = engine.scheduler.unfinished()
+    [sequence] = engine.scheduler.unfinished()
     computed = []
     while engine.has_work:
         engine.step()
-        computed.append(request.num_computed)
+        computed.append(sequence.num_computed)
     assert computed == ends
     engine.submit("again", prompt, greedy(1))
     assert [delta.num_cached_tokens for delta in engine.step()] == [num_cached]

@@ -319,9 +319,9 @@ class Run:
         except RequestError:
             return
         self.counts["fork"] += 1
-        prompt = self.engine.generations[request_id].sequences[0].token_ids.copy()
+        prompt = self.engine.requests[request_id].sequences[0].token_ids.copy()
         first, _, num_before = self.begun[parent]
-        num_before = num_before + len(prompt) - len(first) if parent in self.engine.generations else 0
+        num_before = num_before + len(prompt) - len(first) if parent in self.engine.requests else 0
         self.begun[request_id], self.outputs[request_id] = (prompt, params, num_before), []
 
     def pin(self, event: Pin) -> None:
@@ -387,7 +387,7 @@ class Run:
         self.engine.check_integrity()
 
     def at(self, which: int) -> str | None:
-        running = list(self.engine.generations)
+        running = list(self.engine.requests)
         return running[which % len(running)] if running else None
 
 
@@ -432,18 +432,18 @@ def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str
             fair_tenants=fair,
             async_scheduling="on" if is_async else "off",
         )
-        before, preempted_before = engine.report(), sum(engine.scheduler.groups.num_preempted.values())
+        before, preempted_before = engine.report(), sum(engine.scheduler.begun.num_preempted.values())
         try:
             Run(engine, reference, counts).play(burst + events)
         finally:
-            for request_id in list(engine.generations):
+            for request_id in list(engine.requests):
                 engine.cancel(request_id)
             for pin in engine.report().pins:
                 engine.unpin(pin.name)
         report = engine.report()
         for name in ("hit_tokens", "evicted_blocks", "copied_blocks"):
             counts[name] += getattr(report, name) - getattr(before, name)
-        counts["preemptions"] += sum(engine.scheduler.groups.num_preempted.values()) - preempted_before
+        counts["preemptions"] += sum(engine.scheduler.begun.num_preempted.values()) - preempted_before
 
     if settings.default is not None and settings.default.derandomize:  # else all of them play the same schedules
         seed(zlib.crc32(f"{model} {policy}".encode()))(play)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from folio.app.engine import LLM
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.turn import Turn
 
@@ -30,17 +30,17 @@ def test_a_turn_with_a_call_is_told_from_an_answer(turn: Turn, text: str, kind: 
     assert turn.kind_of(text) == kind
 
 
-def ended(llm: LLM, prompt: str, max_tokens: int = 40, **options: Any) -> Request:
+def ended(llm: LLM, prompt: str, max_tokens: int = 40, **options: Any) -> Sequence:
     """The request's sequence, after its end."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     assert engine.model.tokenizer is not None
     engine.submit("r", engine.model.tokenizer.encode(prompt), params, **options)
-    [request] = engine.generations["r"]
+    [sequence] = engine.requests["r"].sequences
     while engine.has_work:
         for delta in engine.step():
             assert delta.error is None
-    return request
+    return sequence
 
 
 def test_the_output_decides_whether_the_turn_was_a_call() -> None:

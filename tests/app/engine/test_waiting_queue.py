@@ -12,7 +12,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.waiting_queue import WaitingQueue
 from folio.vmem import TokenChain
@@ -21,54 +21,55 @@ ARRIVALS = itertools.count()
 PARAMS = SamplingParams(max_tokens=1)
 
 
-def group_of(
+def request_of(
     tenant: str | None = None,
     priority: int = 0,
     num_tokens: int = 1,
     arrival: int | None = None,
     due: float = 0.0,
-) -> SequenceGroup:
-    group = SequenceGroup(priority, next(ARRIVALS) if arrival is None else arrival, tenant=tenant, due=due)
-    Request("", [0] * num_tokens, PARAMS, 1, None, TokenChain(16), group, [0] * num_tokens)
-    return group
+) -> Request:
+    number = next(ARRIVALS) if arrival is None else arrival
+    request = Request("", PARAMS, priority, number, tenant=tenant, due=due)
+    Sequence(request, [0] * num_tokens, PARAMS, 1, None, TokenChain(16), [0] * num_tokens)
+    return request
 
 
-def pop(queue: WaitingQueue) -> SequenceGroup:
-    group = queue.peek()
-    assert group is not None
-    queue.remove(group)
-    return group
+def pop(queue: WaitingQueue) -> Request:
+    request = queue.peek()
+    assert request is not None
+    queue.remove(request)
+    return request
 
 
 def test_without_turns_tenants_make_no_difference() -> None:
     queue = WaitingQueue()
-    groups = [group_of(tenant, priority) for tenant, priority in zip("abab", (0, 1, 1, 0), strict=True)]
-    for group in groups:
-        queue.add(group)
-    queue.charge(groups[0], 10**6)
-    assert [pop(queue) for _ in groups] == [groups[0], groups[3], groups[1], groups[2]]
+    requests = [request_of(tenant, priority) for tenant, priority in zip("abab", (0, 1, 1, 0), strict=True)]
+    for request in requests:
+        queue.add(request)
+    queue.charge(requests[0], 10**6)
+    assert [pop(queue) for _ in requests] == [requests[0], requests[3], requests[1], requests[2]]
     assert queue.peek() is None
 
 
 @pytest.mark.parametrize("quantum", [None, 8])
 def test_whoever_is_added_late_stands_where_it_arrived(quantum: int | None) -> None:
     queue = WaitingQueue(quantum)
-    groups = [group_of(arrival=arrival) for arrival in range(5)]
+    requests = [request_of(arrival=arrival) for arrival in range(5)]
     for i in (0, 3, 4, 1, 2):
-        queue.add(groups[i])
-    assert list(queue) == [groups[i] for i in (0, 3, 4, 1, 2)]
-    assert [pop(queue) for _ in groups] == groups
+        queue.add(requests[i])
+    assert list(queue) == [requests[i] for i in (0, 3, 4, 1, 2)]
+    assert [pop(queue) for _ in requests] == requests
 
 
 def test_a_request_that_waits_for_room_is_passed_only_by_a_higher_priority() -> None:
     queue = WaitingQueue(8)
-    large, other = group_of("a", num_tokens=100), group_of("b")
+    large, other = request_of("a", num_tokens=100), request_of("b")
     queue.add(large)
     queue.add(other)
     assert queue.peek() is large
     queue.charge(large, 1000)  # others of the tenant go on being computed meanwhile
     assert queue.peek() is large
-    urgent = group_of("b", priority=-1)
+    urgent = request_of("b", priority=-1)
     queue.add(urgent)
     assert pop(queue) is urgent
     assert queue.peek() is other  # its turn came
@@ -78,12 +79,12 @@ def test_a_request_that_waits_for_room_is_passed_only_by_a_higher_priority() -> 
 def test_whoever_is_due_first_begins_first(quantum: int | None) -> None:
     """Also if another one is the head already; with turns only of the same tenant, and the turn stays with it."""
     queue = WaitingQueue(quantum)
-    groups = [group_of("a", due=due) for due in (3.0, 2.0, 4.0)]
-    for group in groups:
-        queue.add(group)
-    assert queue.peek() is groups[1]
-    queue.charge(groups[1], 1000)
-    sooner, other = group_of("a", due=1.0), group_of("b", due=0.0)
+    requests = [request_of("a", due=due) for due in (3.0, 2.0, 4.0)]
+    for request in requests:
+        queue.add(request)
+    assert queue.peek() is requests[1]
+    queue.charge(requests[1], 1000)
+    sooner, other = request_of("a", due=1.0), request_of("b", due=0.0)
     queue.add(sooner)
     assert queue.peek() is sooner
     queue.add(other)
@@ -93,58 +94,58 @@ def test_whoever_is_due_first_begins_first(quantum: int | None) -> None:
 def test_who_comes_back_has_its_debts_and_no_savings() -> None:
     queue = WaitingQueue(10)
     for _ in range(60):
-        queue.add(group_of("busy"))
+        queue.add(request_of("busy"))
 
     def next_tenants(count: int) -> list[str | None]:
         tenants = []
         for _ in range(count):
-            group = pop(queue)
-            queue.charge(group, 10)
-            tenants.append(group.tenant)
+            request = pop(queue)
+            queue.charge(request, 10)
+            tenants.append(request.tenant)
         return tenants
 
-    queue.add(group_of("idle"))
-    queue.add(group_of("owing"))
+    queue.add(request_of("idle"))
+    queue.add(request_of("owing"))
     assert next_tenants(3) == ["busy", "idle", "owing"]
-    queue.charge(group_of("owing"), 70)  # its output: it owes seven rounds
+    queue.charge(request_of("owing"), 70)  # its output: it owes seven rounds
     assert next_tenants(4) == ["busy"] * 4  # three of them
     for _ in range(4):
-        queue.add(group_of("idle"))
-        queue.add(group_of("owing"))
+        queue.add(request_of("idle"))
+        queue.add(request_of("owing"))
     assert next_tenants(13) == ["idle", "busy"] * 4 + ["owing", "busy"] * 2 + ["owing"]
 
 
 def test_forgotten_when_nobody_waits() -> None:
     """What nobody else wanted is free, so that who used it need not wait behind those who come now."""
     queue = WaitingQueue(10)
-    first = group_of("a")
+    first = request_of("a")
     queue.add(first)
     pop(queue)
     queue.charge(first, 10**9)
-    groups = [group_of("a"), group_of("b")]
-    for group in groups:
-        queue.add(group)
-    assert [pop(queue), pop(queue)] == groups
+    requests = [request_of("a"), request_of("b")]
+    for request in requests:
+        queue.add(request)
+    assert [pop(queue), pop(queue)] == requests
 
 
 def test_thousands_of_tenants_are_forgotten_again() -> None:
     """Memory follows who waits and who owes, not who was ever there."""
     queue = WaitingQueue(64)
-    queue.add(group_of("always"))
-    queue.add(group_of("always"))
+    queue.add(request_of("always"))
+    queue.add(request_of("always"))
     most = 0
     for i in range(5000):
-        queue.add(group_of(f"tenant {i}"))
+        queue.add(request_of(f"tenant {i}"))
         while len(queue) > 4:
-            group = pop(queue)
-            queue.charge(group, 100)
-            if group.tenant == "always":
-                queue.add(group_of("always"))
+            request = pop(queue)
+            queue.charge(request, 100)
+            if request.tenant == "always":
+                queue.add(request_of("always"))
         most = max(most, len(queue._levels[0]._ring))
     assert most < 20
     assert sum(queue.lengths()) == len(queue)
-    for group in list(queue):
-        queue.remove(group)
+    for request in list(queue):
+        queue.remove(request)
     assert not queue._levels
     assert not queue.lengths()
 
@@ -172,7 +173,7 @@ def test_what_backlogged_tenants_get_differs_by_a_constant(
     """As many slots as run at once, a token a step for each; tenants that come and go beside them."""
     queue = WaitingQueue(quantum)
     sizes = {f"tenant {i}": itertools.cycle(w.sizes) for i, w in enumerate(work)}
-    outputs: dict[SequenceGroup, int] = {}
+    outputs: dict[Request, int] = {}
     longest = max(prompt + output for w in work for prompt, output in w.sizes)
     most_output = max(output for w in work for _, output in w.sizes)
     bound = 3 * quantum + 2 * (longest + num_slots * most_output)
@@ -180,34 +181,34 @@ def test_what_backlogged_tenants_get_differs_by_a_constant(
     coming = deque(sorted(others))
 
     def add(tenant: str, prompt: int, output: int) -> None:
-        group = group_of(tenant, num_tokens=max(prompt, 1))
-        outputs[group] = output
-        queue.add(group)
+        request = request_of(tenant, num_tokens=max(prompt, 1))
+        outputs[request] = output
+        queue.add(request)
 
-    def charge(group: SequenceGroup, num_tokens: int) -> None:
-        queue.charge(group, num_tokens)
-        if group.tenant in service:
-            service[group.tenant] += num_tokens
+    def charge(request: Request, num_tokens: int) -> None:
+        queue.charge(request, num_tokens)
+        if request.tenant in service:
+            service[request.tenant] += num_tokens
 
     for tenant in sizes:
         for _ in range(2):
             add(tenant, *next(sizes[tenant]))
-    running: list[SequenceGroup] = []
+    running: list[Request] = []
     for step in range(400):
         while coming and coming[0][0] <= step:
             add(f"other {len(coming) % 3}", 1, coming.popleft()[1])
         while len(running) < num_slots:
-            group = pop(queue)
-            charge(group, sum(len(r.token_ids) for r in group.members))
-            running.append(group)
-            if group.tenant in sizes:
-                add(group.tenant, *next(sizes[group.tenant]))
-        for group in list(running):
-            if outputs[group]:
-                outputs[group] -= 1
-                charge(group, 1)
+            request = pop(queue)
+            charge(request, sum(len(r.token_ids) for r in request.sequences))
+            running.append(request)
+            if request.tenant in sizes:
+                add(request.tenant, *next(sizes[request.tenant]))
+        for request in list(running):
+            if outputs[request]:
+                outputs[request] -= 1
+                charge(request, 1)
             else:
-                running.remove(group)
+                running.remove(request)
         assert max(service.values()) - min(service.values()) <= bound, f"step {step}: {service}"
 
 
@@ -226,35 +227,35 @@ OPERATIONS = st.one_of(
 def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int | None) -> None:
     """Priority goes first, within a tenant who is due first does, and somebody is next as long as anybody waits."""
     queue = WaitingQueue(quantum)
-    waiting: dict[tuple[int, str | None], list[SequenceGroup]] = defaultdict(list)
-    begun: list[SequenceGroup] = []
+    waiting: dict[tuple[int, str | None], list[Request]] = defaultdict(list)
+    begun: list[Request] = []
 
-    def leave(group: SequenceGroup) -> None:
-        waiting[group.priority, group.tenant].remove(group)
+    def leave(request: Request) -> None:
+        waiting[request.priority, request.tenant].remove(request)
 
     for name, what, number in operations:
-        everybody = sorted((g for groups in waiting.values() for g in groups), key=lambda g: g.arrival)
+        everybody = sorted((g for requests in waiting.values() for g in requests), key=lambda g: g.arrival)
         if name.startswith("add"):
-            group = group_of(what, number, due=float(name == "add late"))  # type: ignore[arg-type]
-            waiting[number, group.tenant].append(group)
-            queue.add(group)
+            request = request_of(what, number, due=float(name == "add late"))  # type: ignore[arg-type]
+            waiting[number, request.tenant].append(request)
+            queue.add(request)
         elif name == "pop" and everybody:
-            group = pop(queue)
-            assert group.priority == min(g.priority for g in everybody)
-            assert group is min(waiting[group.priority, group.tenant], key=lambda g: (g.due, g.arrival))
+            request = pop(queue)
+            assert request.priority == min(g.priority for g in everybody)
+            assert request is min(waiting[request.priority, request.tenant], key=lambda g: (g.due, g.arrival))
             if quantum is None:
-                assert group is min(everybody, key=lambda g: (g.priority, g.due, g.arrival))
-            leave(group)
-            begun.append(group)
-            queue.charge(group, number)
+                assert request is min(everybody, key=lambda g: (g.priority, g.due, g.arrival))
+            leave(request)
+            begun.append(request)
+            queue.charge(request, number)
         elif name == "remove" and everybody:
-            group = everybody[int(what) % len(everybody)]  # type: ignore[call-overload]
-            queue.remove(group)
-            leave(group)
+            request = everybody[int(what) % len(everybody)]  # type: ignore[call-overload]
+            queue.remove(request)
+            leave(request)
         elif name == "charge" and begun:
             queue.charge(begun[int(what) % len(begun)], number)  # type: ignore[call-overload]
         count = sum(map(len, waiting.values()))
         assert len(queue) == len(queue.lengths()) == count
         assert (queue.peek() is None) == (count == 0)
         assert queue.peek() is queue.peek()
-        assert set(queue) == {g for groups in waiting.values() for g in groups}
+        assert set(queue) == {g for requests in waiting.values() for g in requests}

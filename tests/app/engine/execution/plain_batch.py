@@ -30,7 +30,7 @@ def check_batch(
             assert sampled is not None
             token_ids.append(int(sampled[s.pending_row]))
         else:
-            token_ids += [*s.request.token_ids[first:], *s.drafts][: s.num_tokens]
+            token_ids += [*s.sequence.token_ids[first:], *s.drafts][: s.num_tokens]
     assert batch.token_ids.tolist() == token_ids
     assert batch.positions.tolist() == [p for f, n in zip(firsts, counts, strict=True) for p in range(f, f + n)]
     num_logits = counts if all_logits else [s.num_logits for s in scheduled]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, abc
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from folio.app.engine.engine import Engine
 from folio.app.engine.execution.batch import PlanHeader, StepBatch, StepPlan, memory_of
 from folio.app.engine.execution.builder import BatchBuilder
 from folio.app.engine.execution.planner import StepPlanner
-from folio.app.engine.request import Request, SequenceGroup
+from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.scheduled import Scheduled
 from folio.app.engine.tensor_parallel.processes import pack_step, unpack_step
@@ -35,25 +35,24 @@ from tests.vmem.test_memory_machine import MemoryMachine
 CPU = torch.device("cpu")
 
 
-def scheduled_of(memory: KVMemory, sequence: SequenceMemory, ids: list[int], start: int, end: int) -> Scheduled:
+def scheduled_of(memory: KVMemory, own: SequenceMemory, ids: list[int], start: int, end: int) -> Scheduled:
     """The tokens `start … end - 1` of a sequence that has these ids."""
-    request = Request(
-        "", ids, SamplingParams(), 1, None, memory.prefixes.chain(), SequenceGroup(0, 0), ids[:end], memory=sequence
-    )
-    request.num_computed = start
-    return Scheduled(request, end - start)
+    request = Request("", SamplingParams())
+    sequence = Sequence(request, ids, request.params, 1, None, memory.prefixes.chain(), ids[:end], memory=own)
+    sequence.num_computed = start
+    return Scheduled(sequence, end - start)
 
 
 def pending(s: Scheduled, row: int) -> Scheduled:
     """The same with its only token not known yet."""
-    del s.request.token_ids[-1]
-    s.request.num_awaited, s.request.pending_row = 1, row
-    return Scheduled(s.request, 1)
+    del s.sequence.token_ids[-1]
+    s.sequence.num_awaited, s.sequence.pending_row = 1, row
+    return Scheduled(s.sequence, 1)
 
 
 def drafted(s: Scheduled) -> Scheduled:
     """The same with its last token a draft."""
-    return Scheduled(s.request, s.num_tokens, (s.request.token_ids.pop(),))
+    return Scheduled(s.sequence, s.num_tokens, (s.sequence.token_ids.pop(),))
 
 
 class Ranks:
@@ -143,7 +142,7 @@ PlannedMachine.TestCase.settings = settings(
 TestPlannedMachine = PlannedMachine.TestCase
 
 
-def make_sequences(memory: KVMemory, lengths: Sequence[int], view: ViewPolicy = "block_table") -> list[Scheduled]:
+def make_sequences(memory: KVMemory, lengths: abc.Sequence[int], view: ViewPolicy = "block_table") -> list[Scheduled]:
     """Decodes of sequences of these lengths."""
     scheduled = []
     for length in lengths:
@@ -155,7 +154,7 @@ def make_sequences(memory: KVMemory, lengths: Sequence[int], view: ViewPolicy = 
 
 def grow(memory: KVMemory, s: Scheduled) -> Scheduled:
     """The same sequence's decode in the next step."""
-    sequence, ids = memory_of(s), [*s.request.token_ids, 7]
+    sequence, ids = memory_of(s), [*s.sequence.token_ids, 7]
     memory.append(sequence, len(ids))
     return scheduled_of(memory, sequence, ids, len(ids) - 1, len(ids))
 
@@ -189,10 +188,10 @@ def test_a_batch_is_copied_to_the_device_at_once(view: ViewPolicy, memory: KVMem
     planner = StepPlanner(memory, builder, 8)
     scheduled = make_sequences(memory, (40, 3, 90), view)
     for several in (False, True, False):
-        step = [Scheduled(s.request, 1) for s in scheduled]
+        step = [Scheduled(s.sequence, 1) for s in scheduled]
         if several:
-            step[0].request.num_computed -= 4
-            step[0] = Scheduled(step[0].request, 5)
+            step[0].sequence.num_computed -= 4
+            step[0] = Scheduled(step[0].sequence, 5)
         with Transfers() as transfers:
             batch = builder.build(planner.plan(step))
         builder.expected += 1
@@ -243,7 +242,7 @@ def test_a_block_table_moves_and_changes_in_one_step(memory: KVMemory) -> None:
     fork = memory.fork(memory_of(scheduled[3]), 40)  # the next token of either is written to a block of its own
     memory.free(memory_of(scheduled.pop(0)))
     memory.truncate(memory_of(scheduled[1]), 32)
-    scheduled[1].request.token_ids[32:] = []
+    scheduled[1].sequence.token_ids[32:] = []
     scheduled = [grow(memory, s) for s in scheduled]
     scheduled.append(grow(memory, scheduled_of(memory, fork, list(range(40)), 39, 40)))
     for _ in range(20):  # some tables have one more block in most of these
@@ -259,8 +258,8 @@ def test_batches_last_until_the_one_after_the_next(memory: KVMemory) -> None:
     first = ranks.build(ranks.plan(list(scheduled)))[0]
     long = make_sequences(memory, (250,) * 5)
     for s in long:
-        s.request.num_computed = 0
-    step = [grow(memory, s) for s in scheduled] + [Scheduled(s.request, 250) for s in long]
+        s.sequence.num_computed = 0
+    step = [grow(memory, s) for s in scheduled] + [Scheduled(s.sequence, 250) for s in long]
     second = ranks.build(ranks.plan(step))[0]
     check_batch(first, scheduled, memory)
     check_batch(second, step, memory)
@@ -286,16 +285,16 @@ def test_adapters_are_adjacent(memory: KVMemory) -> None:
     ranks = Ranks(memory, num_rows=8)
     scheduled = make_sequences(memory, (20, 30, 40, 50))
     for s, name in zip(scheduled, ("b", None, "a", "b"), strict=True):
-        s.request.group.adapter = name
+        s.sequence.request.adapter = name
     plan = ranks.plan(scheduled, adapter_slots={"a": 4, "b": 2})
     assert plan.adapters.tolist() == [-1, 2, 2, 4]
-    assert [s.request.group.adapter for s in scheduled] == [None, "b", "b", "a"]
+    assert [s.sequence.request.adapter for s in scheduled] == [None, "b", "b", "a"]
     batch, _ = ranks.build(plan)
     assert batch.adapters is not None
     assert batch.adapters.tokens == ((2, slice(1, 3)), (4, slice(3, 4)))
     scheduled = [grow(memory, s) for s in scheduled]
     for s in scheduled:
-        s.request.group.adapter = None
+        s.sequence.request.adapter = None
     assert not len(ranks.check(scheduled).adapters)
 
 

@@ -27,7 +27,7 @@ from folio.app.engine.lora.rank import RankAdapters
 from folio.app.engine.lora.weights import LowRank, check_sources, read_config
 from folio.app.engine.preemption import PreemptionCostModel
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.speculation.ngram import NgramProposer
 from folio.app.engine.token_selection import TokenSelection
@@ -78,8 +78,8 @@ def record_logits(engine: Engine) -> dict[str, list[torch.Tensor]]:
     choose = engine.chooser.choose
 
     def note(selection: TokenSelection, logits: torch.Tensor) -> None:
-        for request, row in selection.plain:
-            rows.setdefault(request.request_id, []).append(logits[selection.where[row]].float())
+        for sequence, row in selection.plain:
+            rows.setdefault(sequence.request_id, []).append(logits[selection.where[row]].float())
         choose(selection, logits)
 
     engine.chooser.choose = note  # type: ignore[method-assign]
@@ -338,8 +338,8 @@ def test_drafts_are_verified_with_the_adapter(
     jobs = {str(name): (name, prompt) for name, prompt in zip((*"abc", None), prompts(5, 6, 7, 5), strict=True)}
     wanted = {request_id: expected(name, prompt, 40) for request_id, (name, prompt) in jobs.items()}
 
-    def all_but_the_last_right(_: NgramProposer, requests: list[Request], most: list[int]) -> list[list[int]]:
-        drafts = [wanted[r.request_id][r.num_output_tokens :][:count] for r, count in zip(requests, most, strict=True)]
+    def all_but_the_last_right(_: NgramProposer, sequences: list[Sequence], most: list[int]) -> list[list[int]]:
+        drafts = [wanted[s.request_id][s.num_output_tokens :][:count] for s, count in zip(sequences, most, strict=True)]
         return [[*draft[:-1], draft[-1] ^ 1] if draft else [] for draft in drafts]
 
     monkeypatch.setattr(NgramProposer, "propose", all_but_the_last_right)

@@ -371,7 +371,7 @@ async def test_a_prefix_that_cannot_be_computed_again_stays_pinned(
             with asleep(shelf, "llama"):
                 await put_to_sleep(shelf, "llama")
             await outputs(model, [1, 2], GREEDY)
-            await until_async(lambda: not engine.driver.engine.generations)
+            await until_async(lambda: not engine.driver.engine.requests)
 
         def refuse(*_: Any) -> None:
             raise PinError("no room within its pin quota")

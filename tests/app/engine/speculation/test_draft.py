@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from folio.app.config.engine import EngineConfig, ResolvedConfig
 from folio.app.engine.execution.executor import Executor
-from folio.app.engine.request import Request
+from folio.app.engine.request import Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.sampler import sample
 from folio.app.engine.scheduled import Scheduled
@@ -20,7 +21,7 @@ from folio.app.engine.speculation.draft import DraftProposer
 from folio.app.engine.tensor_parallel.processes import spawn_ranks
 from folio.app.errors import ConfigError
 from folio.vmem import MapError
-from tests.app.engine.speculation.requests import generate, make_request
+from tests.app.engine.speculation.requests import generate, make_sequence
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint, tokens
 
 TINY = ARCHITECTURES["llama"][1] | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
@@ -41,24 +42,24 @@ class Drafting:
         self.forwards: list[int] = []
         run = self.proposer.run
 
-        def note(scheduled: Sequence[Scheduled]) -> torch.Tensor:
+        def note(scheduled: abc.Sequence[Scheduled]) -> torch.Tensor:
             self.forwards.append(sum(s.num_tokens for s in scheduled))
             return run(scheduled)
 
         self.proposer.run = note  # type: ignore[method-assign]
 
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        guesses = self.proposer.propose(requests, most)
+    def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[list[int]]:
+        guesses = self.proposer.propose(sequences, most)
         self.proposer.check_integrity()
         assert all(len(g) <= k for g, k in zip(guesses, most, strict=True))
         return guesses
 
-    def check(self, request: Request, guesses: list[int], count: int) -> None:
+    def check(self, sequence: Sequence, guesses: list[int], count: int) -> None:
         """They are what the draft model generates by itself, through transformers' attention, without a cache."""
         assert len(guesses) == count
         if count:
-            logits = self.alone.own_logits(torch.tensor(request.token_ids + guesses[:-1]))[-count:]
-            assert guesses == sample(logits, [request.sampling] * count, list(range(count))).token_ids
+            logits = self.alone.own_logits(torch.tensor(sequence.token_ids + guesses[:-1]))[-count:]
+            assert guesses == sample(logits, [sequence.sampling] * count, list(range(count))).token_ids
 
 
 MakeDrafting = Callable[..., Drafting]
@@ -88,10 +89,12 @@ def make_drafting(make_checkpoint: MakeCheckpoint) -> Iterator[MakeDrafting]:
         drafting.proposer.close()
 
 
-def go_on(request: Request, guesses: list[int], accepted: int) -> None:
+def go_on(sequence: Sequence, guesses: list[int], accepted: int) -> None:
     """As if the model had accepted the first draft tokens and then sampled another token."""
-    generate(request, *guesses[:accepted])
-    generate(request, (guesses[accepted] + 7 if accepted < len(guesses) else 11 + len(request.token_ids)) % VOCAB_SIZE)
+    generate(sequence, *guesses[:accepted])
+    generate(
+        sequence, (guesses[accepted] + 7 if accepted < len(guesses) else 11 + len(sequence.token_ids)) % VOCAB_SIZE
+    )
 
 
 @pytest.mark.parametrize("view", ["region", "block_table"])
@@ -100,15 +103,15 @@ def test_drafts_are_the_draft_models_own_tokens(make_drafting: MakeDrafting, vie
     drafting = make_drafting(kv_view=view)
     choice = random.Random(5)
     params = [GREEDY, SAMPLED, dataclasses.replace(SAMPLED, top_p=1.0), GREEDY]
-    requests = [make_request(tokens(n, n), p) for n, p in zip((33, 5, 64, 1), params, strict=True)]
+    sequences = [make_sequence(tokens(n, n), p) for n, p in zip((33, 5, 64, 1), params, strict=True)]
     for _ in range(9):
-        most = [choice.choice((0, 1, 3, 5)) for _ in requests]
-        guesses = drafting.propose(requests, most)
-        for request, k, guessed in zip(requests, most, guesses, strict=True):
-            drafting.check(request, guessed, k)
+        most = [choice.choice((0, 1, 3, 5)) for _ in sequences]
+        guesses = drafting.propose(sequences, most)
+        for sequence, k, guessed in zip(sequences, most, guesses, strict=True):
+            drafting.check(sequence, guessed, k)
             if choice.random() < 0.8:  # else the step failed, and nothing was chosen
-                go_on(request, guessed, choice.randint(0, len(guessed)))
-    assert len({len(request.token_ids) for request in requests}) == 4
+                go_on(sequence, guessed, choice.randint(0, len(guessed)))
+    assert len({len(sequence.token_ids) for sequence in sequences}) == 4
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(make_drafting: MakeDrafting) -> None:
@@ -116,32 +119,32 @@ def test_a_model_that_drafts_for_itself_is_always_right(make_drafting: MakeDraft
     target = drafting.target
     assert drafting.proposer.share == pytest.approx(0.5)
     for params in (GREEDY, SAMPLED):
-        request = make_request(tokens(40), params)
+        sequence = make_sequence(tokens(40), params)
         for _ in range(4):
-            [guesses] = drafting.propose([request], [5])
-            logits = target.own_logits(torch.tensor(request.token_ids + guesses))[-6:]
-            chosen = sample(logits, [request.sampling] * 6, list(range(6))).token_ids
+            [guesses] = drafting.propose([sequence], [5])
+            logits = target.own_logits(torch.tensor(sequence.token_ids + guesses))[-6:]
+            chosen = sample(logits, [sequence.sampling] * 6, list(range(6))).token_ids
             assert guesses == chosen[:5]
-            generate(request, *chosen)
+            generate(sequence, *chosen)
 
 
 def test_one_forward_for_each_draft_token(make_drafting: MakeDrafting) -> None:
     """Of all requests that need a further draft token; accepted tokens are not recomputed."""
     drafting = make_drafting()
-    requests = [make_request(tokens(n, n)) for n in (20, 30, 40)]
-    guesses = drafting.propose(requests, [1, 3, 4])
+    sequences = [make_sequence(tokens(n, n)) for n in (20, 30, 40)]
+    guesses = drafting.propose(sequences, [1, 3, 4])
     assert drafting.forwards == [90, 2, 2, 1]
-    for request, guessed, accepted in zip(requests, guesses, (1, 1, 4), strict=True):
-        go_on(request, guessed, accepted)
+    for sequence, guessed, accepted in zip(sequences, guesses, (1, 1, 4), strict=True):
+        go_on(sequence, guessed, accepted)
     drafting.forwards.clear()
-    drafting.propose(requests, [2, 2, 2])
+    drafting.propose(sequences, [2, 2, 2])
     # The first lacks its guess and the token after it; the second only the token after; the third like the first.
     assert drafting.forwards == [2 + 1 + 2, 3]
 
 
 def test_long_prompts_are_computed_in_chunks_beside_other_requests(make_drafting: MakeDrafting) -> None:
     drafting = make_drafting(max_num_batched_tokens=64)
-    short, long = make_request(tokens(30, 1)), make_request(tokens(200, 2))
+    short, long = make_sequence(tokens(30, 1)), make_sequence(tokens(200, 2))
     for step in range(5):
         drafting.forwards.clear()
         guesses = drafting.propose([short, long], [2, 2])
@@ -154,13 +157,13 @@ def test_long_prompts_are_computed_in_chunks_beside_other_requests(make_drafting
 
 def test_common_prefixes_are_computed_once(make_drafting: MakeDrafting) -> None:
     drafting = make_drafting(max_num_batched_tokens=128)
-    requests = [make_request(tokens(256) + tokens(8, 1 + i)) for i in range(4)]
+    sequences = [make_sequence(tokens(256) + tokens(8, 1 + i)) for i in range(4)]
     for _ in range(4):
-        guesses = drafting.propose(requests, [2] * 4)
-    for request, guessed in zip(requests, guesses, strict=True):
-        drafting.check(request, guessed, 2)
+        guesses = drafting.propose(sequences, [2] * 4)
+    for sequence, guessed in zip(sequences, guesses, strict=True):
+        drafting.check(sequence, guessed, 2)
     assert sum(drafting.forwards) < 256 + 4 * 8 + 4 * 4 * 3
-    salted = make_request(requests[0].token_ids, salt="mine")
+    salted = make_sequence(sequences[0].token_ids, salt="mine")
     drafting.forwards.clear()
     for _ in range(3):
         drafting.propose([salted], [1])
@@ -170,27 +173,27 @@ def test_common_prefixes_are_computed_once(make_drafting: MakeDrafting) -> None:
 def test_rejected_drafts_are_not_in_the_prefix_cache(make_drafting: MakeDrafting) -> None:
     """They fill a block; a request with the same tokens must not hit it."""
     drafting = make_drafting()
-    request = make_request(tokens(27))
-    [guesses] = drafting.propose([request], [8])
-    go_on(request, guesses, 0)
-    [again] = drafting.propose([request], [8])
-    drafting.check(request, again, 8)
-    other = make_request(tokens(27) + guesses)
+    sequence = make_sequence(tokens(27))
+    [guesses] = drafting.propose([sequence], [8])
+    go_on(sequence, guesses, 0)
+    [again] = drafting.propose([sequence], [8])
+    drafting.check(sequence, again, 8)
+    other = make_sequence(tokens(27) + guesses)
     drafting.check(other, drafting.propose([other], [4])[0], 4)
-    drafting.proposer.forget_request(request)
+    drafting.proposer.forget_sequence(sequence)
     drafting.check(other, drafting.propose([other], [4])[0], 4)
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
 def test_windows_are_rolled_back_after_rejected_drafts(make_drafting: MakeDrafting, architecture: str) -> None:
     drafting = make_drafting(*ARCHITECTURES[architecture], max_num_batched_tokens=64)
-    request = make_request(tokens(100))
+    sequence = make_sequence(tokens(100))
     generator = random.Random(1)
     for step in range(24):
-        [guesses] = drafting.propose([request], [8])
+        [guesses] = drafting.propose([sequence], [8])
         if step % 8 == 7:
-            drafting.check(request, guesses, 8)
-        go_on(request, guesses, generator.choice((0, 0, 1, 8)) if guesses else 0)
+            drafting.check(sequence, guesses, 8)
+        go_on(sequence, guesses, generator.choice((0, 0, 1, 8)) if guesses else 0)
 
 
 @pytest.mark.thirds
@@ -200,39 +203,39 @@ def test_full_memory_costs_drafts_only(make_drafting: MakeDrafting, view: str) -
     compute, and do not take each other's place again and again."""
     drafting = make_drafting(max_model_len=128, kv_memory_bytes=100 * 4096, kv_view=view)
     assert drafting.proposer.memory.most_budget_bytes == 14 * 4096
-    requests = [make_request(tokens(30, i)) for i in range(8)]
+    sequences = [make_sequence(tokens(30, i)) for i in range(8)]
     served = []
     for _ in range(22):
-        guesses = drafting.propose(requests, [3] * 8)
+        guesses = drafting.propose(sequences, [3] * 8)
         served.append(sum(map(bool, guesses)))
-        for request, guessed in zip(requests, guesses, strict=True):
-            drafting.check(request, guessed, 3 if guessed else 0)
-            go_on(request, guessed, 2 if guessed else 0)
+        for sequence, guessed in zip(sequences, guesses, strict=True):
+            drafting.check(sequence, guessed, 3 if guessed else 0)
+            go_on(sequence, guessed, 2 if guessed else 0)
     assert 6 <= served[0] <= 7
     assert 3 <= served[-1] <= 4
     assert sum(drafting.forwards) <= served[0] * 30 + 3 * sum(served)
     # Those without a turn give way to those with one.
-    waiting = [request for request, guessed in zip(requests, guesses, strict=True) if not guessed][:2]
-    for request, guessed in zip(waiting, drafting.propose(waiting, [3, 3]), strict=True):
-        drafting.check(request, guessed, 3)
+    waiting = [sequence for sequence, guessed in zip(sequences, guesses, strict=True) if not guessed][:2]
+    for sequence, guessed in zip(waiting, drafting.propose(waiting, [3, 3]), strict=True):
+        drafting.check(sequence, guessed, 3)
 
 
 def test_no_drafts_beyond_the_draft_models_context(make_drafting: MakeDrafting) -> None:
     drafting = make_drafting(draft=TINY | {"max_position_embeddings": 64})
-    request = make_request(tokens(60))
+    sequence = make_sequence(tokens(60))
     lengths = []
     for _ in range(8):
-        [guesses] = drafting.propose([request], [4])
+        [guesses] = drafting.propose([sequence], [4])
         lengths.append(len(guesses))
-        generate(request, 5)
+        generate(sequence, 5)
     assert lengths == [4, 4, 3, 2, 1, 0, 0, 0]
     drafting.proposer.memory.check_idle()
 
 
 def test_a_failed_step_is_recovered(make_drafting: MakeDrafting, monkeypatch: pytest.MonkeyPatch) -> None:
     drafting = make_drafting()
-    requests = [make_request(tokens(n, n)) for n in (20, 30)]
-    drafting.propose(requests, [3, 3])
+    sequences = [make_sequence(tokens(n, n)) for n in (20, 30)]
+    drafting.propose(sequences, [3, 3])
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -241,18 +244,18 @@ def test_a_failed_step_is_recovered(make_drafting: MakeDrafting, monkeypatch: py
         raise MapError("mmap failed")
 
     for failing, name, raised in ((drafting.proposer, "run", True), (drafting.proposer.memory, "ensure", False)):
-        for request in requests:
-            generate(request, 9)
+        for sequence in sequences:
+            generate(sequence, 9)
         with monkeypatch.context() as patch:
             patch.setattr(failing, name, fail if raised else refuse)
             if raised:
                 with pytest.raises(RuntimeError):
-                    drafting.propose(requests, [3, 3])
+                    drafting.propose(sequences, [3, 3])
             else:
-                assert drafting.propose(requests, [3, 3]) == [[], []]
+                assert drafting.propose(sequences, [3, 3]) == [[], []]
         drafting.proposer.check_integrity()
-        for request, guessed in zip(requests, drafting.propose(requests, [3, 3]), strict=True):
-            drafting.check(request, guessed, 3)
+        for sequence, guessed in zip(sequences, drafting.propose(sequences, [3, 3]), strict=True):
+            drafting.check(sequence, guessed, 3)
 
 
 def test_unsupported_draft_models(make_drafting: MakeDrafting) -> None:

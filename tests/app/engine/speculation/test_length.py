@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from folio.app.engine.report import StepTimes
 from folio.app.engine.speculation.length import Acceptance, LengthControl, choose_lengths
-from tests.app.engine.speculation.requests import generate, make_request
+from tests.app.engine.speculation.requests import generate, make_sequence
 
 STEP = StepTimes(fixed_s=0.02, token_s=0.0005, attended_s=1e-8)
 FREE = StepTimes()
@@ -46,10 +46,10 @@ times = st.builds(
     st.integers(0, 12),
 )
 def test_lengths_are_optimal(
-    requests: list[tuple[float, int, int]], step: StepTimes, draft: StepTimes, budget: int
+    sequences: list[tuple[float, int, int]], step: StepTimes, draft: StepTimes, budget: int
 ) -> None:
     """Against all combinations of lengths, and never slower than without drafts."""
-    rates, most, num_cached = map(list, zip(*requests, strict=True))
+    rates, most, num_cached = map(list, zip(*sequences, strict=True))
     chosen = tuple(choose_lengths(rates, most, num_cached, step=step, draft=draft, budget=budget))
     assert sum(chosen) <= budget
     assert all(0 <= k <= limit for k, limit in zip(chosen, most, strict=True))
@@ -105,79 +105,79 @@ def control(step: StepTimes = STEP, draft: StepTimes = FREE, most: int = 8) -> L
 
 
 def test_the_last_token_is_never_drafted() -> None:
-    request = make_request([1, 2, 3], max_tokens=5)
+    sequence = make_sequence([1, 2, 3], max_tokens=5)
     lengths = control()
-    assert lengths.choose([request], 100) == [4]
-    generate(request, 4, 5, 6)
-    assert lengths.choose([request], 100) == [1]
-    generate(request, 7)
-    assert lengths.choose([request], 100) == [0]
+    assert lengths.choose([sequence], 100) == [4]
+    generate(sequence, 4, 5, 6)
+    assert lengths.choose([sequence], 100) == [1]
+    generate(sequence, 7)
+    assert lengths.choose([sequence], 100) == [0]
 
 
 def test_a_choice_follows_verifications_requests_and_times() -> None:
     """A choice is kept while nothing has changed that it depends on."""
-    request, other = (make_request([1, 2, 3], max_tokens=10_000) for _ in range(2))
+    sequence, other = (make_sequence([1, 2, 3], max_tokens=10_000) for _ in range(2))
     times = [STEP]
     lengths = LengthControl(8, lambda: times[-1], lambda: FREE)
     for _ in range(60):
-        lengths.note(request, 8, 8)
+        lengths.note(sequence, 8, 8)
         lengths.note(other, 8, 8)
-    assert lengths.choose([request], 100) == lengths.choose([request], 100) == [8]
-    assert lengths.choose([request], 3) == [3]
-    assert lengths.choose([request, other], 100) == [8, 8]
-    lengths.forget_request(other)
-    assert lengths.choose([request], 100) == [8]
+    assert lengths.choose([sequence], 100) == lengths.choose([sequence], 100) == [8]
+    assert lengths.choose([sequence], 3) == [3]
+    assert lengths.choose([sequence, other], 100) == [8, 8]
+    lengths.forget_sequence(other)
+    assert lengths.choose([sequence], 100) == [8]
     for _ in range(20):
-        lengths.note(request, 8, 0)
-    assert lengths.choose([request], 100)[0] < 8
+        lengths.note(sequence, 8, 0)
+    assert lengths.choose([sequence], 100)[0] < 8
     for _ in range(60):
-        lengths.note(request, 8, 8)
-    assert lengths.choose([request], 100) == [8]
+        lengths.note(sequence, 8, 8)
+    assert lengths.choose([sequence], 100) == [8]
     times.append(StepTimes(token_s=0.01))
-    later = [lengths.choose([request], 100) for _ in range(15)]
+    later = [lengths.choose([sequence], 100) for _ in range(15)]
     assert later[0] == [8]  # the times are read in every 16th step
     assert later[-1] == [0]
 
 
 def test_probes_become_rare_and_drafting_recovers() -> None:
     """A request with rejected drafts probes less and less often; after accepted ones it drafts again."""
-    request, other = make_request([1, 2, 3], max_tokens=10_000), make_request([1, 2, 3], max_tokens=10_000)
+    sequence, other = make_sequence([1, 2, 3], max_tokens=10_000), make_sequence([1, 2, 3], max_tokens=10_000)
     lengths = control(StepTimes(fixed_s=0.02, token_s=0.01))
     asked = []
     for step in range(1600):
-        k, _ = lengths.choose([request, other], 100)
+        k, _ = lengths.choose([sequence, other], 100)
         if k:
             asked.append(step)
-            lengths.note(request, k, 0)
+            lengths.note(sequence, k, 0)
     gaps = [b - a for a, b in itertools.pairwise(asked)]
     assert len(asked) < 30
     assert set(gaps[-3:]) == {256}
     found = 0
     for _ in range(1600):
-        k, _ = lengths.choose([request, other], 100)
+        k, _ = lengths.choose([sequence, other], 100)
         found += bool(k)
         if k:
-            lengths.note(request, k, k)
+            lengths.note(sequence, k, k)
     assert found > 1000
 
 
 def test_probes_share_their_steps_and_the_budget() -> None:
-    requests = [make_request([1, 2, 3], max_tokens=10_000) for _ in range(4)]
+    sequences = [make_sequence([1, 2, 3], max_tokens=10_000) for _ in range(4)]
     lengths = control()
     for _ in range(20):
-        for request in requests:
-            lengths.note(request, 8, 0)
-    chosen = [lengths.choose(requests, 10) for _ in range(64)]
+        for sequence in sequences:
+            lengths.note(sequence, 8, 0)
+    chosen = [lengths.choose(sequences, 10) for _ in range(64)]
     assert [lengths for lengths in chosen if any(lengths)] == [[4, 4, 2, 0]] * 4
 
 
 def test_a_new_request_starts_at_the_acceptance_of_others() -> None:
     lengths = control(StepTimes(fixed_s=0.02, token_s=0.01))
-    old, new = make_request([1], max_tokens=10_000), make_request([1], max_tokens=10_000)
+    old, new = make_sequence([1], max_tokens=10_000), make_sequence([1], max_tokens=10_000)
     assert lengths.choose([new], 100)[0] > 0
-    lengths.forget_request(new)
+    lengths.forget_sequence(new)
     for _ in range(500):
         lengths.note(old, 4, 0)
     assert lengths.choose([new], 100) == [0]
-    lengths.forget_request(old)
+    lengths.forget_sequence(old)
     assert lengths.num_requests == 1

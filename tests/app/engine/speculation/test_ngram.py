@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from folio.app.engine.speculation import ngram
 from folio.app.engine.speculation.ngram import NgramIndex, NgramProposer
-from tests.app.engine.speculation.requests import generate, make_request
+from tests.app.engine.speculation.requests import generate, make_sequence
 
 
 def searched(token_ids: list[int], least: int, most: int, count: int) -> list[int]:
@@ -35,26 +35,26 @@ def test_drafts_equal_those_of_a_search(added: list[list[int]], least: int, more
     patch = pytest.MonkeyPatch()
     patch.setattr(ngram, "PIECE_TOKENS", 16)
     patch.setattr(ngram, "RECENT_TOKENS", 6)
-    request = make_request([])
+    sequence = make_sequence([])
     proposer = NgramProposer(min_ngram=least, max_ngram=least + more)
     try:
         for token_ids in added:
-            request.token_ids += token_ids
-            [guesses] = proposer.propose([request], [count])
+            sequence.token_ids += token_ids
+            [guesses] = proposer.propose([sequence], [count])
             proposer.check_integrity()
-            assert guesses == searched(request.token_ids, least, least + more, count)
+            assert guesses == searched(sequence.token_ids, least, least + more, count)
     finally:
         patch.undo()
 
 
 def test_a_loop_is_guessed_beyond_the_end_of_the_text() -> None:
     proposer = NgramProposer()
-    assert proposer.propose([make_request([7, 1, 2, 3, 1, 2, 3])], [8]) == [[1, 2, 3, 1, 2, 3, 1, 2]]
+    assert proposer.propose([make_sequence([7, 1, 2, 3, 1, 2, 3])], [8]) == [[1, 2, 3, 1, 2, 3, 1, 2]]
 
 
 def test_requests_do_not_see_each_other() -> None:
     proposer = NgramProposer()
-    one, other = make_request([1, 2, 3, 4, 5, 1, 2]), make_request([9, 8, 7, 1, 2])
+    one, other = make_sequence([1, 2, 3, 4, 5, 1, 2]), make_sequence([9, 8, 7, 1, 2])
     assert proposer.propose([one, other], [2, 2]) == [[3, 4], []]
     generate(one, 3, 9)
     generate(other, 9, 8)
@@ -74,12 +74,12 @@ def test_a_long_prompt_is_indexed_in_several_steps(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(NgramIndex, "extend", note)
     text = np.random.default_rng(0).integers(0, 1 << 17, 50_000).tolist()
-    requests = [make_request(text + text[n : n + 5]) for n in (100, 200)]
+    sequences = [make_sequence(text + text[n : n + 5]) for n in (100, 200)]
     proposer = NgramProposer()
     right = [text[105:108], text[205:208]]
     for _ in range(8):
         sizes.clear()
-        guesses = proposer.propose(requests, [3, 3])
+        guesses = proposer.propose(sequences, [3, 3])
         assert sum(sizes) <= ngram.STEP_TOKENS
         if guesses == right:
             break
@@ -102,10 +102,10 @@ def test_a_forgotten_request_can_come_back(monkeypatch: pytest.MonkeyPatch) -> N
     """With a new index."""
     made: list[NgramIndex] = []
     monkeypatch.setattr(ngram, "NgramIndex", lambda *args: made.append(NgramIndex(*args)) or made[-1])
-    proposer, request = NgramProposer(), make_request([1, 2, 3, 1, 2])
-    assert proposer.propose([request], [1]) == [[3]]
-    proposer.forget_request(request)
-    proposer.forget_request(request)
-    assert proposer.propose([request], [1]) == [[3]]
-    assert proposer.propose([request], [0]) == [[]]
+    proposer, sequence = NgramProposer(), make_sequence([1, 2, 3, 1, 2])
+    assert proposer.propose([sequence], [1]) == [[3]]
+    proposer.forget_sequence(sequence)
+    proposer.forget_sequence(sequence)
+    assert proposer.propose([sequence], [1]) == [[3]]
+    assert proposer.propose([sequence], [0]) == [[]]
     assert len(made) == 2

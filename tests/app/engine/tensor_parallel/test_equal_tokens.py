@@ -81,7 +81,7 @@ def generate(folder: Path, launch: Launch = thread_ranks, **settings: Any) -> tu
                     fork = f"fork of {i}"
                     if len(outputs.get(i, ())) == 6 and fork not in outputs:
                         engine.fork(i, fork, SamplingParams(max_tokens=NEW_TOKENS - 6, temperature=0))
-                        [child] = engine.generations[fork]
+                        [child] = engine.requests[fork].sequences
                         outputs[fork] = child.token_ids[len(child.prompt_token_ids) :]
             if "fork of 3" in outputs:
                 engine.set_budget(engine.memory.least_budget_bytes, revision=1)

@@ -52,7 +52,6 @@ from folio.app.engine.watch import EngineWatch
 from folio.app.errors import (
     ConfigError,
     DeadlineError,
-    FolioError,
     RequestError,
     UnknownPinError,
     UnknownRequestError,
@@ -419,11 +418,11 @@ class Engine:
         self.executor.check_ranks()
         deltas = self._steps.take_applied()
         if time.monotonic() >= self._next_deadline and (late := self._expired()):
-            return deltas + [self._fail(request_id, DeadlineError(TOO_LATE.format(request_id))) for request_id in late]
+            return deltas + [self.decoder.fail(r, DeadlineError(TOO_LATE.format(r.request_id))) for r in late]
         if self.asleep:
             return deltas
         if not_loaded := self.adapters.advance():
-            return deltas + [self._fail(request_id, error) for request_id, error in not_loaded.items()]
+            return deltas + [self.decoder.fail(self.requests[id_], error) for id_, error in not_loaded.items()]
         if self.adapters.restoring:
             self._steps.starved = True
             return deltas
@@ -434,13 +433,13 @@ class Engine:
         """Seconds of the step whose tokens the latest call of `step` returned; `None` if there was none."""
         return self._steps.step_s
 
-    def _expired(self) -> list[str]:
+    def _expired(self) -> list[Request]:
         """The requests whose deadline has passed, the earliest first. Rare: once for each deadline that passes, or was
         the next one of a request that has ended."""
         now = time.monotonic()
         late = sorted((r for r in self.requests.values() if r.deadline <= now), key=attrgetter("deadline"))
         self._next_deadline = min((r.deadline for r in self.requests.values() if r.deadline > now), default=math.inf)
-        return [request.request_id for request in late]
+        return late
 
     def _pin_configured(self) -> None:
         for name, token_ids in encode_pinned(self.config, self.model.tokenizer).items():
@@ -470,9 +469,6 @@ class Engine:
     def _check_id(self, request_id: str) -> None:
         if request_id in self.requests:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-
-    def _fail(self, request_id: str, error: FolioError) -> Delta:
-        return self.decoder.fail(self.requests[request_id], error)
 
     def report(self) -> MemoryReport:
         """Report the state of the KV memory, and all pins: those of an engine that sleeps, or has just woken, and those

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from dataclasses import replace
@@ -53,7 +54,7 @@ class RequestValidator:
         self._scheduler = scheduler
         self._isolate_tenants = isolate_tenants
         self._max_cache_ttl_s = max_cache_ttl_s
-        self._num_arrivals = 0
+        self._arrivals = itertools.count()
 
     def validate_request(self, request: EngineRequest) -> int:
         """Check a request against the model and the KV memory; returns its `max_tokens`.
@@ -179,8 +180,9 @@ class RequestValidator:
             selection = BestOf(params.n, keep_logprobs=params.logprobs is not None)
             own = replace(params, logprobs=params.logprobs or 0)
         tenant = asked.tenant or asked.user
-        request = self._new_request(request_id, params, asked.priority, asked.adapter, tenant)
-        request.selection = selection
+        request = Request(
+            request_id, params, asked.priority, next(self._arrivals), asked.adapter, tenant, selection=selection
+        )
         prompt, turn = list(asked.prompt_token_ids), asked.turn
         Sequence(
             request,
@@ -206,12 +208,6 @@ class RequestValidator:
             submitted_at=time.perf_counter(),
         )
         return request
-
-    def _new_request(
-        self, request_id: str, params: SamplingParams, priority: int, adapter: str | None, tenant: str | None
-    ) -> Request:
-        self._num_arrivals += 1
-        return Request(request_id, params, priority, self._num_arrivals, adapter, tenant)
 
     def _pooled_prompt(self, params: PoolingParams | None) -> PooledPrompt | None:
         if params is None:
@@ -242,8 +238,15 @@ class RequestValidator:
                 "(max_num_seqs)",
                 "n",
             )
-        request = self._new_request(request_id, params, of_parent.priority, of_parent.adapter, of_parent.tenant)
-        request.due = of_parent.due
+        request = Request(
+            request_id,
+            params,
+            of_parent.priority,
+            next(self._arrivals),
+            of_parent.adapter,
+            of_parent.tenant,
+            due=of_parent.due,
+        )
         states = [self._vocabulary.fork(parent.sampling, params, index) for index in range(params.n)]
         return request, states, most_tokens
 

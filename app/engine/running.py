@@ -101,7 +101,7 @@ class RunningRequests:
         self._forget_refusal()
         sequences = [sequence for sequence in victim.sequences if sequence.memory is not None]
         if mode is None and self.running == [victim] and len(sequences) > 1 and not self._memory.may_be_empty:
-            self._drop_last(victim, sequences)
+            self._drop(victim, sequences[-1:])
             return
         if victim in self.opened or not sequences:  # its blocks may hold a shared prefix that is not computed yet
             mode = "recompute"
@@ -119,27 +119,22 @@ class RunningRequests:
         logger.debug("preempted %s by %s", victim.request_id, mode)
         bisect.insort(self.preempted, victim, key=rank)
 
-    def _drop_last(self, request: Request, sequences: list[Sequence]) -> None:
-        """Recompute the last of a request's running sequences when it fits: the request runs alone, and its sequences
-        no longer fit together into a lowered budget, which is not raised for them."""
-        self._note_one_by_one(request)
-        dropped = sequences if request.lockstep else sequences[-1:]
-        for sequence in dropped:
-            self.free(sequence)
+    def _drop(self, request: Request, sequences: list[Sequence]) -> None:
+        """Recompute sequences of a request as they fit: it runs alone, and its sequences no longer fit together
+        into a lowered budget, which is not raised for them."""
+        if not request.one_by_one:
+            count = len(request.sequences)
+            logger.warning("%d sequences of one request no longer fit into the KV cache together", count)
+        request.one_by_one = True
+        for sequence in request.sequences if request.lockstep else sequences:
+            if sequence.memory is not None:
+                self.free(sequence)
             sequence.num_computed = 0
-        if request.lockstep:
-            self.running.remove(request)
+        if request.lockstep:  # beams cannot run one by one
+            (self.running if request in self.running else self.preempted).remove(request)
+            self.unschedulable.append(request)
         else:
             self.num_preempted["recompute"] += 1
-
-    def _note_one_by_one(self, request: Request) -> None:
-        if not request.one_by_one:
-            logger.warning(
-                "%d sequences of one request no longer fit into the KV cache together", len(request.sequences)
-            )
-        request.one_by_one = True
-        if request.lockstep:  # beams cannot run one by one
-            self.unschedulable.append(request)
 
     def may_open(self, sequence: Sequence) -> bool:
         """Whether a running request's sequence may get memory: not while its request's sequences run one by one and it
@@ -159,7 +154,9 @@ class RunningRequests:
             memories = self._memory.swap_in(request.swapped)
         except OutOfPages:
             if not self.running and not self._memory.may_be_empty:
-                self._recompute(request)
+                self._memory.swapping.discard_swapped(request.swapped)
+                request.swapped, request.swapped_sequences = None, []
+                self._drop(request, request.sequences)
             return False
         for sequence, memory in zip(request.swapped_sequences, memories, strict=True):
             if sequence in request.sequences:
@@ -168,19 +165,6 @@ class RunningRequests:
                 self._memory.free(memory)
         request.swapped, request.swapped_sequences = None, []
         return True
-
-    def _recompute(self, request: Request) -> None:
-        """Recompute a preempted request, whose swapped blocks no longer fit together, one sequence by one."""
-        assert request.swapped is not None
-        self._memory.swapping.discard_swapped(request.swapped)
-        request.swapped, request.swapped_sequences = None, []
-        self._note_one_by_one(request)
-        for sequence in request.sequences:
-            sequence.num_computed = 0
-        if request.lockstep:
-            self.preempted.remove(request)
-        else:
-            self.num_preempted["recompute"] += 1
 
     def sequences(self) -> list[Sequence]:
         """Sequences of running requests."""

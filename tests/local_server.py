@@ -112,13 +112,19 @@ class Shelf:
             return engine.progress(request_id)
 
         stream = getattr(engine, "stream", None)
-        return SimpleNamespace(engine=engine, ready=ready, stream=stream, progress=progress, name=name)
+        return SimpleNamespace(
+            engine=engine, ready=ready, stream=stream, progress=progress, name=name, expected_wake_s=0.0
+        )
 
     def device_status(self) -> None:
         return None
 
     def gpu_memory(self) -> None:
         return None
+
+    def set_budget(self, budget_bytes: int, revision: int) -> Any:
+        [engine] = self._engines.values()
+        return engine.set_budget(budget_bytes, revision)
 
     def engines(self) -> dict[str, Any]:
         return self._engines

@@ -33,7 +33,7 @@ class ShelfAdditions:
 
     Args:
         settings: the models that are there from the start.
-        shelf: with the table's models, and without `device_memory_bytes` also with its adapters. Owned by the caller.
+        shelf: with the table's models and adapters. Owned by the caller.
         table: that the shelf has.
         newest: returns the newest table. `None`: the shelf has no additions.
         device: of all models.
@@ -48,14 +48,12 @@ class ShelfAdditions:
         device: DeviceName,
     ) -> None:
         self._settings, self._shelf, self._device = settings, shelf, device
-        self._first, self._is_shared = settings.first.name, settings.device_memory_bytes is not None
+        self._first = settings.first.name
         self._table, self._newest = table, newest
         self._set = table  # the last one whose adapters all engines have
         self._setting = asyncio.Lock()
         self._refreshing: asyncio.Task[None] | None = None
         self._removals: set[asyncio.Task[None]] = set()
-        for name in shelf.names if self._is_shared else ():
-            shelf.model(name).loaded_adapters = self._adapters_of(name)
 
     async def model(self, name: str, adapter: str | None = None) -> ShelvedModel:
         """The model of a request, the first one if the name is empty. If it or the adapter is not known here, the
@@ -88,7 +86,7 @@ class ShelfAdditions:
         """Set the models and adapters of a table, unless the shelf has a newer one.
 
         Raises:
-            UnavailableError: the only engine has stopped.
+            UnavailableError: the shelf serves no requests any more.
         """
         table = table.beside(self._settings.names)
         async with self._setting:
@@ -119,13 +117,14 @@ class ShelfAdditions:
                 self._shelf.add(model.on_device(self._device))
 
     async def _set_adapters(self) -> None:
-        """Give every model the adapters loaded at run time for it. One of several models whose engine has stopped gets
-        them when it is loaded again."""
+        """Give every model the adapters loaded at run time for it. One whose engine has stopped gets them when
+        it is loaded again. Raises as `adopt`."""
         names = self._shelf.names
         outcomes = await asyncio.gather(*map(self._set_adapters_of, names), return_exceptions=True)
         for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not (self._is_shared and isinstance(outcome, UnavailableError)):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, UnavailableError):
                 raise outcome
+        self._shelf.check()
 
     async def _set_adapters_of(self, name: str) -> None:
         model = self._shelf.model(name)

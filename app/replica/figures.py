@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from folio.app.errors import UnavailableError
@@ -13,27 +14,23 @@ if TYPE_CHECKING:
 
 
 def replica_status(shelf: Shelf, name: str, *, most_keys: int = 0) -> ReplicaStatus:
-    """The status of this moment; may wait for the memory's lock. Where models share a device, one whose engine has
-    stopped has the load of a model that has not been loaded.
+    """The status of this moment; may wait for the memory's lock. A model whose engine has stopped, but not the shelf,
+    has the load of a model that has not been loaded.
 
     Args:
         name: of the replica.
         most_keys: in each engine's load.
 
     Raises:
-        UnavailableError: the only engine has stopped.
+        UnavailableError: the shelf serves no requests any more.
     """
-    engines, device = shelf.engines(), shelf.device_status()
-    models = []
+    shelf.check()
+    engines, models = shelf.engines(), []
     for status in shelf.statuses():
-        engine = engines.get(status.name)
-        try:
-            if engine is not None:
-                models.append(ModelReport(status, engine.load(most_keys=most_keys), engine.report()))
-                continue
-        except UnavailableError:
-            if device is None:
-                raise
-        models.append(ModelReport(status, unloaded_report(status, time.monotonic())))
+        report = ModelReport(status, unloaded_report(status, time.monotonic()))
+        if (engine := engines.get(status.name)) is not None:
+            with suppress(UnavailableError):
+                report = ModelReport(status, engine.load(most_keys=most_keys), engine.report())
+        models.append(report)
     ready_s = sum(engine.start_times.ready_s for engine in engines.values())
-    return ReplicaStatus(name, ready_s, tuple(models), device, shelf.gpu_memory())
+    return ReplicaStatus(name, ready_s, tuple(models), shelf.device_status(), shelf.gpu_memory())

@@ -35,7 +35,6 @@ class RequestStreams:
         shelf: owned by the caller.
         first: the model of calls that name none.
         model_of: returns the model with a name, which may be empty, and an adapter: see `ShelfAdditions.model`.
-        is_shared: models share a device, so that a failure may be one model's.
         replica: the replica's name.
         note_cached: called with the cached tokens that a router expected, and those that were found.
         on_failure: called when a request was refused or its engine has stopped.
@@ -47,13 +46,12 @@ class RequestStreams:
         first: str,
         model_of: Callable[[str, str | None], Awaitable[ShelvedModel]],
         *,
-        is_shared: bool,
         replica: str,
         pace: StreamPace,
         note_cached: Callable[[int, int], None],
         on_failure: Callable[[], None],
     ) -> None:
-        self._shelf, self._first, self._is_shared, self._replica = shelf, first, is_shared, replica
+        self._shelf, self._first, self._replica = shelf, first, replica
         self._model_of = model_of
         self._pace, self._note_cached, self._on_failure = pace, note_cached, on_failure
         self._duplicates = DuplicateGuard()
@@ -132,7 +130,7 @@ class RequestStreams:
                         expected = None
                     yield some
         except (OverloadedError, UnavailableError) as failure:
-            error = self._of_model(failure, model) if self._is_shared else failure
+            error = self._of_model(failure, model)
             error.replica = self._replica
             self._on_failure()
             if error is failure:
@@ -142,7 +140,7 @@ class RequestStreams:
     def _of_model(
         self, failure: OverloadedError | UnavailableError, model: ShelvedModel
     ) -> OverloadedError | UnavailableError:
-        """A failure of one of several models, with the time that its wake takes."""
+        """A failure of one model, and not of the shelf, with the time that its wake takes."""
         if isinstance(failure, UnavailableError):
             if not self._shelf.healthy:
                 return failure

@@ -122,7 +122,7 @@ class EngineReplica:
 
         configure_logs()
         keep_traces_whole()
-        self._settings, self._first, self._is_shared = shelf, shelf.first.name, shelf.device_memory_bytes is not None
+        self._settings, self._first = shelf, shelf.first.name
         self._most_keys = MOST_KEYS
         first = shelf.first.engine  # all models have the same device
         if first.device == "cuda" and len(ray.get_gpu_ids()) != 1:
@@ -137,7 +137,7 @@ class EngineReplica:
         self._shared = SharedStreams()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
-        timeout_s = LOADING_TIMEOUT_S if self._is_shared else STARTING_TIMEOUT_S
+        timeout_s = STARTING_TIMEOUT_S if shelf.device_memory_bytes is None else LOADING_TIMEOUT_S
         peers = partial(peer_prefixes, context.deployment, context.app_name, timeout_s)
         self._member: BudgetMember | None = None
         copy = TableCopy(context.app_name) if shelf.grows else None
@@ -151,7 +151,7 @@ class EngineReplica:
             weights_dir_bytes=shelf.weights_dir_bytes,
             launch=actors_of_this_replica(),
             prefixes_of_others=peers,
-            loaded=table.sources if not self._is_shared else (),
+            loaded=table.sources,
         )
         self._shelf: Shelf
         if shared_kv_memory_bytes is None:
@@ -180,7 +180,6 @@ class EngineReplica:
             self._shelf,
             self._first,
             self._additions.model,
-            is_shared=self._is_shared,
             replica=self._name,
             pace=pace,
             note_cached=RoutingAudit().note,
@@ -270,12 +269,7 @@ class EngineReplica:
             raise RequestError(
                 "budgets follow the load here: set shared_kv_memory_bytes of the application instead", "budget_bytes"
             )
-        if self._is_shared:
-            raise RequestError(
-                "the models of a replica get their budgets from device_memory_bytes: set that instead", "budget_bytes"
-            )
-        [engine] = self._shelf.engines().values()
-        return await _run_in_thread(partial(engine.set_budget, budget_bytes, revision))
+        return await _run_in_thread(partial(self._shelf.set_budget, budget_bytes, revision))
 
     async def pin(
         self,

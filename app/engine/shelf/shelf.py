@@ -25,6 +25,7 @@ from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
 from folio.app.engine.startup import PeerPrefixes
 from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from folio.app.errors import RequestError, UnavailableError, UnknownModelError
+from folio.vmem import BudgetAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,9 @@ class Shelf:
         device_memory_bytes: memory for weights, KV memory and workspace of all models.
         host_memory_bytes: host memory for weights of sleeping models.
         weights_dir, weights_dir_bytes: folder of weight files, and bound of its bytes.
-        launch, admit, prefixes_of_others, loaded: see `AsyncEngine`; for a single model.
+        launch, admit: see `AsyncEngine`; for a single model.
+        prefixes_of_others: see `AsyncEngine`.
+        loaded: adapters loaded at run time, for the model that each of them names, or the first one.
 
     Raises:
         ConfigError, ModelError, UnavailableError: a single model cannot be loaded.
@@ -62,13 +65,17 @@ class Shelf:
         loaded: Collection[AdapterSource] = (),
     ) -> None:
         self._models = {config.name: ShelvedModel(config, self._note_change) for config in models}
+        for source in loaded:
+            model = self._models[source.model or models[0].name]
+            model.loaded_adapters = [*model.loaded_adapters, source]
         self._guard = threading.Lock()  # of `_models`, which is replaced and never changed
         self._is_closed = False
         self._control: Control | None = None
         self._device: ShelfDevice | None = None
         if len(models) == 1 and device_memory_bytes is None:
             [model] = self._models.values()
-            model.set_loaded(AsyncEngine(model.config.engine, launch, admit, prefixes_of_others, loaded))
+            adapters = model.loaded_adapters
+            model.set_loaded(AsyncEngine(model.config.engine, launch, admit, prefixes_of_others, adapters))
             return
         self._device = device = ShelfDevice(
             models, device_memory_bytes, host_memory_bytes, weights_dir, weights_dir_bytes
@@ -137,27 +144,33 @@ class Shelf:
         footprints = [engine.footprint for engine in engines]
         return gpu_memory(TorchMemory(), footprints, pages, 0 if uploads is None else uploads.pinned_bytes)
 
+    def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
+        """See `Engine.set_budget`. Raises `RequestError` if models share the device: it gives them their budgets."""
+        if self._control is not None:
+            raise RequestError(
+                "the models of a replica get their budgets from device_memory_bytes: set that instead", "budget_bytes"
+            )
+        [engine] = self._engines
+        return engine.set_budget(budget_bytes, revision)
+
     @property
     def healthy(self) -> bool:
         """Whether requests are served. A model that has failed takes no other with it, unless the device is lost. Does
         not block."""
         engines = self._engines
         if self._control is None:
-            return len(engines) == len(self._models) and all(engine.healthy for engine in engines)
+            return bool(engines) and all(engine.healthy for engine in engines)
         return self._control.failure() is None and not any(e.driver.hangs or e.driver.stalled for e in engines)
 
     def check(self) -> None:
         """Raise `UnavailableError` once the shelf serves no requests; stop stalled engines. Does not block."""
-        engines = self._engines
-        if self._control is None:
-            for engine in engines:
-                engine.check()
-        elif not self.healthy:
-            for engine in engines:
-                if engine.driver.stalled:
-                    with suppress(UnavailableError):
-                        engine.check()
-            raise UnavailableError(self._control.failure() or STOPPED)
+        if self.healthy:
+            return
+        for engine in self._engines:
+            if engine.driver.stalled:
+                with suppress(UnavailableError):
+                    engine.check()
+        raise UnavailableError((None if self._control is None else self._control.failure()) or STOPPED)
 
     def engines(self) -> dict[str, AsyncEngine]:
         """The engines of the models that are loaded, by name. From any thread."""
@@ -170,11 +183,10 @@ class Shelf:
     async def check_integrity(self) -> None:
         """Check between two steps that memory adds up. Raises `IntegrityError`."""
         if self._control is None:
-            for model in self._models.values():
-                if model.engine is not None:
-                    await model.engine.check_integrity()
-            return
-        await asyncio.wrap_future(self._control.check_integrity())
+            for engine in self._engines:
+                await engine.check_integrity()
+        else:
+            await asyncio.wrap_future(self._control.check_integrity())
 
     def close(self) -> None:
         """Fail the requests in flight and free all memory. Waits for loads and wakes in progress."""

@@ -78,9 +78,7 @@ def streams_of(engine: Any, noted: list[tuple[int, int]] | None = None) -> Reque
     return streams_of_shelf(Shelf(builtin=engine), noted)
 
 
-def streams_of_shelf(
-    shelf: Any, noted: list[tuple[int, int]] | None = None, *, is_shared: bool = False
-) -> RequestStreams:
+def streams_of_shelf(shelf: Any, noted: list[tuple[int, int]] | None = None) -> RequestStreams:
     async def model_of(name: str, adapter: str | None) -> Any:
         return shelf.model(name or "builtin")
 
@@ -88,7 +86,6 @@ def streams_of_shelf(
         shelf,
         "builtin",
         model_of,
-        is_shared=is_shared,
         replica="here",
         pace=StreamPace(10, min_interval_s=0.05, max_interval_s=1.0),
         note_cached=lambda *tokens: None if noted is None else noted.append(tokens),
@@ -223,7 +220,7 @@ async def test_the_time_to_send_a_request_again_includes_the_wake() -> None:
             raise error
             yield []
 
-    requests = streams_of_shelf(SimpleNamespace(model=lambda name: Full(), healthy=True), is_shared=True)
+    requests = streams_of_shelf(SimpleNamespace(model=lambda name: Full(), healthy=True))
     with pytest.raises(OverloadedError, match="try again in 5 s") as refused:
         await outputs_of(requests, GenerateRequest("r", [1], SamplingParams(), model="second"))
     error = refused.value

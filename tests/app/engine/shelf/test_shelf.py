@@ -131,6 +131,52 @@ async def test_a_model_sleeps_while_its_requests_run(models: TinyModels, name: s
         assert slept > (name != "embeds")  # one step may do for them
 
 
+@pytest.mark.parametrize("kind", ["own device", "shared device"])
+async def test_one_model_is_served_alike_on_its_own_and_on_a_shared_device(models: TinyModels, kind: str) -> None:
+    alone, is_own = await expected(models, "lora"), kind == "own device"
+    memory_bytes = None if is_own else models.memory_for("lora", room_bytes=8 << 20, beside=["llama"])
+    folder = models.adapter("lora", "red")
+    loaded = [AdapterSource("loaded", str(folder), files_version(folder))]
+    config = ModelConfig(name="lora", engine=models.engine("lora", kv_memory_bytes=8 << 20))
+    async with models.opened([config], memory_bytes, loaded=loaded) as shelf:
+        model = shelf.model("lora")
+        assert (model.state, shelf.device_status() is None) == (("awake", True) if is_own else ("new", False))
+        assert await actual(shelf, "lora") == alone
+        assert await outputs(model, [1, 2], GREEDY, adapter="loaded") == await outputs(
+            model, [1, 2], GREEDY, adapter="red"
+        )
+        plain = await outputs(model, [1, 2], GREEDY)
+        await shelf.check_integrity()
+        shelf.check()
+        [status] = shelf.statuses()
+        assert (status.state, status.num_wakes, status.wake_s, status.error) == ("awake", 1, 0, None)
+        assert shelf.gpu_memory() is None
+        with pytest.raises(RequestError, match="already"):
+            shelf.add(config)
+        if is_own:
+            with pytest.raises(RequestError, match="has its device alone"):
+                shelf.add(models.config("llama"))
+            assert shelf.set_budget(6 << 20, 1) in ("applied", "deferred")
+        else:
+            shelf.add(models.config("llama"))
+            assert len((await outputs(shelf.model("llama"), [1, 2], GREEDY))[0]) == 24
+            with pytest.raises(RequestError, match="budgets from device_memory_bytes"):
+                shelf.set_budget(6 << 20, 1)
+        running = asyncio.create_task(outputs(model, [1, 2], LONG))
+        await until_async(lambda: model.status.num_running > 0)
+        engine = await model.ready()
+        engine.stop()
+        with pytest.raises(UnavailableError):
+            await running
+        if not is_own:  # it is loaded again
+            await until_async(lambda: served(shelf, "lora", plain))
+        assert shelf.healthy is not is_own
+    with pytest.raises(UnavailableError, match="send the request again"):
+        shelf.check()
+    with pytest.raises(UnavailableError, match="the server is stopping"):
+        shelf.add(config)
+
+
 async def test_weights_are_read_ahead_while_requests_wait_for_them(
     models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

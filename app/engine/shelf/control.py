@@ -19,7 +19,7 @@ from functools import partial
 from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.driver import STOPPED
 from folio.app.engine.faults import device_fault
-from folio.app.engine.footprint import set_budget_within
+from folio.app.engine.footprint import Footprint, set_budget_within
 from folio.app.engine.model.device import resolve
 from folio.app.engine.model.kv_plan import estimated_activations
 from folio.app.engine.model.memory_profile import DevicePlan
@@ -139,10 +139,7 @@ class Control:
         if not self._has_changed and now < self._plan_at:
             return self._plan_at - now
         self._has_changed, self._planned_at = False, now
-        workspace_bytes = max((m.workspace_bytes for m in models if m.state != "failed"), default=0)
-        self._device.take_workspace(workspace_bytes)
-        anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
-        self._capacity_bytes = self._device.capacity_bytes - anchors
+        self._count_capacity(models)
         needs = [self._need(model, now) for model in models if self._is_planned(model)]
         self._device.note_needs(needs, self._capacity_bytes)
         for model in models:
@@ -151,24 +148,28 @@ class Control:
         by_name = {model.name: model for model in models}
         allocation = Arbiter(self._capacity_bytes).plan(needs)
         self._carry_out(allocation, by_name)
+        self._read_ahead.want(_sleeping(by_name, allocation), beside_steps=any(need.num_running for need in needs))
+        self._plan_at = now + self._pause_s(needs, now)
+        return self._plan_at - now
+
+    def _count_capacity(self, models: Sequence[ShelvedModel]) -> None:
+        """Memory for weights and KV caches: beside a step's workspace and the models' anchor pages."""
+        self._device.take_workspace(max((m.workspace_bytes for m in models if m.state != "failed"), default=0))
+        anchors = sum(m.engine.driver.engine.footprint.anchor_bytes for m in models if m.engine is not None)
+        self._capacity_bytes = self._device.capacity_bytes - anchors
+
+    def _pause_s(self, needs: Sequence[ModelNeed], now: float) -> float:
+        """Seconds until the next plan if nothing changes. Gives pages that no model has had for a time back."""
         has_work = any(need.has_work for need in needs)
-        self._read_ahead.want(
-            {
-                name: engine.driver.engine.footprint
-                for name in (*allocation.waits, *allocation.prefetch)
-                if by_name[name].state == "asleep" and (engine := by_name[name].engine) is not None
-            },
-            beside_steps=any(need.num_running for need in needs),
-        )
         if has_work:
             self._busy_at = now
         pages, trims = self._device.shared.pages, False
         if now - self._busy_at > _TRIM_S and pages.idle_bytes:
             pages.trim(_TRIM_STEP_S)
             trims = pages.idle_bytes > 0
-        waits = any(need.num_waiting or need.held_bytes > need.budget_bytes for need in needs)
-        self._plan_at = now + (_WAITING_S if waits or trims else _WORKING_S if has_work else _IDLE_S)
-        return self._plan_at - now
+        if trims or any(need.num_waiting or need.held_bytes > need.budget_bytes for need in needs):
+            return _WAITING_S
+        return _WORKING_S if has_work else _IDLE_S
 
     def _is_planned(self, model: ShelvedModel) -> bool:
         """Whether the arbiter decides about a model now. Measures one that is wanted and whose size is not known."""
@@ -224,15 +225,12 @@ class Control:
             if not allocation.budgets.get(name) and engine is not None and engine.driver.engine.has_work:
                 models[name].lost_at = time.monotonic()
         for name, other in allocation.sleep.items():
-            if models[name].engine is None:  # it has just failed
-                continue
             if other is not None or time.monotonic() - models[name].turn_since > _LEAST_AWAKE_S:
                 self._put_to_sleep(models[name], other)
         for model, budget in budgets.items():
             self._set_budget(model, budget, lower=False)
         for name in allocation.wake:
-            if models[name].state != "failed":
-                self._wake(models[name])
+            self._wake(models[name])
         for model in models.values():
             wait = allocation.waits.get(model.name)
             model.turn_wait_s = 0.0 if wait is None else wait.expected_s
@@ -253,7 +251,8 @@ class Control:
         self._attempt(model, partial(engine.set_kv_budget, budget_bytes + pinned_bytes))
 
     def _put_to_sleep(self, model: ShelvedModel, other: str | None) -> None:
-        assert model.engine is not None
+        if model.engine is None:  # it has just failed
+            return
         engine, began = model.engine.driver.engine, time.monotonic()
         footprint, num_running = engine.footprint, engine.scheduler.num_running
         num_bytes = footprint.held_bytes + footprint.graph_bytes + model.weight_bytes
@@ -285,7 +284,7 @@ class Control:
 
     def _wake(self, model: ShelvedModel) -> None:
         """Begin to load or wake a model, for which there is memory."""
-        if model in self._moves:
+        if model in self._moves or model.state == "failed":  # as it has just done
             return
         if model.engine is not None:
             model.state = "waking"
@@ -426,6 +425,15 @@ class Control:
 def _is_asked_for(model: ShelvedModel) -> bool:
     """Whether requests wait for its load, or for the thread."""
     return model.is_wanted or (model.engine is not None and bool(model.engine.driver.arriving))
+
+
+def _sleeping(models: Mapping[str, ShelvedModel], allocation: Allocation) -> dict[str, Footprint]:
+    """Models whose weights are worth reading ahead, the next ones first."""
+    return {
+        name: engine.driver.engine.footprint
+        for name in (*allocation.waits, *allocation.prefetch)
+        if models[name].state == "asleep" and (engine := models[name].engine) is not None
+    }
 
 
 def _waits_for_memory(model: ShelvedModel) -> bool:

@@ -172,7 +172,10 @@ class LocalServer:
 
     def __init__(self, *, http: HttpSettings | None = None, **settings: Any) -> None:
         config = EngineConfig(
-            **({"model": "builtin", "kv_memory_bytes": 64 << 20, "max_num_batched_tokens": 512} | settings)
+            **(
+                {"model": "builtin", "kv_memory_bytes": 64 << 20, "max_num_batched_tokens": 512, "warm_up": False}
+                | settings
+            )
         )
         self.engine = AsyncEngine(config)
         self.ingress = ingress_of(LocalHandle(replica_of(self.engine)))

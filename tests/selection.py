@@ -1,8 +1,8 @@
 """Which tests run, in which order, and which of them share a process.
 
 Daily: tests marked `nightly` are left out; of those marked `thirds` a third of the parameters runs, another third each
-day, and of those marked `daily(count)` so many. With another profile of hypothesis (`nightly`, `mutants`), and where
-tests are named one by one, all run.
+day, and of those marked `daily(count)` so many. On a GPU, with a profile of hypothesis (`nightly`, `mutants`), and
+where tests are named one by one, all run.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _keep_daily(config: pytest.Config, items: list[pytest.Item]) -> None:
                 is_chosen = (place - day * marker.args[0]) % count < marker.args[0]
             else:  # what has no three sets of parameters runs whole
                 is_chosen = not item.get_closest_marker("thirds") or count < 3 or place % 3 == day % 3
-            if is_chosen and not item.get_closest_marker("nightly"):
+            if item.get_closest_marker("gpu") or (is_chosen and not item.get_closest_marker("nightly")):
                 runs.add(item.nodeid)
     # Those left out are not told to `pytest_deselected`: for the files' times these are whole.
     items[:] = [item for item in items if item.nodeid in runs]

@@ -129,7 +129,7 @@ def _item(file: Path, *marks: str, **params: Any) -> Any:
         nodeid=f"{file}::test[{params}{marks}]",
         location=(str(file), 0, "test"),
         callspec=SimpleNamespace(params=params),
-        get_closest_marker=lambda name: name if name in marks else None,
+        get_closest_marker=lambda name: SimpleNamespace(args=(params.get("count"),)) if name in marks else None,
         add_marker=lambda _: None,
     )
 
@@ -163,6 +163,17 @@ def test_each_test_of_the_thirds_runs_on_one_of_three_days() -> None:
 def test_nightly_tests(profile: str | None, arguments: tuple[str, ...], runs: bool) -> None:
     items = [_item(Path(__file__), "nightly"), _item(Path(__file__))]
     assert _left(items, 0, profile, *arguments) == items[not runs :]
+
+
+def test_on_a_gpu_all_run() -> None:
+    items = [_item(Path(__file__), "thirds", "gpu", seed=seed) for seed in range(30)]
+    assert _left(items, 1) == items
+
+
+def test_some_run_daily_in_turns() -> None:
+    items = [_item(Path(__file__), "daily", count=2, place=place) for place in range(7)]
+    days = [[item.callspec.params["place"] for item in _left(items, day)] for day in range(4)]
+    assert days == [[0, 1], [2, 3], [4, 5], [0, 6]]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,12 @@ def runner(cluster_url: str, folio: Any, tmp_path_factory: pytest.TempPathFactor
     runner.close()
 
 
-@pytest.mark.parametrize("page", [page for page, blocks in valid_pages() if needs_server(blocks)])
+def pages() -> list[Any]:
+    """Each day the README, and a third of the others."""
+    found = [page for page, blocks in valid_pages() if needs_server(blocks)]
+    return [page if page == "README.md" else pytest.param(page, marks=pytest.mark.thirds) for page in found]
+
+
+@pytest.mark.parametrize("page", pages())
 def test_page(runner: Runner, page: str) -> None:
     runner.run_page(page)

@@ -69,6 +69,7 @@ def norm_in_float64(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: f
     return wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + offset)
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -105,6 +106,7 @@ def test_zeros_have_no_norm_but_eps(ops: Elementwise, device: torch.device) -> N
     assert not ops.rms_norm(zeros, torch.ones(40, device=device), 1e-5).any()
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -253,6 +255,7 @@ def check_call(ops: Elementwise, call: RotaryWrite) -> None:
         assert torch.equal(cache.float()[~written], old[~written])
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(
@@ -287,6 +290,7 @@ def test_many_tokens(ops: Elementwise, device: torch.device) -> None:
     check_call(ops, make_call(device, torch.float32, 300, (4, 2), 32, norms=True))
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("cache_dtype", FP8_DTYPES)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)

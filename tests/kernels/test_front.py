@@ -69,6 +69,7 @@ def attend_one(
     return out, lse
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_flash_attn_with_kvcache(name: str, seed: int) -> None:

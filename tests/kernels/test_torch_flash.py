@@ -263,6 +263,7 @@ in_both_views = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thirds
 @in_both_views
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
@@ -272,6 +273,7 @@ def test_ragged_batch_equals_reference(
     check(make(), make_case(lengths, view), with_lse=with_lse)
 
 
+@pytest.mark.thirds
 @in_both_views
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (7, 1)])
 @pytest.mark.parametrize("lengths", [DECODE, MIXED, NO_QUERIES], ids=["decode", "mixed", "no queries"])
@@ -280,6 +282,7 @@ def test_heads(make: Callable[[], TorchFlashProvider], view: str, heads: tuple[i
     check(make(), make_case(lengths, view, heads=heads), num_splits=1)
 
 
+@pytest.mark.thirds
 @everywhere
 @pytest.mark.parametrize("window_left", [0, 31, 100, 10_000])
 @pytest.mark.parametrize("lengths", [DECODE, PREFILL, MIXED, NO_QUERIES], ids=["decode", "prefill", "mixed", "none"])

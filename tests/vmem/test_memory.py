@@ -317,6 +317,7 @@ def test_groups_share_one_budget(no_thread: None) -> None:
 # ---- failures ----
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda, FlakyStandIn, FlakyMirror])
 @pytest.mark.parametrize("fail_at", range(1, 60))
 def test_a_failure_at_each_call_changes_nothing(backend: type, fail_at: int, no_thread: None) -> None:

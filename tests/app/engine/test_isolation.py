@@ -170,6 +170,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_plan, "select_backend", lambda *_, **__: CudaBackend(driver=driver, tensor_device=CPU))
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize(("model", "view", "backend"), CASES)
 def test_only_what_was_written_is_read(
     model: str, view: str, backend: str, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch

@@ -91,6 +91,7 @@ def assert_close(actual: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], tol
     assert difference <= tolerance, difference
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "opt", "gpt2", "gpt_oss"])
 @pytest.mark.parametrize("method", ["last", "mean"])
 def test_embeddings_are_those_of_transformers(make_checkpoint: MakeCheckpoint, name: str, method: str) -> None:

@@ -78,6 +78,7 @@ class Crowd:
         ingress.note_all_refused(self._now)
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("said", [0.3, 0.7, 1.0, 1.5], ids=lambda said: f"reports {said} of the rate")
 @pytest.mark.parametrize("num_ingresses", [1, 4])
 @pytest.mark.parametrize("begin_per_s", [2, 20, 200])

@@ -343,6 +343,7 @@ def watch(engine: Engine) -> Counter[str]:
     return seen
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
 @pytest.mark.parametrize("model", ["llama", "gemma2", "bamba"])
 def test_every_step_of_an_engine(model: str, view: str, make_checkpoint: MakeCheckpoint) -> None:

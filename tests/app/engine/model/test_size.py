@@ -18,6 +18,7 @@ from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, MakeCheckpoint
 GIB = 1 << 30
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "bamba", "qwen3_next"])
 def test_the_plan_is_that_of_the_engine(
     name: str, monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint

@@ -57,6 +57,7 @@ def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return forbid
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -39,6 +39,7 @@ def by_definition(logits: torch.Tensor, params: SamplingParams, key: int) -> int
     return int(kept[sums == sums.max()].min())
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("compiled", [True, False])
 def test_equals_a_complete_sort(seed: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,7 @@ WRITTEN = {
 WRONG = [('"days": 3', '"days": "x"'), ("days=3", 'days="x"'), ("\n3\n", "\nx\n"), (">3<", ">x<")]
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_call_that_has_begun_follows_the_schema_of_a_strict_function(name: str, is_special: bool) -> None:
@@ -221,6 +222,7 @@ def test_a_call_that_the_prompt_has_begun_goes_on(continued: str, begun: str, fo
     assert text_of(parts, "content").endswith("So.")
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_random_calls_of_a_strict_function_follow_its_schema(name: str) -> None:
     tokenizer = tokenizer_with(literals(name))

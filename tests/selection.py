@@ -17,6 +17,7 @@ from tests.times import SLOW_S, TESTS, read_record
 
 # A Ray cluster each.
 WITH_RAY = ("e2e", "hostile")
+CLUSTER = "cluster"  # the name of what shares one
 # Files that start clusters of their own; all others in these folders share one (`cluster_url`), and run in one process.
 OWN_CLUSTER = frozenset(
     f"e2e/{name}.py" for name in ("test_lifetime", "test_nodes", "test_offline_bundle", "test_serve")
@@ -76,10 +77,17 @@ class Selection:
         from xdist.scheduler import LoadFileScheduling
 
         class OneClusterPerRun(LoadFileScheduling):
-            """The tests of a file share a process, and so do those of the shared cluster."""
+            """The tests of a file share a process, and so do those of the shared cluster, which does nothing else: no
+            other test meets Ray's threads and handlers there."""
 
             def _split_scope(self, nodeid: str) -> str:
                 return scope_of(nodeid)
+
+            def _reschedule(self, node: Any) -> None:
+                if CLUSTER not in self.assigned_work[node] or len(self.nodes) == 1:
+                    super()._reschedule(node)
+                elif not node.shutting_down:
+                    node.shutdown()  # after the tests that it has
 
         return OneClusterPerRun(config, log)
 
@@ -88,7 +96,7 @@ def scope_of(nodeid: str) -> str:
     """The name of the tests that run in the same process as this one."""
     file = nodeid.partition("::")[0].removeprefix(f"{TESTS.name}/")
     folder = file.partition("/")[0]
-    return "cluster" if folder in WITH_RAY and file not in OWN_CLUSTER else file
+    return CLUSTER if folder in WITH_RAY and file not in OWN_CLUSTER else file
 
 
 def _keep_daily(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -187,3 +187,44 @@ def test_some_run_daily_in_turns() -> None:
 )
 def test_the_shared_cluster_has_one_process(nodeid: str, scope: str) -> None:
     assert scope_of(nodeid) == scope
+
+
+class _Node:
+    """A worker of xdist, which runs what it is given at once."""
+
+    def __init__(self) -> None:
+        self.gateway = SimpleNamespace(id=f"gw{id(self)}")
+        self.shutting_down = False
+        self.given: list[int] = []
+
+    def send_runtest_some(self, indexes: list[int]) -> None:
+        self.given += indexes
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+def test_the_process_with_the_cluster_does_nothing_else(num_nodes: int) -> None:
+    """Unless there is no other one."""
+    option = SimpleNamespace(loadscopereorder=False)
+    config: Any = SimpleNamespace(option=option, getvalue=lambda _: ["popen"] * num_nodes)
+    scheduler = Selection(config).pytest_xdist_make_scheduler(config, None)
+    tests = ["tests/e2e/test_server.py::a", "tests/hostile/test_hostile.py::a", "tests/e2e/test_serve.py::a"]
+    tests += [f"tests/test_{file}.py::{i}" for file in range(9) for i in range(4)]
+    nodes = [_Node() for _ in range(num_nodes)]
+    for node in nodes:
+        scheduler.add_node(node)
+    for node in nodes:
+        scheduler.add_node_collection(node, tests)
+    scheduler.schedule()
+    done = 0
+    while done < sum(len(node.given) for node in nodes):
+        done = sum(len(node.given) for node in nodes)
+        for node in nodes:
+            for index in node.given:
+                scheduler.mark_test_complete(node, index)
+    assert sorted(index for node in nodes for index in node.given) == list(range(len(tests)))
+    [with_cluster] = [node for node in nodes if 0 in node.given]
+    assert len(with_cluster.given) == (len(tests) if num_nodes == 1 else 2)
+    assert all(node.shutting_down for node in nodes)

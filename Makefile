@@ -18,21 +18,21 @@ AGENTS := .venv-agents
 CLIENT_TESTS := $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients --server-python $(BIN)/python \
   --record tests/clients/results.json
 
-.PHONY: serve test test-fast test-nightly clients agents mutants check lint types docs setup bench bench-full proto clean compiler kernels
+.PHONY: serve test test-fast test-nightly clients agents mutants check lint types docs setup bench bench-full proto clean compiler kernels test-kernels
 
 serve: $(VENV)/.base kernels
 	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001 MODEL=Qwen/Qwen2.5-0.5B-Instruct ARGS='--kv-memory 2GiB': with options of folio serve; Ctrl-C stops it when requests under way have ended, a second one at once)"
 	@RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/folio serve $(MODEL) --config serve_config.yaml $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: $(VENV)/.dev kernels
+test: $(VENV)/.dev test-kernels
 	@echo "==> Running the tests, of expensive ones a third (make test ARGS=--record-times: and recording how long files take)"
 	$(PYTEST) $(WITH_RAY) $(ARGS)
 
-test-fast: $(VENV)/.dev kernels
+test-fast: $(VENV)/.dev test-kernels
 	@echo "==> Running the tests that are fast and start no processes"
 	$(PYTEST) -n auto --ignore tests/e2e --ignore tests/hostile -m "not slow and not processes"
 
-test-nightly: $(VENV)/.dev $(VENV)/.oldest kernels
+test-nightly: $(VENV)/.dev $(VENV)/.oldest test-kernels
 	@echo "==> Running all tests, with many examples (hours), then the models' tests with $(firstword $(OLDEST))"
 	status=0; $(PYTEST) $(WITH_RAY) $(NIGHTLY) || status=$$?; \
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n auto $(NIGHTLY) \
@@ -79,7 +79,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # What `.ci/run` needs, so that its parts can run side by side.
-setup: $(VENV)/.dev $(VENV)/.docs kernels
+setup: $(VENV)/.dev $(VENV)/.docs test-kernels
 
 proto: $(VENV)/.dev
 	@echo "==> Writing the generated code of app/proto/folio.proto"
@@ -100,6 +100,9 @@ compiler:
 kernels: $(VENV)/.base compiler
 	@echo "==> Compiling the C++ kernels for this processor, unless they are there (a minute)"
 	@$(BIN)/python -m folio.kernels.cpu || echo "==> Without them torch computes, several times slower"
+
+test-kernels: $(VENV)/.dev kernels
+	@$(BIN)/python -m tests.kernels.marches || echo "==> Without a compiler the tests of C++ kernels fail"
 
 $(VENV)/.python:
 	@echo "==> Creating $(VENV)"

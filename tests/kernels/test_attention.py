@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +13,9 @@ from folio.kernels import AttentionProvider, CacheScales, KernelError, Masking, 
 from folio.kernels.cpu.provider import CpuProvider
 from folio.kernels.reference import ReferenceProvider
 from tests.kernels.cases import RAGGED, TOLERANCE, Case, GuardedMemory, check, make_batch, make_case, random_case
+from tests.kernels.marches import MARCHES
 
 CPU = torch.device("cpu")
-# Processors to compile for that this machine can run.
-_FLAGS = Path("/proc/cpuinfo").read_text()
-MARCHES = ["native"]
-MARCHES += ["x86-64-v3"] if " avx2 " in _FLAGS and " fma " in _FLAGS else []
-MARCHES += ["x86-64-v4"] if " avx512vl " in _FLAGS else []
 
 
 @pytest.fixture(scope="module", params=MARCHES)

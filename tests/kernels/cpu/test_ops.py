@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 
 import pytest
 import torch
 
 from folio.kernels import CpuLinear, KernelError
 from folio.kernels.cpu.ops import AVX512_PRODUCTS
+from tests.kernels.marches import MARCHES, WITHOUT_AVX2
 
 # Relative to the largest value: float32 sums of up to 1,500 products; one rounding to bfloat16.
 LINEAR_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}
 LINEAR_SHAPES = [(1, 1), (5, 2), (32, 64), (77, 123), (300, 1500)]  # outputs, inputs
-
-
-# This processor, and lesser ones whose instructions it has: with AVX2 only, and AVX-512 without products of bfloat16.
-NEEDED = {"native": set(), "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl"}}
-MARCHES = [march for march, needed in NEEDED.items() if needed <= set(Path("/proc/cpuinfo").read_text().split())]
 
 
 def has_layers(dtype: torch.dtype) -> bool:
@@ -151,7 +146,7 @@ def test_infinite_and_undefined_inputs(linear: CpuLinear) -> None:
 def test_unsupported_dtypes_and_processors(linear: CpuLinear) -> None:
     assert linear.unsupported(torch.float16) == "there is no kernel for torch.float16"
     if platform.machine() == "x86_64":
-        plain = CpuLinear(march="x86-64-v2")
+        plain = CpuLinear(march=WITHOUT_AVX2)
         assert plain.unsupported(torch.bfloat16) == "the processor lacks AVX2 with FMA"
         with pytest.raises(KernelError, match="lacks AVX2"):
             plain.pack(torch.ones(4, 8))

@@ -14,7 +14,8 @@ from folio.kernels.cpu.layer import CpuLayer, Workspace
 from folio.kernels.elementwise import ACTIVATIONS
 from tests.kernels.cases import Lengths
 from tests.kernels.cpu.test_layer import SIZE, Step, make_step, make_weights, prepared, random_hidden
-from tests.kernels.cpu.test_ops import MARCHES, has_layers
+from tests.kernels.cpu.test_ops import has_layers
+from tests.kernels.marches import MARCHES
 
 THREADS = (2, 3, 4, 8)
 DTYPES = [torch.float32, torch.bfloat16]

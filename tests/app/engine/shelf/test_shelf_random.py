@@ -7,7 +7,8 @@ an earlier shelf, in new ones, in memory, or in the checkpoint only.
 Every request gets the tokens that its model gives alone, or a typed error that a failure of this model explains; memory
 adds up after each rule, and nothing is left at the end.
 
-CI plays 2,000 rules; `pytest --hypothesis-profile=nightly tests/app/engine/shelf/test_shelf_random.py` 100,000.
+CI plays a third of 2,000 rules; `pytest --hypothesis-profile=nightly tests/app/engine/shelf/test_shelf_random.py`
+100,000.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def covered() -> Iterator[Counter[str]]:
         assert not missing, f"the rules covered no {', '.join(missing)}"
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_rules_in_any_order(
     models: TinyModels,

@@ -1,4 +1,4 @@
-"""Processors that the tests compile C++ kernels for. `python -m tests.kernels.marches` compiles for them, at set-up: that
+"""Processors that the tests compile C++ kernels for. `python -m tests.kernels.marches` compiles for them, at set-up: it
 takes minutes, and would count as the time of the first test that needs one."""
 
 from __future__ import annotations

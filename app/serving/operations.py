@@ -110,8 +110,8 @@ def _named(operations: type[T]) -> type[T]:
 
 @_named
 class Operations:
-    """The part of an ingress that computes: a method for each operation of `folio.app.operations`, and `name_stream` for
-    those whose body has `stream`. All raise `FolioError`."""
+    """The part of an ingress that computes: a method for each operation of `folio.app.operations`, and `name_stream`
+    for those whose body has `stream`. All raise `FolioError`."""
 
     _names: ModelNames
     _replicas: ReplicaClient

@@ -52,6 +52,8 @@ _TRIM_STEP_S = 0.01
 _RELOAD_S = 0.5
 # A model is too large for the device if so many loads in a row found too little memory although all of it was free.
 _MOST_SHORT = 3
+# A model whose load hung in another process is refused for at most so long at a time: its note may be removed.
+_HUNG_LOOK_S = 5.0
 # The thread hangs if requests wait and it has done nothing for this long.
 _HANGS_S = 120.0
 # KV memory for the warm-up of a model that is loaded, beyond a step's tokens: rounding to pages, and decodes.
@@ -188,7 +190,7 @@ class Control:
         """Measure a model, unless its files did not answer a short time ago."""
         if refused_s := self._hung.refused_s(model.config):
             error = UnavailableError(f"its load hung and ended its process; it is tried again in {refused_s:.0f} s")
-            model.set_failed(error, refused_s)
+            model.set_failed(error, min(refused_s, _HUNG_LOOK_S))
             return
         model.state = "loading"
         self._moves.load(model, partial(self._measure, model))

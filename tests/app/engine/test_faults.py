@@ -24,6 +24,7 @@ import torch
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.delta import Delta
 from folio.app.engine.engine import Engine
+from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.faults import FAILED
 from folio.app.engine.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams, Structure
@@ -153,7 +154,7 @@ class Run:
 
     def owner(self, thing: object) -> str | None:
         """The victim that something belongs to."""
-        if isinstance(thing, Request | Sequence | Delta):
+        if isinstance(thing, EngineRequest | Request | Sequence | Delta):
             return thing.request_id if thing.request_id.startswith("victim") else None
         if isinstance(thing, SamplingState):
             thing = getattr(thing, "params", None)
@@ -428,6 +429,7 @@ EXEMPT = {
     "folio.app.engine.scheduler.*": "composes the step out of the memory's books",
     "folio.app.engine.scheduled.*": "the same",
     "folio.app.engine.admission.*": "the same",
+    "folio.app.engine.waiting_queue.*": "the same",
     "folio.app.engine.running.RunningRequests.*": "the same",
     "folio.app.engine.execution.planner.*": "lays the step out",
     "folio.app.engine.execution.rows.SequenceRows.*": "the same",
@@ -458,7 +460,12 @@ EXEMPT = {
     "folio.app.engine.sampling.params.*": "looks at numbers that have been checked",
     "folio.app.engine.request.*.num_*": "counts",
     "folio.app.engine.request.*.most_tokens": "counts",
-    "folio.app.engine.request.*.reads_whole_prompt": "looks at its own fields",
+    "folio.app.engine.request.*.max_sequences": "counts",
+    "folio.app.engine.request.*.*_key": "looks at its own fields",
+    "folio.app.engine.request.*.can_decode": "the same",
+    "folio.app.engine.request.*.lockstep": "the same",
+    "folio.app.engine.request.*.reads_whole_prompt": "the same",
+    "folio.app.engine.request.*.request_id": "the same",
     "folio.app.engine.delta.Delta.*": "looks at its own fields",
 }
 

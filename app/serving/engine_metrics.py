@@ -89,24 +89,24 @@ ENGINE: Rows[EngineFigures] = (
         "Steps that failed, and with them all requests in flight.",
         lambda e: e.activity.num_failed_steps,
     ),
-    Histogram("folio_step_seconds", "Time of an engine step.", lambda e: e.activity.step_s, buckets=_STEP_S),
+    Histogram("folio_step_seconds", "Time of an engine step.", lambda e: list(e.activity.step_s), buckets=_STEP_S),
     Histogram(
         "folio_queue_seconds",
         "From a request's arrival at the engine to the step that computes its first tokens.",
-        lambda e: e.activity.queue_s,
+        lambda e: list(e.activity.queue_s),
         buckets=_QUEUE_S,
     ),
     Histogram(
         "folio_prefill_seconds",
         "From the start of the step that computes a request's first tokens to the end of the step that samples its "
         "first token.",
-        lambda e: e.activity.prefill_s,
+        lambda e: list(e.activity.prefill_s),
         buckets=_QUEUE_S,
     ),
     Histogram(
         "folio_step_tokens",
         "Tokens computed by an engine step.",
-        lambda e: e.activity.step_tokens,
+        lambda e: list(e.activity.step_tokens),
         buckets=_STEP_TOKENS,
     ),
     # Accepted first: the engine's thread goes on counting, and accepted tokens must not exceed draft tokens. The
@@ -159,7 +159,7 @@ DEVICE: Rows[DeviceStatus] = (
     ),
 )
 GPU: Rows[GpuMemory] = (
-    Gauge("folio_gpu_bytes", "Memory of the GPU by part.", lambda g: g.parts, ("part",)),
+    Gauge("folio_gpu_bytes", "Memory of the GPU by part.", lambda g: dict(g.parts), ("part",)),
     Gauge("folio_pinned_bytes", "Host memory that the process has pinned for its GPU.", lambda g: g.pinned_bytes, ()),
 )
 # Of the process: the least number of its engines.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +13,7 @@ from ray.serve import metrics
 _REPEAT_S = 5.0
 
 Status = TypeVar("Status")
-Value = float | Sequence[float] | None
+Value = float | list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,15 @@ class Row(Generic[Status]):
     """One metric.
 
     Attributes:
-        get: returns the value; of a sequence each value is recorded. A mapping has them by the value of the last tag.
+        get: returns the value; of a list each value is recorded. A dictionary has them by the value of the last tag.
+            `None`: nothing is recorded.
         tags: a tuple, though Ray's annotation allows one name only.
         buckets: upper bounds, of a histogram.
     """
 
     name: str
     help: str
-    get: Callable[[Status], Value | Mapping[str, Value]]
+    get: Callable[[Status], Value | dict[str, Any] | None]
     tags: Any = ("model",)
     buckets: Sequence[float] = ()
 
@@ -95,9 +96,19 @@ class MetricTable(Generic[Status]):
 
     def note(self, status: Status, *tags: str) -> None:
         """Record a status. `tags`: the values of each row's first tags."""
+        common: dict[tuple[str, ...], dict[str, str]] = {}
         for get, names, record in self._rows:
             found = get(status)
-            for tag, value in found.items() if isinstance(found, Mapping) else ((None, found),):
-                named = dict(zip(names, tags if tag is None else (*tags, tag), strict=True))
-                for each in value if isinstance(value, Sequence) else () if value is None else (value,):
-                    record(each, named)
+            if isinstance(found, dict):
+                named = dict(zip(names, tags, strict=False))
+                for tag, value in found.items():
+                    _record(record, value, named | {names[-1]: tag})
+            elif found is not None:
+                if (shared := common.get(names)) is None:
+                    shared = common[names] = dict(zip(names, tags, strict=True))
+                _record(record, found, shared)
+
+
+def _record(record: Callable[[float, dict[str, str]], None], value: Value, tags: dict[str, str]) -> None:
+    for each in value if isinstance(value, list) else (value,):
+        record(each, tags)

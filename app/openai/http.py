@@ -81,7 +81,7 @@ def build_api(
     )
     api.router.route_class = json_routes(UnknownFields(unknown_fields, observer))
     for operation in OPERATIONS:
-        _add_operation(api, service, operation)
+        _add_routes(api, service, operation)
     add_stored_responses(api, service)
     add_models(api, service)
     add_batches(api, batches)
@@ -92,7 +92,7 @@ def build_api(
     return api
 
 
-def _add_operation(api: FastAPI, service: Service, operation: Operation) -> None:
+def _add_routes(api: FastAPI, service: Service, operation: Operation) -> None:
     """The routes of an operation: its answer to a body, whole or, with `stream`, as server-sent events."""
     route = ROUTES[operation.name]
 

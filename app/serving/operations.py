@@ -39,14 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """An admitted and translated request.
-
-    Attributes:
-        calls: one for each prompt.
-        answer: builds the answer from pieces.
-        arrived: `time.monotonic` at the arrival.
-        translator: of the model.
-    """
+    """An admitted and translated request, with a call for each prompt. `arrived`: `time.monotonic` at its arrival."""
 
     calls: list[GenerateRequest]
     answer: Any

@@ -42,10 +42,8 @@ from folio.app.client import (
 )
 from folio.app.client.over_grpc import call_error
 from folio.app.config.http import HttpSettings, KeySource
-from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
-from folio.app.openai.messages.replies import BlockDelta, TextContent, TextDelta
 from folio.app.openai.responses.body import ResponsesRequest
-from tests.app.openai.test_http import FakeService
+from tests.app.openai.fake_service import FakeService
 from tests.grpc_server import grpc_listening
 from tests.local_server import LocalServer, guarded_api, listening
 from tests.processes import until_async
@@ -329,23 +327,6 @@ def test_errors_of_grpc_and_serve(status: grpc.StatusCode, details: str, kind: t
     """They have no JSON of ours. The type tells whether to send the request again."""
     raised = grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
     assert type(call_error(raised, "grpc://x:1")) is kind
-
-
-async def test_messages_over_http(urls: dict[str, str]) -> None:
-    body: dict[str, Any] = {"model": "builtin", "messages": [{"role": "user", "content": "a"}]}
-    request = MessagesRequest.model_validate(body | {"max_tokens": 4, "temperature": 0})
-    async with Folio(urls["http"]) as folio:
-        whole = await folio.messages(request)
-        events = [event async for event in folio.messages_stream(request)]
-        count = await folio.count_tokens(CountTokensRequest.model_validate(body))
-        with pytest.raises(UnknownModelError, match="'other' does not exist"):
-            await folio.messages(request.model_copy(update={"model": "other"}))
-    assert events[-1].type == "message_stop"
-    [text] = whole.content
-    assert isinstance(text, TextContent)
-    deltas = [event.delta for event in events if isinstance(event, BlockDelta)]
-    assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == text.text
-    assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 
 
 async def test_fields_and_calls_that_grpc_lacks_are_refused_by_name() -> None:

@@ -1,4 +1,4 @@
-"""An ASGI server for one request at a time, message by message."""
+"""An ASGI server for one request at a time, message by message, and a guard around a scripted application."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from folio.app.config.http import HttpSettings, KeySource
+from folio.app.edge.guard import Guard
+from folio.app.edge.keys import KeyRing
+
+ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
 Headers = Iterable[tuple[str, str]]
 
 
@@ -96,3 +102,20 @@ async def call(
 
 def bearer(key: str) -> list[tuple[str, str]]:
     return [("Authorization", f"Bearer {key}")]
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the body, which arrives in one message."""
+    message = await receive()
+    assert not message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": message["body"]})
+
+
+def guarded(app: Any = echo, keys: Path | None = None, **settings: Any) -> Guard:
+    values = HttpSettings.model_validate(settings)
+    return Guard(app, values, keys and KeyRing(KeySource(file=keys), values.key_limits))
+
+
+def answer_of(app: Any, *args: Any, **kwargs: Any) -> Answer:
+    return asyncio.run(call(app, *args, **kwargs))

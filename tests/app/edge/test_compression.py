@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from folio.app.config.http import BatchSettings, HttpSettings
 from folio.app.edge.compression import decompressed, known_codings
-from tests.app.serving.test_ingress import Engines, ingress_with
+from tests.fakes.replicas import Engines, ingress_with
 from tests.local_server import guarded_api
 
 BODY = json.dumps({"model": "m", "prompt": "Hi", "max_tokens": 2}).encode()

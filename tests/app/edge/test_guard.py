@@ -9,30 +9,10 @@ from typing import Any
 
 import pytest
 
-from folio.app.config.http import HttpSettings, KeySource, RateLimits
+from folio.app.config.http import HttpSettings, RateLimits
 from folio.app.edge.guard import Guard
-from folio.app.edge.keys import KeyRing
 from folio.app.request_context import EdgeObserver, current_context, request_id
-from tests.app.edge.asgi import Answer, bearer, call, scope_of
-
-ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
-
-
-async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answer with the body, which arrives in one message."""
-    message = await receive()
-    assert not message["more_body"]
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": message["body"]})
-
-
-def guarded(app: Any = echo, keys: Path | None = None, **settings: Any) -> Guard:
-    values = HttpSettings.model_validate(settings)
-    return Guard(app, values, keys and KeyRing(KeySource(file=keys), values.key_limits))
-
-
-def answer_of(app: Any, *args: Any, **kwargs: Any) -> Answer:
-    return asyncio.run(call(app, *args, **kwargs))
+from tests.app.edge.asgi import ALICE, BOB, answer_of, bearer, call, echo, guarded, scope_of
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from folio.app.logs import WithheldMessages
 from folio.app.openai.bodies import CompletionRequest
 from folio.app.openai.replies import Completion
 from tests.app.edge.asgi import Answer, bearer, call
-from tests.app.openai.test_http import FakeService
-from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
+from tests.app.openai.fake_service import FakeService
+from tests.fakes.replicas import TOKENIZER, Engines, ingress_with
 from tests.local_server import guarded_api
 
 FREE, BOUND = "sk-free-0123456789", "sk-bound-0123456789"

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from folio.app.request_context import current_context, note_error
-from tests.app.edge.asgi import bearer, call, scope_of
-from tests.app.edge.test_guard import ALICE, answer_of, echo, guarded
+from tests.app.edge.asgi import ALICE, answer_of, bearer, call, echo, guarded, scope_of
 
 
 @pytest.fixture

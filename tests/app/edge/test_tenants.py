@@ -12,7 +12,7 @@ import pytest
 from folio.app.config.http import HttpSettings
 from folio.app.openai.operation.replies import PinCard, PinList
 from tests.app.edge.asgi import bearer, call
-from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
+from tests.fakes.replicas import TOKENIZER, Engines, ingress_with
 from tests.local_server import guarded_api
 
 FREE, BOUND = "sk-free-0123456789", "sk-bound-0123456789"

@@ -220,3 +220,7 @@ def complete(client: TestClient, **fields: Any) -> Any:
 def failure(answer: Any) -> tuple[int, str | None]:
     """(Status, code)."""
     return answer.status_code, answer.json()["error"]["code"]
+
+
+def post_json(client: TestClient, path: str, content: bytes | str) -> Any:
+    return client.post(path, content=content, headers={"content-type": "application/json"})

@@ -12,9 +12,8 @@ from starlette.testclient import TestClient
 from folio.app.openai import base as json_body
 from folio.app.openai.base import MAX_JSON_DEPTH, check_json, parse_json, too_much
 from folio.app.openai.chat_body import ChatCompletionRequest
+from tests.app.openai.fake_service import FakeService, complete, failure, post_json
 from tests.local_server import guarded_api
-
-from .test_http import FakeService, complete, failure, post_json
 
 BODY: dict[str, Any] = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
 

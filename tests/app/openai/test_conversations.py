@@ -18,8 +18,7 @@ from folio.app.config.checkpoint import checkpoint_faults
 from folio.app.engine.model.tokenizer import load_tokenizer
 from folio.app.errors import ConfigError
 from tests.app.chat_template.templates import DEEPSEEK, QWEN, TEMPLATES
-from tests.app.openai.responses.test_responses import Pieces
-from tests.app.serving.test_ingress import Engines
+from tests.fakes.replicas import Engines, Pieces
 from tests.local_server import a_model, guarded_api, ingress_of
 
 LATE = [

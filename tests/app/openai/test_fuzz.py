@@ -22,10 +22,9 @@ from folio.app.openai.bodies import CompletionRequest
 from folio.app.openai.chat_body import ChatCompletionRequest
 from folio.app.openai.messages.body import MessagesRequest
 from folio.app.openai.replies import Completion, CompletionChoice
+from tests.app.openai.fake_service import FakeService
 from tests.local_server import LocalServer, guarded_api
 from tests.nightly import examples
-
-from .test_http import FakeService
 
 _HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 SETTINGS = settings(max_examples=examples(60, nightly=3000), deadline=None, suppress_health_check=_HEALTH)

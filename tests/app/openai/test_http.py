@@ -22,17 +22,13 @@ from folio.app.openai.description import EXAMPLES
 from folio.app.openai.operation.bodies import BudgetRequest, PinRequest
 from folio.app.openai.responses.body import ResponsesRequest
 from folio.app.openai.routes import ROUTES
-from tests.app.openai.fake_service import FakeService, complete, failure
+from tests.app.openai.fake_service import FakeService, complete, failure, post_json
 from tests.local_server import guarded_api
 
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     return TestClient(guarded_api(FakeService()), raise_server_exceptions=False)
-
-
-def post_json(client: TestClient, path: str, content: bytes | str) -> Any:
-    return client.post(path, content=content, headers={"content-type": "application/json"})
 
 
 def events_of(answer: Any) -> list[Any]:
@@ -58,17 +54,9 @@ def test_the_session_header_is_passed_on(client: TestClient) -> None:
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_tokens(client: TestClient) -> None:
-    assert client.post("/tokenize", json={"prompt": "x"}).json() == {"count": 1, "max_model_len": 8, "tokens": [5]}
-    assert client.post("/detokenize", json={"tokens": [1, 2]}).json() == {"prompt": "xx"}
-
-
 def test_forks(client: TestClient) -> None:
     body = {"model": "m", "request_id": "cmpl-1.r", "index": 2}
     assert client.post("/v1/forks", json=body).json()["choices"][0]["text"] == "cmpl-1.r 2"
-    streamed = client.post("/v1/forks", json=body | {"stream": True})
-    assert streamed.headers["content-type"].startswith("text/event-stream")
-    assert streamed.text.endswith("data: [DONE]\n\n")
     for stream in (False, True):
         unknown = client.post("/v1/forks", json=body | {"model": "unknown", "stream": stream})
         assert failure(unknown) == (404, "request_not_found")

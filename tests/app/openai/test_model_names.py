@@ -12,7 +12,7 @@ from folio.app.fleet.loaded import LoadedTable
 from folio.app.openai.chat_body import ChatCompletionRequest
 from folio.app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 from tests.app.serving.registry import patched_cluster
-from tests.app.serving.test_ingress import Engines, completion, ingress_with
+from tests.fakes.replicas import Engines, completion, ingress_with
 from tests.local_server import a_model, ingress_of
 
 

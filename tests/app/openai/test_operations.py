@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
@@ -15,14 +16,21 @@ from folio.app.openai.routes import ROUTES
 from folio.app.openai.unknown_fields import UnknownFields
 from folio.app.operations import OPERATIONS, Operation, repeatable_ends
 from folio.app.serving.operations import Operations
-from tests.local_server import LocalServer
+from tests.local_server import LocalServer, listening
 
+NOT_IN_CLIENT = ("tokenize", "detokenize")
 GENERATED = {"model": "builtin", "prompt": "Folio is", "max_tokens": 4}
 
 
 @pytest.fixture(scope="module")
 def client(local_server: LocalServer) -> TestClient:
     return TestClient(local_server.api)
+
+
+@pytest.fixture(scope="module")
+def url(local_server: LocalServer) -> Iterator[str]:
+    with listening(local_server.api) as url:
+        yield url
 
 
 def bodies_of(operation: Operation, client: TestClient) -> list[dict[str, Any]]:
@@ -35,8 +43,9 @@ def bodies_of(operation: Operation, client: TestClient) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-async def test_an_operation(server: LocalServer, client: TestClient, operation: Operation) -> None:
+async def test_an_operation(server: LocalServer, client: TestClient, url: str, operation: Operation) -> None:
     route = ROUTES[operation.name]
+    folio = Folio(url)
     for body in bodies_of(operation, client):
         for path in operation.paths:
             answer = client.post(path, json=body | ({"stream": False} if route.streams else {}))
@@ -54,6 +63,15 @@ async def test_an_operation(server: LocalServer, client: TestClient, operation: 
             read, dropped = ENDPOINTS[operation.path].read(body, UnknownFields("error"))
             assert not dropped
             assert isinstance(await ENDPOINTS[operation.path].call(server.ingress, read), route.answer)
+        if operation.name not in NOT_IN_CLIENT:
+            assert isinstance(await getattr(folio, operation.name)(route.body.model_validate(body)), route.answer)
+        if route.streams:
+            streamed = getattr(folio, f"{operation.name}_stream")(route.body.model_validate(body))
+            assert [item async for item in streamed]
+        for stream in {False, route.streams}:
+            unknown = client.post(operation.path, json=body | {"model": "other"} | ({"stream": True} if stream else {}))
+            assert (unknown.status_code, "error" in unknown.json()) == (404, True)
+    await folio.close()
     assert client.get(operation.path).headers["allow"] == "POST"
 
 
@@ -66,7 +84,7 @@ def test_all_of_the_table_agree() -> None:
     for name, route in ROUTES.items():
         assert hasattr(Operations, f"{name}_stream") == route.streams
         assert getattr(Operations, name).__name__ == name
-        if name in ("tokenize", "detokenize"):  # the client has a tokenizer, or the server's ids
+        if name in NOT_IN_CLIENT:
             continue
         hints = get_type_hints(getattr(Folio, name))
         assert (hints["request"], hints["return"], "session" in hints) == (

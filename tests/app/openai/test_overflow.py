@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from folio.app.config.http import HttpSettings
-from tests.app.serving.test_ingress import Engines, ingress_with
+from tests.fakes.replicas import Engines, ingress_with
 from tests.local_server import guarded_api
 
 # Each API's path, body for a text, field of the output limit, and field of the prompt.

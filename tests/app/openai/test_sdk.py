@@ -12,9 +12,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from folio.app.errors import EngineError, OverloadedError
+from tests.app.openai.fake_service import FakeService
 from tests.local_server import LocalServer, guarded_api, listening
-
-from .test_http import FakeService
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is Folio?"}]
 CHAT: dict[str, Any] = {"model": "builtin", "messages": QUESTION, "temperature": 0}

@@ -23,8 +23,7 @@ from folio.app.openai import event_response
 from folio.app.openai.event_response import EventResponse
 from folio.app.openai.translate import Translator
 from folio.app.serving import replica
-from tests.app.serving.test_calls import stopped
-from tests.app.serving.test_ingress import Engines, ingress_with
+from tests.fakes.replicas import Engines, ingress_with, stopped
 from tests.local_server import LocalServer, guarded_api, listening
 
 USER = {"role": "user", "content": "x"}

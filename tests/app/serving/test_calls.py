@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import AsyncIterator, Callable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +18,6 @@ from ray.exceptions import (
 )
 
 from folio.app.engine import SamplingParams
-from folio.app.engine.report import Progress
 from folio.app.errors import (
     DeadlineError,
     EngineError,
@@ -34,80 +30,12 @@ from folio.app.errors import (
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
 from folio.app.serving.calls import ReplicaClient, fits_by_value
+from tests.fakes.replicas import Handle, Script, stopped
 
 CALL = GenerateRequest("r", [1, 2], SamplingParams())
 BEGUN, END = Piece("a", (1,)), Piece("b", (2,), 0, "stop")
 GONE = ActorUnavailableError("gone", None)
 LOST = [WorkerCrashedError(), TaskCancelledError(), NodeDiedError("lost"), RaySystemError("lost")]
-Script = Callable[[Any], list[Any]]
-
-
-class Response:
-    """A handle's response, streamed or at once. `items`: pieces, a `Progress`, an exception to raise, seconds before
-    a heartbeat, or `None` to hang."""
-
-    def __init__(self, items: list[Any], at_once: bool) -> None:
-        self.items = items
-        self.at_once = at_once
-        self.cancelled = self.ended = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    async def __aiter__(self) -> AsyncIterator[list[Piece] | Progress]:
-        try:
-            if self.at_once:
-                yield [await self._real(item) for item in self.items]
-            else:
-                for item in self.items:
-                    if isinstance(item, Progress):
-                        yield item
-                    elif isinstance(item, float):
-                        await asyncio.sleep(item)
-                        yield []
-                    else:
-                        yield [await self._real(item)]
-        finally:
-            self.ended = True
-
-    @staticmethod
-    async def _real(item: Any) -> Piece:
-        await asyncio.sleep(0)
-        if item is None:
-            await asyncio.Event().wait()
-        if isinstance(item, BaseException):
-            raise item
-        assert isinstance(item, Piece)
-        return item
-
-
-class Handle:
-    """Answers each call by the script, and records the calls."""
-
-    deployment_name = "EngineReplica"
-
-    def __init__(self, script: Script) -> None:
-        self.calls: list[Any] = []
-        self.responses: list[Response] = []
-        self.by_reference: list[bool] = []
-        self._script = script
-        self.generate_stream = SimpleNamespace(remote=self._remote)
-        self.complete_as_stream = SimpleNamespace(remote=partial(self._remote, at_once=True))
-
-    def options(self, *, _by_reference: bool, stream: bool = False) -> Handle:
-        if stream:
-            self.by_reference.append(_by_reference)
-        else:  # calls that wait for one answer need no raylet
-            assert not _by_reference
-        return self
-
-    def _remote(self, call: GenerateRequest | ForkCall, at_once: bool = False) -> Response:
-        self.calls.append(call)
-        items = self._script(call)
-        if items == ["cannot be sent"]:
-            raise RuntimeError("cannot be sent")
-        self.responses.append(Response(items, at_once))
-        return self.responses[-1]
 
 
 def replicas_with(
@@ -121,12 +49,6 @@ def replicas_with(
 
 def full(replica: str, retry_after_s: float = 20.0) -> RayTaskError:
     error = OverloadedError("full", retry_after_s)
-    error.replica = replica
-    return RayTaskError("generate", "traceback", error)
-
-
-def stopped(replica: str) -> RayTaskError:
-    error = UnavailableError("stopped")
     error.replica = replica
     return RayTaskError("generate", "traceback", error)
 

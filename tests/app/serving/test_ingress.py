@@ -6,8 +6,7 @@ import asyncio
 import pickle
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from ray.exceptions import RayTaskError
 from folio.app.compat.ray import folio_error
 from folio.app.config.http import HttpSettings, KeyEntry
 from folio.app.engine.delta import TokenLogprobs
-from folio.app.engine.model.tokenizer import load_tokenizer
 from folio.app.errors import (
     ContextLengthError,
     DeadlineError,
@@ -30,63 +28,15 @@ from folio.app.errors import (
     UnavailableError,
     UnknownRequestError,
 )
-from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
+from folio.app.fleet.messages import ForkCall, Piece
 from folio.app.openai import translate as translator
-from folio.app.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.openai.bodies import ForkRequest
 from folio.app.openai.chat_body import ChatCompletionRequest
 from folio.app.openai.responses.body import ResponsesRequest
 from folio.app.openai.text_encoder import TextEncoder
 from folio.app.openai.token_bodies import TokenizeRequest
 from folio.app.request_context import CURRENT, RequestContext
-from tests.app.serving.test_calls import Handle
-from tests.local_server import a_model, ingress_of
-
-TOKENIZER = load_tokenizer("builtin")
-
-
-class Engines(Handle):
-    """A handle of replicas: each output of call number i is `text`, or i and the output's index."""
-
-    def __init__(
-        self,
-        error: Exception | None = None,
-        fails_at: int = 0,
-        hangs: bool = False,
-        text: str | None = None,
-        context: int = 64,
-    ) -> None:
-        super().__init__(self._items)
-        self._error, self._fails_at, self._hangs, self._text = error, fails_at, hangs, text
-        self._context = context
-        self.max_model_len = SimpleNamespace(remote=lambda model: self._max_model_len())
-
-    def _items(self, call: GenerateRequest | ForkCall) -> list[Any]:
-        number, n = len(self.calls) - 1, call.params.n
-        if self._error is not None and number == self._fails_at:
-            return [RayTaskError("generate", "traceback", self._error)]
-        end: Any = None if self._hangs else "stop"
-        pieces = [
-            Piece(self._text or f"{number}{i}", (300,), i, end, None, n - 1 - i, num_cached_tokens=1, replica="r7")
-            for i in range(n)
-        ]
-        return [pieces[0], None] if self._hangs else pieces
-
-    async def _max_model_len(self) -> int:
-        return self._context
-
-
-def ingress_with(engines: Engines, **settings: Any) -> Any:
-    parser: Any = settings.pop("reasoning_parser", "auto")
-    model = replace(a_model("m", adapters={"pirate": "x/pirate"}), reasoning_parser=parser)
-    return ingress_of(engines, model, **settings)
-
-
-def completion(**fields: Any) -> CompletionRequest:
-    return CompletionRequest.model_validate({"model": "m", "prompt": "Hello"} | fields)
-
-
-async def collect(chunks: AsyncIterator[Any]) -> list[Any]:
-    return [chunk async for chunk in chunks]
+from tests.fakes.replicas import CALL, TOKENIZER, Engines, collect, completion, ingress_with
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -250,7 +200,6 @@ async def test_texts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.Monke
         assert refused.value.param == param
 
 
-CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
 
 

@@ -17,8 +17,7 @@ from folio.app.config.http import HttpSettings, KeySource
 from folio.app.errors import ContextLengthError, DeadlineError, EngineError, NoReplicaError, OverloadedError
 from folio.app.openai.conversations import template_messages
 from folio.app.openai.messages.body import MessagesRequest
-from tests.app.openai.responses.test_responses import Pieces
-from tests.app.serving.test_ingress import CALL, TOKENIZER, Engines, ingress_with
+from tests.fakes.replicas import CALL, TOKENIZER, Engines, Pieces, ingress_with
 from tests.local_server import guarded_api
 
 TOOL: Any = {"name": "f", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}

@@ -22,8 +22,8 @@ from folio.app.fleet.messages import GenerateRequest
 from folio.app.openai import served_models
 from folio.app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, UnloadAdapterRequest
 from tests.app.serving.registry import Cluster, patched_cluster
-from tests.app.serving.test_ingress import Engines, ingress_with
 from tests.app.serving.test_shelf import MODELS, SETTINGS, completion, say, states
+from tests.fakes.replicas import Engines, ingress_with
 from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, replica_of_shelf
 
 

@@ -9,8 +9,8 @@ from folio.app.errors import DeadlineError, RequestError, UnavailableError, Unkn
 from folio.app.openai.operation.bodies import PinRequest
 from folio.app.serving import calls as calls_module
 from folio.vmem import PinReport
-from tests.app.serving.test_ingress import TOKENIZER, completion, ingress_with
-from tests.app.serving.test_operation import Fleet, answers, hangs, status
+from tests.fakes.fleet import Fleet, answers, hangs, status
+from tests.fakes.replicas import TOKENIZER, completion, ingress_with
 
 
 async def test_the_pins_of_all_replicas() -> None:

@@ -22,8 +22,6 @@ from folio.app.client import (
     EmbeddingRequest,
     Folio,
     RequestError,
-    RerankRequest,
-    ScoreRequest,
     UnknownModelError,
 )
 from folio.app.config.http import HttpSettings, RateLimits
@@ -175,16 +173,6 @@ def test_invalid_requests(http: TestClient, fields: dict[str, Any], code: str | 
     assert code is None or given_code == code
 
 
-def test_unknown_models(http: TestClient) -> None:
-    bodies = {
-        "/v1/embeddings": {"input": "a"},
-        "/v1/score": {"text_1": "a", "text_2": "b"},
-        "/v1/rerank": {"query": "a", "documents": ["b"]},
-    }
-    for path, body in bodies.items():
-        assert error_of(http.post(path, json=body | {"model": "gpt"})) == (404, "model_not_found", "model")
-
-
 def test_a_generating_server_names_the_setting() -> None:
     local = LocalServer(**SETTINGS)
     client = TestClient(local.api)
@@ -196,25 +184,16 @@ def test_a_generating_server_names_the_setting() -> None:
     local.close()
 
 
-def test_the_same_server_generates(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="builtin", prompt=TEXTS[0], max_tokens=3)
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 3
-
-
 # ---- scores of an embedding model ----
 
 
 def test_scores_are_cosines(http: TestClient) -> None:
     body = {"model": "builtin", "text_1": TEXTS[0], "text_2": TEXTS}
     vectors = [wanted(text) for text in TEXTS]
-    for path in ("/v1/score", "/score"):
-        answer = http.post(path, json=body).json()
-        assert answer["object"] == "list"
-        assert answer["id"].startswith("score-")
-        assert [item["index"] for item in answer["data"]] == [0, 1, 2]
-        assert {item["object"] for item in answer["data"]} == {"score"}
-        assert_close([item["score"] for item in answer["data"]], [vectors[0] @ vector for vector in vectors])
+    answer = http.post("/v1/score", json=body).json()
+    assert answer["id"].startswith("score-")
+    assert [item["index"] for item in answer["data"]] == [0, 1, 2]
+    assert_close([item["score"] for item in answer["data"]], [vectors[0] @ vector for vector in vectors])
     # Each text is embedded once.
     assert answer["usage"]["prompt_tokens"] == sum(len(_tokenizer.encode(text)) for text in TEXTS)
     pairs = http.post("/v1/score", json=body | {"text_1": TEXTS[::-1]}).json()
@@ -227,18 +206,17 @@ def test_a_ranking(http: TestClient) -> None:
     body = {"model": "builtin", "query": TEXTS[0], "documents": documents}
     texts = ["It rains.", TEXTS[1], TEXTS[0], "It rains."]
     scores = [float(wanted(TEXTS[0]) @ wanted(text)) for text in texts]
-    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
-        answer = http.post(path, json=body).json()
-        assert answer["id"].startswith("rerank-")
-        assert answer["model"] == "builtin"
-        assert answer["results"][0]["index"] == 2
-        ranked = [item["relevance_score"] for item in answer["results"]]
-        assert ranked == sorted(ranked, reverse=True)
-        for item in answer["results"]:
-            assert item["document"] == {"text": texts[item["index"]]}
-            assert_close(item["relevance_score"], scores[item["index"]])
-        repeated = [item["index"] for item in answer["results"] if item["index"] in (0, 3)]
-        assert repeated == [0, 3]  # equal scores stay in order
+    answer = http.post("/v1/rerank", json=body).json()
+    assert answer["id"].startswith("rerank-")
+    assert answer["model"] == "builtin"
+    assert answer["results"][0]["index"] == 2
+    ranked = [item["relevance_score"] for item in answer["results"]]
+    assert ranked == sorted(ranked, reverse=True)
+    for item in answer["results"]:
+        assert item["document"] == {"text": texts[item["index"]]}
+        assert_close(item["relevance_score"], scores[item["index"]])
+    repeated = [item["index"] for item in answer["results"] if item["index"] in (0, 3)]
+    assert repeated == [0, 3]  # equal scores stay in order
     best = http.post("/v1/rerank", json=body | {"top_n": 1, "return_documents": False}).json()
     assert [item.keys() for item in best["results"]] == [{"index", "relevance_score"}]
     assert best["results"][0]["index"] == 2
@@ -340,17 +318,9 @@ def test_prompt_tokens_are_charged(server: LocalServer) -> None:
     assert answers[1].headers["x-ratelimit-remaining-tokens"] == "0"
 
 
-async def test_folio_over_http(server: LocalServer) -> None:
+async def test_errors_of_the_client(server: LocalServer) -> None:
     with listening(server.api) as url:
         async with Folio(url) as folio:
-            answer = await folio.embed(EmbeddingRequest(model="builtin", input=TEXTS))
-            assert_close(answer.data[0].embedding, wanted(TEXTS[0]))
-            coded = await folio.embed(EmbeddingRequest(model="builtin", input=TEXTS[0], encoding_format="base64"))
-            assert isinstance(coded.data[0].embedding, str)
-            scores = await folio.score(ScoreRequest(model="builtin", text_1=TEXTS[0], text_2=TEXTS))
-            assert_close(scores.data[0].score, 1.0)
-            ranking = await folio.rerank(RerankRequest(model="builtin", query=TEXTS[0], documents=TEXTS))
-            assert ranking.results[0].index == 0
             with pytest.raises(ContextLengthError):
                 await folio.embed(EmbeddingRequest(model="builtin", input=[5] * 600))
             with pytest.raises(UnknownModelError):

@@ -10,47 +10,15 @@ import openai
 import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
-from ray.exceptions import RayTaskError
 from starlette.testclient import TestClient
 
-from folio.app.engine.delta import TokenLogprobs
 from folio.app.errors import ContextLengthError, EngineError, OverloadedError, RequestError
-from folio.app.fleet.messages import Piece
 from folio.app.openai.responses.body import ResponsesRequest
-from tests.app.serving.test_ingress import CALL, TOKENIZER, Engines, ingress_with
+from tests.app.openai.responses.asking import SMALL_FUNCTION
+from tests.fakes.replicas import CALL, TOKENIZER, Engines, Pieces, ingress_with
 from tests.local_server import guarded_api
 
-FUNCTION = {"type": "function", "name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}, "strict": False}
 USER = {"role": "user", "content": "x"}
-
-
-class Pieces(Engines):
-    """Fake replicas that send these pieces, and then fail if there is an error."""
-
-    def __init__(
-        self,
-        *texts: str,
-        finish_reason: Any = "stop",
-        stop_reason: str | None = None,
-        error: Exception | None = None,
-        encodes: bool = False,
-    ) -> None:
-        super().__init__(context=400)
-        self._encodes = encodes
-        self._texts, self._finish_reason, self._late_error = texts, finish_reason, error
-        self._stop_reason = stop_reason
-
-    def _items(self, call: Any) -> list[Any]:
-        last = len(self._texts) - 1
-        items: list[Any] = []
-        for i, text in enumerate(self._texts):
-            reason = self._finish_reason if i == last and self._late_error is None else None
-            logprobs = (TokenLogprobs(300 + i, -0.5, 1, ()),)
-            token_ids = tuple(TOKENIZER.encode(text)) if self._encodes else (300 + i,)
-            stop = None if reason is None else self._stop_reason
-            piece = Piece(text, token_ids, 0, reason, stop, num_cached_tokens=2, logprobs=logprobs, replica="r7")
-            items.append(piece)
-        return items if self._late_error is None else [*items, RayTaskError("generate", "traceback", self._late_error)]
 
 
 def client_of(engines: Engines, **settings: Any) -> openai.OpenAI:
@@ -74,7 +42,7 @@ def test_a_response_as_the_client_reads_it() -> None:
     assert TOKENIZER.decode(call.prompt_token_ids) == "<|system|>Be brief.<|end|><|user|>Who?<|end|><|assistant|>"
     assert answer.id == f"{call.request_id}.r7"  # can be forked
     # The client itself does not validate types.
-    raw = client.responses.with_raw_response.create(model="m", input="Who?", tools=[FUNCTION]).text  # type: ignore[list-item]
+    raw = client.responses.with_raw_response.create(model="m", input="Who?", tools=[SMALL_FUNCTION]).text  # type: ignore[list-item]
     Response.model_validate_json(raw)
 
 
@@ -114,7 +82,7 @@ async def test_a_part_begins_without_log_probabilities() -> None:
 def test_a_stop_string_within_a_call(text: str, status: str) -> None:
     """Regression: a client ran the call without the rest of its arguments."""
     engines = Pieces('<tool_call>\n{"name": "f", "arguments": ' + text, stop_reason="STOP")
-    answer = client_of(engines).responses.create(model="m", input="x", tools=[FUNCTION])  # type: ignore[list-item]
+    answer = client_of(engines).responses.create(model="m", input="x", tools=[SMALL_FUNCTION])  # type: ignore[list-item]
     assert (answer.status, answer.output[0].type, answer.output[0].status) == ("completed", "function_call", status)
 
 
@@ -147,19 +115,19 @@ def test_calls_of_functions_and_their_outputs() -> None:
     """The output of an answer is part of the next input, unchanged."""
     client = client_of(engines := Pieces("Well.", f"\n{CALL}"))
     create: Any = client.responses.create
-    first = create(model="m", input=[USER], tools=[FUNCTION])
+    first = create(model="m", input=[USER], tools=[SMALL_FUNCTION])
     message, call = first.output
     assert message.content[0].text == "Well."
     assert (call.name, json.loads(call.arguments), call.status) == ("f", {"x": 1}, "completed")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "five"}
-    create(model="m", input=[USER, *first.output, result, USER], tools=[FUNCTION], tool_choice="none")
+    create(model="m", input=[USER, *first.output, result, USER], tools=[SMALL_FUNCTION], tool_choice="none")
     prompt = TOKENIZER.decode(engines.calls[1].prompt_token_ids)
     assert "<|assistant|>Well.\n<tool_call>" in prompt  # one message, as the model wrote it
     assert "<tool_response>\nfive\n" in prompt
-    create(model="m", input="x", tools=[FUNCTION], tool_choice={"type": "function", "name": "f"})
+    create(model="m", input="x", tools=[SMALL_FUNCTION], tool_choice={"type": "function", "name": "f"})
     assert engines.calls[2].params.structure is not None
 
-    events = list(create(model="m", input="x", tools=[FUNCTION], stream=True))
+    events = list(create(model="m", input="x", tools=[SMALL_FUNCTION], stream=True))
     deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
     [done] = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert json.loads("".join(event.delta for event in deltas)) == json.loads(done.arguments) == {"x": 1}
@@ -173,7 +141,7 @@ def test_calls_of_functions_and_their_outputs() -> None:
 def test_reasoning_is_an_item_and_goes_back() -> None:
     engines = Pieces("<think>", "so", "</think>", f"Well.{CALL}", "More.", encodes=True)
     create: Any = client_of(engines, reasoning_parser="qwen3").responses.create
-    events = list(create(model="m", input=[USER], tools=[FUNCTION], stream=True))
+    events = list(create(model="m", input=[USER], tools=[SMALL_FUNCTION], stream=True))
     deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
     [done] = [event for event in events if event.type == "response.reasoning_text.done"]
     assert ("".join(deltas), done.text) == ("so", "so")
@@ -186,7 +154,7 @@ def test_reasoning_is_an_item_and_goes_back() -> None:
     num_tokens = sum(len(TOKENIZER.encode(text)) for text in ("<think>", "so", "</think>"))
     assert final.usage.output_tokens_details.reasoning_tokens == num_tokens
     result = {"type": "function_call_output", "call_id": final.output[2].call_id, "output": "five"}
-    create(model="m", input=[USER, *final.output[:3], result], tools=[FUNCTION])
+    create(model="m", input=[USER, *final.output[:3], result], tools=[SMALL_FUNCTION])
     Response.model_validate(final.model_dump())
 
 

@@ -19,9 +19,8 @@ from folio.app.openai.responses.answers import document_key
 from folio.app.openai.responses.replies import ResponseObject
 from folio.app.openai.responses.store import ResponseStore, open_store
 from folio.app.openai.translate import Translator
-from tests.app.openai.responses.test_responses import FUNCTION
-from tests.app.openai.responses.test_tools import PATCH, Long, ask, call_of, prompt_of
-from tests.app.serving.test_ingress import TOKENIZER, ingress_with
+from tests.app.openai.responses.asking import PATCH, SMALL_FUNCTION, Long, ask, call_of, prompt_of
+from tests.fakes.replicas import TOKENIZER, ingress_with
 from tests.local_server import guarded_api
 
 KEYS = '{"keys": [{"name": "alice", "key": "alice-alice-alice"}, {"name": "bob", "key": "bob-bob-bob-bob-bob"}]}'
@@ -90,13 +89,13 @@ def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
     ingress = ingress_with(engines, http=HttpSettings(responses=responses), reasoning_parser="qwen3")
     api = TestClient(guarded_api(ingress), base_url="http://folio")
     create: Any = openai.OpenAI(base_url="http://folio/v1", api_key="-", http_client=api).responses.create
-    first = create(model="m", input="Who?", tools=[FUNCTION])
+    first = create(model="m", input="Who?", tools=[SMALL_FUNCTION])
     references = [{"type": "item_reference", "id": item.id} for item in first.output]
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
     result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "five"}
-    create(model="m", input=[{"role": "user", "content": "Who?"}, *references, result], tools=[FUNCTION])
+    create(model="m", input=[{"role": "user", "content": "Who?"}, *references, result], tools=[SMALL_FUNCTION])
     referred = engines.calls[-1].prompt_token_ids
-    create(model="m", input=[{"role": "user", "content": "Who?"}, *first.output, result], tools=[FUNCTION])
+    create(model="m", input=[{"role": "user", "content": "Who?"}, *first.output, result], tools=[SMALL_FUNCTION])
     assert referred == engines.calls[-1].prompt_token_ids
     unknown = {"type": "item_reference", "id": first.output[1].id[:-1] + "9"}
     with pytest.raises(openai.BadRequestError, match="`store: false`"):

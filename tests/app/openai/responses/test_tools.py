@@ -17,29 +17,11 @@ from folio.app.openai.responses.call_text import CallText
 from folio.app.openai.responses.grammar import pattern_of
 from folio.app.openai.responses.tools import qualified_name
 from folio.app.openai.tools.bodies import MAX_TOOLS
-from tests.app.openai.responses.test_responses import Pieces
-from tests.app.serving.test_ingress import TOKENIZER, ingress_with
+from tests.app.openai.responses.asking import CODEX, FUNCTION, PATCH, USER, Long, ask, call_of, prompt_of
+from tests.fakes.replicas import ingress_with
 from tests.local_server import guarded_api
 
-FUNCTION = {"type": "function", "name": "shell", "parameters": {"type": "object", "properties": {}}, "strict": False}
-PATCH = {
-    "type": "custom",
-    "name": "apply_patch",
-    "description": "freeform",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
-}
 NAMESPACE = {"type": "namespace", "name": "mcp__idea__", "description": "An IDE.", "tools": [FUNCTION, PATCH]}
-USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
-CODEX = {
-    "instructions": "You are a coding agent.",
-    "input": [USER],
-    "tool_choice": "auto",
-    "parallel_tool_calls": False,
-    "reasoning": None,
-    "store": False,
-    "include": ["reasoning.encrypted_content"],
-    "prompt_cache_key": "019",
-}
 # Codex CLI 0.171's, shortened.
 PATCH_GRAMMAR = """\
 start: begin_patch hunk+ end_patch
@@ -57,26 +39,6 @@ change_line: ("+" | "-" | " ") /(.*)/ LF
 
 %import common.LF
 """
-
-
-class Long(Pieces):
-    """Fake replicas with room for the tools of an agent."""
-
-    async def _max_model_len(self) -> int:
-        return 1 << 16
-
-
-def ask(engines: Pieces, **fields: Any) -> Any:
-    api = TestClient(guarded_api(ingress_with(engines)), base_url="http://folio")
-    return api.post("/v1/responses", json={"model": "m"} | CODEX | fields)
-
-
-def prompt_of(engines: Pieces) -> str:
-    return TOKENIZER.decode(engines.calls[-1].prompt_token_ids)
-
-
-def call_of(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def cpu(request: pytest.FixtureRequest) -> CpuProvider:
     return CpuProvider(request.param)
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("seed", range(80))
 def test_random_problem(cpu: CpuProvider, seed: int) -> None:
     check(cpu, random_case(seed), num_splits=seed % 3)
@@ -40,6 +41,7 @@ def test_ragged_batch_equals_reference(name: str, dtype: torch.dtype, view: str)
     check(select_provider(name, CPU), make_case(RAGGED, (14, 2), (64, 64), dtype, view))
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("heads", [(1, 1), (8, 8), (6, 2), (32, 1), (64, 1)])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (16, 16), (24, 24), (8, 8), (192, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import select
 import stat
 import tempfile
 import time
@@ -100,24 +99,24 @@ def _lock(fd: int) -> None:
 
 
 def _is_running(process: ProcessId) -> bool:
-    """Whether a process has memory: the leader of its threads may have ended before the others."""
+    """Whether a process has memory: the leader of its threads may have ended before the others. By `/proc`, since
+    Python has `os.pidfd_open` only where it was built on a new system."""
     try:
-        pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
+        state, num_threads, started = _stat(process.pid)
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)  # readable once all threads have ended
-        return not poll.poll(0) and _started(process.pid) == process.started
-    except (FileNotFoundError, ProcessLookupError):  # it has ended just now
-        return False
-    finally:
-        os.close(pidfd)
+    return started == process.started and (state not in "ZX" or num_threads > 1)
 
 
 def _started(pid: int) -> int:
-    """Field 22 of `/proc/PID/stat`; the second field, a name in brackets, may contain anything."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return _stat(pid)[2]
+
+
+def _stat(pid: int) -> tuple[str, int, int]:
+    """State of a process's leader, threads that have not ended, an ended leader included, and start, from
+    `/proc/PID/stat`: fields 3, 20 and 22. The second field, a name in brackets, may contain anything."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[17]), int(fields[19])
 
 
 def _private_folder() -> Path:

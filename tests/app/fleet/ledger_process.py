@@ -1,6 +1,6 @@
 """A member of a ledger in a process of its own: `python -m tests.app.fleet.ledger_process NAME SLOT CAPACITY SHARED`.
 
-It exchanges as fast as it can, fills its budget, and gives it back. What it holds is 8 bytes of the file SHARED."""
+It exchanges hundreds of times a second, fills its budget, and gives it back. What it holds is 8 bytes of the file SHARED."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def run(name: str, slot: int, capacity_bytes: int, shared: Path) -> None:
             order = locked.exchange(name, process, capacity_bytes, usage, time.monotonic())
         budget_bytes = order.budget_bytes
         held[slot] = rng.randint(0, budget_bytes)
+        time.sleep(0.001)  # the lock is not fair: on a busy machine another process would not get it for seconds
 
 
 if __name__ == "__main__":

@@ -62,6 +62,41 @@ def test_another_process_with_the_id_of_a_member_is_not_the_member() -> None:
         assert not ledger.members
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("program", "lives"),
+    [
+        ("import time; print(flush=True); time.sleep(60)", True),
+        (  # its first thread ends, and another one goes on with the memory
+            "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print(flush=True);"
+            "ctypes.CDLL(None).pthread_exit(None)",
+            True,
+        ),
+        ("print()", False),  # nobody waits for it
+    ],
+)
+def test_a_member_lives_as_long_as_one_of_its_threads(
+    program: str, lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: Pythons of uv and conda have no `os.pidfd_open`; no replica got memory from the second exchange on."""
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        file, stat = LedgerFile("x"), Path(f"/proc/{process.pid}/stat")
+        with file.locked() as ledger:
+            started = int(stat.read_text().rpartition(")")[2].split()[19])
+            ledger.exchange("a", ProcessId(process.pid, started), 100, USAGE, 1.0)
+        assert process.stdout is not None
+        process.stdout.readline()
+        if "sleep(60)" not in program or "pthread_exit" in program:
+            until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
+        with file.locked() as ledger:
+            assert bool(ledger.members) == lives
+        process.kill()
+        process.wait()
+        with file.locked() as ledger:
+            assert not ledger.members
+
+
 def test_a_member_that_is_stopped_with_the_lock_is_not_waited_for_forever(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +156,7 @@ def test_members_that_are_killed_at_any_moment_lose_no_memory_and_take_none(temp
                     counted = {int(name[1:]): member.counted_bytes for name, member in ledger.members.items()}
                     assert sum(counted.values()) <= CAPACITY
                     assert all(by_slot[slot] <= counted.get(slot, 0) for slot in members), (by_slot, counted)
+                time.sleep(0.001)
             victim = members.pop(rng.choice(list(members)))
             victim.kill()
             victim.wait()

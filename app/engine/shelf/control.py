@@ -91,7 +91,7 @@ class Control:
     # ---- from any thread ----
 
     def failure(self) -> str | None:
-        """Why no model can be served any more; `None` while they can. By one thread; does not block."""
+        """Why no model can be served any more; `None` while they can. Does not block."""
         if not self._thread.is_alive or self._thread.device_lost:
             return STOPPED
         if time.monotonic() - self._thread.progress_at > _HANGS_S and any(map(_is_asked_for, self._models())):

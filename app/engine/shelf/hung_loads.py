@@ -33,9 +33,10 @@ class HungLoads:
 
     def note(self, model: ModelConfig) -> float:
         """Note a hang; returns the seconds for which the model is refused."""
-        path, count = self._path(model), self._count(model) + 1
-        try:
-            path.write_text(str(count))
+        path, count = self._path(model), self._read(model)[0] + 1
+        try:  # in a folder of all users another one's link is not followed
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+                file.write(str(count))
         except OSError as error:  # the file is another user's, or there is no room
             logger.warning("%s: %s: a new process loads the model %r again at once", path, error.strerror, model.name)
             return 0.0
@@ -43,22 +44,25 @@ class HungLoads:
 
     def refused_s(self, model: ModelConfig) -> float:
         """For how long the model is refused from now on; 0 if it is not."""
-        if not (count := self._count(model)):
+        count, noted_at = self._read(model)
+        if not count:
             return 0.0
         most_s = _refused_s(count)
-        return min(max(self._path(model).stat().st_mtime + most_s - time.time(), 0.0), most_s)  # the clock may be set
+        return min(max(noted_at + most_s - time.time(), 0.0), most_s)  # the clock may be set
 
     def forget(self, model: ModelConfig) -> None:
         """Note that the model has been loaded."""
-        if self._count(model):
+        if self._read(model)[0]:
             self._path(model).unlink(missing_ok=True)
 
-    def _count(self, model: ModelConfig) -> int:
+    def _read(self, model: ModelConfig) -> tuple[int, float]:
+        """Number and time of the hangs; 0 without a note of this user's. Another process may remove it meanwhile."""
         path = self._path(model)
         with suppress(OSError, ValueError):
-            if path.lstat().st_uid == os.geteuid():
-                return int(path.read_text())
-        return 0
+            info = path.lstat()
+            if info.st_uid == os.geteuid():
+                return int(path.read_text()), info.st_mtime
+        return 0, 0.0
 
     def _path(self, model: ModelConfig) -> Path:
         digest = hashlib.blake2b(model.engine.model.encode(), digest_size=8).hexdigest()

@@ -71,6 +71,7 @@ class Moves:
         self._call, self._attempt, self._fail, self._hung = call, attempt, fail, hung
         self._moves: dict[ShelvedModel, _Move] = {}  # in the order of their beginnings
         self._oldest: _Move | None = None
+        self._checking = threading.Lock()  # so that a hang is noted once
 
     def __contains__(self, model: ShelvedModel) -> bool:
         return model in self._moves
@@ -80,10 +81,11 @@ class Moves:
 
     def check(self) -> str | None:
         """Why the process must end: the oldest load or wake hangs. `None`: it does not. Younger ones may wait for it,
-        since transformers loads one at a time. By one thread; does not block."""
-        move = self._oldest
-        if move is None or move.hang is not None:
-            return None if move is None else move.hang
+        since transformers loads one at a time. From any thread; does not block."""
+        with self._checking:
+            return None if (move := self._oldest) is None else move.hang or self._hang_of(move)
+
+    def _hang_of(self, move: _Move) -> str | None:
         model, seconds, most_s = move.model, time.monotonic() - move.since, longest_load_s(move.num_bytes)
         if seconds < most_s:
             return None

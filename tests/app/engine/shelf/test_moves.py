@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,8 @@ def test_only_the_oldest_load_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     clock[0] += 299
     assert moves.check() is None
     clock[0] += 2
-    reason = moves.check()
+    with ThreadPoolExecutor(8) as threads:  # health checks and statuses ask in different threads
+        [reason] = set(threads.map(lambda _: moves.check(), range(8)))
     assert reason == (
         "the load of the model 'small' hangs: it has taken 301 s, and at most 300 s are allowed; do the files of "
         "'/models/small' answer? A new process loads it after 300 s"
@@ -77,6 +79,34 @@ def test_a_model_is_refused_for_longer_after_each_hang(
     HungLoads(tmp_path).forget(config)
     assert HungLoads(tmp_path).refused_s(config) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_process_removes_the_note_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the plan failed, and with it all models of the process."""
+    config, read = shelved("m").config, Path.read_text
+    HungLoads(tmp_path).note(config)
+
+    def read_and_remove(path: Path) -> str:
+        text = read(path)
+        path.unlink()
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read_and_remove)
+    assert HungLoads(tmp_path).refused_s(config) == pytest.approx(300, abs=5)
+    assert HungLoads(tmp_path).refused_s(config) == 0
+    HungLoads(tmp_path).forget(config)
+
+
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    """The folder is everybody's, and the name can be guessed."""
+    config, target = shelved("m").config, tmp_path / "target"
+    target.write_text("mine")
+    HungLoads(tmp_path).note(config)
+    [note] = (path for path in tmp_path.iterdir() if path != target)
+    note.unlink()
+    note.symlink_to(target)
+    assert HungLoads(tmp_path).note(config) == 0
+    assert target.read_text() == "mine"
 
 
 def test_a_hang_that_cannot_be_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.request import Sequence
+from folio.app.engine.sampling.params import SamplingParams
 
 # Most outputs in `EndedOutputs`, and most tokens of these with their prompts.
 _ENDED_OUTPUTS, _ENDED_TOKENS = 2000, 1 << 20
+# A fork has its own; schemas and biases of those that have ended would take more bytes than their tokens.
+_PARAMS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
 class EndedOutput:
-    """A sequence that has ended, as a request: its prompt is the sequence's prompt and output. `keys`: of its
-    prefixes."""
+    """A sequence that has ended, as a request without sampling parameters: its prompt is the sequence's prompt and
+    output. `keys`: of its prefixes."""
 
     request: EngineRequest
     keys: tuple[str, ...]
@@ -38,7 +41,7 @@ class EndedOutputs:
         ended = EngineRequest(
             request.request_id,
             tokens,
-            request.params,
+            _PARAMS,
             priority=request.priority,
             adapter=request.adapter,
             tenant=request.tenant,

@@ -377,8 +377,11 @@ def test_few_ended_outputs_are_remembered(llama: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ended_outputs, "_ENDED_OUTPUTS", 2)
     engine = make_engine(llama)
     for name in "abc":
-        engine.submit(name, prompt(20), SamplingParams(max_tokens=2, ignore_eos=True))
+        engine.submit(name, prompt(20), SamplingParams(max_tokens=2, ignore_eos=True, logit_bias={17: 5.0}))
         run(engine)
+        ended = engine.decoder.ended.get(name, 0)
+        assert ended is not None
+        assert not ended.request.params.logit_bias
     with pytest.raises(RequestError, match="is not here"):
         engine.fork("a", "fork", GREEDY)
     engine.fork("b", "fork", GREEDY)

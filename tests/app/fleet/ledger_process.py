@@ -1,6 +1,7 @@
 """A member of a ledger in a process of its own: `python -m tests.app.fleet.ledger_process NAME SLOT CAPACITY SHARED`.
 
-It exchanges hundreds of times a second, fills its budget, and gives it back. What it holds is 8 bytes of the file SHARED."""
+It exchanges hundreds of times a second, fills its budget, and gives it back. What it holds is 8 bytes of the file
+SHARED."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def test_another_process_with_the_id_of_a_member_is_not_the_member() -> None:
     [
         ("import time; print(flush=True); time.sleep(60)", True),
         (  # its first thread ends, and another one goes on with the memory
-            "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print(flush=True);"
-            "ctypes.CDLL(None).pthread_exit(None)",
+            "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start();"
+            "print(flush=True); ctypes.CDLL(None).pthread_exit(None)",
             True,
         ),
         ("print()", False),  # nobody waits for it
@@ -78,7 +78,7 @@ def test_another_process_with_the_id_of_a_member_is_not_the_member() -> None:
 def test_a_member_lives_as_long_as_one_of_its_threads(
     program: str, lives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: Pythons of uv and conda have no `os.pidfd_open`; no replica got memory from the second exchange on."""
+    """Regression: Pythons of uv and conda have no `os.pidfd_open`: the second exchange failed there."""
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         file, stat = LedgerFile("x"), Path(f"/proc/{process.pid}/stat")

@@ -45,7 +45,8 @@ class Shelf:
         weights_dir, weights_dir_bytes: folder of weight files, and bound of its bytes.
         launch, admit: see `AsyncEngine`; for a single model.
         prefixes_of_others: see `AsyncEngine`.
-        loaded: adapters loaded at run time, for the model that each of them names, or the first one.
+        loaded: adapters loaded at run time, for the model that each of them names, or the first one. Those of a model
+            that the settings no longer have are left out.
 
     Raises:
         ConfigError, ModelError, UnavailableError: a single model cannot be loaded.
@@ -66,8 +67,8 @@ class Shelf:
     ) -> None:
         self._models = {config.name: ShelvedModel(config, self._note_change) for config in models}
         for source in loaded:
-            model = self._models[source.model or models[0].name]
-            model.loaded_adapters = [*model.loaded_adapters, source]
+            if (model := self._models.get(source.model or models[0].name)) is not None:
+                model.loaded_adapters = [*model.loaded_adapters, source]
         self._guard = threading.Lock()  # of `_models`, which is replaced and never changed
         self._is_closed = False
         self._control: Control | None = None

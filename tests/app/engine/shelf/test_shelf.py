@@ -136,7 +136,8 @@ async def test_one_model_is_served_alike_on_its_own_and_on_a_shared_device(model
     alone, is_own = await expected(models, "lora"), kind == "own device"
     memory_bytes = None if is_own else models.memory_for("lora", room_bytes=8 << 20, beside=["llama"])
     folder = models.adapter("lora", "red")
-    loaded = [AdapterSource("loaded", str(folder), files_version(folder))]
+    gone = AdapterSource("other", str(folder), files_version(folder), "of older settings")  # a registry outlives them
+    loaded = [gone, AdapterSource("loaded", str(folder), files_version(folder))]
     config = ModelConfig(name="lora", engine=models.engine("lora", kv_memory_bytes=8 << 20))
     async with models.opened([config], memory_bytes, loaded=loaded) as shelf:
         model = shelf.model("lora")

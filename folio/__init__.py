@@ -19,6 +19,8 @@ _OF_ENGINE = ("LLM", "AsyncEngine", "EngineConfig", "SamplingParams", "Structure
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
+        if name in ("app", "kernels", "vmem"):  # `from folio import vmem` needs no client
+            return import_module(f"folio.{name}")
         module = import_module("folio.app.engine" if name in _OF_ENGINE else "folio.app.client")
         if name not in module.__all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

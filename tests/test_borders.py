@@ -80,7 +80,8 @@ def test_the_engine_imports_where_ray_and_gpu_libraries_are_missing() -> None:
 import sys
 for name in ("ray", "triton", "cuda", "fastapi", "pydantic"):
     sys.modules[name] = None  # makes an import of it fail
-import folio.vmem, folio.kernels, folio.app.engine
+from folio import app, kernels, vmem
+import folio.app.engine
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

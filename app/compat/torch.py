@@ -7,10 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed
-from torch.utils._python_dispatch import TorchDispatchMode
-
-# In a private module, although torch's documentation teaches it: nothing else shows the calls of a forward.
-DispatchMode: Any = TorchDispatchMode
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
 

@@ -122,8 +122,7 @@ class EngineConfig:
         async_scheduling: schedule and launch each step before the tokens of the last one are known, so that the device
             does not wait for the host. Outputs are the same. "auto": on CUDA.
         decode_graphs: replay steps of single tokens as CUDA graphs, padded to a few numbers of sequences. "auto": on
-            CUDA, on one rank, for models that can be captured. "on": others are an error; on a CPU the calls of torch
-            are recorded and replayed, which is for tests, because C++ kernels cannot be recorded.
+            CUDA, on one rank, for models that can be captured. "on": others are an error.
         few_row_products: on CUDA, another kernel for attention's products of queries, keys, values and outputs with at
             most 16 rows; off until it has been measured. Needs Triton.
         dependent_launch: on CUDA of compute capability 9.0, Folio's own kernels start while the kernel before drains

@@ -36,6 +36,7 @@ from benchmarks.engine import sweep
 from benchmarks.gpu.parts import Parts, arguments
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.execution import mixed_graphs
+from folio.app.engine.execution.graph import CAPTURES
 from folio.app.engine.model import checkpoint_module
 from folio.vmem import (
     KVMemory,
@@ -190,6 +191,9 @@ def captured(
     """An engine whose graphs have been captured."""
     with ExitStack() as undo:
         if args.fake:  # the stand-in records torch's calls alone
+            from tests.fakes.recorded_graph import record
+
+            undo.enter_context(patch.dict(CAPTURES, cpu=record))
             undo.enter_context(patch.object(checkpoint_module, "optimise", lambda *_, **__: None))
             undo.enter_context(patch.object(mixed_graphs, "TOKEN_BUCKETS", FAKE_BUCKETS))
             undo.enter_context(patch.object(sweep, "MAX_NUM_SEQS", FAKE_BUCKETS[0]))

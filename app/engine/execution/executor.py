@@ -18,17 +18,16 @@ from folio.app.engine.execution.batch import StepPlan
 from folio.app.engine.execution.builder import BatchBuilder
 from folio.app.engine.execution.captured_graphs import CapturedGraphs, GraphPlan
 from folio.app.engine.execution.decode_graphs import decode_buckets
-from folio.app.engine.execution.graph import Graph, cuda_graphs
+from folio.app.engine.execution.graph import CAPTURES
 from folio.app.engine.execution.model_runner import ModelRunner, ObservedLayers
 from folio.app.engine.execution.planner import StepPlanner
-from folio.app.engine.execution.recorded_graph import RecordableProvider, Recorder
 from folio.app.engine.execution.work_queue import InlineQueue, ThreadQueue, WorkQueue
 from folio.app.engine.model.loader import load_model
 from folio.app.engine.model.weight_arena import WeightArena
 from folio.app.engine.model.weight_store import WeightStore
 from folio.app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrder, pack_arrays, pack_step
 from folio.app.engine.tensor_parallel.ranks import RankGroup
-from folio.app.errors import FolioError, ModelError, UnavailableError
+from folio.app.errors import ConfigError, FolioError, ModelError, UnavailableError
 from folio.kernels import KernelError, select_provider
 from folio.vmem import DevicePages, KVMemory, MirroredBackend, ViewPolicy
 
@@ -72,6 +71,11 @@ class Executor:
     """
 
     def __init__(self, config: ResolvedConfig, launch: Launch, weights: WeightStore | None = None) -> None:
+        if config.decode_graphs == "on" and config.device not in CAPTURES:
+            raise ConfigError(
+                f"decode_graphs is 'on' and device {config.device!r}; steps are captured on CUDA only: use "
+                "decode_graphs 'auto'"
+            )
         torch.set_num_threads(num_threads(config))
         if config.device == "cpu" and (binding := binding_variables()):
             logger.warning(
@@ -102,21 +106,15 @@ class Executor:
     def _observe(self, config: ResolvedConfig) -> ModelRunner:
         device, setting = self.model.module.device, config.decode_graphs
         provider = select_provider(config.attention, device)
-        new_graph: Callable[[], Graph] | None = None
-        if self.ranks is None and device.type == "cuda" and setting != "off":
-            new_graph = cuda_graphs(device)
-        elif self.ranks is None and setting == "on":
-            recorder = Recorder()
-            new_graph, provider = recorder.graph, RecordableProvider(provider, recorder)
         self._graph_plan: GraphPlan | None = None
-        if new_graph is not None:
-            new_mixed_graph = None
-            if config.mixed_graphs == "on":  # in a pool of their own, which a failed capture makes useless
-                new_mixed_graph = cuda_graphs(device) if device.type == "cuda" else new_graph
+        if self.ranks is None and setting != "off" and device.type in CAPTURES:
+            capture = CAPTURES[device.type](device, provider)
+            provider = capture.provider
             self._graph_plan = GraphPlan(
                 decode_buckets(min(config.max_num_seqs, config.max_num_batched_tokens)),
-                new_graph,
-                new_mixed_graph,
+                capture.new_pool(),
+                # In a pool of their own, which a failed capture makes useless.
+                capture.new_pool() if config.mixed_graphs == "on" else None,
                 # The queue's thread must not wait for a turn: a call that has one may wait for the queue.
                 pauses=not isinstance(self.queue, ThreadQueue),
                 required=setting == "on",

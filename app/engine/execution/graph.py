@@ -5,9 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+
+from folio.kernels import AttentionProvider
 
 # The driver's own part of a graph is counted up to this: beyond it, other threads or processes have taken memory.
 _MOST_OUTSIDE_BYTES = 32 << 20
@@ -132,3 +136,22 @@ def cuda_graphs(device: torch.device) -> Callable[[], Graph]:
         return CudaGraph(pool, stream)
 
     return new_graph
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """How a model's steps are captured.
+
+    Attributes:
+        provider: attention whose launches are captured.
+        new_pool: returns a function that makes graphs, whose memory is apart from that of other pools.
+    """
+
+    provider: AttentionProvider
+    new_pool: Callable[[], Callable[[], Graph]]
+
+
+# By type of device; on others all steps are launched kernel by kernel. Tests add a stand-in for CPUs.
+CAPTURES: dict[str, Callable[[torch.device, AttentionProvider], Capture]] = {
+    "cuda": lambda device, provider: Capture(provider, partial(cuda_graphs, device)),
+}

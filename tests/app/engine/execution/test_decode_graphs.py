@@ -21,12 +21,12 @@ from folio.app.engine.execution.captured_graphs import STEPS_TO_RECAPTURE, Captu
 from folio.app.engine.execution.decode_graphs import DecodeGraphs, DecodeInputs, decode_buckets, decode_view
 from folio.app.engine.execution.graph import CaptureError, CudaGraph, cuda_graphs
 from folio.app.engine.execution.mixed_graphs import TOKEN_BUCKETS, MixedGraphs, _Between
-from folio.app.engine.execution.recorded_graph import RecordedGraph
 from folio.app.errors import ConfigError, ModelError
 from folio.kernels import Elementwise, Masking, VarlenBatch, num_compilations
 from folio.vmem import DevicePages, KVMemory, View
 from tests.app.engine.execution.test_cuda import Driver, use_device  # noqa: F401 (a fixture)
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
+from tests.fakes.recorded_graph import RecordedGraph
 from tests.vmem.small_memory import MAX_TOKENS, FlakyHost, make_memory
 
 CPU = torch.device("cpu")
@@ -397,20 +397,6 @@ def test_there_may_be_no_memory_for_the_buffers_of_a_view(memory: KVMemory, monk
 # ---- engines ----
 
 
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
-    """The graph of each replay."""
-    replayed: list[RecordedGraph] = []
-    replay = RecordedGraph.replay
-
-    def note(graph: RecordedGraph) -> None:
-        replayed.append(graph)
-        replay(graph)
-
-    monkeypatch.setattr(RecordedGraph, "replay", note)
-    return replayed
-
-
 def prompts() -> list[list[int]]:
     return [tokens(n, seed=n) for n in (1, 17, 63, 120, 9)]
 
@@ -523,7 +509,9 @@ def test_blocks_that_share_handles_are_captured_by_block_table(
         assert {view for view, _ in graphs.captured} == {"block_table"}
 
 
-def test_a_row_is_the_same_in_every_bucket(make_checkpoint: MakeCheckpoint, without_compiler: None) -> None:
+def test_a_row_is_the_same_in_every_bucket(
+    make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
+) -> None:
     """Sequences that are equal, alone and with others."""
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     shared = {"skip_tokenizer_init": True, "kv_memory_bytes": 16 << 20, "prefix_cache": False}
@@ -544,14 +532,9 @@ def test_models_with_states_and_steps_with_drafts_are_not_replayed(
     assert generate(folder, decode_graphs="on", speculation="ngram") == generate(folder, decode_graphs="off")
 
 
-def test_kernels_that_cannot_be_recorded_are_an_error(make_checkpoint: MakeCheckpoint) -> None:
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
-    llm = LLM(folder, decode_graphs="on", kv_memory_bytes=16 << 20, skip_tokenizer_init=True)
-    with llm, pytest.raises(ModelError, match="calls a kernel outside of torch"):
-        llm.engine.executor.capture_graphs("region")
-
-
-def test_ranks_have_no_graphs() -> None:
+def test_ranks_and_processors_have_no_graphs() -> None:
+    with pytest.raises(ConfigError, match=r"decode_graphs is 'on' and device 'cpu'; .* use decode_graphs 'auto'"):
+        LLM("builtin", device="cpu", decode_graphs="on")
     with pytest.raises(ConfigError, match="decode_graphs is 'on' and tensor_parallel_size 2"):
         EngineConfig(model="builtin", decode_graphs="on", tensor_parallel_size=2)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from folio.app.engine.execution.graph import CaptureError
-from folio.app.engine.execution.recorded_graph import RecordableProvider, RecordedGraph, Recorder
 from folio.kernels import CpuElementwise, Masking, VarlenBatch, select_provider
+from tests.fakes.recorded_graph import RecordableProvider, RecordedGraph, Recorder
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from folio.app.engine.execution import attention
 from folio.app.engine.execution.attention import GeometryProbe
-from folio.app.engine.execution.recorded_graph import Recorder
 from folio.app.engine.model import fused_layer
 from folio.app.engine.model.fused_layer import FusedLayer, fuse_layers
 from folio.app.engine.model.fusion import FusedRMSNorm, fuse_attention, fuse_modules
@@ -22,6 +21,7 @@ from folio.kernels import CpuElementwise, Elementwise
 from folio.kernels.reference import ReferenceProvider
 from tests.app.engine.model.test_fusion import make_model
 from tests.app.engine.model.test_launches import CountedElementwise, Launches
+from tests.fakes.recorded_graph import Recorder
 
 
 class Pair(NamedTuple):

@@ -18,7 +18,6 @@ from folio.app.config.engine import EngineConfig, ResolvedConfig
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine import async_engine
 from folio.app.engine.async_engine import AsyncEngine
-from folio.app.engine.execution.recorded_graph import RecordedGraph
 from folio.app.engine.model import checkpoint_files, kv_plan
 from folio.app.engine.model.device import resolve
 from folio.app.engine.model.pinned_share import PinnedShare
@@ -29,9 +28,10 @@ from folio.app.errors import ConfigError, EngineError, UnavailableError
 from folio.vmem import CudaBackend, DevicePages
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.uploads import Uploads
-from tests.app.engine.execution.conftest import without_compiler  # noqa: F401 (a fixture)
+from tests.app.engine.execution.conftest import replays, without_compiler  # noqa: F401 (fixtures)
 from tests.app.engine.shelf.shelves import TinyModels, control_of, in_step_thread, outputs, put_to_sleep
 from tests.conftest import tokens
+from tests.fakes.recorded_graph import RecordedGraph
 from tests.processes import until_async
 from tests.vmem.backends.fake_driver import FakeDriver
 
@@ -96,8 +96,8 @@ async def test_graphs_are_charged_and_leave_with_their_model(
     models: TinyModels,
     driver: FakeDriver,
     without_compiler: None,  # noqa: F811
+    replays: list[RecordedGraph],  # noqa: F811
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: they were charged to nothing, and stayed while their model slept. Requests of models that take turns
     get the tokens that they get without graphs, graphs are replayed in every turn, and capturing one again is no late
@@ -107,9 +107,6 @@ async def test_graphs_are_charged_and_leave_with_their_model(
         engine = AsyncEngine(models.engine(name, kv_memory_bytes=4 << 20, decode_graphs="off"))
         alone[name] = await found(engine, name)
         engine.close()
-    replays: list[RecordedGraph] = []
-    replay = RecordedGraph.replay
-    monkeypatch.setattr(RecordedGraph, "replay", lambda graph: (replays.append(graph), replay(graph))[1])
     engines = [models.engine(name, decode_graphs="on", mixed_graphs=mixed) for name in names]
     configs = [ModelConfig(name=name, engine=engine) for name, engine in zip(names, engines, strict=True)]
     memory_bytes = models.memory_for("llama", room_bytes=room * KV_BYTES, beside=names)
@@ -141,6 +138,7 @@ async def test_graphs_give_way_to_requests(
     models: TinyModels,
     driver: FakeDriver,
     without_compiler: None,  # noqa: F811
+    replays: list[RecordedGraph],  # noqa: F811
     tmp_path: Path,
 ) -> None:
     """They are dropped for a request that needs their memory, which is never refused for them."""

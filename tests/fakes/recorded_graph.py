@@ -1,4 +1,4 @@
-"""Recorded graph: a stand-in for CUDA graphs on CPUs, which tests their rules.
+"""Recorded graph: a stand-in for CUDA graphs on CPUs, which tests their rules (`CAPTURES["cpu"] = record`).
 
 The calls that torch dispatches are recorded, and replayed over the same tensors. A kernel outside of torch is seen by
 the recorder only where it is launched through `Recorder.launch`, as attention is (`RecordableProvider`); any other is
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from folio.app.compat.torch import DispatchMode
-from folio.app.engine.execution.graph import CaptureError
+from folio.app.engine.execution.graph import Capture, CaptureError
 from folio.kernels import AttentionProvider
 from folio.kernels.provider import AttentionCall, CacheWrite
 
@@ -86,6 +86,7 @@ class RecordedGraph:
             self._recording.calls.append(_Call(without_result, (), {}, ()))
 
     def replay(self) -> None:
+        self._recorder.replays.append(self)
         values: dict[int, torch.Tensor] = {}
         for number, (reference, address) in self._outside.items():
             tensor = reference()
@@ -154,7 +155,7 @@ class _Recording:
         return self._next - 1
 
 
-class _Dispatched(DispatchMode):
+class _Dispatched(TorchDispatchMode):
     """Records what torch dispatches, and refuses results that depend on values: their shapes differ between replays."""
 
     def __init__(self, recording: _Recording) -> None:
@@ -200,9 +201,14 @@ class _HostReads(TorchFunctionMode):
 
 
 class Recorder:
-    """Makes the graphs of one model runner, and records launches of its kernels."""
+    """Makes the graphs of one model runner, and records launches of its kernels.
 
-    def __init__(self) -> None:
+    Attributes:
+        replays: the graph of each replay.
+    """
+
+    def __init__(self, replays: list[RecordedGraph] | None = None) -> None:
+        self.replays = [] if replays is None else replays
         self._recording: _Recording | None = None
 
     def graph(self) -> RecordedGraph:
@@ -261,6 +267,12 @@ class RecordableProvider(AttentionProvider):
         sinks = () if call.masking.sinks is None else (call.masking.sinks,)
         out: torch.Tensor = self._recorder.launch(kernel, call.query, *sinks)
         return out
+
+
+def record(_: torch.device, provider: AttentionProvider, replays: list[RecordedGraph] | None = None) -> Capture:
+    """Captures of a model's steps; each replay is noted in `replays`."""
+    recorder = Recorder(replays)
+    return Capture(RecordableProvider(provider, recorder), lambda: recorder.graph)
 
 
 def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:

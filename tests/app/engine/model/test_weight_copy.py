@@ -258,7 +258,7 @@ def test_a_closed_arena_is_not_mapped(device: Device, tmp_path: Path) -> None:
     store = device.store(tmp_path, host_memory_bytes=SIZE)
     arena = device.move(store)[1]
     arena.close()
-    with pytest.raises(ModelError, match="given up"):
+    with pytest.raises(ModelError, match="given back: the engine of their model has stopped"):
         arena.map()
     assert (device.made, device.num_pinned) == ([], 0)
     assert store.take_host_bytes(SIZE)

@@ -67,7 +67,7 @@ def view(state: Mapping[str, Any], width: int, problem: tuple[float, str] | None
         height: lines of the terminal; `None`: as many as it takes.
     """
     replicas: Sequence[Any] = state.get("replicas") or ()
-    title, totals, legend = _title(state, problem, width), _totals(state, width), _legend()
+    title, totals, legend = _title(state, problem), _totals(state, width), _legend()
     lines_each = 1 if width >= _WIDE else 2 if width >= _MIDDLE else 3
     lines_each += any(replica.get("gpu") for replica in replicas)
     rows = model_rows(replicas)
@@ -105,7 +105,7 @@ def _business(replica: Mapping[str, Any]) -> int:
     return int(load["num_running"] + load["num_waiting"])
 
 
-def _title(state: Mapping[str, Any], problem: tuple[float, str] | None, width: int) -> Text:
+def _title(state: Mapping[str, Any], problem: tuple[float, str] | None) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     rows = model_rows(state.get("replicas") or ())
     served = counted(len(rows), "model") if rows else printable(str(state.get("model", "")))

@@ -74,9 +74,9 @@ class Machine:
         return f"{limit} {_gib(self.memory_bytes)}, of which {_gib(self.available_bytes)} are available"
 
 
-def resident_bytes(root: Path = Path("/")) -> int:
+def resident_bytes() -> int:
     """Resident memory of this process without shared memory, where a KV cache counts at each of its addresses."""
-    status = _fields((root / "proc/self/status").read_text())
+    status = _fields(Path("/proc/self/status").read_text())
     return (status["RssAnon:"] + status["RssFile:"]) << 10
 
 

@@ -58,7 +58,6 @@ class StepThread:
     Args:
         control: called between two steps; returns the seconds until it must be called again although no member has
             work, or `None`.
-        clock: in seconds.
 
     Attributes:
         progress_at: when the thread last looked for work or ended a step, by `time.monotonic`; during a call that may
@@ -66,11 +65,8 @@ class StepThread:
         device_lost: no member's step will succeed any more; set by whoever finds out.
     """
 
-    def __init__(
-        self, control: Callable[[], float | None] | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, control: Callable[[], float | None] | None = None) -> None:
         self._control = control
-        self._clock = clock
         self._members: list[Member] = []
         self._calls: list[tuple[Callable[[], Any], Future[Any], float]] = []
         self._guard = threading.Lock()  # of the lists, which other threads extend
@@ -137,10 +133,10 @@ class StepThread:
             ready = [member for member in members if member.is_ready]
             if ready:
                 member = self._turns.next(ready)
-                start = self._clock()
+                start = time.perf_counter()
                 member.step()
                 if len(members) > 1:
-                    self._turns.charge(member, self._clock() - start)
+                    self._turns.charge(member, time.perf_counter() - start)
             elif self._closing and self._ends():
                 return
             else:

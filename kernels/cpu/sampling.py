@@ -28,15 +28,12 @@ class _ChooseCall(ctypes.Structure):
 class CpuChoice:
     """As `folio.kernels.triton.sampling.choose`, after penalties.
 
-    Args:
-        march: the compiler's name of the processor.
-
     Raises:
         KernelError: the library cannot be compiled.
     """
 
-    def __init__(self, march: str = "native") -> None:
-        self._choose = load_function("sampling", "folio_choose", ctypes.POINTER(_ChooseCall), march=march)
+    def __init__(self) -> None:
+        self._choose = load_function("sampling", "folio_choose", ctypes.POINTER(_ChooseCall))
 
     def __call__(
         self, logits: torch.Tensor, where: torch.Tensor, *columns: torch.Tensor

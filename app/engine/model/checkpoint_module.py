@@ -96,7 +96,7 @@ def make_module(
     return MadeModule(module, plan, generates, recurrent_layers, record)
 
 
-def empty_module(config: ResolvedConfig, hf_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def empty_module(hf_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The module on torch's meta device, before its layers are fused."""
     attention.register()
     with _making:

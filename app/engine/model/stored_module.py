@@ -108,7 +108,7 @@ def key_of(config: ResolvedConfig, weights: WeightStore, *, pools: bool) -> Weig
 def _without_values(config: ResolvedConfig, hf_config: PreTrainedConfig, facts: dict[str, Any]) -> MadeModule:
     """The module that a file was written of, on torch's meta device. Raises `ModelError` if it is another one."""
     record = FusionRecord.known(facts["fused"])
-    module: Any = empty_module(config, hf_config, getattr(torch, facts["dtype"]))
+    module: Any = empty_module(hf_config, getattr(torch, facts["dtype"]))
     if module.generation_config is not None:
         module.generation_config.eos_token_id = facts["eos_token_id"]
     recurrent_layers = recurrent.install(module)

@@ -164,7 +164,7 @@ class _Planner:
         style = self._styles.get(_generic(full_name)) or self._styles.get(_generic(path))
         if style is None or style in _REPLICATED:
             return
-        own_dim = _dimension(style, name, parameter.ndim)
+        own_dim = _dimension(style, parameter.ndim)
         if own_dim is None:
             raise ModelError(f"{self._kind} has a tensor-parallel plan with the style {style!r}, which Folio lacks")
         if style == "first_rank" or (style in _ROW and name == "bias"):
@@ -217,7 +217,7 @@ class _Planner:
             )
 
 
-def _dimension(style: str, name: str, ndim: int) -> int | None:
+def _dimension(style: str, ndim: int) -> int | None:
     """The sharded dimension of a parameter; `None` for an unknown style."""
     if style in _COLUMN or style == "packed_colwise":
         return max(ndim - 2, 0)

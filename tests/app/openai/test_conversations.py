@@ -134,7 +134,6 @@ def test_arguments_that_are_no_object(name: str, tmp_path: Path) -> None:
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLS = {"role": "assistant", "tool_calls": [CALL]}
-CUSTOM_CALL = {"id": "c", "type": "custom", "custom": {"name": "p", "input": "x"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
 LEFT_OUT = "[image left out: this model reads text only]"
 

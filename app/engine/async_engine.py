@@ -127,7 +127,7 @@ class AsyncEngine:
 
     @property
     def context_tokens(self) -> int:
-        """What of `max_model_len` has memory, on a shared device beside other models that are kept always."""
+        """Longest sequence that fits this model's memory; at most `max_model_len`."""
         return self._engine.memory.context_tokens
 
     @property

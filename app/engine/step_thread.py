@@ -72,7 +72,7 @@ class StepThread:
         self._guard = threading.Lock()  # of the lists, which other threads extend
         self._event = threading.Event()
         self._closing = self._ended = False
-        self._turns = Turns[Member]()
+        self._turns = DeficitRoundRobin[Member]()
         self.progress_at = time.monotonic()
         self.device_lost = False
         self._thread = threading.Thread(target=self._run, name="folio-engine", daemon=True)
@@ -165,8 +165,8 @@ class StepThread:
         self.progress_at = time.monotonic()
 
 
-class Turns(Generic[S]):
-    """Deficit round robin. A member that has nothing to compute loses its deficit, as in the original."""
+class DeficitRoundRobin(Generic[S]):
+    """Whose turn of device time it is. A member that has nothing to compute loses its deficit, as in the original."""
 
     def __init__(self) -> None:
         self._deficits: dict[S, float] = {}  # in the order of the round

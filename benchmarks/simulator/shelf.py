@@ -13,7 +13,7 @@ from benchmarks.simulator.shelf_model import ShelfModel, ShelfRequest, Simulated
 from folio.app.engine.report import ReplicaReport
 from folio.app.engine.shelf.allocation import Allocation, ModelNeed
 from folio.app.engine.shelf.status import DeviceStatus
-from folio.app.engine.step_thread import Turns
+from folio.app.engine.step_thread import DeficitRoundRobin
 from folio.app.fleet.shelf_load import reports_for_routers
 from folio.app.fleet.status import ModelReport
 
@@ -57,7 +57,7 @@ class ShelfSimulation:
         self._policy = policy
         self._models = {spec.name: SimulatedModel(spec) for spec in models}
         self._always_bytes = sum(spec.weight_bytes for spec in models if spec.keep == "always")
-        self._turns = Turns[SimulatedModel]()
+        self._turns = DeficitRoundRobin[SimulatedModel]()
         self._loads: deque[SimulatedModel] = deque()
         self._now = self._plan_at = self._planned_at = 0.0
         self.outcome = ShelfOutcome([])

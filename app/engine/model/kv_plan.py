@@ -158,8 +158,8 @@ def build_memory(
         )
         if group.layout.extent_blocks > 1:
             logger.info(
-                "KV cache: pages of %d blocks share %d bytes: sequences are read through block tables; kv_view region "
-                "makes larger blocks",
+                "KV cache: %d blocks share one %d-byte mapping, so regions are off; set kv_view: region for regions "
+                "with larger blocks",
                 group.layout.extent_blocks,
                 group.layout.handle_bytes,
             )

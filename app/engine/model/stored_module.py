@@ -20,7 +20,7 @@ from folio.app.engine.model.fusion_record import FusionRecord
 from folio.app.engine.model.model_parts import fingerprint
 from folio.app.engine.model.pooling import Pooling
 from folio.app.engine.model.tokenizer import one_line
-from folio.app.engine.model.weight_arena import Collection, Skeleton, WeightArena, collect
+from folio.app.engine.model.weight_arena import ModelTensors, Skeleton, WeightArena, collect
 from folio.app.engine.model.weight_key import WeightKey, weight_key
 from folio.app.engine.model.weight_store import StoredFile, WeightStore
 from folio.app.errors import ModelError
@@ -35,14 +35,14 @@ def stored_module(
     pools = pooling is not None
     key = key_of(config, weights, pools=pools)
 
-    def make() -> tuple[MadeModule, Collection]:
+    def make() -> tuple[MadeModule, ModelTensors]:
         with ExitStack() as undo:
             taken = undo.enter_context(ExitStack())
 
             def room(num_bytes: int) -> None:
                 taken.callback(weights.room_to_make(num_bytes))
 
-            def build() -> tuple[MadeModule, Collection]:
+            def build() -> tuple[MadeModule, ModelTensors]:
                 made = make_module(config, hf_config, None, pooling, room=room)
                 return made, collect(made.module, made.facts, taken.close)
 
@@ -55,7 +55,7 @@ def stored_module(
             undo.pop_all()
             return built
 
-    def again() -> Collection:
+    def again() -> ModelTensors:
         if key_of(config, weights, pools=pools) != key:
             raise ModelError(f"the checkpoint {config.model!r} has changed since it was loaded; load it again")
         return make()[1]

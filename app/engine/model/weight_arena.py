@@ -23,7 +23,7 @@ _ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Collection:
+class ModelTensors:
     """The tensors of a loaded model and the places that they get.
 
     Attributes:
@@ -72,12 +72,12 @@ class Collection:
 
 def collect(
     model: nn.Module, facts: dict[str, Any] | None = None, dropped: Callable[[], None] = lambda: None
-) -> Collection:
+) -> ModelTensors:
     """Lay out the tensors of a model. Those that share memory do so in the new places, too.
 
     Args:
         facts: about the model, for its file.
-        dropped: see `Collection`.
+        dropped: see `ModelTensors`.
 
     Raises:
         ModelError: a tensor has an opaque layout.
@@ -110,7 +110,7 @@ def collect(
         )
         for path, tensor in found
     )
-    return Collection(WeightTable(places, used), tuple(tensor for _, tensor in found), pieces, facts or {}, dropped)
+    return ModelTensors(WeightTable(places, used), tuple(tensor for _, tensor in found), pieces, facts or {}, dropped)
 
 
 def _first_byte(tensor: torch.Tensor) -> int:

@@ -27,7 +27,7 @@ import torch
 
 from folio.app.engine.model.file_digests import FileDigests
 from folio.app.engine.model.pinned_share import PinnedShare
-from folio.app.engine.model.weight_arena import Collection, WeightArena, WeightRange, WeightSource
+from folio.app.engine.model.weight_arena import ModelTensors, WeightArena, WeightRange, WeightSource
 from folio.app.engine.model.weight_copy import CopiedWeights
 from folio.app.engine.model.weight_file import (
     WeightFileError,
@@ -155,7 +155,7 @@ class WeightStore:
         remove_unfinished(folder)
         self.digests = FileDigests(folder)
 
-    def move(self, tensors: Collection, key: WeightKey, again: Callable[[], Collection]) -> WeightArena:
+    def move(self, tensors: ModelTensors, key: WeightKey, again: Callable[[], ModelTensors]) -> WeightArena:
         """Move the tensors of a model into an arena, which is mapped. Whatever fails, they have lost their memory.
 
         Args:
@@ -197,12 +197,12 @@ class WeightStore:
         """The file of these weights, checked; `None` if there is none."""
         return self._open(key)
 
-    def map(self, key: WeightKey, found: StoredFile, again: Callable[[], Collection]) -> WeightArena:
+    def map(self, key: WeightKey, found: StoredFile, again: Callable[[], ModelTensors]) -> WeightArena:
         """An arena over a file that was found, which is mapped; closes the file if that fails. See `move`."""
         return _mapped(self._arena(key, found.header.table, found.contents, again))
 
     def _arena(
-        self, key: WeightKey, table: WeightTable, contents: Contents, again: Callable[[], Collection]
+        self, key: WeightKey, table: WeightTable, contents: Contents, again: Callable[[], ModelTensors]
     ) -> WeightArena:
         """An arena that is not mapped; closes the contents if it cannot be made."""
         stored = StoredWeights(self, key, table, contents, again)
@@ -220,7 +220,7 @@ class WeightStore:
             raise
         return WeightArena(reserved, source)
 
-    def provide(self, key: WeightKey, tensors: Collection) -> Contents:
+    def provide(self, key: WeightKey, tensors: ModelTensors) -> Contents:
         """The contents of these tensors, from their file, which is written unless it exists; else from memory.
 
         Raises:
@@ -281,7 +281,8 @@ class WeightStore:
             return None
         except (WeightFileError, MapError, OSError) as error:
             is_wrong = isinstance(error, WeightFileError) or getattr(error, "errno", None) in _NO_FILE
-            logger.warning("%s is not used%s: %s", path, ", and made again" if is_wrong else "", error)
+            rebuilds = "; rebuilding it from the checkpoint" if is_wrong else ""
+            logger.warning("ignoring weight file %s (%s)%s", path, error, rebuilds)
             with suppress(OSError):
                 # Another process may have replaced it.
                 if is_wrong and (fd < 0 or os.path.samestat(os.fstat(fd), path.lstat())):
@@ -305,7 +306,7 @@ class WeightStore:
             self._checked.add(state)
         return header
 
-    def _write_file(self, key: WeightKey, tensors: Collection) -> Contents:
+    def _write_file(self, key: WeightKey, tensors: ModelTensors) -> Contents:
         """Write and publish a file, or use that of another process which was faster. Raises `OSError`."""
         path = self._folder / key.file_name
         unfinished, fd = create_locked(self._folder)
@@ -338,7 +339,7 @@ class StoredWeights:
         key: WeightKey,
         table: WeightTable,
         contents: Contents,
-        again: Callable[[], Collection],
+        again: Callable[[], ModelTensors],
     ) -> None:
         self._store, self._key, self._table, self._again = store, key, table, again
         self._contents: Contents | None = contents

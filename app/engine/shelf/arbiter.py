@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from folio.app.engine.shelf.allocation import Allocation, ModelNeed, Wait
-from folio.app.engine.shelf.turns import Turns, refusals, take_turns
+from folio.app.engine.shelf.turns import Residency, refusals, take_turns
 
 # Requests within this time count for the worth of memory.
 HORIZON_S = 60.0
@@ -72,7 +72,7 @@ class _Targets:
         beyond: those that would be the next ones with more memory.
     """
 
-    def __init__(self, capacity_bytes: int, needs: Sequence[ModelNeed], turns: Turns) -> None:
+    def __init__(self, capacity_bytes: int, needs: Sequence[ModelNeed], turns: Residency) -> None:
         self._capacity_bytes = capacity_bytes
         self._needs = {need.name: need for need in needs}
         self._residents = {name: self._needs[name] for name in turns.residents}
@@ -92,7 +92,7 @@ class _Targets:
         self._keep_the_worthiest(turns)
         self._give_spare()
 
-    def _serve(self, turns: Turns) -> None:
+    def _serve(self, turns: Residency) -> None:
         """Give residents what running requests need, and no less than what they can work with."""
         residents = self._residents.values()
         self._fill(residents, lambda need: min(need.first_bytes, turns.residents[need.name]))
@@ -108,7 +108,7 @@ class _Targets:
 
         self._fill(self._residents.values(), wanted)
 
-    def _keep_the_worthiest(self, turns: Turns) -> None:
+    def _keep_the_worthiest(self, turns: Residency) -> None:
         """Give what is left to weights without requests and to caches, by worth per byte."""
         items: list[tuple[float, str, bool, int]] = []  # (-worth per byte, model, whether its cache, bytes)
         for need in self._needs.values():
@@ -212,7 +212,7 @@ class _Targets:
             shares -= need.share
 
 
-def _step_towards(capacity_bytes: int, needs: Sequence[ModelNeed], turns: Turns, targets: _Targets) -> Allocation:
+def _step_towards(capacity_bytes: int, needs: Sequence[ModelNeed], turns: Residency, targets: _Targets) -> Allocation:
     """What of the targets is possible now, with the bytes that exist."""
     by_name = {need.name: need for need in needs}
     mapped = [need for need in needs if need.state != "asleep"]

@@ -44,7 +44,7 @@ WORKING_SHARE = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Turns:
+class Residency:
     """Who has memory.
 
     Attributes:
@@ -84,14 +84,14 @@ def refusals(capacity_bytes: int, needs: Sequence[ModelNeed]) -> dict[str, str]:
     return refused
 
 
-def take_turns(capacity_bytes: int, needs: Sequence[ModelNeed]) -> Turns:
+def take_turns(capacity_bytes: int, needs: Sequence[ModelNeed]) -> Residency:
     """Decide which models with requests have memory."""
     return _TurnTaking(capacity_bytes, needs).turns
 
 
 class _TurnTaking:
     def __init__(self, capacity_bytes: int, needs: Sequence[ModelNeed]) -> None:
-        self.turns = Turns(refused=refusals(capacity_bytes, needs))
+        self.turns = Residency(refused=refusals(capacity_bytes, needs))
         self._free_bytes = capacity_bytes - sum(need.weight_bytes for need in needs if need.keep == "always")
         self._floors = {need.name: self._floor_bytes(need) for need in needs}
         residents = [need for need in needs if _is_resident(need)]

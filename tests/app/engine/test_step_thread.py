@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from folio.app.engine.step_thread import StepThread, Turns
+from folio.app.engine.step_thread import DeficitRoundRobin, StepThread
 
 
 class Worker:
@@ -31,7 +31,7 @@ class Worker:
         self.left -= 1
 
 
-def play(turns: Turns, workers: list[Worker], num_steps: int) -> None:
+def play(turns: DeficitRoundRobin, workers: list[Worker], num_steps: int) -> None:
     for _ in range(num_steps):
         worker = turns.next([w for w in workers if w.is_ready])
         worker.step()
@@ -41,13 +41,13 @@ def play(turns: Turns, workers: list[Worker], num_steps: int) -> None:
 @pytest.mark.parametrize("seconds", [(0.001, 0.001, 0.001), (0.5, 0.001, 0.05), (3.0, 0.02, 0.02)])
 def test_members_get_time_in_proportion_to_their_shares(seconds: tuple[float, ...]) -> None:
     workers = [Worker([0.0], s, share) for s, share in zip(seconds, (1.0, 2.0, 0.5), strict=True)]
-    play(Turns(), workers, 40_000)
+    play(DeficitRoundRobin(), workers, 40_000)
     per_share = [w.taken / w.share for w in workers]
     assert max(per_share) - min(per_share) <= 4 * max(seconds) + 0.2, per_share
 
 
 def test_a_member_that_was_idle_claims_no_arrears() -> None:
-    turns, first, second = Turns(), Worker([0.0], 0.01), Worker([0.0], 0.01, num_steps=0)
+    turns, first, second = DeficitRoundRobin(), Worker([0.0], 0.01), Worker([0.0], 0.01, num_steps=0)
     play(turns, [first, second], 1000)
     second.left = 1 << 30
     before = first.taken
@@ -57,7 +57,7 @@ def test_a_member_that_was_idle_claims_no_arrears() -> None:
 
 def test_time_alone_is_no_debt() -> None:
     """Regression: an engine that had computed alone for a while got no step until another one had had as much."""
-    turns, first, second = Turns(), Worker([0.0], 0.02), Worker([0.0], 0.02)
+    turns, first, second = DeficitRoundRobin(), Worker([0.0], 0.02), Worker([0.0], 0.02)
     play(turns, [first, second], 4)
     play(turns, [first], 5000)
     before = first.taken
@@ -67,7 +67,7 @@ def test_time_alone_is_no_debt() -> None:
 
 def test_one_member_waits_for_no_other_round() -> None:
     """The order within a round is that of the members, whoever was first before."""
-    turns, workers = Turns(), [Worker([0.0], 0.02) for _ in range(5)]
+    turns, workers = DeficitRoundRobin(), [Worker([0.0], 0.02) for _ in range(5)]
     order = []
     for _ in range(50):
         worker = turns.next(workers)

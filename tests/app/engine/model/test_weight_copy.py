@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from folio.app.engine.model.weight_arena import Collection, WeightArena, collect
+from folio.app.engine.model.weight_arena import ModelTensors, WeightArena, collect
 from folio.app.engine.model.weight_key import WeightKey
 from folio.app.engine.model.weight_store import WeightStore
 from folio.app.errors import ModelError
@@ -55,7 +55,7 @@ class Device:
         )
 
     def move(self, store: WeightStore, seed: int = 0) -> tuple[Model, WeightArena]:
-        def make() -> Collection:
+        def make() -> ModelTensors:
             self.made.append(seed)
             return self.on_device(store, Model(seed))
 
@@ -63,7 +63,7 @@ class Device:
         key = replace(KEY, name=f"model-{seed}")
         return model, store.move(self.on_device(store, model), key, make)
 
-    def on_device(self, store: WeightStore, model: Model) -> Collection:
+    def on_device(self, store: WeightStore, model: Model) -> ModelTensors:
         return collect(model, dropped=store.room_to_make(SIZE))
 
     def check(self, *awake: WeightArena) -> None:
@@ -247,7 +247,7 @@ def test_tensors_that_cannot_move_leave_nothing(
     def fail(*_: object) -> None:
         raise RuntimeError("cannot swap a tensor that has a weak reference")
 
-    monkeypatch.setattr(Collection, "attach", fail)
+    monkeypatch.setattr(ModelTensors, "attach", fail)
     with pytest.raises(RuntimeError, match="weak reference"):
         device.move(device.store(tmp_path))
     device.check()
@@ -267,7 +267,7 @@ def test_a_closed_arena_is_not_mapped(device: Device, tmp_path: Path) -> None:
 def test_weights_of_another_checkpoint_are_an_error(device: Device, tmp_path: Path) -> None:
     store = device.store(tmp_path)
 
-    def other() -> Collection:
+    def other() -> ModelTensors:
         model = Model(0)
         model.buffer = model.buffer[:4]
         return collect(model, dropped=store.room_to_make(SIZE))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from folio.app.engine.model import weight_file
-from folio.app.engine.model.weight_arena import Collection, collect
+from folio.app.engine.model.weight_arena import ModelTensors, collect
 from folio.app.engine.model.weight_file import CHUNK_BYTES
 from folio.app.engine.model.weight_key import WeightKey
 from folio.app.engine.model.weight_store import WeightStore
@@ -40,11 +40,11 @@ class Model(nn.Module):
         self.register_buffer("buffer", torch.randn(5, dtype=torch.float64), persistent=False)
 
 
-def tensors() -> Collection:
+def tensors() -> ModelTensors:
     return collect(Model())
 
 
-def no_second_time() -> Collection:
+def no_second_time() -> ModelTensors:
     raise AssertionError("the weights should not be made again")
 
 
@@ -62,7 +62,7 @@ def inode(folder: Path) -> int:
     return (folder / name).stat().st_ino
 
 
-def moved(store: WeightStore, key: WeightKey = KEY, again: Callable[[], Collection] = no_second_time):  # type: ignore[no-untyped-def]
+def moved(store: WeightStore, key: WeightKey = KEY, again: Callable[[], ModelTensors] = no_second_time):  # type: ignore[no-untyped-def]
     model = Model()
     return model, store.move(collect(model), key, again)
 
@@ -125,7 +125,7 @@ def test_a_wrong_file_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFix
         damage(path)
         model, arena = moved(WeightStore(tmp_path))
         assert reason in caplog.text
-        assert "is not used, and made again" in caplog.text
+        assert "rebuilding it from the checkpoint" in caplog.text
         assert is_right(model)
         assert path.read_bytes() == good
         assert not path.is_symlink()
@@ -191,9 +191,9 @@ def test_files_that_are_removed_or_replaced_while_they_are_mapped(tmp_path: Path
 def test_a_file_that_changes_while_the_model_sleeps_is_made_again(
     size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made: list[Collection] = []
+    made: list[ModelTensors] = []
 
-    def again() -> Collection:
+    def again() -> ModelTensors:
         made.append(tensors())
         return made[-1]
 
@@ -216,7 +216,7 @@ def test_a_file_that_changes_while_the_model_sleeps_is_made_again(
 def test_weights_that_cannot_be_made_again_are_an_error(tmp_path: Path) -> None:
     """The model stays asleep."""
 
-    def others() -> Collection:
+    def others() -> ModelTensors:
         model = Model()
         model.buffer = model.buffer[:4]
         return collect(model)
@@ -280,7 +280,7 @@ def test_weights_in_memory_take_host_memory_while_their_models_sleep(tmp_path: P
     folder.write_text("no folder")
     made: list[str] = []
 
-    def again(name: str) -> Callable[[], Collection]:
+    def again(name: str) -> Callable[[], ModelTensors]:
         return lambda: made.append(name) or tensors()  # type: ignore[func-returns-value]
 
     size = tensors().table.num_bytes

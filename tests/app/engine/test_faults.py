@@ -436,7 +436,7 @@ EXEMPT = {
     "folio.app.engine.execution.batch.*": "lays the step out",
     "folio.app.engine.execution.planner._slot": "lays the step out",
     "folio.app.engine.execution.rows.*": "lays the step out",
-    "vmem.*": "the memory's accounting: a call happens or changes nothing, else the engine stops",
+    "folio.vmem.*": "the memory's accounting: a call happens or changes nothing, else the engine stops",
     "folio.app.engine.decoding.Decoder._add": "the boundary itself",
     "folio.app.engine.faults.attribute_failures.*": "the boundary itself",
     "folio.app.engine.decoding.Decoder.end_sequence": "frees what the request has: it has to be done whatever happened",

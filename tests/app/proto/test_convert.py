@@ -103,9 +103,9 @@ def test_messages_have_every_field(kind: Any, message: Any, also: set[str]) -> N
 def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
     """Run `make proto` after a change of folio.proto."""
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
-    assert protoc.main(["protoc", f"-I{ROOT}", *outputs, f"{ROOT}/app/proto/folio.proto"]) == 0
+    assert protoc.main(["protoc", f"-I{ROOT}", *outputs, f"{ROOT}/folio/app/proto/folio.proto"]) == 0
     for name in ("folio_pb2.py", "folio_pb2.pyi", "folio_pb2_grpc.py"):
-        generated = (tmp_path / "app/proto" / name).read_text()
+        generated = (tmp_path / "folio/app/proto" / name).read_text()
         ours = re.sub("request_deserializer=.*,", "request_deserializer=None,", generated)
         assert (ROOT / "app/proto" / name).read_text() == ours
 

@@ -25,6 +25,7 @@ from folio.app.client import (
     UnknownModelError,
 )
 from folio.app.config.http import HttpSettings, RateLimits
+from folio.app.serving.metric_rows import MetricTable
 from tests.grpc_server import grpc_listening
 from tests.local_server import LocalServer, guarded_api, listening
 from tests.processes import until_async
@@ -353,13 +354,13 @@ async def test_cancellation_frees_the_memory(server: LocalServer) -> None:
 
 def test_metrics_count_the_route(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = []
-    record = server.ingress._meter._record
-    monkeypatch.setattr(server.ingress._meter, "_record", lambda *args: (noted.append(args), record(*args)))
+    note = MetricTable.note
+    monkeypatch.setattr(MetricTable, "note", lambda table, *args: (noted.append(args), note(table, *args)))
     client = TestClient(server.api)
     client.post("/v1/embeddings", json={"model": "builtin", "input": [10, 11, 12]})
     client.post("/v1/rerank", json={"model": "builtin", "query": "a", "documents": ["b"]})
-    assert [route for route, _ in noted] == ["embeddings", "rerank"]
-    _, measured = noted[0]
+    assert [route for _, route, _ in noted] == ["embeddings", "rerank"]
+    measured = noted[0][0]
     assert (measured.prompt_tokens, measured.output_tokens, measured.outcome) == (3, 0, "ok")
 
 

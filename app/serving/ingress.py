@@ -205,7 +205,7 @@ class Ingress(GrpcIngress, Operations):
                 await asyncio.shield(self._probe)
                 self._has_answered = True
         except TimeoutError:
-            raise UnavailableError(f"no engine replica answered within {timeout_s} s") from None
+            raise UnavailableError(f"no engine replica answered within {timeout_s} s", timeout_s) from None
 
     async def drain(self) -> int:
         """Refuse new requests from now on; returns the number of requests in flight."""

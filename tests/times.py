@@ -40,8 +40,8 @@ class Limits:
     """
 
     factor: float = 2.0
-    tolerance_s: float = 10.0
-    new_file_s: float = 20.0
+    tolerance_s: float = 20.0
+    new_file_s: float = 30.0
     files_for_speed: int = 20
     seconds_for_speed: float = 2.0
 

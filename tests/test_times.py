@@ -25,12 +25,12 @@ OTHERS = {f"test_{i}.py": 4.0 for i in range(20)}
         (30.0, 1.0, 60.1, True),
         (30.0, 2.0, 119.0, False),  # a machine that is half as fast
         (30.0, 2.0, 121.0, True),
-        (30.0, 0.5, 31.0, True),
-        (1.0, 1.0, 11.0, False),  # imports
-        (1.0, 1.0, 11.1, True),
-        (None, 1.0, 20.0, False),
-        (None, 1.0, 20.1, True),
-        (None, 2.0, 39.0, False),
+        (30.0, 0.5, 35.1, True),
+        (1.0, 1.0, 21.0, False),  # imports
+        (1.0, 1.0, 21.1, True),
+        (None, 1.0, 30.0, False),
+        (None, 1.0, 30.1, True),
+        (None, 2.0, 59.0, False),
     ],
 )
 def test_files_over_their_limit(recorded_s: float | None, speed: float, seen_s: float, exceeds: bool) -> None:

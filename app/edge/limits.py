@@ -2,23 +2,22 @@
 
 A request never waits for the ledger (`folio.app.edge.limit_ledger`). An ingress grants requests from its leases and
 reports usage and demand a few times a second; earlier when a lease is half used or was too small. The ledger knows the
-usage of all ingresses and answers with a lease of what the ingress is likely to use next, as far as that is left.
+usage of all ingresses and answers with new leases: in proportion to demand, and in total never more than is left.
 
     level    what the caller has left, over all ingresses    ┌─────────────────────────────────────────────┐
     lease    the part that one ingress may grant             │ ingress a │ b │  ingress c  │    spare       │
     spare    the part leased to no ingress                   └─────────────────────────────────────────────┘
 
-Promise: leases add up to at most the level. An ingress may exceed its lease by one request in three cases:
+An ingress may grant more than its lease in three cases:
 
-- Between two answers, into the spare, less what other ingresses have asked for lately.
+- Once between two answers it may use the spare, less what other ingresses are likely to use meanwhile.
 - A caller without a lease has used little lately: it gets one ingress's share, `limit / num_ingresses`, and one
   request more. The ledger announces callers who have used over half of a limit to every ingress.
 - While the ledger is out of reach, each ingress grants its share, refilled at its share of the rate.
 
-Bound: usage exceeds a limit by at most one request per ingress, each sent within the milliseconds of an exchange; by
-the shares of ingresses that have not been told yet, if a caller uses most of a limit at one ingress in less than a
-second and then turns to the others; and by what a dead ingress had not reported. The level is then negative until the
-rate has paid the excess back: over longer times a rate holds exactly.
+Usage can therefore exceed the limit by one request per ingress (the first of a caller, if the caller begins everywhere
+within the milliseconds of an exchange), and by what a dead ingress had not reported. The level is then negative until
+the rate has paid the excess back.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class LimitUsage(NamedTuple):
         refills: within a minute; otherwise the bound is on what is held at the same time.
         used: since the last report; negative if more was given back.
         held: now, of a limit that does not refill.
-        asked: since the last report, refused requests included. Without demand the lease is given back.
-        unit: the largest amount asked for; a smaller lease is useless.
+        asked: since the last report, refused requests included.
+        unit: the likely amount of the next request; a smaller lease is useless.
         level: as the ingress knows it.
         leased: what is left of the lease.
     """
@@ -105,27 +104,31 @@ class LeasedLimit:
         self._level = float(limit)
         self._held = 0.0
         self._lease = self._share
-        self._spare = self._level
+        self._spare = 0.0
+        self._granted = 0.0  # the lease when it was last renewed
         self._leased_at: float | None = None
         self._filled_at = ingress.clock()
         self._used = self._asked = self._unit = 0.0  # since the last report
+        self._reported_lease = 0.0  # what the last report said was left
+        self._num_asked = 0
 
     def try_take(self, amount: float) -> float:
         """Take the amount if this ingress may grant it. Returns 0.0, or the seconds to wait."""
         with self._lock:
             self._fill()
             self._asked += amount
-            self._unit = max(self._unit, amount)
-            if amount > min(self._level, max(self._lease, self._spare)):
-                self._queue_report(early=True)
-                if amount > self._level:
-                    return self._wait_s(amount - self._level)
+            self._num_asked += 1
+            if amount > self._level:
+                self._queue_report(amount)
+                return self._wait_s(amount - self._level)
+            if amount > self._lease and not self._may_overdraw(amount):
+                self._queue_report(amount)
                 if self._leased_at is not None or self._ingress.connected:
                     return _RETRY_ELSEWHERE_S
                 return self._wait_s(amount - self._lease) * self._ingress.num_ingresses
-            if amount > self._lease:
-                self._spare = 0.0
-            self._use(amount, early=self._leased_at is not None and self._lease - amount < self._used + amount)
+            self._use(amount)
+            if self._leased_at is not None and self._lease < self._granted / 2:
+                self._ingress.report_early()
             return 0.0
 
     def charge_usage(self, amount: float) -> None:
@@ -161,13 +164,13 @@ class LeasedLimit:
         """Usage and demand since the last report."""
         with self._lock:
             self._fill()
-            if not self._asked:
-                self._lease = 0.0
-            leased = max(self._lease, 0.0)
+            unit = self._unit or self._asked / max(self._num_asked, 1)
+            leased = self._reported_lease = max(self._lease, 0.0)
             usage = LimitUsage(
-                self.limit, self._refills, self._used, self._held, self._asked, self._unit, self._level, leased
+                self.limit, self._refills, self._used, self._held, self._asked, unit, self._level, leased
             )
             self._used = self._asked = self._unit = 0.0
+            self._num_asked = 0
             return usage
 
     def apply_grant(self, grant: LimitGrant) -> None:
@@ -175,9 +178,11 @@ class LeasedLimit:
         with self._lock:
             self._filled_at = self._leased_at = self._ingress.clock()
             self._level, self._lease = grant.level - self._used, grant.lease - self._used
-            self._spare = grant.spare if self._used <= 0 else 0.0  # or it would be used twice unknown to the ledger
-            if self._lease > 0 or self._used:  # a lease must be renewed or given back
+            self._spare, self._granted = grant.spare - max(self._used, 0.0), grant.lease
+            # A lease must be renewed or given back. A larger one, as reported, stays booked until then.
+            if self._lease > 0 or self._used or self._reported_lease > grant.lease:
                 self._queue_report()
+            self._reported_lease = 0.0
 
     def reveal(self) -> None:
         """Queue a report of anything in use, for a ledger that has forgotten it."""
@@ -193,16 +198,25 @@ class LeasedLimit:
     def _share(self) -> float:
         return self.limit / self._ingress.num_ingresses
 
-    def _use(self, amount: float, *, early: bool = False) -> None:
+    def _may_overdraw(self, amount: float) -> bool:
+        """Whether this amount may exceed the lease, this time."""
+        if amount <= self._spare:
+            self._spare = 0.0
+            return True
+        # A full share grants any amount, or some requests would fit no share.
+        return self._leased_at is None and self._lease >= self._share
+
+    def _use(self, amount: float) -> None:
         self._level -= amount
         self._lease -= amount
         self._used += amount
         if not self._refills:
             self._held += amount
-        self._queue_report(early=early)
+        self._queue_report()
 
-    def _queue_report(self, *, early: bool = False) -> None:
-        self._ingress.queue_report(self._name, self, early=early)
+    def _queue_report(self, refused: float = 0.0) -> None:
+        self._unit = max(self._unit, refused)
+        self._ingress.queue_report(self._name, self, early=refused > 0)
 
     def _wait_s(self, missing: float) -> float:
         return missing * 60 / self.limit if self._refills else _RETRY_ELSEWHERE_S
@@ -220,8 +234,6 @@ class LeasedLimit:
             self._lease = min(self._lease + filled / ingress.num_ingresses, self._share)
         elif self._leased_at is None and not ingress.connected:
             self._level, self._lease = self.limit - self._held, self._share - self._held
-        if self._leased_at is None and self._lease >= self._share:  # or some requests would fit no share
-            self._spare = self._level
         if ingress.num_ingresses == 1:
             self._lease = self._level
 
@@ -259,7 +271,11 @@ class IngressLimits:
 
     def queue_report(self, name: str, limit: LeasedLimit, *, early: bool = False) -> None:
         self._unreported[name] = limit
-        if early and self.num_ingresses > 1:
+        if early:
+            self.report_early()
+
+    def report_early(self) -> None:
+        if self.num_ingresses > 1:
             self.on_early_report()
 
     def take_reports(self) -> dict[str, LimitUsage]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ray import serve
 
 from folio.app.edge.limit_ledger import LimitLedger
-from folio.app.edge.limits import EARLY_REPORT_S, REPORT_PERIOD_S, IngressLimits, LimitAnswer, LimitUsage
+from folio.app.edge.limits import EARLY_REPORT_S, REPORT_PERIOD_S, IngressLimits, LimitUsage
 from folio.app.errors import UnavailableError
 from folio.app.fleet.overload import LoadShedder
 from folio.app.serving.shared_table import SharedTable
@@ -50,8 +50,7 @@ class LimitReporter:
         self._ledger = SharedTable(LimitLedger, name, "limits of callers", without, ANSWER_TIMEOUT_S)
         self._ingress = ingress
         self._num_replicas = num_replicas
-        self._number = 0
-        self._uses: dict[str, LimitUsage] | None = None  # the report that awaits its answer
+        self._number, self._uses = 0, dict[str, LimitUsage]()  # the report that awaits its answer
         self._hurried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._limits.num_ingresses = num_replicas()
@@ -88,16 +87,15 @@ class LimitReporter:
         if num_replicas == 1 and not await self._ledger.exists(creates=False):
             self._limits.num_ingresses, self._shedder.arrival_share = 1, 1.0
             return
-        if self._uses is None:
+        if not self._uses:
             self._number, self._uses = self._number + 1, self._limits.take_reports()
         try:
-            answer: LimitAnswer = await self._ledger.call(
+            answer = await self._ledger.call(
                 "settle_usage", self._ingress, self._number, self._uses, self._shedder.num_arrived
             )
         except UnavailableError:
             self._limits.note_disconnected(max(num_replicas, self._limits.num_ingresses))
             return
-        self._uses = None
-        # A new ledger does not know the others yet: this ingress alone would grant all.
-        self._limits.apply_answer(answer._replace(num_ingresses=max(answer.num_ingresses, num_replicas)))
+        self._uses = {}
+        self._limits.apply_answer(answer)
         self._shedder.arrival_share = answer.arrival_share

@@ -42,7 +42,7 @@ class Cluster:
             self._plan(i, self.rng.random() * REPORT_PERIOD_S)
 
     def new_ledger(self) -> LimitLedger:
-        return LimitLedger(clock=self.clock)
+        return LimitLedger(clock=self.clock, rng=self.rng)
 
     def at(self, time: float, call: Callable[[], None]) -> None:
         self._num_events += 1
@@ -83,6 +83,6 @@ class Cluster:
             if answer is None:
                 self.ingresses[i].note_disconnected(len(self.ingresses))
             else:
-                self.ingresses[i].apply_answer(answer._replace(num_ingresses=len(self.ingresses)))
+                self.ingresses[i].apply_answer(answer)
 
         self.at(self.clock.now + _MESSAGE_S, receive)

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from folio.app.config.http import RateLimits
-from folio.app.edge.limit_ledger import LimitLedger
+from folio.app.edge.limit_ledger import DEAD_S, LimitLedger
 from folio.app.edge.limits import IngressLimits, LimitAnswer, LimitGrant, LimitUsage
 from folio.app.edge.quota import AddressQuotas, Quota
 from folio.app.errors import RateLimitError
@@ -168,13 +168,47 @@ def test_concurrent_requests_are_counted_over_all_ingresses() -> None:
     assert sum(counts) / 5900 >= 7
 
 
+@pytest.fixture
+def full() -> tuple[Cluster, Quota, Quota]:
+    """Two ingresses; the first one runs as many requests as may run."""
+    cluster = Cluster(2)
+    first, second = quotas_of(cluster, concurrent_requests=4)
+    cluster.run_for(1.0)
+    assert begin_slowly(cluster, first) == 4
+    return cluster, first, second
+
+
+def begin_slowly(cluster: Cluster, quota: Quota) -> int:
+    begun = 0
+    while begins(quota):
+        begun += 1
+        cluster.run_for(0.5)
+    return begun
+
+
+def test_a_dead_ingress_gives_its_requests_back(full: tuple[Cluster, Quota, Quota]) -> None:
+    cluster, _, second = full
+    assert begin_slowly(cluster, second) == 0
+    cluster.alive.remove(0)
+    cluster.run_for(DEAD_S + 1.0)
+    assert begin_slowly(cluster, second) == 4
+
+
+def test_an_ingress_that_was_taken_for_dead_reports_everything_again(full: tuple[Cluster, Quota, Quota]) -> None:
+    """Its running requests would no longer be counted."""
+    cluster, _, second = full
+    assert cluster.ledger is not None
+    cluster.ledger.remove_ingress("0")
+    cluster.run_for(5.0)
+    assert begin_slowly(cluster, second) == 0
+
+
 def test_the_number_of_accounts_is_bounded() -> None:
-    """Many addresses must not fill the memory. Fresh accounts are forgotten for others."""
+    """100,000 addresses must not fill the memory. Fresh accounts are forgotten for others."""
     clock = Clock()
     ledger = LimitLedger(max_accounts=1000, clock=clock)
     usage = LimitUsage(60, True, 1.0, 0.0, 1.0, 1.0, 59.0, 0.0)
-    for i in range(20_000):
-        clock.now += 1e-6
+    for i in range(100_000):
         assert bool(ledger.settle_usage("a", next(NUMBERS), {f"address:{i}/requests": usage}).grants) == (i < 1000)
     clock.now += 60.0
     for i in range(1000):
@@ -227,7 +261,7 @@ def test_a_report_has_the_demand_since_the_last_report() -> None:
     assert (report.used, report.asked, report.unit, report.level) == (30.0, 120.0, 90.0, 30.0)
     assert limit.try_take(4.0) == limit.try_take(2.0) == 0
     report = limit.report()
-    assert (report.used, report.asked, report.unit, report.level) == (6.0, 6.0, 4.0, 24.0)
+    assert (report.used, report.asked, report.unit, report.level) == (6.0, 6.0, 3.0, 24.0)
     report = limit.report()
     assert (report.used, report.asked, report.unit) == (0.0, 0.0, 0.0)
 
@@ -281,7 +315,7 @@ def test_a_changed_limit_keeps_the_part_that_is_left() -> None:
 def test_spare_is_the_level_without_leases_and_demand() -> None:
     """The demand of other ingresses counts for two report periods."""
     ledger = LimitLedger(clock=Clock())
-    assert ledger.settle_usage("a", next(NUMBERS), {"key": usage(unit=0.0)}).grants["key"].lease == 0
+    assert ledger.settle_usage("a", next(NUMBERS), {"key": usage()}).grants["key"].lease == 0
     alone = ledger.settle_usage("a", next(NUMBERS), {"key": usage(asked=1.0)}).grants["key"]
     assert alone.lease > 0
     assert alone.spare == pytest.approx(alone.level - alone.lease)
@@ -307,7 +341,7 @@ def test_a_new_ledger_trusts_reported_levels_for_five_seconds() -> None:
 @pytest.mark.parametrize(("level", "announced"), [(30.0, False), (29.0, True)])
 def test_a_limit_of_which_less_than_half_is_left_is_announced(level: float, announced: bool) -> None:
     ledger = LimitLedger(clock=Clock())
-    ledger.settle_usage("a", next(NUMBERS), {"key": usage(level=level, unit=0.0)})
+    ledger.settle_usage("a", next(NUMBERS), {"key": usage(level=level)})
     assert ledger.settle_usage("b", next(NUMBERS), {}).grants == (
         {"key": LimitGrant(level, 0.0, level)} if announced else {}
     )

@@ -9,18 +9,13 @@ from folio.app.edge.limits import IngressLimits
 from folio.app.fleet.overload import LoadShedder
 from folio.app.serving import limits
 from folio.app.serving.limits import LimitReporter
-from tests.app.serving.shared_actors import Actor, Actors, patched_actors
+from tests.app.serving.shared_actors import Actor, patched_actors
 
 
 @pytest.fixture
-def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
+def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
     monkeypatch.setattr(limits, "ANSWER_TIMEOUT_S", 0.01)
-    return patched_actors(monkeypatch, LimitLedger)
-
-
-@pytest.fixture
-def actor(actors: Actors) -> Actor:
-    return actors.of("folio-limits:a")
+    return patched_actors(monkeypatch, LimitLedger).of("folio-limits:a")
 
 
 async def test_usage_answered_late_counts_once(actor: Actor) -> None:
@@ -62,33 +57,3 @@ async def test_a_ledger_that_has_dropped_an_ingress_gets_all_of_its_usage(actor:
     for _ in range(2):
         await reporter.settle()
     assert actor.table.level("key/running") == 1
-
-
-@pytest.mark.parametrize("has_effect", [False, True])
-async def test_a_new_ledger_learns_what_the_dead_one_knew(actors: Actors, actor: Actor, has_effect: bool) -> None:
-    """From both ingresses: earlier usage, and that of the report during which the process died."""
-    edges = [IngressLimits() for _ in range(2)]
-    reporters = [LimitReporter(edge, LoadShedder(), "a", str(i), lambda: 2) for i, edge in enumerate(edges)]
-    first, second = (edge.add_limit("key/tokens", 1000) for edge in edges)
-    for used, other in ((300, 200), (100, 50)):
-        first.charge_usage(used)
-        second.charge_usage(other)
-        if used == 100:
-            actor.dies = {"settle_usage": has_effect}
-        for reporter in (*reporters, *reporters, *reporters):
-            await reporter.settle()
-    assert actors.of("folio-limits:a") is not actor
-    level = actors.of("folio-limits:a").table.level("key/tokens")
-    assert level == pytest.approx(350, abs=20)
-    assert first.level == pytest.approx(350, abs=20)
-
-
-async def test_a_single_ingress_needs_no_ledger(actors: Actors) -> None:
-    edge, num_ingresses = IngressLimits(), [1]
-    reporter = LimitReporter(edge, LoadShedder(), "a", "0", lambda: num_ingresses[0])
-    await reporter.settle()
-    assert not edge.connected
-    num_ingresses[0] = 2
-    await reporter.settle()
-    assert edge.connected
-    assert edge.num_ingresses == 2  # the ledger does not know the other one yet

@@ -36,7 +36,7 @@ test-nightly: $(VENV)/.dev $(VENV)/.oldest test-kernels
 	@echo "==> Running all tests, with many examples (hours), then the models' tests with $(firstword $(OLDEST))"
 	status=0; $(PYTEST) $(WITH_RAY) $(NIGHTLY) || status=$$?; \
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n auto $(NIGHTLY) \
-	  tests/app/engine/model/test_models.py tests/app/engine/model/test_fusion.py tests/app/engine/execution/test_recurrent.py \
+	  tests/app/engine/model/test_models.py tests/app/engine/layers/test_fusion.py tests/app/engine/layers/test_recurrent.py \
 	  && exit $$status
 
 clients: $(VENV)/.dev $(CLIENTS)/.installed kernels

@@ -25,7 +25,6 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from folio.app.builtin import resolve_model
 from folio.app.config.args import AppArgs
 from folio.app.config.checkpoint import checkpoint_faults, name_fault, rank_faults, weight_bytes
 from folio.app.config.engine import EngineConfig
@@ -33,6 +32,7 @@ from folio.app.config.machine import Machine, check_resources
 from folio.app.edge.keys import read_keys
 from folio.app.errors import ConfigError
 from folio.app.fleet.autoscaling import ScalingTargets
+from folio.app.models.builtin import resolve_model
 
 logger = logging.getLogger(__name__)
 

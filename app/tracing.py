@@ -28,8 +28,8 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import Span, Status, StatusCode
 
 from folio.app.compat.ray import logs_directory
-from folio.app.engine.delta import Delta
-from folio.app.http_errors import outcome_of
+from folio.app.engine.request.delta import Delta
+from folio.app.http.errors import outcome_of
 
 # The one kind of span of Serve's that may begin a trace.
 _REQUEST = "replica_handle_request Ingress"

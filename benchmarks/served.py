@@ -130,7 +130,7 @@ def cluster(num_cpus: int = 4, num_gpus: int | None = None) -> Iterator[str]:
     import ray
     from ray import serve
 
-    from folio.app.cli.env import prepared_environment
+    from folio.app.cli.start.env import prepared_environment
 
     port = free_port()
     with prepared_environment():

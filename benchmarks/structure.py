@@ -33,20 +33,33 @@ LAYERS = (
     ("vmem", "kernels"),
     (
         "app.errors",
-        "app.version",
-        "app.logs",
-        "app.haproxy",
-        "app.operations",
+        "app.config.logs",
         "app.compat",
-        "app.event_stream",
-        "app.static_files",
-        "app.chat_template",
+        "app.http.haproxy",
+        "app.http.operations",
+        "app.http.event_stream",
+        "app.http.static_files",
+        "app.models.chat_template",
     ),
     ("app.config",),
-    ("app.engine", "app.builtin"),
+    ("app.models",),
+    ("app.engine.device", "app.engine.report"),
+    ("app.engine.sampling",),
+    ("app.engine.request",),
+    ("app.engine.schedule",),
+    ("app.engine.tensor_parallel",),
+    ("app.engine.layers",),
+    ("app.engine.lora",),
+    ("app.engine.model",),
+    ("app.engine.execution",),
+    ("app.engine.ranks",),
+    ("app.engine.memory", "app.engine.speculation"),
+    ("app.engine.step",),
+    ("app.engine",),
+    ("app.shelf",),
     ("app.fleet",),
-    ("app.request_context", "app.http_errors", "app.error_json"),
-    ("app.openai", "app.edge", "app.proto", "app.dashboard", "app.tracing"),
+    ("app.http",),
+    ("app.api", "app.edge", "app.proto", "app.dashboard", "app.tracing"),
     ("app.replica",),
     ("app.serving",),
     ("app.client",),
@@ -57,8 +70,8 @@ LAYERS = (
 # Packages of one row that must not import each other.
 APART = (
     ("vmem", "kernels"),
-    ("app.openai", "app.edge"),
-    ("app.dashboard", "app.openai"),
+    ("app.api", "app.edge"),
+    ("app.dashboard", "app.api"),
     ("app.dashboard", "app.edge"),
 )
 # Limits of parts outside of kernels, which may be longer.
@@ -241,7 +254,9 @@ def _package_in(folder: str, path: str) -> str | None:
 def crowded(root: Path) -> list[str]:
     """Folders with more than `MOST_ENTRIES` entries, without caches and other files that git ignores."""
     found = {}
-    for folder in (path for package in PACKAGES for path in (root / package).rglob("*") if path.is_dir()):
+    for folder in (
+        path for package in PACKAGES for path in (root / package, *(root / package).rglob("*")) if path.is_dir()
+    ):
         entries = [e for e in folder.iterdir() if not e.name.startswith((".", "__pycache__"))]
         if len(entries) > MOST_ENTRIES and any(entry.suffix == ".py" for entry in entries):
             found[str(folder.relative_to(root))] = len(entries)

@@ -20,6 +20,8 @@ from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayTaskError
 
+from folio.app.api.http import build_api
+from folio.app.api.input import served_models
 from folio.app.config.engine import EngineConfig
 from folio.app.config.http import HttpSettings
 from folio.app.config.shelf import ModelConfig, ShelfConfig
@@ -28,16 +30,14 @@ from folio.app.dashboard.http import add_dashboard
 from folio.app.edge.guard import protect
 from folio.app.engine import AsyncEngine
 from folio.app.engine.model.tokenizer import load_tokenizer
-from folio.app.engine.shelf import shelf as shelf_module
-from folio.app.engine.shelf.status import ModelStatus
 from folio.app.errors import FolioError
-from folio.app.openai import served_models
-from folio.app.openai.http import build_api
 from folio.app.serving import ingress as ingress_module
 from folio.app.serving import replica as replica_module
 from folio.app.serving import tp_actors
 from folio.app.serving.ingress import Ingress
 from folio.app.serving.replica import EngineReplica
+from folio.app.shelf import shelf as shelf_module
+from folio.app.shelf.status import ModelStatus
 from tests.processes import until
 
 

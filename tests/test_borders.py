@@ -21,13 +21,15 @@ FORBIDDEN = {
     "vmem": {"app", "kernels", "ray", "transformers"},
     "kernels": {"app", "vmem", "ray", "transformers"},
     "app/config": {"ray", "torch", "transformers", "fastapi", "starlette", "vmem", "kernels"},
+    "app/models": {"ray", "fastapi", "starlette", "pydantic", "app.engine"},
     "app/engine": {"ray", "fastapi", "starlette", "pydantic"},
+    "app/shelf": {"ray", "fastapi", "starlette", "pydantic"},
     "app/fleet": {"ray", "fastapi", "starlette", "pydantic", "transformers"},
     "app/replica": {"ray", "fastapi", "starlette", "pydantic", "transformers"},
     "app/edge": {"ray", "app.engine", "vmem", "kernels"},
-    "app/openai": {"ray", "kernels"},
+    "app/api": {"ray", "kernels"},
     "app/dashboard": {"ray", "kernels"},
-    "app/builtin": {"ray", "vmem", "kernels", "app.engine"},
+    "app/models/builtin": {"ray", "vmem", "kernels", "app.engine"},
     "app/proto": {"ray", "vmem", "kernels", "app.engine"},
 }
 

@@ -95,7 +95,7 @@ def record(server: Served, waves: int, wave_s: float) -> list[Frame]:
     """Waves of forks at each replica in turn; forks go to the replica that has the request."""
     import httpx
 
-    from folio.app.openai.bodies import ForkRequest
+    from folio.app.api.openai.bodies import ForkRequest
 
     parents: dict[str, str] = {}
     for number in itertools.count():

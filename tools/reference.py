@@ -10,8 +10,8 @@ from typing import Any, cast, get_args
 
 import typer
 
+from folio.app.api.http import build_api
 from folio.app.cli.main import folio
-from folio.app.openai.http import build_api
 from tools.schema import Schema, allowed, cell
 from tools.settings import settings_page
 from tools.sizes import sizing_page

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from folio.app.cli.plan import choose_target, plan_figures
 from folio.app.config.engine import EngineConfig
 from folio.app.config.sizes import show_size
-from folio.app.engine.model.size import ModelSize
+from folio.app.engine.memory.size import ModelSize
 
 PAGE = Path(__file__).parents[1] / "docs" / "operate" / "gpu-sizing.md"
 NUM_TOKENS = 4096

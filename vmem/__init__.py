@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from folio.vmem.backends.base import AddressRange, Backend, MemoryInfo
+from folio.vmem.blocks.eviction import EvictionOrder, EvictionQueue, ReturnOrder
+from folio.vmem.blocks.segments import PrefixUse
 from folio.vmem.budget import BudgetAnswer
 from folio.vmem.device_pages import DevicePages
 from folio.vmem.errors import (
@@ -19,18 +21,24 @@ from folio.vmem.errors import (
     PinError,
     VmemError,
 )
-from folio.vmem.eviction import EvictionOrder, EvictionQueue, ReturnOrder
 from folio.vmem.group import LayerGroup, longest_sequence
 from folio.vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
-from folio.vmem.mapper_policy import MappingOptions
-from folio.vmem.pins import PinReport
-from folio.vmem.prefix_summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, CachedPrefix, key_of, split_keys
-from folio.vmem.prefix_tree import PrefixMatch, PrefixNode, TokenChain
+from folio.vmem.mapping.mapper_policy import MappingOptions
+from folio.vmem.prefix.pins import PinReport
+from folio.vmem.prefix.prefix_summary import (
+    CHANGE_BYTES,
+    KEY_BYTES,
+    NO_KEYS,
+    CachedKeys,
+    CachedPrefix,
+    key_of,
+    split_keys,
+)
+from folio.vmem.prefix.prefix_tree import PrefixMatch, PrefixNode, TokenChain
 from folio.vmem.report import GroupReport, MemoryReport
-from folio.vmem.segments import PrefixUse
 from folio.vmem.sequence import GroupTable, SequenceMemory, StepDemand, View, ViewPolicy
 from folio.vmem.snapshot import BlockState, MemorySnapshot, SequenceSnapshot, TableSnapshot, take_snapshot
-from folio.vmem.swapping import SwappedGroup
+from folio.vmem.swap.swapping import SwappedGroup
 from folio.vmem.tensor_parallel.orders import PeerRanks
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from folio.vmem.errors import IntegrityError, MapError, OutOfPages
-from folio.vmem.mapping_count import MappingCount
-from folio.vmem.swap_space import SwapSpace
+from folio.vmem.mapping.mapping_count import MappingCount
+from folio.vmem.swap.swap_space import SwapSpace
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from folio.vmem.backends.base import AddressRange, Backend, adjacent_runs, retry_undo
-from folio.vmem.block_pool import BlockPool
+from folio.vmem.blocks.block_pool import BlockPool
+from folio.vmem.blocks.eviction import EvictionQueue
 from folio.vmem.errors import IntegrityError, VmemError
-from folio.vmem.eviction import EvictionQueue
 from folio.vmem.layout import KVLayout, StateLayout
-from folio.vmem.region import HOLE, Region
+from folio.vmem.mapping.region import HOLE, Region
 
 # Adoption compares this many parked regions only: the choice must not cost what it saves.
 _ADOPTION_CANDIDATES = 4

@@ -13,27 +13,27 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from folio.vmem.backends.base import Backend, retry_undo
+from folio.vmem.blocks.eviction import EvictionOrder, ReturnOrder
+from folio.vmem.blocks.segments import PrefixUse
+from folio.vmem.blocks.tables import BlockAllocator, BlockTables, CopyOnWrite
 from folio.vmem.budget import BudgetAnswer, MemoryCounts, PagePool
 from folio.vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, OutOfSwap, PinError, VmemError
-from folio.vmem.eviction import EvictionOrder, ReturnOrder
 from folio.vmem.group import LayerGroup, longest_sequence, most_pages, reserve_groups
 from folio.vmem.lock import MemoryLock
-from folio.vmem.mapper import Mapper
-from folio.vmem.mapper_policy import MappingOptions, MappingPolicy
-from folio.vmem.mapping_count import MappingCount
-from folio.vmem.mapping_work import DestroyPages, DetachPages
-from folio.vmem.pins import Pins
-from folio.vmem.prefix_cache import PrefixCache
-from folio.vmem.prefix_summary import CachedPrefix
-from folio.vmem.prefix_tree import Hash, PrefixTree, TokenChain, stable_hash
+from folio.vmem.mapping.mapper import Mapper
+from folio.vmem.mapping.mapper_policy import MappingOptions, MappingPolicy
+from folio.vmem.mapping.mapping_count import MappingCount
+from folio.vmem.mapping.mapping_work import DestroyPages, DetachPages
+from folio.vmem.mapping.views import RegionManager
+from folio.vmem.prefix.pins import Pins
+from folio.vmem.prefix.prefix_cache import PrefixCache
+from folio.vmem.prefix.prefix_summary import CachedPrefix
+from folio.vmem.prefix.prefix_tree import Hash, PrefixTree, TokenChain, stable_hash
 from folio.vmem.report import MemoryAudit, MemoryReport
-from folio.vmem.segments import PrefixUse
 from folio.vmem.sequence import GroupTable, SequenceMemory, StepDemand, TableChanges, ViewPolicy
-from folio.vmem.swap_space import SwapSpace
-from folio.vmem.swapping import SwappedGroup, Swapping
-from folio.vmem.tables import BlockAllocator, BlockTables, CopyOnWrite
+from folio.vmem.swap.swap_space import SwapSpace
+from folio.vmem.swap.swapping import SwappedGroup, Swapping
 from folio.vmem.tensors import BlockContents, CacheTensors, LocalContents
-from folio.vmem.views import RegionManager
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from folio.vmem.backends.base import Backend
+from folio.vmem.blocks.tables import BlockTables, CopyOnWrite
 from folio.vmem.budget import MemoryCounts, PagePool
 from folio.vmem.errors import IntegrityError
 from folio.vmem.group import GroupMemory
 from folio.vmem.lock import MemoryLock
-from folio.vmem.mapper import Mapper
-from folio.vmem.pins import PinReport, Pins
-from folio.vmem.prefix_tree import PrefixTree
-from folio.vmem.swapping import Swapping
-from folio.vmem.tables import BlockTables, CopyOnWrite
+from folio.vmem.mapping.mapper import Mapper
+from folio.vmem.prefix.pins import PinReport, Pins
+from folio.vmem.prefix.prefix_tree import PrefixTree
+from folio.vmem.swap.swapping import Swapping
 
 
 @dataclass(frozen=True, slots=True)

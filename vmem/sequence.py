@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from folio.vmem.prefix_tree import PrefixCursor
-from folio.vmem.region import Region
+from folio.vmem.mapping.region import Region
+from folio.vmem.prefix.prefix_tree import PrefixCursor
 
 View = Literal["region", "block_table"]
 ViewPolicy = Literal["auto", "region", "block_table"]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from folio.vmem.block_pool import PoolCopy
-from folio.vmem.region import Region
+from folio.vmem.blocks.block_pool import PoolCopy
+from folio.vmem.mapping.region import Region
 from folio.vmem.report import MemoryReport
 from folio.vmem.sequence import SequenceMemory
 

@@ -16,7 +16,7 @@ folio serve ./my-model --print-config > folio.yaml && folio check folio.yaml
 def check(file: Annotated[Path, typer.Argument(help="A configuration file of `folio serve --config`.")]) -> None:
     """Print a configuration file's faults, a line each, and start nothing."""
     from folio.app.checks import load_config
-    from folio.app.cli.search_path import add_working_directory
+    from folio.app.cli.start.search_path import add_working_directory
 
     add_working_directory()
     load_config(file)

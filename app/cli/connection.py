@@ -13,7 +13,7 @@ import typer
 
 from folio.app.cli.text import printable
 from folio.app.errors import ConfigError, EngineError, ForbiddenError, UnavailableError
-from folio.app.event_stream import DONE, event_data
+from folio.app.http.event_stream import DONE, event_data
 
 if TYPE_CHECKING:
     import aiohttp
@@ -92,7 +92,7 @@ class Server:
             body: of a POST, whose answer must have an end mark; `None`: a GET, whose answer may just end.
             on_progress: called with the fields of a Folio's comments.
         """
-        from folio.app.http_errors import error_of
+        from folio.app.http.errors import error_of
 
         async with self.answer("GET" if body is None else "POST", path, body) as response:
             async for data in event_data(response.content.iter_any(), on_progress):
@@ -150,7 +150,7 @@ class Server:
         return names[0]
 
     def _refusal(self, path: str, response: aiohttp.ClientResponse, content: bytes) -> Exception:
-        from folio.app.http_errors import error_of_status
+        from folio.app.http.errors import error_of_status
 
         error = error_of_status(response.status, response.headers.get("Retry-After"), content)
         if response.status == 401:

@@ -10,8 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from folio.app.cli import bench, budget, chat, check, env, models, pins, plan, serve, top
+from folio.app.cli import chat, check, models, pins, plan, serve
+from folio.app.cli.bench import command as bench
+from folio.app.cli.start import budget, env
 from folio.app.cli.text import printable
+from folio.app.cli.top import command as top
 from folio.app.errors import ConfigError, FolioError
 
 folio = typer.Typer(
@@ -24,7 +27,7 @@ folio = typer.Typer(
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        from folio.app.version import VERSION
+        from folio.app import VERSION
 
         print(f"folio {VERSION}")
         raise typer.Exit()

@@ -19,8 +19,8 @@ from folio.app.cli.text import console, table
 from folio.app.config.sizes import show_size
 
 if TYPE_CHECKING:
-    from folio.app.engine.model.memory_profile import DevicePlan
-    from folio.app.engine.model.size import ModelSize
+    from folio.app.engine.memory.memory_profile import DevicePlan
+    from folio.app.engine.memory.size import ModelSize
 
 EXAMPLES = """
 folio plan builtin --memory 4GiB
@@ -98,7 +98,7 @@ def plan(
     # transformers reports optional kernels that it lacks, and its progress.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from folio.app.config.engine import EngineConfig
-    from folio.app.engine.model.size import ModelSize
+    from folio.app.engine.memory.size import ModelSize
 
     with _errors_only():
         size = ModelSize(
@@ -152,9 +152,9 @@ def choose_target(device: str | None, memory: int | None) -> Target:
 
 def check_model(model: str) -> None:
     """Raise `ModelError` for a path without a model, and for weights of other formats; a Hub id is not looked up."""
-    from folio.app.builtin import resolve_model
     from folio.app.config.checkpoint import format_fault, name_fault
     from folio.app.errors import ModelError
+    from folio.app.models.builtin import resolve_model
 
     folder = Path(resolve_model(model)).expanduser()
     fault = format_fault(folder) if folder.is_dir() else name_fault(model)
@@ -166,8 +166,8 @@ def check_model(model: str) -> None:
 
 def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, Any]:
     """The plan as JSON. Raises `ConfigError` if the model does not fit."""
-    from folio.app.engine.model.kv_plan import layout_kind
-    from folio.app.engine.model.size import GRANULARITY_BYTES, replicas_that_fit
+    from folio.app.engine.memory.kv_plan import layout_kind
+    from folio.app.engine.memory.size import GRANULARITY_BYTES, replicas_that_fit
 
     room = size.room(target.memory_bytes)
     rooms = replicas_that_fit(size, target.memory_bytes, num_tokens)

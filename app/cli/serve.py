@@ -129,8 +129,8 @@ def serve(
     Without --config, the options are put over the packaged defaults.
     """
     begun_at = time.monotonic()
-    from folio.app.cli.env import stay_on_this_machine
-    from folio.app.cli.search_path import add_working_directory
+    from folio.app.cli.start.env import stay_on_this_machine
+    from folio.app.cli.start.search_path import add_working_directory
 
     is_local = "RAY_ADDRESS" not in os.environ
     if is_local:
@@ -166,8 +166,8 @@ def serve(
 
         print(yaml.safe_dump(settings.value, sort_keys=False, allow_unicode=True), end="")
         return 0
-    from folio.app.cli.lifetime import run  # not before: Ray takes seconds
-    from folio.app.cli.start_log import StartLog
+    from folio.app.cli.start.lifetime import run  # not before: Ray takes seconds
+    from folio.app.cli.start.start_log import StartLog
 
     return run(
         checked,

@@ -5,6 +5,17 @@ question = Message(role="user", content="What is Folio?")
 answer = await folio.chat(ChatCompletionRequest(model="builtin", messages=[question]))
 """
 
+from folio.app.api.anthropic.body import CountTokensRequest, MessagesRequest
+from folio.app.api.anthropic.replies import MessageEvent, MessageObject, TokenCount
+from folio.app.api.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.api.openai.chat_body import ChatCompletionRequest, Message
+from folio.app.api.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, Usage
+from folio.app.api.operators.bodies import AddModelRequest, LoadAdapterRequest, PinRequest, UnloadAdapterRequest
+from folio.app.api.operators.replies import LoadReport, PinCard, PinList
+from folio.app.api.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from folio.app.api.pooled.replies import EmbeddingList, Ranking, ScoreList
+from folio.app.api.responses.body import ResponsesRequest
+from folio.app.api.responses.replies import ResponseObject, StreamEvent
 from folio.app.client.folio import Folio
 from folio.app.errors import (
     ContextLengthError,
@@ -20,17 +31,6 @@ from folio.app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from folio.app.openai.bodies import CompletionRequest, ForkRequest
-from folio.app.openai.chat_body import ChatCompletionRequest, Message
-from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
-from folio.app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
-from folio.app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, PinRequest, UnloadAdapterRequest
-from folio.app.openai.operation.replies import LoadReport, PinCard, PinList
-from folio.app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from folio.app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from folio.app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, Usage
-from folio.app.openai.responses.body import ResponsesRequest
-from folio.app.openai.responses.replies import ResponseObject, StreamEvent
 from folio.vmem import BudgetAnswer, MemoryReport
 
 __all__ = [

@@ -7,19 +7,19 @@ from collections.abc import AsyncGenerator
 from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
 
+from folio.app.api.anthropic.body import CountTokensRequest, MessagesRequest
+from folio.app.api.anthropic.replies import MessageEvent, MessageObject, TokenCount
+from folio.app.api.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.api.openai.chat_body import ChatCompletionRequest
+from folio.app.api.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from folio.app.api.operators.bodies import AddModelRequest, LoadAdapterRequest, PinRequest, UnloadAdapterRequest
+from folio.app.api.operators.replies import LoadReport, ModelCard, ModelList, PinList
+from folio.app.api.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from folio.app.api.pooled.replies import EmbeddingList, Ranking, ScoreList
+from folio.app.api.responses.body import ResponsesRequest
+from folio.app.api.responses.replies import ResponseObject, StreamEvent
 from folio.app.client.transport import Transport
 from folio.app.errors import EngineError, UnavailableError
-from folio.app.openai.bodies import CompletionRequest, ForkRequest
-from folio.app.openai.chat_body import ChatCompletionRequest
-from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
-from folio.app.openai.messages.replies import MessageEvent, MessageObject, TokenCount
-from folio.app.openai.operation.bodies import AddModelRequest, LoadAdapterRequest, PinRequest, UnloadAdapterRequest
-from folio.app.openai.operation.replies import LoadReport, ModelCard, ModelList, PinList
-from folio.app.openai.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from folio.app.openai.pooled.replies import EmbeddingList, Ranking, ScoreList
-from folio.app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
-from folio.app.openai.responses.body import ResponsesRequest
-from folio.app.openai.responses.replies import ResponseObject, StreamEvent
 from folio.vmem import BudgetAnswer, MemoryReport
 
 if TYPE_CHECKING:

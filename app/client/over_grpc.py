@@ -11,10 +11,10 @@ import grpc
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
+from folio.app.api.operators.replies import LoadReport, PinList
 from folio.app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
 from folio.app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError
-from folio.app.http_errors import error_of
-from folio.app.openai.operation.replies import LoadReport, PinList
+from folio.app.http.errors import error_of
 from folio.app.proto import convert
 from folio.app.proto import folio_pb2 as pb
 from folio.app.proto.folio_pb2_grpc import FolioStub

@@ -13,11 +13,11 @@ import aiohttp
 from pydantic import BaseModel, TypeAdapter
 from pydantic_core import from_json
 
+from folio.app.api.operators.replies import BudgetReport
 from folio.app.client.transport import PerLoop, connection_lost, unreachable
-from folio.app.event_stream import DONE, event_data
-from folio.app.http_errors import error_of, error_of_status
-from folio.app.openai.operation.replies import BudgetReport
-from folio.app.operations import OPERATIONS
+from folio.app.http.errors import error_of, error_of_status
+from folio.app.http.event_stream import DONE, event_data
+from folio.app.http.operations import OPERATIONS
 
 _CONNECT_TIMEOUT_S = 10.0
 

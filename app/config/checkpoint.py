@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from folio.app.chat_template.template import ChatTemplate
 from folio.app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
+from folio.app.models.chat_template.template import ChatTemplate
 
 # Names of transformers' tables of model types.
 _CAUSAL, _MASKED, _SEQ2SEQ = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"

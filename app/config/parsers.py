@@ -1,7 +1,7 @@
 """Names of the formats in which models write calls of functions and reasoning.
 
 By the names of vLLM's `--tool-call-parser` and `--reasoning-parser`; their syntaxes are in
-`folio.app.openai.output.formats`.
+`folio.app.api.output.formats`.
 """
 
 from typing import Literal

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from folio.app.dashboard.collector import Collector, Wish
 from folio.app.dashboard.state import DashboardState
-from folio.app.static_files import add_files
+from folio.app.http.static_files import add_files
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from folio.app.engine.report import ReplicaReport
-from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
+from folio.app.shelf.status import DeviceStatus, ModelStatus
 from folio.vmem import BlockState, MemoryReport
 
 VERSION = 1
@@ -124,18 +124,18 @@ class Steps(State):
     "evicted_for error",
 )
 class ModelOnDevice(State):
-    """A model of a replica whose models share a device, see `folio.app.engine.shelf.status.ModelStatus`."""
+    """A model of a replica whose models share a device, see `folio.app.shelf.status.ModelStatus`."""
 
 
 @figures_of(DeviceStatus, "capacity_bytes used_bytes idle_bytes charged_bytes workspace_bytes")
 class Device(State):
-    """The memory that the models of a replica share, see `folio.app.engine.shelf.status.DeviceStatus`."""
+    """The memory that the models of a replica share, see `folio.app.shelf.status.DeviceStatus`."""
 
     needed_bytes: int = 0
 
 
 class Gpu(State):
-    """Memory of a replica's GPU by part, see `folio.app.engine.gpu_memory.GpuMemory`."""
+    """Memory of a replica's GPU by part, see `folio.app.engine.memory.gpu_memory.GpuMemory`."""
 
     parts: dict[str, int]
     pinned_bytes: int

@@ -17,7 +17,7 @@ from folio.app.dashboard.state import (
     block_map,
     runs_of,
 )
-from folio.app.engine.watch import EngineView, EngineWatch, StepRecord, WatchedSequence
+from folio.app.engine.step.watch import EngineView, EngineWatch, StepRecord, WatchedSequence
 from folio.app.fleet.status import ReplicaStatus
 from folio.vmem import MemoryReport, MemorySnapshot
 

@@ -12,12 +12,12 @@ from functools import lru_cache
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from folio.app.edge.request_body import path_of
-from folio.app.error_json import error_json
 from folio.app.errors import OverloadedError, UnavailableError
 from folio.app.fleet.overload import LoadShedder
-from folio.app.http_errors import HttpRefusal, whole_seconds
-from folio.app.operations import OPERATIONS
-from folio.app.request_context import EdgeObserver
+from folio.app.http.error_json import error_json
+from folio.app.http.errors import HttpRefusal, whole_seconds
+from folio.app.http.operations import OPERATIONS
+from folio.app.http.request_context import EdgeObserver
 
 # `Retry-After` while the server drains: by then another server may answer at its address.
 _DRAINED_AFTER_S = 5.0

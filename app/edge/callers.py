@@ -5,7 +5,7 @@ from __future__ import annotations
 from folio.app.config.http import HttpSettings
 from folio.app.edge.keys import KeyRing
 from folio.app.errors import ForbiddenError, RateLimitError
-from folio.app.request_context import RequestContext, current_context
+from folio.app.http.request_context import RequestContext, current_context
 
 
 class Callers:

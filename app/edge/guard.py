@@ -29,10 +29,10 @@ from folio.app.edge.request_body import (
     replay,
 )
 from folio.app.edge.request_log import log_request
-from folio.app.error_json import error_json, is_anthropic
 from folio.app.errors import ForbiddenError, RateLimitError
-from folio.app.http_errors import HttpRefusal, error_response
-from folio.app.request_context import CURRENT, EdgeObserver, RequestContext
+from folio.app.http.error_json import error_json, is_anthropic
+from folio.app.http.errors import HttpRefusal, error_response
+from folio.app.http.request_context import CURRENT, EdgeObserver, RequestContext
 
 logger = logging.getLogger(__name__)
 

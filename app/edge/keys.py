@@ -21,7 +21,7 @@ from folio.app.config.http import KeyEntry, KeyFile, KeySource, RateLimits
 from folio.app.edge.limits import IngressLimits
 from folio.app.edge.quota import Quota
 from folio.app.errors import ConfigError
-from folio.app.request_context import EdgeObserver
+from folio.app.http.request_context import EdgeObserver
 
 logger = logging.getLogger(__name__)
 

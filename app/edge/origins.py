@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from folio.app.config.http import HttpSettings
 from folio.app.errors import ForbiddenError
-from folio.app.http_errors import HttpRefusal
+from folio.app.http.errors import HttpRefusal
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST, _ORIGIN, _SITE, _MODE, _DEST = b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from folio.app.config.http import RateLimits
 from folio.app.edge.limits import IngressLimits, LeasedLimit
 from folio.app.errors import RateLimitError, RequestError
-from folio.app.http_errors import whole_seconds
+from folio.app.http.errors import whole_seconds
 
 # Weight of a new measurement in the mean time that a caller's request runs.
 _MEAN_WEIGHT = 0.1

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from folio.app.config.http import HttpSettings
 from folio.app.edge.compression import decompressed, known_codings
-from folio.app.haproxy import ATTEMPT_HEADER, REQUEST_ID
-from folio.app.http_errors import HttpRefusal
+from folio.app.http.errors import HttpRefusal
+from folio.app.http.haproxy import ATTEMPT_HEADER, REQUEST_ID
 
 _REQUEST_ID = re.compile(REQUEST_ID.encode())
 _LENGTH = re.compile(rb"[0-9]{1,18}")

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from starlette.types import Scope
 
-from folio.app.request_context import RequestContext
+from folio.app.http.request_context import RequestContext
 
 logger = logging.getLogger(__name__)
 

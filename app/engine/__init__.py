@@ -7,9 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import Delta, FinishReason, TokenLogprobs
-from folio.app.engine.engine_request import EngineRequest
+from folio.app.engine.request.delta import Delta, FinishReason
+from folio.app.engine.request.engine_request import EngineRequest
 from folio.app.engine.sampling.params import SamplingParams, Structure
+from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 
 if TYPE_CHECKING:
     from folio.app.engine.async_engine import AsyncEngine

@@ -14,24 +14,24 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import Delta, DeltaQueue
+from folio.app.engine.device.shared_device import SharedDevice
 from folio.app.engine.driver import STOPPED, Act, EngineDriver, Stream
 from folio.app.engine.engine import Admit, Begin, Engine
-from folio.app.engine.engine_request import EngineRequest, check_timeout
-from folio.app.engine.faults import start_error
-from folio.app.engine.load_report import MOST_KEYS, Activity
 from folio.app.engine.lora.source import AdapterSource, files_version, folder_below
 from folio.app.engine.model.device import resolve
 from folio.app.engine.model.loader import read_weights
 from folio.app.engine.model.pooling import Pooling
+from folio.app.engine.ranks.processes import Launch, spawn_ranks
 from folio.app.engine.report import Progress, ReplicaReport, StartTimes
+from folio.app.engine.request.delta import Delta, DeltaQueue
+from folio.app.engine.request.engine_request import EngineRequest, check_timeout
+from folio.app.engine.request.faults import start_error
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.shared_device import SharedDevice
+from folio.app.engine.schedule.load_report import MOST_KEYS, Activity
 from folio.app.engine.speculation import SpeculationCounts
 from folio.app.engine.startup import PeerPrefixes, get_ready, hot_prefixes, prefix_fingerprint
-from folio.app.engine.step_thread import StepThread
-from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from folio.app.engine.watch import EngineWatch
+from folio.app.engine.step.step_thread import StepThread
+from folio.app.engine.step.watch import EngineWatch
 from folio.app.errors import ModelError, RequestError, UnknownRequestError
 from folio.vmem import BudgetAnswer, CachedPrefix, MemoryReport
 

@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from folio.app.engine.delta import Delta, DeltaQueue
 from folio.app.engine.engine import Begin, Engine
-from folio.app.engine.faults import device_fault, is_hardware_fault
 from folio.app.engine.report import Progress
-from folio.app.engine.step_thread import StepThread, run_call
+from folio.app.engine.request.delta import Delta, DeltaQueue
+from folio.app.engine.request.faults import device_fault, is_hardware_fault
+from folio.app.engine.step.step_thread import StepThread, run_call
 from folio.app.errors import EngineError, FolioError, RequestError, UnavailableError
 from folio.vmem import IntegrityError
 

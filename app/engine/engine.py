@@ -15,40 +15,40 @@ from operator import attrgetter
 from typing import Any
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.charges import DeviceCharges
-from folio.app.engine.decoding import Decoder
-from folio.app.engine.delta import Delta
-from folio.app.engine.engine_request import EngineRequest
-from folio.app.engine.execution.executor import Executor
-from folio.app.engine.execution.self_test import self_test
+from folio.app.engine.device.charges import DeviceCharges
+from folio.app.engine.device.shared_device import SharedDevice
 from folio.app.engine.execution.work_queue import ThreadQueue
-from folio.app.engine.faults import kernel_errors_as_config_errors
-from folio.app.engine.footprint import Footprint
-from folio.app.engine.intake import RequestValidator, check_fork, fit_context
-from folio.app.engine.load_report import LoadMeter, LoadReporter
 from folio.app.engine.lora.source import AdapterSource
-from folio.app.engine.lora.store import AdapterStore
 from folio.app.engine.lora.weights import check_sources
+from folio.app.engine.memory.footprint import Footprint
+from folio.app.engine.memory.kv_plan import build_memory
+from folio.app.engine.memory.memory_profile import DevicePlan, plan_device
 from folio.app.engine.model.device import resolve
-from folio.app.engine.model.kv_plan import build_memory
-from folio.app.engine.model.memory_profile import DevicePlan, plan_device
-from folio.app.engine.pin_restorer import PinRestorer
-from folio.app.engine.pooler import Pooler
-from folio.app.engine.preemption import PreemptionCostModel
-from folio.app.engine.prefix_keys import adapter_of
+from folio.app.engine.model.vocabulary import Vocabulary
+from folio.app.engine.ranks.adapter_store import AdapterStore
+from folio.app.engine.ranks.executor import Executor
+from folio.app.engine.ranks.processes import Launch, spawn_ranks
+from folio.app.engine.ranks.self_test import self_test
 from folio.app.engine.report import StartTimes, process_age_s
-from folio.app.engine.request import Request
+from folio.app.engine.request.delta import Delta
+from folio.app.engine.request.engine_request import EngineRequest
+from folio.app.engine.request.faults import kernel_errors_as_config_errors
+from folio.app.engine.request.prefix_keys import adapter_of
+from folio.app.engine.request.request import Request
+from folio.app.engine.request.text_prefix import encode_pinned
 from folio.app.engine.sampling.beam import BeamSearch
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.scheduler import Scheduler
-from folio.app.engine.shared_device import SharedDevice
+from folio.app.engine.schedule.load_report import LoadMeter, LoadReporter
+from folio.app.engine.schedule.pin_restorer import PinRestorer
+from folio.app.engine.schedule.preemption import PreemptionCostModel
+from folio.app.engine.schedule.scheduler import Scheduler
 from folio.app.engine.speculation import Speculation
-from folio.app.engine.step_loop import StepLoop
-from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from folio.app.engine.text_prefix import encode_pinned
-from folio.app.engine.token_selection import TokenChooser
-from folio.app.engine.vocabulary import Vocabulary
-from folio.app.engine.watch import EngineWatch
+from folio.app.engine.step.decoding import Decoder
+from folio.app.engine.step.intake import RequestValidator, check_fork, fit_context
+from folio.app.engine.step.pooler import Pooler
+from folio.app.engine.step.step_loop import StepLoop
+from folio.app.engine.step.token_selection import TokenChooser
+from folio.app.engine.step.watch import EngineWatch
 from folio.app.errors import (
     ConfigError,
     DeadlineError,

@@ -12,11 +12,12 @@ from typing import Any, Self
 import numpy as np
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import Delta, FinishReason, TokenLogprobs
 from folio.app.engine.engine import Engine
-from folio.app.engine.engine_request import EngineRequest
-from folio.app.engine.pooled import PoolingParams
+from folio.app.engine.request.delta import Delta, FinishReason
+from folio.app.engine.request.engine_request import EngineRequest
+from folio.app.engine.request.pooled import PoolingParams
 from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.errors import EngineError, RequestError
 
 

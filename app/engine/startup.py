@@ -20,12 +20,12 @@ import torch
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine import Engine
-from folio.app.engine.engine_request import EngineRequest
-from folio.app.engine.execution.variants import run_variants
-from folio.app.engine.faults import kernel_errors_as_config_errors
 from folio.app.engine.model.loader import LoadedModel
-from folio.app.engine.pooled import PoolingParams
-from folio.app.engine.prefix_keys import adapter_of
+from folio.app.engine.ranks.variants import run_variants
+from folio.app.engine.request.engine_request import EngineRequest
+from folio.app.engine.request.faults import kernel_errors_as_config_errors
+from folio.app.engine.request.pooled import PoolingParams
+from folio.app.engine.request.prefix_keys import adapter_of
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.errors import RequestError, UnavailableError
 from folio.vmem import CachedPrefix, IntegrityError

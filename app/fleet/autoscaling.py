@@ -32,14 +32,14 @@ from folio.app.errors import ConfigError
 
 if TYPE_CHECKING:  # folio.app.engine imports torch, which checks of a configuration and Serve's controller do without
     from folio.app.engine.report import ReplicaReport
-    from folio.app.engine.shelf.status import DeviceStatus
+    from folio.app.shelf.status import DeviceStatus
 
 _PREFIX = "folio_"
 # Of the shares of weights; the model's name follows.
 WEIGHTS_PREFIX = _PREFIX + "weights_share:"
 # Tolerance for sums of floats when a demand is rounded up.
 _EPSILON = 1e-6
-# Time constant of a replica's `busy_share` (folio.app.engine.load_report).
+# Time constant of a replica's `busy_share` (folio.app.engine.schedule.load_report).
 _BUSY_S = 10.0
 
 

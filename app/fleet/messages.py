@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from folio.app.config.added_model import AddedModel
-from folio.app.engine.delta import Delta, FinishReason, TokenLogprobs
-from folio.app.engine.engine_request import EngineRequest
-from folio.app.engine.pooled import PooledKind
 from folio.app.engine.report import ReplicaReport, StepTimes
+from folio.app.engine.request.delta import Delta, FinishReason
+from folio.app.engine.request.engine_request import EngineRequest
+from folio.app.engine.request.pooled import PooledKind
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.shelf.status import ModelStatus
+from folio.app.engine.sampling.token_logprobs import TokenLogprobs
+from folio.app.shelf.status import ModelStatus
 from folio.vmem import CachedPrefix
 
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}

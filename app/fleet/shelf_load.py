@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from folio.app.engine.report import ReplicaReport
-from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
 from folio.app.fleet.status import ModelReport
+from folio.app.shelf.status import DeviceStatus, ModelStatus
 
 # Time for which a replica is avoided by requests for a model that could not be loaded there.
 _FAILED_S = 60.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from folio.app.engine.report import GpuMemory, ReplicaReport, StepTimes
-from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
+from folio.app.shelf.status import DeviceStatus, ModelStatus
 from folio.vmem import MemoryReport
 
 # Bounds of a model that has not been loaded yet, of which only the order of magnitude matters to a router.

@@ -212,7 +212,7 @@ def _ungrouped(fields: Fields) -> Fields:
 
 
 def _with_prompt(body: Fields) -> Fields:
-    """The prompt by the kind of its first element, as in `folio.app.openai.bodies`."""
+    """The prompt by the kind of its first element, as in `folio.app.api.openai.bodies`."""
     fields = {name: value for name, value in body.items() if name != "prompt"}
     prompt = body.get("prompt")
     if isinstance(prompt, str):

@@ -16,8 +16,8 @@ from folio.app.errors import ModelUnavailableError, UnavailableError
 from folio.app.fleet.loaded import LoadedTable
 
 if TYPE_CHECKING:
-    from folio.app.engine.shelf.shelf import Shelf
-    from folio.app.engine.shelf.shelved_model import ShelvedModel
+    from folio.app.shelf.shelf import Shelf
+    from folio.app.shelf.shelved_model import ShelvedModel
 
 logger = logging.getLogger(__name__)
 

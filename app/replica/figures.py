@@ -10,7 +10,7 @@ from folio.app.errors import UnavailableError
 from folio.app.fleet.status import ModelReport, ReplicaStatus, unloaded_report
 
 if TYPE_CHECKING:
-    from folio.app.engine.shelf.shelf import Shelf
+    from folio.app.shelf.shelf import Shelf
 
 
 def replica_status(shelf: Shelf, name: str, *, most_keys: int = 0) -> ReplicaStatus:

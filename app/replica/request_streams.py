@@ -24,8 +24,8 @@ from folio.app.tracing import traced
 
 if TYPE_CHECKING:
     from folio.app.engine.async_engine import Pace
-    from folio.app.engine.shelf.shelf import Shelf
-    from folio.app.engine.shelf.shelved_model import ShelvedModel
+    from folio.app.shelf.shelf import Shelf
+    from folio.app.shelf.shelved_model import ShelvedModel
 
 
 class RequestStreams:

@@ -30,7 +30,7 @@ from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPoo
 from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.retry import CallRetries, CallWindow
 from folio.app.fleet.streams import SILENCE_S, interleave, without_heartbeats
-from folio.app.request_context import current_context
+from folio.app.http.request_context import current_context
 from folio.app.serving.shared_streams import ExpectedStream, SharedReader
 
 # A gRPC message holds 4 MiB. An output token takes up to 16 bytes, id and text: all outputs of a call with this many

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 from ray.serve import metrics
 
 from folio.app.engine.report import GpuMemory, ReplicaReport, Requests, StartTimes
-from folio.app.engine.shelf.status import DeviceStatus, ModelState, ModelStatus
 from folio.app.fleet.status import ReplicaStatus
 from folio.app.serving.metric_rows import Counter, Gauge, Histogram, MetricTable, Rows, Total
 from folio.app.serving.metrics import FIRST_S
+from folio.app.shelf.status import DeviceStatus, ModelState, ModelStatus
 from folio.vmem import MemoryReport
 
 if TYPE_CHECKING:
     from folio.app.engine.async_engine import AsyncEngine
-    from folio.app.engine.load_report import Activity
+    from folio.app.engine.schedule.load_report import Activity
     from folio.app.engine.speculation import SpeculationCounts
 
 _QUEUE_S: list[float] = [0.001, *FIRST_S]

@@ -21,11 +21,11 @@ from pydantic_core import from_json
 from ray.serve.grpc_util import RayServegRPCContext
 from starlette.types import ASGIApp, Message
 
+from folio.app.api.base import LOOP_BYTES, SizedExecutor
 from folio.app.errors import RequestError
-from folio.app.event_stream import DONE, event_data
-from folio.app.haproxy import ATTEMPT_HEADER
-from folio.app.http_errors import HttpRefusal, error_of, error_response
-from folio.app.openai.base import LOOP_BYTES, SizedExecutor
+from folio.app.http.errors import HttpRefusal, error_of, error_response
+from folio.app.http.event_stream import DONE, event_data
+from folio.app.http.haproxy import ATTEMPT_HEADER
 from folio.app.proto import convert
 from folio.app.proto import folio_pb2 as pb
 

@@ -15,8 +15,23 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from folio.app.api.batches.runner import BatchRunner
+from folio.app.api.batches.store import BatchStore
+from folio.app.api.http import build_api
+from folio.app.api.input.model_names import ModelNames
+from folio.app.api.input.served_models import ServedModels
+from folio.app.api.operators.bodies import AddModelRequest, BudgetRequest, PinRequest
+from folio.app.api.operators.changes import ModelChanges
+from folio.app.api.operators.model_cards import ModelCards
+from folio.app.api.operators.pins import Pins
+from folio.app.api.operators.replies import BudgetReport, LoadReport, ModelCard, load_report
+from folio.app.api.replicas import STATUS_TIMEOUT_S
+from folio.app.api.responses.store import open_store
+from folio.app.api.responses.stored import StoredResponses
+from folio.app.api.unknown_fields import UnknownFields
 from folio.app.compat.ray import http_host
 from folio.app.config.http import HttpSettings
+from folio.app.config.logs import configure_logs
 from folio.app.config.shelf import ShelfConfig
 from folio.app.dashboard.collector import Collector
 from folio.app.dashboard.http import add_dashboard
@@ -29,22 +44,7 @@ from folio.app.edge.request_body import ReadsRefusedBodies
 from folio.app.errors import UnavailableError
 from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.vllm_metrics import load_families
-from folio.app.haproxy import trusted_addresses
-from folio.app.logs import configure_logs
-from folio.app.openai.batches.runner import BatchRunner
-from folio.app.openai.batches.store import BatchStore
-from folio.app.openai.http import build_api
-from folio.app.openai.model_names import ModelNames
-from folio.app.openai.operation.bodies import AddModelRequest, BudgetRequest, PinRequest
-from folio.app.openai.operation.changes import ModelChanges
-from folio.app.openai.operation.model_cards import ModelCards
-from folio.app.openai.operation.pins import Pins
-from folio.app.openai.operation.replies import BudgetReport, LoadReport, ModelCard, load_report
-from folio.app.openai.replicas import STATUS_TIMEOUT_S
-from folio.app.openai.responses.store import open_store
-from folio.app.openai.responses.stored import StoredResponses
-from folio.app.openai.served_models import ServedModels
-from folio.app.openai.unknown_fields import UnknownFields
+from folio.app.http.haproxy import trusted_addresses
 from folio.app.serving.calls import ReplicaClient
 from folio.app.serving.dashboard import WatchedReplicas, count_starting
 from folio.app.serving.grpc_ingress import GrpcIngress

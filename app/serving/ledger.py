@@ -19,7 +19,7 @@ from folio.app.fleet.ledger_file import LedgerFile, this_process
 from folio.vmem.errors import BudgetError
 
 if TYPE_CHECKING:
-    from folio.app.engine.model.memory_profile import DevicePlan
+    from folio.app.engine.memory.memory_profile import DevicePlan
     from folio.vmem import KVMemory
 
 logger = logging.getLogger(__name__)

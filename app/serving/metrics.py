@@ -18,8 +18,8 @@ from ray.serve import metrics
 
 from folio.app.dashboard.traffic import MOST_OUTPUTS, EndedRequest, TrafficLog
 from folio.app.fleet.messages import GenerateRequest, Piece
-from folio.app.http_errors import outcome_of
-from folio.app.request_context import EdgeObserver
+from folio.app.http.errors import outcome_of
+from folio.app.http.request_context import EdgeObserver
 from folio.app.serving.metric_rows import Counter, Histogram, MetricTable, Rows
 from folio.app.tracing import set_outcome
 

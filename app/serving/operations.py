@@ -11,26 +11,26 @@ from functools import partial
 from inspect import isfunction
 from typing import Any, TypeVar
 
+from folio.app.api.anthropic.body import CountTokensRequest, MessagesRequest
+from folio.app.api.anthropic.replies import MessageEvent, TokenCount
+from folio.app.api.event_response import note_broken_stream
+from folio.app.api.input.model_names import ModelNames, Named
+from folio.app.api.input.served_models import ServedModel
+from folio.app.api.input.translate import Translator
+from folio.app.api.openai.answers import CompletionAnswer
+from folio.app.api.openai.bodies import ForkRequest
+from folio.app.api.openai.replies import Completion
+from folio.app.api.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+from folio.app.api.operators.model_cards import ModelCards
+from folio.app.api.operators.pins import Pins
+from folio.app.api.pooled.translate import PooledTranslator
+from folio.app.api.responses.body import ResponsesRequest
+from folio.app.api.responses.replies import ResponseEvent, ResponseObject, StreamEvent
+from folio.app.api.responses.stored import StoredResponses
 from folio.app.edge.admission import AdmissionControl, overloaded_error
 from folio.app.errors import DeadlineError, FolioError
 from folio.app.fleet.messages import ForkCall, GenerateRequest, ServedPooling
 from folio.app.fleet.overload import LoadShedder
-from folio.app.openai.answers import CompletionAnswer
-from folio.app.openai.bodies import ForkRequest
-from folio.app.openai.event_response import note_broken_stream
-from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
-from folio.app.openai.messages.replies import MessageEvent, TokenCount
-from folio.app.openai.model_names import ModelNames, Named
-from folio.app.openai.operation.model_cards import ModelCards
-from folio.app.openai.operation.pins import Pins
-from folio.app.openai.pooled.translate import PooledTranslator
-from folio.app.openai.replies import Completion
-from folio.app.openai.responses.body import ResponsesRequest
-from folio.app.openai.responses.replies import ResponseEvent, ResponseObject, StreamEvent
-from folio.app.openai.responses.stored import StoredResponses
-from folio.app.openai.served_models import ServedModel
-from folio.app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
-from folio.app.openai.translate import Translator
 from folio.app.serving.calls import ReplicaClient
 from folio.app.serving.metrics import Measured, RequestMeter
 
@@ -103,8 +103,8 @@ def _named(operations: type[T]) -> type[T]:
 
 @_named
 class Operations:
-    """The part of an ingress that computes: a method for each operation of `folio.app.operations`, and `name_stream`
-    for those whose body has `stream`. All raise `FolioError`."""
+    """The part of an ingress that computes: a method for each operation of `folio.app.http.operations`, and
+    `name_stream` for those whose body has `stream`. All raise `FolioError`."""
 
     _names: ModelNames
     _replicas: ReplicaClient

@@ -19,6 +19,7 @@ import ray
 from ray import serve
 
 from folio.app.config.added_model import check_added
+from folio.app.config.logs import configure_logs
 from folio.app.config.shelf import ModelConfig, ShelfConfig
 from folio.app.dashboard.views import ReplicaView, WatchCall, view_replica
 from folio.app.engine.lora.source import AdapterSource
@@ -40,7 +41,6 @@ from folio.app.fleet.messages import (
 from folio.app.fleet.shelf_load import reports_for_routers
 from folio.app.fleet.status import ReplicaStatus
 from folio.app.fleet.streams import BEAT_S, PROGRESS_S, StreamPace, with_heartbeats
-from folio.app.logs import configure_logs
 from folio.app.replica.additions import ShelfAdditions
 from folio.app.replica.figures import replica_status
 from folio.app.replica.request_streams import RequestStreams
@@ -54,7 +54,7 @@ from folio.vmem import BudgetAnswer
 
 if TYPE_CHECKING:
     from folio.app.engine.async_engine import AsyncEngine
-    from folio.app.engine.shelf.shelf import Shelf
+    from folio.app.shelf.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +115,10 @@ class EngineReplica:
     ) -> None:
         # Imported here, in the replica: Serve's controller and the process that builds the application import this
         # module, too, and would take seconds to import torch and transformers.
-        from folio.app.engine.load_report import MOST_KEYS
         from folio.app.engine.model.device import resolve
-        from folio.app.engine.shelf.shelf import Shelf
+        from folio.app.engine.schedule.load_report import MOST_KEYS
         from folio.app.serving.tp_actors import actors_of_this_replica
+        from folio.app.shelf.shelf import Shelf
 
         configure_logs()
         keep_traces_whole()

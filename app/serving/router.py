@@ -25,7 +25,7 @@ from ray.serve import metrics
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from folio.app.compat.ray import BoundedWaitRouter, back_off
-from folio.app.engine.prefix_keys import compiled_hashing, prompt_keys
+from folio.app.engine.request.prefix_keys import compiled_hashing, prompt_keys
 from folio.app.errors import DeadlineError, NoReplicaError, OverloadedError
 from folio.app.fleet.decisions import DECISIONS, RoutingDecision, scores_of
 from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest

@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 from ray.serve.handle import DeploymentHandle
 
 from folio.app.compat.ray import CALL_ERRORS, streaming_handle
-from folio.app.engine.delta import FinishReason
+from folio.app.engine.request.delta import FinishReason
 from folio.app.errors import FolioError, UnavailableError
 from folio.app.fleet.messages import Piece, SharedStreamCall, SharedStreamKey
 from folio.app.fleet.streams import SILENCE_S, without_heartbeats

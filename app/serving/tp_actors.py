@@ -18,8 +18,8 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from folio.app.config.machine import num_threads
-from folio.app.engine.tensor_parallel.processes import Launch, RankSpec
-from folio.app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
+from folio.app.engine.ranks.processes import Launch, RankSpec
+from folio.app.engine.ranks.worker import RankWorker, run_to_the_end
 from folio.app.errors import ConfigError
 
 # Actors start in seconds; beyond this bound the cluster has no room for them.

@@ -33,11 +33,11 @@ from benchmarks import harness, workloads
 from benchmarks.engine.device_time import product_limit, read_limit
 from benchmarks.facts import record
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
-from folio.app.engine.execution.batch import demands, next_demands
-from folio.app.engine.preemption import PreemptionCostModel
-from folio.app.engine.request import Request, Sequence
+from folio.app.engine.layers.batch import demands, next_demands
+from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.scheduler import Scheduler
+from folio.app.engine.schedule.preemption import PreemptionCostModel
+from folio.app.engine.schedule.scheduler import Scheduler
 from folio.vmem import (
     AddressRange,
     Backend,

@@ -27,8 +27,8 @@ from benchmarks import checkpoints, harness
 from benchmarks.engine import planning
 from benchmarks.engine.step_counts import HostCalls, Launches
 from folio.app.engine import LLM, SamplingParams
-from folio.app.engine.execution.batch import StepBatch
 from folio.app.engine.execution.work_queue import InlineQueue
+from folio.app.engine.layers.batch import StepBatch
 from folio.app.engine.sampling.params import Structure
 from folio.app.engine.sampling.sampler import PendingSample, Sampled, launch_sampling
 from folio.vmem import View
@@ -308,11 +308,11 @@ class _Late:
 def exposed_us(async_scheduling: str, num_steps: int = STUB_STEPS) -> float:
     """Microseconds by which a step of 256 greedy sequences takes longer than the device's 20 ms."""
     with (
-        patch("folio.app.engine.execution.executor.ThreadQueue", _inline_queue),
+        patch("folio.app.engine.ranks.executor.ThreadQueue", _inline_queue),
         _of_short_prompts(num_steps, async_scheduling=async_scheduling) as llm,
     ):
         device = FixedLatencyDevice(llm, STUB_LATENCY_S)
-        with patch("folio.app.engine.token_selection.launch_sampling", device.launch_sampling):
+        with patch("folio.app.engine.step.token_selection.launch_sampling", device.launch_sampling):
             for _ in range(5):
                 llm.engine.step()
             start = time.perf_counter()

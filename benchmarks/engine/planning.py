@@ -10,9 +10,9 @@ import torch
 from benchmarks.simulator.backend import CountingBackend
 from folio.app.engine.execution.builder import BatchBuilder
 from folio.app.engine.execution.planner import StepPlanner
-from folio.app.engine.request import Request, Sequence
+from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.scheduled import Scheduled
+from folio.app.engine.schedule.scheduled import Scheduled
 from folio.vmem import KVMemory, LayerGroup, LayerSpec, MappingOptions, View, plan_layout
 
 BLOCK_TOKENS, PAGE_BYTES = 16, 4096

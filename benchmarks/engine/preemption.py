@@ -40,9 +40,9 @@ from benchmarks.picture import OURS, legend_below, picture, plain_numbers
 from folio.app.config.engine import PreemptionPolicy
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.engine import Engine
-from folio.app.engine.execution.batch import demands
-from folio.app.engine.preemption import PreemptionCost, PreemptionMode
-from folio.app.engine.request import Sequence
+from folio.app.engine.layers.batch import demands
+from folio.app.engine.request.request import Sequence
+from folio.app.engine.schedule.preemption import PreemptionCost, PreemptionMode
 from folio.vmem import StepDemand
 
 QWEN, NUM_LAYERS = "Qwen2.5-0.5B", {"cpu": 4, "cuda": 24}

@@ -18,7 +18,7 @@ from statistics import median
 from benchmarks import checkpoints, harness
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import LLM, SamplingParams
-from folio.app.engine.mixed_steps import STRETCH
+from folio.app.engine.schedule.mixed_steps import STRETCH
 
 NUM_STREAMS, STREAM_TOKENS, SEED = 3, 60, 3
 PROMPT_TOKENS, QUICK_PROMPT_TOKENS, REPEATS = 7000, 1500, 3

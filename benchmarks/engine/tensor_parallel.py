@@ -34,11 +34,11 @@ from transformers import LlamaConfig
 from benchmarks import checkpoints, harness
 from folio.app.config.machine import num_threads
 from folio.app.engine import LLM, SamplingParams
-from folio.app.engine.execution.batch import PlanHeader, PlanRun, StepPlan
+from folio.app.engine.layers.batch import PlanHeader, PlanRun, StepPlan
+from folio.app.engine.ranks.processes import ChildProcesses, pack_step, unpack_step
+from folio.app.engine.ranks.rank_group import RankGroup
 from folio.app.engine.tensor_parallel import shared_memory
 from folio.app.engine.tensor_parallel.communicator import MemoryCommunicator
-from folio.app.engine.tensor_parallel.processes import ChildProcesses, pack_step, unpack_step
-from folio.app.engine.tensor_parallel.ranks import RankGroup
 from folio.app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader, RingWriter
 
 VOCAB_SIZE = 32_000

@@ -13,13 +13,13 @@ import tracemalloc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from folio.app.engine.load_report import MOST_KEYS
-from folio.app.engine.prefix_keys import prompt_keys
 from folio.app.engine.report import ReplicaReport, StepTimes
+from folio.app.engine.request.prefix_keys import prompt_keys
+from folio.app.engine.schedule.load_report import MOST_KEYS
 from folio.app.fleet.fleet import Fleet, RoutedRequest
 from folio.app.fleet.policies import PrefixAware
 from folio.vmem import NO_KEYS, CachedKeys, key_of
-from folio.vmem.prefix_summary import PrefixSummary
+from folio.vmem.prefix.prefix_summary import PrefixSummary
 
 _UNIT_TOKENS = 16
 # Units of the prefix that all prompts share, of a prompt, and of the cached part of a prompt that continues one.

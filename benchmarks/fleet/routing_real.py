@@ -38,7 +38,7 @@ from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.outcome import Outcome
 from benchmarks.simulator.traffic import Arrival
-from folio.app.cli.load import Ask, Clock, Record, Send, open_loop
+from folio.app.cli.bench.load import Ask, Clock, Record, Send, open_loop
 from folio.app.engine.report import StepTimes
 from folio.app.fleet.policies import PrefixAware
 from folio.vmem import TokenChain

@@ -56,7 +56,7 @@ from benchmarks.rivals.shelf_rivals import OneAtATime, StaticSplit, best_split, 
 from benchmarks.serving import arrivals
 from benchmarks.serving.latency import Targets
 from benchmarks.serving.loops import closed_loop
-from folio.app.cli.load import Send, open_loop
+from folio.app.cli.bench.load import Send, open_loop
 
 HELD = 3
 LOAD = 0.6

@@ -19,8 +19,8 @@ from benchmarks.fleet.shelf_models import TracedRequest
 from benchmarks.fleet.shelf_simulated import CAPACITY_BYTES, make_models, make_requests, parse, read_trace, slo_share_of
 from benchmarks.simulator import shelf_model
 from benchmarks.simulator.shelf import ShelfSimulation
-from folio.app.engine import step_thread
-from folio.app.engine.shelf import arbiter, arrivals, turns
+from folio.app.engine.step import step_thread
+from folio.app.shelf import arbiter, arrivals, turns
 
 CONSTANTS: dict[str, ModuleType] = {
     "HORIZON_S": arbiter,

@@ -17,8 +17,8 @@ from benchmarks.served import cluster
 from benchmarks.serving import arrivals, latency
 from benchmarks.serving.latency import Targets
 from benchmarks.serving.loops import closed_loop
-from folio.app.cli.load import Ask, Clock, Record, Send, open_loop
-from folio.app.engine.shelf.status import ModelStatus
+from folio.app.cli.bench.load import Ask, Clock, Record, Send, open_loop
+from folio.app.shelf.status import ModelStatus
 
 SHELF, ALONE, ALONE_PREFIX = "shelf", "alone", "/alone"
 # Of a busy model: requests at once, and their lengths; the batch fills during the ramp.

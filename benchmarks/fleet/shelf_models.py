@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import checkpoints, harness
-from folio.app.cli.load import Ask
+from folio.app.cli.bench.load import Ask
 
 TRACE = harness.ROOT.parent / "shared" / "traces" / "servegen_models.csv"
 FOLDER = Path.home() / ".cache" / "folio" / "benchmarks" / "shelf"

@@ -14,7 +14,7 @@ from benchmarks.fleet.shelf_models import BenchModel, ModelAsk
 from benchmarks.harness import percentile
 from benchmarks.picture import LIMIT, OURS, RIVALS, legend_below, picture
 from benchmarks.serving.latency import Targets
-from folio.app.cli.load import Record
+from folio.app.cli.bench.load import Record
 
 # Multiples of the latency targets; the figures without a scale are of 1.
 SCALES = (0.5, 1.0, 2.0, 4.0)

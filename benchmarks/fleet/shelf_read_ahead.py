@@ -21,7 +21,7 @@ from benchmarks import harness
 from benchmarks.fleet.shelf_models import FOLDER, MAX_NUM_SEQS, TRACE, BenchModel, make_models, read_trace
 from folio.app.config.machine import Machine
 from folio.app.engine import LLM, SamplingParams
-from folio.app.engine.shelf.read_ahead import STEPS_ON_CPU_BYTES_PER_S, ReadAhead
+from folio.app.shelf.read_ahead import STEPS_ON_CPU_BYTES_PER_S, ReadAhead
 from folio.vmem.weights import HUGE_PAGE_BYTES, FileRange, read_ahead
 
 ROUNDS, NEW_TOKENS, PROMPT_TOKENS = 10, 160, 16

@@ -30,7 +30,7 @@ from benchmarks.fleet.shelf_simulated import (
 )
 from benchmarks.simulator.shelf import ShelfSimulation
 from benchmarks.simulator.shelf_cluster import FIXED, ShelfCluster
-from folio.app.engine.shelf.arbiter import Arbiter
+from folio.app.shelf.arbiter import Arbiter
 
 OURS = "prefix_aware"
 POLICIES = (OURS, "least_loaded", "round_robin", FIXED)

@@ -37,7 +37,7 @@ from benchmarks.simulator.shelf_model import ShelfModel, ShelfRequest
 from benchmarks.simulator.shelf_policies import OneAtATime, StaticSplit
 from benchmarks.simulator.traffic import lognormal
 from folio.app.config.shelf import SLO
-from folio.app.engine.shelf.arbiter import Arbiter
+from folio.app.shelf.arbiter import Arbiter
 
 NUM_MODELS, SEED = 60, 0
 # Billions of parameters, layers, heads, KV heads, dimension of heads; and how many models of ten have the shape.

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from benchmarks.facts import record
 from benchmarks.serving.loops import closed_loop, new_session
-from folio.app.cli.load import Ask, Clock, HttpTarget, Record
+from folio.app.cli.bench.load import Ask, Clock, HttpTarget, Record
 
 # Streams of a process.
 _STREAMS = 64

@@ -39,8 +39,8 @@ from benchmarks.gpu.clients import Clients, Level, summarise
 from benchmarks.gpu.parts import NO_RAY, Parts, arguments, record_gpu
 from benchmarks.served import free_port
 from benchmarks.serving.usage import titles
-from folio.app.cli.env import ENVIRONMENT
-from folio.app.cli.load import Ask
+from folio.app.cli.bench.load import Ask
+from folio.app.cli.start.env import ENVIRONMENT
 
 # Without the time to end: the jobs' limits are 15 s later.
 LIMITS_S = {"served": 225.0, "bare": 85.0}
@@ -389,7 +389,7 @@ def record_ray() -> None:
     """Record which GPUs Ray finds by itself, and whether HAProxy can be used."""
     from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Gpus
 
-    from folio.app import haproxy
+    from folio.app.http import haproxy
 
     found, library = Gpus.get_current_node_num_accelerators(), ctypes.util.find_library("nvidia-ml")
     try:

@@ -36,15 +36,15 @@ from benchmarks.gpu.parts import arguments
 from folio.app.config.engine import EngineConfig
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine import LLM, EngineRequest, SamplingParams
-from folio.app.engine.execution.batch import StepBatch
 from folio.app.engine.execution.decode_graphs import DecodeGraphs, decode_view
-from folio.app.engine.model import kv_plan
+from folio.app.engine.layers.batch import StepBatch
+from folio.app.engine.memory import kv_plan
+from folio.app.engine.memory.kv_plan import estimated_activations
+from folio.app.engine.memory.size import ModelSize
 from folio.app.engine.model.device import resolve
-from folio.app.engine.model.kv_plan import estimated_activations
-from folio.app.engine.model.size import ModelSize
-from folio.app.engine.shelf import device as shelf_device
-from folio.app.engine.shelf.shelf import Shelf
-from folio.app.engine.shelf.shelved_model import ShelvedModel
+from folio.app.shelf import device as shelf_device
+from folio.app.shelf.shelf import Shelf
+from folio.app.shelf.shelved_model import ShelvedModel
 from folio.kernels import num_compilations
 from folio.vmem import AddressRange, CudaBackend, DevicePages
 from folio.vmem.backends.cuda import CPU

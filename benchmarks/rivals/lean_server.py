@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from folio.app.cli.env import prepared_environment
+from folio.app.cli.start.env import prepared_environment
 from folio.app.config.engine import EngineConfig
 from folio.app.errors import FolioError, OverloadedError
 
@@ -26,7 +26,7 @@ _ARCHITECTURES = ("llama", "gpt_neox", "gemma3", "qwen2", "qwen3")
 PRELOADED = (
     "aiohttp.web",
     "folio.app.engine.async_engine",
-    "folio.app.engine.model.weight_arena",
+    "folio.app.models.weights.arena",
     "benchmarks.rivals.lean_server",
     *(f"transformers.models.{name}.modeling_{name}" for name in _ARCHITECTURES),
 )
@@ -111,7 +111,7 @@ async def _serve(ready: Connection, name: str, settings: dict[str, Any]) -> None
     from transformers.utils.logging import disable_progress_bar
 
     from folio.app.engine import AsyncEngine
-    from folio.app.engine.model.size import ModelSize
+    from folio.app.engine.memory.size import ModelSize
 
     disable_progress_bar()
     engine = AsyncEngine(EngineConfig(**settings, skip_tokenizer_init=True))

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from benchmarks.fleet.shelf_models import BenchModel, ModelAsk
 from benchmarks.serving.loops import new_session
-from folio.app.cli.load import Ask, Clock, HttpTarget, Record, Send
+from folio.app.cli.bench.load import Ask, Clock, HttpTarget, Record, Send
 
 # Status of requests to models that a static split does not serve, as of the API for unknown models.
 NOT_SERVED = 404

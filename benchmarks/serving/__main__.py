@@ -40,8 +40,8 @@ from benchmarks.serving.latency import Summary, Targets
 from benchmarks.serving.loops import closed_loop, connect
 from benchmarks.serving.requests import CHAT_OUTPUT, chat, mixed, ordinary
 from benchmarks.serving.usage import Meter, Usage
-from folio.app import haproxy
-from folio.app.cli.load import HttpTarget, Record, open_loop
+from folio.app.cli.bench.load import HttpTarget, Record, open_loop
+from folio.app.http import haproxy
 
 FOLIO, ENGINE = "folio", "EngineReplica"
 AT_ONCE = 16

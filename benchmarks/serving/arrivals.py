@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks import workloads
 from benchmarks.workloads import Lengths, Row
-from folio.app.cli.load import Ask
-from folio.app.cli.load import poisson as poisson
+from folio.app.cli.bench.load import Ask
+from folio.app.cli.bench.load import poisson as poisson
 
 
 def asks(lengths: Lengths, vocabulary: int, seed: int, at_s: Sequence[float] | None = None) -> list[Ask]:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.serving.loops import closed_loop
-from folio.app.cli.load import Ask, Clock, Record, open_loop
+from folio.app.cli.bench.load import Ask, Clock, Record, open_loop
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import AsyncEngine, SamplingParams
 

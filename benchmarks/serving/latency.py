@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.harness import percentile
 from benchmarks.picture import LIMIT, OURS, RIVALS, legend_below, picture
-from folio.app.cli.load import Record
+from folio.app.cli.bench.load import Record
 
 _NAMES = {"folio": "Folio"}
 _PERCENTILES = {"p50": "median", "p99": "99th percentile"}

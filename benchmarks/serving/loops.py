@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from folio.app.cli.load import Ask, Clock, HttpTarget, Record, Send
+from folio.app.cli.bench.load import Ask, Clock, HttpTarget, Record, Send
 
 if TYPE_CHECKING:
     import aiohttp

@@ -8,7 +8,7 @@ import statistics
 from benchmarks import workloads
 from benchmarks.checkpoints import QWEN_VOCABULARY
 from benchmarks.serving import arrivals
-from folio.app.cli.load import Ask
+from folio.app.cli.bench.load import Ask
 
 # Of the closed loop: as in `benchmarks.throughput`.
 SHORTEST, LONGEST = 32, 512

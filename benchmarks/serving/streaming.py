@@ -164,7 +164,7 @@ def first_tokens(server: Served) -> dict[str, list[float]]:
 
         return ask
 
-    from folio.app.openai.bodies import CompletionRequest
+    from folio.app.api.openai.bodies import CompletionRequest
 
     request = CompletionRequest.model_validate(body)
     call = GenerateRequest("bench", [1, 2, 3, 4], SamplingParams(max_tokens=2, ignore_eos=True))

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from folio.vmem import EvictionQueue
-from folio.vmem.segments import CachedUnit, PrefixUse, Segment
+from folio.vmem.blocks.segments import CachedUnit, PrefixUse, Segment
 
 NextUse = Callable[[bytes], float]
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.memory import make_memory, prompt_of
 from benchmarks.simulator.traffic import Arrival
-from folio.app.engine.load_report import LoadMeter, LoadReporter
-from folio.app.engine.preemption import PreemptionCostModel
 from folio.app.engine.report import ReplicaReport
-from folio.app.engine.request import Request, Sequence
+from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.scheduled import Scheduled
-from folio.app.engine.scheduler import Scheduler
+from folio.app.engine.schedule.load_report import LoadMeter, LoadReporter
+from folio.app.engine.schedule.preemption import PreemptionCostModel
+from folio.app.engine.schedule.scheduled import Scheduled
+from folio.app.engine.schedule.scheduler import Scheduler
 from folio.vmem import CachedKeys, EvictionOrder, PrefixUse, key_of
 
 # Above the number of keys of any of these caches.

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from benchmarks.simulator.shelf_model import ShelfModel, ShelfRequest, SimulatedModel
 from folio.app.engine.report import ReplicaReport
-from folio.app.engine.shelf.allocation import Allocation, ModelNeed
-from folio.app.engine.shelf.status import DeviceStatus
-from folio.app.engine.step_thread import DeficitRoundRobin
+from folio.app.engine.step.step_thread import DeficitRoundRobin
 from folio.app.fleet.shelf_load import reports_for_routers
 from folio.app.fleet.status import ModelReport
+from folio.app.shelf.allocation import Allocation, ModelNeed
+from folio.app.shelf.status import DeviceStatus
 
 # Time between two plans: while requests wait, while there is work, and without any. A shelf plans every 20 ms while
 # requests wait, which takes the simulator twice as long and changes little.

@@ -9,13 +9,13 @@ from itertools import islice
 
 from benchmarks.simulator.device import Device
 from folio.app.config.shelf import Keep
-from folio.app.engine.load_report import DecayingRate
 from folio.app.engine.report import ReplicaReport, StepTimes, attended_tokens
-from folio.app.engine.shelf import arbiter
-from folio.app.engine.shelf.allocation import ModelNeed
-from folio.app.engine.shelf.arrivals import ArrivalHistory
-from folio.app.engine.shelf.measure import LEAST_URGENCY, MOST_PRESSURE
-from folio.app.engine.shelf.status import ModelStatus
+from folio.app.engine.schedule.load_report import DecayingRate
+from folio.app.shelf import arbiter
+from folio.app.shelf.allocation import ModelNeed
+from folio.app.shelf.arrivals import ArrivalHistory
+from folio.app.shelf.measure import LEAST_URGENCY, MOST_PRESSURE
+from folio.app.shelf.status import ModelStatus
 
 # Tokens of a block, and tokens that a running sequence may add before the next plan.
 _BLOCK, _AHEAD = 16, 64

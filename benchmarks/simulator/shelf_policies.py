@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from folio.app.engine.shelf.allocation import Allocation, ModelNeed
+from folio.app.shelf.allocation import Allocation, ModelNeed
 
 
 class StaticSplit:

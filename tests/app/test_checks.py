@@ -313,8 +313,8 @@ def test_faults_of_models_begin_with_the_number_of_the_model(tmp_path: Path) -> 
 
 
 def test_models_must_fit_into_the_memory_of_the_device(tmp_path: Path) -> None:
-    from folio.app.builtin import resolve_model
     from folio.app.config.checkpoint import weight_bytes
+    from folio.app.models.builtin import resolve_model
 
     size = weight_bytes(Path(resolve_model("builtin")))
     assert size > 1 << 20

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.harness import percentile
 from benchmarks.serving.latency import Summary, Targets, slope_per_minute, tokens_per_s
-from folio.app.cli.load import Record
+from folio.app.cli.bench.load import Record
 
 
 def completed(due_s: float, first_s: float, last_s: float, num_tokens: int) -> Record:

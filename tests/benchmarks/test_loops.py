@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from benchmarks.serving.loops import closed_loop
-from folio.app.cli.load import Ask, Clock, Record
+from folio.app.cli.bench.load import Ask, Clock, Record
 
 
 def test_a_closed_loop_keeps_so_many_under_way() -> None:

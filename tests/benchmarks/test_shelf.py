@@ -16,9 +16,9 @@ from benchmarks.rivals.lean_server import lean_servers
 from benchmarks.rivals.shelf_rivals import NOT_SERVED, OneAtATime, StaticSplit, best_split, connections
 from benchmarks.serving.latency import Targets
 from benchmarks.serving.loops import closed_loop
-from folio.app.builtin import BUILTIN_FOLDER
-from folio.app.cli.load import Ask, Clock, Record, Send
+from folio.app.cli.bench.load import Ask, Clock, Record, Send
 from folio.app.config.args import AppArgs
+from folio.app.models.builtin import BUILTIN_FOLDER
 
 
 def model(name: str, weight_bytes: int = 100) -> BenchModel:

@@ -13,10 +13,10 @@ import typer
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from folio.app import haproxy
 from folio.app.checks import load_config
-from folio.app.cli.env import ENVIRONMENT
 from folio.app.cli.main import folio
+from folio.app.cli.start.env import ENVIRONMENT
+from folio.app.http import haproxy
 from folio.app.main import DRAIN_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]

@@ -11,11 +11,11 @@ import pytest
 import typer
 from fastapi.routing import APIRoute
 
+from folio.app.api.http import build_api
+from folio.app.api.openai.bodies import CompletionRequest
+from folio.app.api.openai.chat_body import ChatCompletionRequest
+from folio.app.api.unknown_fields import UnknownFields
 from folio.app.cli.main import folio
-from folio.app.openai.bodies import CompletionRequest
-from folio.app.openai.chat_body import ChatCompletionRequest
-from folio.app.openai.http import build_api
-from folio.app.openai.unknown_fields import UnknownFields
 from tests.docs.blocks import ROOT
 
 TEXT = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")

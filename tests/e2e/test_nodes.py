@@ -26,8 +26,8 @@ import pytest
 import yaml
 
 from benchmarks.served import free_port
-from folio.app import haproxy
-from folio.app.cli.env import ENVIRONMENT
+from folio.app.cli.start.env import ENVIRONMENT
+from folio.app.http import haproxy
 from tests.processes import until
 
 ROOT = Path(__file__).parents[2]

@@ -16,13 +16,13 @@ import openai
 import pytest
 
 from benchmarks.served import Served, processes_called
+from folio.app.api.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.api.operators.bodies import PinRequest
 from folio.app.engine import SamplingParams
-from folio.app.engine.prefix_keys import prompt_keys
+from folio.app.engine.request.prefix_keys import prompt_keys
 from folio.app.errors import UnknownRequestError
 from folio.app.fleet.fleet import RoutedRequest
 from folio.app.fleet.messages import GenerateRequest
-from folio.app.openai.bodies import CompletionRequest, ForkRequest
-from folio.app.openai.operation.bodies import PinRequest
 from tests.cluster import Front, deleted_at_the_end
 from tests.processes import until
 

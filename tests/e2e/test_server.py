@@ -24,14 +24,14 @@ from benchmarks.serving import disconnects
 from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import PIN
 from examples.hotel_desk.register import read_keys
+from folio.app.api.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.api.openai.chat_body import ChatCompletionRequest, Message
+from folio.app.api.operators.bodies import PinRequest
 from folio.app.client import Folio
 from folio.app.config.engine import EngineConfig
 from folio.app.config.http import HttpSettings
 from folio.app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
 from folio.app.main import AppArgs, build
-from folio.app.openai.bodies import CompletionRequest, ForkRequest
-from folio.app.openai.chat_body import ChatCompletionRequest, Message
-from folio.app.openai.operation.bodies import PinRequest
 from folio.vmem import MemoryReport
 from tests.processes import until, until_async
 from tests.promlint import complaints

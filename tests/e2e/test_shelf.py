@@ -19,8 +19,8 @@ from ray import serve
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.served import processes_called
-from folio.app.builtin import resolve_model
 from folio.app.main import AppArgs, build
+from folio.app.models.builtin import resolve_model
 from tests.cluster import Front, deleted_at_the_end
 from tests.processes import until
 

@@ -96,7 +96,7 @@ def test_it_has_one_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = [name for name in archive.namelist() if ".dist-info/" not in name]
     assert {name.partition("/")[0] for name in files} == {"folio"}
-    for name in ("app/builtin/model/model.safetensors", "app/cli/default.yaml", "kernels/cpu/csrc/chain.cpp"):
+    for name in ("app/models/builtin/model/model.safetensors", "app/cli/default.yaml", "kernels/cpu/csrc/chain.cpp"):
         assert f"folio/{name}" in files
 
 

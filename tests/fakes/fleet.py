@@ -13,9 +13,9 @@ from ray.exceptions import RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from folio.app.engine.report import ReplicaReport
-from folio.app.engine.shelf.status import ModelStatus
 from folio.app.errors import FolioError
 from folio.app.fleet.status import ModelReport, ReplicaStatus
+from folio.app.shelf.status import ModelStatus
 from folio.vmem import MemoryReport, PinReport
 from tests.app.compat.ray_types import DeploymentID
 from tests.fakes.replicas import Engines

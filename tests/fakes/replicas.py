@@ -11,12 +11,12 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from folio.app.engine.delta import TokenLogprobs
+from folio.app.api.openai.bodies import CompletionRequest
 from folio.app.engine.model.tokenizer import load_tokenizer
 from folio.app.engine.report import Progress
+from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.errors import UnavailableError
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
-from folio.app.openai.bodies import CompletionRequest
 from tests.local_server import a_model, ingress_of
 
 Script = Callable[[Any], list[Any]]

@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from folio.app.haproxy import HEAD_TIMEOUT_S
+from folio.app.http.haproxy import HEAD_TIMEOUT_S
 from tests.hostile.attacker import DEADLINE_S, Attack, Attacker
 from tests.hostile.wire import Dropped, connected, request
 

@@ -4,7 +4,7 @@
 one fails. `mutants.toml` has the packages, their tests, and the survivors that are accepted, each with its reason.
 
     python -m tests.mutation --count 40 vmem               # a smaller sample of one package
-    python -m tests.mutation --count 20 vmem/mapper.py     # or of one file
+    python -m tests.mutation --count 20 vmem/mapping/mapper.py     # or of one file
 
 Of two well-kept tools neither fits:
 

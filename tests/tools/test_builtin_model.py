@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from folio.app.builtin import BUILTIN_FOLDER
 from folio.app.engine import LLM, SamplingParams
+from folio.app.models.builtin import BUILTIN_FOLDER
 from tools.builtin_model import corpus, openings
 from tools.builtin_model.corpus import Turn
 

@@ -36,8 +36,8 @@ from folio.vmem import (
 )
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.layout import Row
-from folio.vmem.mapper import Mapper
-from folio.vmem.prefix_tree import Hash, stable_hash
+from folio.vmem.mapping.mapper import Mapper
+from folio.vmem.prefix.prefix_tree import Hash, stable_hash
 from folio.vmem.tensor_parallel.mirror import MirroredContents
 from tests.vmem.backends.fake_driver import CUresult, FakeDriver
 from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in

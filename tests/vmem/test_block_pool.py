@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from folio.vmem.block_pool import BlockPool
+from folio.vmem.blocks.block_pool import BlockPool
+from folio.vmem.blocks.eviction import ReturnOrder
 from folio.vmem.errors import IntegrityError
-from folio.vmem.eviction import ReturnOrder
 
 
 def warm(num_blocks: int) -> BlockPool:

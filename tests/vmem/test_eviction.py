@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from folio.vmem import KVMemory, OutOfPages, PrefixUse, ReturnOrder
-from folio.vmem.return_times import BAND_ENDS, ReturnTimes
-from folio.vmem.segments import Segment
+from folio.vmem.blocks.return_times import BAND_ENDS, ReturnTimes
+from folio.vmem.blocks.segments import Segment
 from tests.vmem.small_memory import PAGE_BYTES, Tokens, do_background, make_memory, no_thread
 from tests.vmem.test_prefix_tree import compute, prompt
 

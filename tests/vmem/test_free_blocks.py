@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from folio.vmem.free_blocks import FreeBlocks
+from folio.vmem.blocks.free_blocks import FreeBlocks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

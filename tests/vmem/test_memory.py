@@ -32,7 +32,7 @@ from folio.vmem import (
     plan_layout,
 )
 from folio.vmem.budget import MemoryCounts
-from folio.vmem.mapper_policy import PromptDemand
+from folio.vmem.mapping.mapper_policy import PromptDemand
 from tests.processes import until
 from tests.vmem.small_memory import (
     BLOCK_TOKENS,
@@ -802,7 +802,7 @@ def test_mapping_that_keeps_failing_is_raised(
             return True
         return False
 
-    caplog.set_level("WARNING", "folio.vmem.mapper")
+    caplog.set_level("WARNING", "folio.vmem.mapping.mapper")
     with monkeypatch.context() as patch:
         patch.setattr(device, "map", refuse)
         until(is_raised)

@@ -30,8 +30,8 @@ from folio.vmem import (
     SwappedGroup,
     VmemError,
 )
-from folio.vmem.mapper import Mapper
-from folio.vmem.prefix_tree import stable_hash
+from folio.vmem.mapping.mapper import Mapper
+from folio.vmem.prefix.prefix_tree import stable_hash
 from tests.nightly import examples
 from tests.vmem.small_memory import (
     DOCUMENTS,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from folio.vmem import KVMemory, PinError, TokenChain
-from folio.vmem.prefix_summary import HotNodes
+from folio.vmem.prefix.prefix_summary import HotNodes
 from tests.vmem.small_memory import make_memory
 from tests.vmem.test_prefix_tree import prompt, run
 
@@ -62,7 +62,7 @@ def test_evicted_prefixes_are_not_hot() -> None:
 
 
 def test_hits_are_counted_for_the_latest_prefixes_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("folio.vmem.prefix_summary._MOST_HOT", 2)
+    monkeypatch.setattr("folio.vmem.prefix.prefix_summary._MOST_HOT", 2)
     memory, _ = make_memory()
     for seed in (1, 2, 3):
         ask(memory, prompt(20, seed), 2)

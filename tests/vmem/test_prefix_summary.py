@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from folio.vmem import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, IntegrityError, key_of
-from folio.vmem.prefix_summary import MOST_CHANGES, PrefixSummary
+from folio.vmem.prefix.prefix_summary import MOST_CHANGES, PrefixSummary
 from tests.vmem.small_memory import cache, make_memory
 
 UNIT = 16

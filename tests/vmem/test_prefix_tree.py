@@ -20,7 +20,7 @@ from folio.vmem import (
     StepDemand,
     VmemError,
 )
-from folio.vmem.prefix_tree import stable_hash
+from folio.vmem.prefix.prefix_tree import stable_hash
 from tests.vmem.small_memory import (
     PAGE_BYTES,
     FlakyCuda,

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from folio.app.builtin import BUILTIN_FOLDER
+from folio.app.models.builtin import BUILTIN_FOLDER
 from tools.builtin_model import corpus, openings
 from tools.builtin_model.corpus import Turn
 from tools.builtin_model.muon import Muon

@@ -8,8 +8,8 @@ from itertools import islice
 import numpy as np
 import torch
 
-from folio.app.engine.execution.batch import Array, BatchPart, PlanRun, StepBatch, StepPlan, TableLayout
-from folio.app.engine.execution.recurrent import StateBatch
+from folio.app.engine.layers.batch import Array, BatchPart, PlanRun, StepBatch, StepPlan, TableLayout
+from folio.app.engine.layers.recurrent import StateBatch
 from folio.app.engine.lora.layers import adapter_batch
 from folio.kernels import VarlenBatch
 from folio.vmem import CacheTensors

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from folio.app.engine.charges import DeviceCharges
+from folio.app.engine.device.charges import DeviceCharges
 from folio.app.engine.execution.graph import CaptureError, Graph
 from folio.app.errors import ModelError
 from folio.kernels import note_compilation

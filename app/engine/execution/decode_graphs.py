@@ -18,9 +18,9 @@ from typing import cast
 
 import torch
 
-from folio.app.engine.execution.batch import BatchPart, StepBatch
 from folio.app.engine.execution.captured_graphs import CapturedGraphs, GraphKey, GraphKind, GraphPlan
 from folio.app.engine.execution.graph import Graph
+from folio.app.engine.layers.batch import BatchPart, StepBatch
 from folio.kernels import VarlenBatch
 from folio.vmem import CacheTensors, View, ViewPolicy
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from folio.app.engine.execution.attention import AttentionHandler, CachedAttention, RotaryLayer
-from folio.app.engine.execution.batch import StepBatch
 from folio.app.engine.execution.captured_graphs import CapturedGraphs, GraphKey, GraphKind, GraphPlan
 from folio.app.engine.execution.graph import Graph
+from folio.app.engine.layers.attention import AttentionHandler, CachedAttention, RotaryLayer
+from folio.app.engine.layers.batch import StepBatch
 from folio.kernels import Masking
 
 logger = logging.getLogger(__name__)

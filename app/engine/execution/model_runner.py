@@ -12,20 +12,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from folio.app.engine.charges import DeviceCharges
-from folio.app.engine.execution import recurrent
-from folio.app.engine.execution.attention import (
+from folio.app.engine.device.charges import DeviceCharges
+from folio.app.engine.execution.captured_graphs import CapturedGraphs, GraphPlan
+from folio.app.engine.execution.decode_graphs import DecodeGraphs
+from folio.app.engine.execution.mixed_graphs import MixedGraphs
+from folio.app.engine.layers import recurrent
+from folio.app.engine.layers.attention import (
     IMPLEMENTATION,
     AttentionHandler,
     CachedAttention,
     GeometryProbe,
     bind_attention,
 )
-from folio.app.engine.execution.batch import StepBatch
-from folio.app.engine.execution.captured_graphs import CapturedGraphs, GraphPlan
-from folio.app.engine.execution.decode_graphs import DecodeGraphs
-from folio.app.engine.execution.mixed_graphs import MixedGraphs
-from folio.app.engine.execution.recurrent import CachedStates, RecurrentLayer, StateProbe
+from folio.app.engine.layers.batch import StepBatch
+from folio.app.engine.layers.recurrent import CachedStates, RecurrentLayer, StateProbe
 from folio.app.engine.model.kv_scales import RoundingProbe, ScaleProbe, measured_tokens
 from folio.app.engine.model.loader import LoadedModel
 from folio.app.errors import ModelError

@@ -9,10 +9,10 @@ from typing import cast
 
 import numpy as np
 
-from folio.app.engine.execution.batch import Array, PlanHeader, PlanRun, StepPlan
 from folio.app.engine.execution.builder import BatchBuilder
 from folio.app.engine.execution.rows import SequenceRows
-from folio.app.engine.scheduled import Scheduled
+from folio.app.engine.layers.batch import Array, PlanHeader, PlanRun, StepPlan
+from folio.app.engine.schedule.scheduled import Scheduled
 from folio.vmem import KVMemory, SequenceMemory
 
 _NONE: Array = np.zeros(0, dtype=np.int32)

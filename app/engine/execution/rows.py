@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from folio.app.engine.execution.batch import Array, TableLayout
+from folio.app.engine.layers.batch import Array, TableLayout
 from folio.vmem import GroupTable, KVMemory, SequenceMemory
 
 _NO_ENTRIES: Array = np.zeros(0, dtype=np.int64)

@@ -17,28 +17,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from folio.app.engine.execution.recurrent import PackedMixer
+from folio.app.engine.layers.batch import AdapterBatch, Spans
+from folio.app.engine.layers.recurrent import PackedMixer
+from folio.app.engine.layers.sharding import ShardPlan, WeightShard
 from folio.app.engine.lora.weights import LowRank
-from folio.app.engine.tensor_parallel.sharding import ShardPlan, WeightShard
 
 # Experts see only the tokens that are routed to them, in another order.
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
-
-# (slot, its rows): a slice if the rows are adjacent.
-Spans = tuple[tuple[int, slice | torch.Tensor], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterBatch:
-    """The rows of each adapter in a step.
-
-    Attributes:
-        tokens: rows of all tokens, for every layer but the last.
-        samples: rows with logits, for the output layer.
-    """
-
-    tokens: Spans
-    samples: Spans
 
 
 def adapter_batch(

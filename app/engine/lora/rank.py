@@ -15,8 +15,8 @@ import torch
 from folio.app.engine.lora.layers import LoRALayers, Updates, num_bytes
 from folio.app.engine.lora.source import AdapterSource, files_version
 from folio.app.engine.lora.weights import find_folder, read_config, read_weights, stored_numbers
-from folio.app.engine.model.file_digests import FileDigests
 from folio.app.errors import EngineError, FolioError, ModelError
+from folio.app.models.weights.file_digests import FileDigests
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from folio.app.engine.model.file_digests import FileDigests
 from folio.app.errors import RequestError, UnknownModelError
+from folio.app.models.weights.file_digests import FileDigests
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FILES = CONFIG_FILE, WEIGHTS_FILE

@@ -10,9 +10,9 @@ import logging
 import os
 from pathlib import Path
 
-from folio.app.builtin import resolve_model
 from folio.app.config.engine import ResolvedConfig
-from folio.app.engine.model.weight_key import weight_files
+from folio.app.models.builtin import resolve_model
+from folio.app.models.weights.key import weight_files
 from folio.vmem import MapError
 from folio.vmem.weights import read_ahead
 

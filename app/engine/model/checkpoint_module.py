@@ -14,22 +14,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from folio.app.builtin import resolve_model
 from folio.app.compat.transformers import uses_attention_interface, weights_copied
 from folio.app.config.engine import ResolvedConfig
 from folio.app.config.machine import Machine
-from folio.app.engine.execution import attention, recurrent
-from folio.app.engine.model.fused_layer import fuse_layers
-from folio.app.engine.model.fusion import fuse_attention, fuse_modules
-from folio.app.engine.model.fusion_record import FusionRecord
-from folio.app.engine.model.linear import choose_product, pack_linears, use_few_row_products
-from folio.app.engine.model.model_parts import fingerprint
+from folio.app.engine.layers import attention, recurrent
+from folio.app.engine.layers.fused_layer import fuse_layers
+from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
+from folio.app.engine.layers.fusion_record import FusionRecord
+from folio.app.engine.layers.linear import choose_product, pack_linears, use_few_row_products
+from folio.app.engine.layers.sharding import ShardPlan, load_share
 from folio.app.engine.model.pooling import Pooling, is_classifier
 from folio.app.engine.model.tokenizer import one_line
-from folio.app.engine.model.weight_key import weight_files
 from folio.app.engine.tensor_parallel.communicator import Communicator
-from folio.app.engine.tensor_parallel.sharding import ShardPlan, load_share
 from folio.app.errors import ConfigError, ModelError
+from folio.app.models.builtin import resolve_model
+from folio.app.models.weights.key import weight_files
+from folio.app.models.weights.model_parts import fingerprint
 from folio.kernels import KernelError, select_elementwise, select_product
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from folio.app.builtin import resolve_model
 from folio.app.config.checkpoint import GGUF, quantization_fault
 from folio.app.config.checkpoint_sizes import size_faults
 from folio.app.engine.model.tokenizer import one_line
 from folio.app.errors import ModelError
+from folio.app.models.builtin import resolve_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from folio.app.config.engine import KVDtype
-from folio.app.engine.execution.attention import AttentionHandler
+from folio.app.engine.layers.attention import AttentionHandler
 from folio.kernels import CacheScales, Masking
 
 FP8_DTYPES: Mapping[KVDtype, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

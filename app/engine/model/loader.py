@@ -11,25 +11,25 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from folio.app.builtin import resolve_model
 from folio.app.config.checkpoint import weight_faults
 from folio.app.config.engine import KVDtype, ResolvedConfig
 from folio.app.config.machine import Machine, check_resources
+from folio.app.engine.layers.cpu_layer import run_in_one_call
+from folio.app.engine.layers.sharding import install_collectives
 from folio.app.engine.lora.layers import LoRALayers
 from folio.app.engine.model.checkpoint_files import read_checkpoint, read_contents
 from folio.app.engine.model.checkpoint_module import make_module
 from folio.app.engine.model.context import context_length, read_config
-from folio.app.engine.model.cpu_layer import run_in_one_call
 from folio.app.engine.model.kv_scales import StoredScales, cache_dtype, stored_scales
 from folio.app.engine.model.pooling import Pooling, find_pooling
 from folio.app.engine.model.stored_module import key_of, stored_module
 from folio.app.engine.model.tokenizer import load_tokenizer
-from folio.app.engine.model.weight_arena import WeightArena
-from folio.app.engine.model.weight_key import weight_files
-from folio.app.engine.model.weight_store import WeightStore
 from folio.app.engine.tensor_parallel.communicator import Communicator
-from folio.app.engine.tensor_parallel.sharding import install_collectives
 from folio.app.errors import ConfigError, ModelError
+from folio.app.models.builtin import resolve_model
+from folio.app.models.weights.arena import WeightArena
+from folio.app.models.weights.key import weight_files
+from folio.app.models.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 

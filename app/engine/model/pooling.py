@@ -15,11 +15,11 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from folio.app.builtin import resolve_model
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.model.tokenizer import load_tokenizer
-from folio.app.engine.pooled import Array, PooledKind, PoolingMethod, PoolingParams
+from folio.app.engine.request.pooled import Array, PooledKind, PoolingMethod, PoolingParams
 from folio.app.errors import ConfigError, ModelError, RequestError
+from folio.app.models.builtin import resolve_model
 
 _MODULES = "modules.json"
 _SEQUENCE_CLASSIFIER = "ForSequenceClassification"

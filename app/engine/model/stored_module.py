@@ -13,17 +13,17 @@ import torch
 from transformers import PreTrainedConfig
 
 from folio.app.config.engine import ResolvedConfig
-from folio.app.engine.execution import recurrent
+from folio.app.engine.layers import recurrent
+from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.model.checkpoint_files import read_checkpoint
 from folio.app.engine.model.checkpoint_module import MadeModule, empty_module, make_module, optimise
-from folio.app.engine.model.fusion_record import FusionRecord
-from folio.app.engine.model.model_parts import fingerprint
 from folio.app.engine.model.pooling import Pooling
 from folio.app.engine.model.tokenizer import one_line
-from folio.app.engine.model.weight_arena import ModelTensors, Skeleton, WeightArena, collect
-from folio.app.engine.model.weight_key import WeightKey, weight_key
-from folio.app.engine.model.weight_store import StoredFile, WeightStore
 from folio.app.errors import ModelError
+from folio.app.models.weights.arena import ModelTensors, Skeleton, WeightArena, collect
+from folio.app.models.weights.key import WeightKey, weight_key
+from folio.app.models.weights.model_parts import fingerprint
+from folio.app.models.weights.store import StoredFile, WeightStore
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from folio.app.builtin import resolve_model
 from folio.app.errors import ModelError
+from folio.app.models.builtin import resolve_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from folio.app.engine.delta import TokenLogprobs
 from folio.app.engine.sampling.choice import sort_keys
+from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.engine.sampling.transfer import Readback, to_device
 
 # Logits processed at once: on CPUs some tens of MB with all intermediate results.

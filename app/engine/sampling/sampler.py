@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from folio.app.engine.delta import TokenLogprobs
 from folio.app.engine.sampling import choice
 from folio.app.engine.sampling.logits import Edits, apply_edits, gather_edits
 from folio.app.engine.sampling.logprobs import chunks, launch_logprobs, read_logprobs
 from folio.app.engine.sampling.penalties import counts_of, gather_penalties
 from folio.app.engine.sampling.settings import BIASED, EDITED, GREEDY, MASKED, PROCESSED, TRUNCATED, gather_settings
 from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.engine.sampling.transfer import Readback, to_device
 
 # A row is sound: its logits are numbers and allow a token. Or blocked: they are numbers, and none is allowed.

@@ -24,22 +24,22 @@ import torch
 from folio.app.config.engine import ResolvedConfig
 from folio.app.config.machine import num_threads
 from folio.app.engine.execution.captured_graphs import CapturedGraphs
-from folio.app.engine.execution.executor import Executor
 from folio.app.engine.execution.model_runner import ObservedLayers
-from folio.app.engine.execution.self_test import self_test
-from folio.app.engine.faults import SequenceFailure, attribute_failures
-from folio.app.engine.model.kv_plan import build_memory, bytes_per_token
+from folio.app.engine.memory.kv_plan import build_memory, bytes_per_token
+from folio.app.engine.memory.memory_profile import DevicePlan
 from folio.app.engine.model.loader import LoadedModel
-from folio.app.engine.model.memory_profile import DevicePlan
-from folio.app.engine.model.weight_store import WeightStore
-from folio.app.engine.preemption import LinearCost
+from folio.app.engine.ranks.executor import Executor
+from folio.app.engine.ranks.processes import spawn_ranks
+from folio.app.engine.ranks.self_test import self_test
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Request, Sequence
+from folio.app.engine.request.faults import SequenceFailure, attribute_failures
+from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.sampler import Sampled, sample, sample_apart
-from folio.app.engine.scheduled import Scheduled
-from folio.app.engine.tensor_parallel.processes import spawn_ranks
+from folio.app.engine.schedule.preemption import LinearCost
+from folio.app.engine.schedule.scheduled import Scheduled
 from folio.app.errors import ConfigError
+from folio.app.models.weights.store import WeightStore
 from folio.kernels import KernelError
 from folio.vmem import (
     DevicePages,

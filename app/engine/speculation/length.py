@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Sequence
+from folio.app.engine.request.request import Sequence
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

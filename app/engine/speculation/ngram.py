@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from folio.app.engine.faults import attribute_failures
-from folio.app.engine.model.memory_profile import DevicePlan
+from folio.app.engine.memory.memory_profile import DevicePlan
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Sequence
+from folio.app.engine.request.faults import attribute_failures
+from folio.app.engine.request.request import Sequence
 from folio.vmem import DevicePages, IntegrityError
 
 # Tokens of a piece. Longer pieces make look-ups in long texts faster and single steps slower.

@@ -11,16 +11,16 @@ from typing import Protocol
 from folio.app.config.engine import ResolvedConfig
 from folio.app.engine.execution.captured_graphs import CapturedGraphs
 from folio.app.engine.execution.model_runner import ObservedLayers
-from folio.app.engine.faults import SequenceFailure, is_request_failure
+from folio.app.engine.memory.memory_profile import DevicePlan
 from folio.app.engine.model.loader import LoadedModel
-from folio.app.engine.model.memory_profile import DevicePlan
-from folio.app.engine.model.weight_store import WeightStore
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Sequence
+from folio.app.engine.request.faults import SequenceFailure, is_request_failure
+from folio.app.engine.request.request import Sequence
 from folio.app.engine.speculation.draft import DraftProposer
 from folio.app.engine.speculation.length import LengthControl
 from folio.app.engine.speculation.ngram import NgramProposer
 from folio.app.errors import ConfigError
+from folio.app.models.weights.store import WeightStore
 from folio.vmem import DevicePages, IntegrityError, KVMemory
 
 

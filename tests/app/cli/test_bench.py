@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from folio.app.cli.bench import Load, Prompts, kind_of_error, summary
-from folio.app.cli.load import Record
+from folio.app.cli.bench.command import Load, Prompts, kind_of_error, summary
+from folio.app.cli.bench.load import Record
 from folio.app.cli.main import main
 from tests.app.cli.fake_server import DONE, Answer, error, event, serving, stream, text, usage
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from folio.app import haproxy
-from folio.app.cli import env
+from folio.app.cli.start import env
 from folio.app.config.machine import binding_variables
+from folio.app.http import haproxy
 
 BINDING: list[tuple[dict[str, str], list[str]]] = [
     ({}, []),

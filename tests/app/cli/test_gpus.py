@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import ray
 
-from folio.app.cli import gpus, lifetime
 from folio.app.cli.settings import DEFAULT, compose
+from folio.app.cli.start import gpus, lifetime
 from folio.app.errors import ConfigError
 
 SHARED = {"ray_actor_options": {"num_gpus": 0.4}, "num_replicas": 5}

@@ -23,9 +23,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from folio.app.checks import load_config
-from folio.app.cli import lifetime
-from folio.app.cli.greeting import greeting
-from folio.app.cli.start_log import StartLog
+from folio.app.cli.start import lifetime
+from folio.app.cli.start.greeting import greeting
+from folio.app.cli.start.start_log import StartLog
 from folio.app.errors import UnavailableError
 
 ROOT = Path(__file__).parents[3]
@@ -151,9 +151,8 @@ def test_a_process_that_hangs_at_its_end_is_ended() -> None:
         "lifetime.end_within(0.0, 7)": 7,
         "lifetime.Signals(0.0); os.kill(os.getpid(), signal.SIGTERM)": 0,
     }.items():
-        code = (
-            f"import os, signal, threading; from folio.app.cli import lifetime; {ending}; threading.Event().wait(240)"
-        )
+        run = f"from folio.app.cli.start import lifetime; {ending}; threading.Event().wait(240)"
+        code = f"import os, signal, threading; {run}"
         assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == status
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from folio.app.cli.bench.load import Ask, Clock, HttpTarget, Record, open_loop
 from folio.app.cli.connection import Server
-from folio.app.cli.load import Ask, Clock, HttpTarget, Record, open_loop
 from tests.app.cli.fake_server import Answer, serving, stream
 
 

@@ -13,10 +13,10 @@ import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from folio.app.builtin import BUILTIN_FOLDER
-from folio.app.cli import lifetime
 from folio.app.cli.main import main
 from folio.app.cli.settings import DEFAULT
+from folio.app.cli.start import lifetime
+from folio.app.models.builtin import BUILTIN_FOLDER
 
 ROOT = Path(__file__).parents[3]
 

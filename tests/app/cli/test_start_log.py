@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from folio.app.cli.start_log import StartLog
+from folio.app.cli.start.start_log import StartLog
 
 AT = "2026-11-28 03:50:03,091"
 ADVICE = f"WARNING {AT} controller 13357 -- HTTPOptions.host='127.0.0.1' … Set host to '0.0.0.0' or omit it"
@@ -20,7 +20,7 @@ STARTING, READY = "while it starts", "when it is ready"
         (f"WARNING {AT} controller 1 -- 1 replicas that have taken more than 30s to be scheduled.", (STARTING, READY)),
         (f"ERROR {AT} controller 1 -- Exception in the control loop", (STARTING, READY)),
         (f"ERROR {AT} controller 1 -- Exception in Replica(id='a', app='folio'), it will be stopped.", (READY,)),
-        (f"{AT} INFO folio.app.engine.model.kv_plan: KV cache: up to 64.0 MiB", (READY,)),
+        (f"{AT} INFO folio.app.engine.memory.kv_plan: KV cache: up to 64.0 MiB", (READY,)),
         (REQUEST, (READY,)),
         (f"{AT} WARNING folio.app.engine.startup: less memory", (STARTING, READY)),
         ("\rLoading weights:   0%|          | 0/54 [00:00<?, ?it/s]\rLoading weights: 100%|██████████| 54/54", ()),
@@ -65,7 +65,7 @@ def test_a_replicas_traceback_is_for_failures_that_nobody_explains(
 
 def test_a_failed_start_shows_what_was_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     """All but Serve's notes: a traceback below a warning of Serve's, and notes of Folio's."""
-    log, note = StartLog(), f"{AT} INFO folio.app.engine.model.kv_plan: KV cache: up to 64.0 MiB"
+    log, note = StartLog(), f"{AT} INFO folio.app.engine.memory.kv_plan: KV cache: up to 64.0 MiB"
     trace = [f"WARNING {AT} controller 1 -- Failed to start", "Traceback (most recent call last):", "  File x"]
     assert log.visible("ServeController", [f"INFO {AT} controller 1 -- Deploying", *trace, note]) == []
     log.fail()

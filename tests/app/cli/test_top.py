@@ -13,8 +13,8 @@ from rich.console import Console
 
 from folio.app.cli.connection import Server
 from folio.app.cli.main import main
-from folio.app.cli.top import Watch
-from folio.app.cli.top_view import KINDS, bar, kinds_of, view
+from folio.app.cli.top.command import Watch
+from folio.app.cli.top.view import KINDS, bar, kinds_of, view
 from folio.app.dashboard.state import Load, Memory, ReplicaState, Traffic
 from tests.app.cli.fake_server import error, serving, stream
 

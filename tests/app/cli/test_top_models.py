@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from folio.app.cli.top_models import model_rows
+from folio.app.cli.top.models import model_rows
 from folio.app.dashboard.state import ModelOnDevice, ReplicaState
 from tests.app.cli.test_top import MIB, replica, shown, state_of
 

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import pytest
 
+from folio.app.api.responses.body import ResponsesRequest
 from folio.app.client import (
     AddModelRequest,
     ChatCompletionRequest,
@@ -42,7 +43,6 @@ from folio.app.client import (
 )
 from folio.app.client.over_grpc import call_error
 from folio.app.config.http import HttpSettings, KeySource
-from folio.app.openai.responses.body import ResponsesRequest
 from tests.app.openai.fake_service import FakeService
 from tests.grpc_server import grpc_listening
 from tests.local_server import LocalServer, guarded_api, listening

@@ -8,7 +8,7 @@ import pytest
 from transformers import BloomForCausalLM, DynamicCache, LlamaForCausalLM
 
 from folio.app.compat.transformers import uses_attention_interface
-from folio.app.engine.execution.recurrent import StateCache
+from folio.app.engine.layers.recurrent import StateCache
 
 
 def test_models_outside_the_attention_interface_are_known() -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from folio.app.builtin import BUILTIN_FOLDER
 from folio.app.config.checkpoint import checkpoint_faults, rank_faults
 from folio.app.config.engine import EngineConfig
+from folio.app.engine.memory.size import ModelSize
 from folio.app.engine.model.context import read_config
 from folio.app.engine.model.loader import load_config
-from folio.app.engine.model.size import ModelSize
 from folio.app.errors import ConfigError, ModelError
+from folio.app.models.builtin import BUILTIN_FOLDER
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -24,9 +24,9 @@ from folio.app.dashboard.collector import MOST_VIEWERS
 from folio.app.dashboard.http import STATIC, EventStream
 from folio.app.dashboard.state import DashboardState, ReplicaDetail, ReplicaState
 from folio.app.dashboard.views import WatchCall, view_replica
-from folio.app.engine.shelf.status import ModelStatus
 from folio.app.fleet.messages import split_public_id
 from folio.app.fleet.status import ModelReport, ReplicaStatus
+from folio.app.shelf.status import ModelStatus
 from tests.local_server import LocalServer, guarded_api, listening
 from tests.processes import until
 

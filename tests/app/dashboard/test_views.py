@@ -12,8 +12,8 @@ import pytest
 from folio.app.dashboard.state import Device, Load, Memory, ModelOnDevice, ReplicaState, State, figures_of
 from folio.app.dashboard.views import WatchCall, view_replica
 from folio.app.engine.report import GpuMemory, ReplicaReport, StepTimes
-from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
 from folio.app.fleet.status import ModelReport, ReplicaStatus
+from folio.app.shelf.status import DeviceStatus, ModelStatus
 from folio.vmem import MemoryReport
 
 

@@ -11,7 +11,7 @@ from folio.app.edge import keys as keys_module
 from folio.app.edge.callers import Callers
 from folio.app.edge.guard import key_ring
 from folio.app.errors import ForbiddenError, RateLimitError
-from folio.app.request_context import CURRENT
+from folio.app.http.request_context import CURRENT
 
 KEYS = """
 keys:

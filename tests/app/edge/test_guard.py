@@ -11,7 +11,7 @@ import pytest
 
 from folio.app.config.http import HttpSettings, RateLimits
 from folio.app.edge.guard import Guard
-from folio.app.request_context import EdgeObserver, current_context, request_id
+from folio.app.http.request_context import EdgeObserver, current_context, request_id
 from tests.app.edge.asgi import ALICE, BOB, answer_of, bearer, call, echo, guarded, scope_of
 
 

@@ -17,7 +17,7 @@ from folio.app.config.http import KeyEntry, KeySource, RateLimits
 from folio.app.edge import keys
 from folio.app.edge.keys import KeyRing, read_keys
 from folio.app.errors import ConfigError
-from folio.app.request_context import EdgeObserver
+from folio.app.http.request_context import EdgeObserver
 from tests.processes import until_async
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"

@@ -16,8 +16,8 @@ from fastapi import FastAPI, Request
 
 from folio.app.edge.admission import AdmissionControl, LoadSheddingMiddleware
 from folio.app.fleet.overload import LoadShedder
-from folio.app.operations import OPERATIONS
-from folio.app.request_context import EdgeObserver
+from folio.app.http.operations import OPERATIONS
+from folio.app.http.request_context import EdgeObserver
 from tests.app.edge.asgi import call
 from tests.local_server import listening
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from folio.app.api.openai.bodies import CompletionRequest
+from folio.app.api.openai.replies import Completion
 from folio.app.config.http import HttpSettings
+from folio.app.config.logs import WithheldMessages
 from folio.app.errors import ConfigError, EngineError, OverloadedError, RequestError
-from folio.app.logs import WithheldMessages
-from folio.app.openai.bodies import CompletionRequest
-from folio.app.openai.replies import Completion
 from tests.app.edge.asgi import Answer, bearer, call
 from tests.app.openai.fake_service import FakeService
 from tests.fakes.replicas import TOKENIZER, Engines, ingress_with

@@ -15,7 +15,7 @@ from folio.app.config.http import HttpSettings
 from folio.app.edge import request_body as unread
 from folio.app.edge.guard import Guard
 from folio.app.edge.request_body import ReadsRefusedBodies
-from tests.app.haproxy_front import as_serve
+from tests.app.http.haproxy_front import as_serve
 from tests.local_server import listening
 
 LONG = 9 << 20

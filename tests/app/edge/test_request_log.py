@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from folio.app.request_context import current_context, note_error
+from folio.app.http.request_context import current_context, note_error
 from tests.app.edge.asgi import ALICE, answer_of, bearer, call, echo, guarded, scope_of
 
 

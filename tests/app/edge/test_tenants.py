@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from folio.app.api.operators.replies import PinCard, PinList
 from folio.app.config.http import HttpSettings
-from folio.app.openai.operation.replies import PinCard, PinList
 from tests.app.edge.asgi import bearer, call
 from tests.fakes.replicas import TOKENIZER, Engines, ingress_with
 from tests.local_server import guarded_api

@@ -10,7 +10,7 @@ from starlette.types import Message, Receive
 
 from folio.app.config.http import BatchSettings, HttpSettings
 from folio.app.edge.request_body import BodyBounds, limited
-from folio.app.http_errors import HttpRefusal
+from folio.app.http.errors import HttpRefusal
 
 from .asgi import scope_of
 

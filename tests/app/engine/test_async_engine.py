@@ -13,7 +13,7 @@ import torch
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import AsyncEngine, Delta, SamplingParams, async_engine
-from folio.app.engine.faults import device_fault
+from folio.app.engine.request.faults import device_fault
 from folio.app.errors import EngineError, RequestError, UnavailableError
 from folio.vmem import IntegrityError, MapError
 from tests.conftest import ARCHITECTURES, MakeCheckpoint

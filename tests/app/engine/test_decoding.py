@@ -12,9 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine import Delta, SamplingParams, Structure, ended_outputs, token_selection
+from folio.app.engine import Delta, SamplingParams, Structure
 from folio.app.engine.engine import Engine
+from folio.app.engine.request.request import ended_outputs
 from folio.app.engine.sampling import sampler
+from folio.app.engine.step import token_selection
 from folio.app.errors import EngineError, RequestError
 from folio.vmem import VmemError
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint

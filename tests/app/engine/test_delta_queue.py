@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from folio.app.engine.delta import Delta, DeltaQueue
+from folio.app.engine.request.delta import Delta, DeltaQueue
 
 GOES_ON, LAST = Delta("r", (1,), "a"), Delta("r", (2,), "b", "stop")
 

@@ -11,12 +11,12 @@ import torch
 
 from folio.app.config.engine import EngineConfig
 from folio.app.config.machine import Machine
-from folio.app.engine import step_loop
-from folio.app.engine.delta import Delta
 from folio.app.engine.engine import Engine
-from folio.app.engine.execution.batch import StepBatch
-from folio.app.engine.model import kv_plan
+from folio.app.engine.layers.batch import StepBatch
+from folio.app.engine.memory import kv_plan
+from folio.app.engine.request.delta import Delta
 from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.step import step_loop
 from folio.app.errors import ConfigError, ContextLengthError, RequestError
 from folio.vmem import MapError, OutOfPages, View
 from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
@@ -384,8 +384,8 @@ def test_a_sampler_that_fails_preempts_nobody(engine: Engine, monkeypatch: pytes
         engine.submit(str(i), prompt, GREEDY)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr("folio.app.engine.token_selection.launch_sampling", fail)
-        patch.setattr("folio.app.engine.token_selection.sample_apart", fail)
+        patch.setattr("folio.app.engine.step.token_selection.launch_sampling", fail)
+        patch.setattr("folio.app.engine.step.token_selection.sample_apart", fail)
         with pytest.raises(IndexError):
             engine.step()
     assert sum(engine.scheduler.begun.num_preempted.values()) == 0

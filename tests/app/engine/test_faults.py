@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import Delta
 from folio.app.engine.engine import Engine
-from folio.app.engine.engine_request import EngineRequest
-from folio.app.engine.faults import FAILED
-from folio.app.engine.request import Request, Sequence
+from folio.app.engine.request.delta import Delta
+from folio.app.engine.request.engine_request import EngineRequest
+from folio.app.engine.request.faults import FAILED
+from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.errors import EngineError, FolioError, RequestError
@@ -426,23 +426,23 @@ CASES = [
 ]
 # Of these there is no row above: calls of one request whose failure is another's matter, or that are part of one above.
 EXEMPT = {
-    "folio.app.engine.scheduler.*": "composes the step out of the memory's books",
-    "folio.app.engine.scheduled.*": "the same",
-    "folio.app.engine.admission.*": "the same",
-    "folio.app.engine.waiting_queue.*": "the same",
-    "folio.app.engine.running.RunningRequests.*": "the same",
+    "folio.app.engine.schedule.scheduler.*": "composes the step out of the memory's books",
+    "folio.app.engine.schedule.scheduled.*": "the same",
+    "folio.app.engine.schedule.admission.*": "the same",
+    "folio.app.engine.schedule.waiting_queue.*": "the same",
+    "folio.app.engine.schedule.running.RunningRequests.*": "the same",
     "folio.app.engine.execution.planner.*": "lays the step out",
     "folio.app.engine.execution.rows.SequenceRows.*": "the same",
-    "folio.app.engine.execution.batch.*": "lays the step out",
+    "folio.app.engine.layers.batch.*": "lays the step out",
     "folio.app.engine.execution.planner._slot": "lays the step out",
     "folio.app.engine.execution.rows.*": "lays the step out",
     "folio.vmem.*": "the memory's accounting: a call happens or changes nothing, else the engine stops",
-    "folio.app.engine.decoding.Decoder._add": "the boundary itself",
-    "folio.app.engine.faults.attribute_failures.*": "the boundary itself",
-    "folio.app.engine.decoding.Decoder.end_sequence": "frees what the request has: it has to be done whatever happened",
+    "folio.app.engine.step.decoding.Decoder._add": "the boundary itself",
+    "folio.app.engine.request.faults.attribute_failures.*": "the boundary itself",
+    "folio.app.engine.step.decoding.Decoder.end_sequence": "frees what the request has, whatever happened",
     "folio.app.engine.speculation.*.forget_sequence": "the same",
-    "folio.app.engine.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
-    "folio.app.engine.step_loop.StepLoop._pin": "is nothing but KVMemory.pin",
+    "folio.app.engine.schedule.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
+    "folio.app.engine.step.step_loop.StepLoop._pin": "is nothing but KVMemory.pin",
     "folio.app.engine.engine.Engine.submit": "is nothing but Engine.prepare and Engine.add_request",
     "folio.app.engine.*.check_integrity": "for tests",
     "folio.app.engine.speculation.ngram.NgramIndex._sealed": "part of NgramIndex.extend",
@@ -453,20 +453,20 @@ EXEMPT = {
     "folio.app.engine.sampling.token_text.IncrementalDetokenizer.__init__": "part of Vocabulary.detokenizer",
     "folio.app.engine.sampling.penalties.TokenCounts.__init__": "part of SamplingState.counts",
     "folio.app.engine.sampling.penalties.TokenCounts._set_entries": "part of TokenCounts._append and TokenCounts.fork",
-    "folio.app.engine.sampling.best_of.BestOf.__init__": "part of RequestValidator.create_request",
+    "folio.app.engine.request.best_of.BestOf.__init__": "part of RequestValidator.create_request",
     "folio.app.engine.sampling.beam.BeamSearch.__init__": "part of RequestValidator.create_request",
-    "folio.app.engine.request.Sequence.__post_init__": "part of create_request and Decoder.fork_sequence",
+    "folio.app.engine.request.request.Sequence.__post_init__": "part of create_request and Decoder.fork_sequence",
     "folio.app.engine.sampling.state.SamplingState.num_output_tokens": "counts",
     "folio.app.engine.sampling.params.*": "looks at numbers that have been checked",
-    "folio.app.engine.request.*.num_*": "counts",
-    "folio.app.engine.request.*.most_tokens": "counts",
-    "folio.app.engine.request.*.max_sequences": "counts",
-    "folio.app.engine.request.*.*_key": "looks at its own fields",
-    "folio.app.engine.request.*.can_decode": "the same",
-    "folio.app.engine.request.*.lockstep": "the same",
-    "folio.app.engine.request.*.reads_whole_prompt": "the same",
-    "folio.app.engine.request.*.request_id": "the same",
-    "folio.app.engine.delta.Delta.*": "looks at its own fields",
+    "folio.app.engine.request.request.*.num_*": "counts",
+    "folio.app.engine.request.request.*.most_tokens": "counts",
+    "folio.app.engine.request.request.*.max_sequences": "counts",
+    "folio.app.engine.request.request.*.*_key": "looks at its own fields",
+    "folio.app.engine.request.request.*.can_decode": "the same",
+    "folio.app.engine.request.request.*.lockstep": "the same",
+    "folio.app.engine.request.request.*.reads_whole_prompt": "the same",
+    "folio.app.engine.request.request.*.request_id": "the same",
+    "folio.app.engine.request.delta.Delta.*": "looks at its own fields",
 }
 
 
@@ -531,7 +531,7 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
     def note(frame: FrameType, event: str, _: object) -> None:
         module = frame.f_globals.get("__name__", "")
         if event != "call" or not module.startswith(
-            ("folio.app.engine.", "folio.vmem.memory", "folio.vmem.prefix_cache")
+            ("folio.app.engine.", "folio.vmem.memory", "folio.vmem.prefix.prefix_cache")
         ):
             return
         code = frame.f_code
@@ -596,7 +596,7 @@ def test_a_call_for_all_rows_that_fails_for_none_alone_is_tried_row_by_row(
             many.append(len(logits))
             raise RuntimeError("not enough memory")
 
-    patch(monkeypatch, "folio.app.engine.token_selection.launch_sampling", note)
+    patch(monkeypatch, "folio.app.engine.step.token_selection.launch_sampling", note)
     assert run() == (expected, {})
     assert many
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from folio.app.engine.delta import Delta, TokenLogprobs
-from folio.app.engine.sampling.best_of import BestOf
+from folio.app.engine.request.best_of import BestOf
+from folio.app.engine.request.delta import Delta
+from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 
 
 def test_the_first_of_the_best_has_the_prompts_log_probabilities() -> None:

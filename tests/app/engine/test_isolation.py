@@ -17,7 +17,7 @@ import torch
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine
-from folio.app.engine.model import kv_plan
+from folio.app.engine.memory import kv_plan
 from folio.vmem import CudaBackend
 from folio.vmem.backends.cuda import CPU
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint

@@ -14,8 +14,8 @@ import pytest
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import AsyncEngine, SamplingParams
 from folio.app.engine.engine import Engine
-from folio.app.engine.load_report import LoadMeter, retry_after_s
 from folio.app.engine.report import StepTimes
+from folio.app.engine.schedule.load_report import LoadMeter, retry_after_s
 from folio.app.errors import DeadlineError, OverloadedError, RequestError
 from tests.conftest import SMALL, MakeCheckpoint
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from folio.app.engine import LLM, SamplingParams
-from folio.app.engine.delta import Delta
+from folio.app.engine.request.delta import Delta
 from folio.app.errors import EngineError, RequestError
 
 

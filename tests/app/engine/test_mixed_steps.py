@@ -10,10 +10,10 @@ import pytest
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine
-from folio.app.engine.mixed_steps import LEAST_CHUNK, STRETCH, MixedSteps
-from folio.app.engine.preemption import PreemptionCostModel
 from folio.app.engine.report import StepTimes
-from folio.app.engine.scheduled import Scheduled
+from folio.app.engine.schedule.mixed_steps import LEAST_CHUNK, STRETCH, MixedSteps
+from folio.app.engine.schedule.preemption import PreemptionCostModel
+from folio.app.engine.schedule.scheduled import Scheduled
 from tests.conftest import SMALL, MakeCheckpoint
 
 # A decode alone takes 10 ms, a token of a prompt 1 ms.

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from folio.app.engine.delta import Delta
-from folio.app.engine.pin_restorer import PinRestorer
+from folio.app.engine.request.delta import Delta
+from folio.app.engine.schedule.pin_restorer import PinRestorer
 from folio.app.errors import RequestError, UnavailableError, UnknownModelError
 from folio.vmem import CachedPrefix, MemoryReport, PinReport
 

@@ -16,13 +16,13 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.async_engine import AsyncEngine
-from folio.app.engine.delta import Delta
 from folio.app.engine.engine import Engine
-from folio.app.engine.faults import FAILED
 from folio.app.engine.llm import LLM
-from folio.app.engine.pooled import PooledPrompt, PoolingParams
+from folio.app.engine.ranks.processes import Launch, spawn_ranks
+from folio.app.engine.request.delta import Delta
+from folio.app.engine.request.faults import FAILED
+from folio.app.engine.request.pooled import PooledPrompt, PoolingParams
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from folio.app.errors import ConfigError, ContextLengthError, EngineError, ModelError, RequestError
 from tests.app.small_tokenizers import byte_level
 from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, MakeCheckpoint, tokens

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from folio.app.engine import LLM
-from folio.app.engine.preemption import LinearCost, PreemptionCostModel
+from folio.app.engine.schedule.preemption import LinearCost, PreemptionCostModel
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 
 

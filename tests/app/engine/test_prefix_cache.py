@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from folio.app.engine import LLM, token_selection
+from folio.app.engine import LLM
 from folio.app.engine.engine import Engine, EngineConfig
-from folio.app.engine.execution.batch import StepBatch
+from folio.app.engine.layers.batch import StepBatch
 from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.step import token_selection
 from folio.app.errors import ConfigError, RequestError
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folio.app.engine import LLM
-from folio.app.engine.execution.attention import CachedAttention, RotaryLayer
-from folio.app.engine.execution.executor import Executor
+from folio.app.engine.layers.attention import CachedAttention, RotaryLayer
 from folio.app.engine.model import loader
+from folio.app.engine.ranks.executor import Executor
 from folio.app.errors import ModelError
 from folio.kernels import VarlenBatch
 from tests.architectures import LATENT, SHARED_EXPERTS

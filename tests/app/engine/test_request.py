@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from folio.app.engine.delta import Delta
 from folio.app.engine.model.tokenizer import load_tokenizer
-from folio.app.engine.request import Request, Sequence
+from folio.app.engine.request.delta import Delta
+from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.sampling.token_text import IncrementalDetokenizer

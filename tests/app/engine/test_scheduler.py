@@ -12,16 +12,16 @@ import pytest
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine
-from folio.app.engine.faults import SequenceFailure
-from folio.app.engine.preemption import PreemptionCostModel
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Request, Sequence
-from folio.app.engine.running import RunningRequests
-from folio.app.engine.scheduled import Scheduled
-from folio.app.engine.scheduler import PATIENCE
+from folio.app.engine.request.faults import SequenceFailure
+from folio.app.engine.request.request import Request, Sequence
+from folio.app.engine.schedule.preemption import PreemptionCostModel
+from folio.app.engine.schedule.running import RunningRequests
+from folio.app.engine.schedule.scheduled import Scheduled
+from folio.app.engine.schedule.scheduler import PATIENCE
 from folio.app.errors import RequestError
 from folio.vmem import IntegrityError, KVMemory, OutOfPages
-from folio.vmem.prefix_cache import PrefixCache
+from folio.vmem.prefix.prefix_cache import PrefixCache
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine import step_loop
-from folio.app.engine.delta import Delta
 from folio.app.engine.engine import Engine
+from folio.app.engine.request.delta import Delta
 from folio.app.engine.sampling.noise import gumbel
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.sampler import sample
 from folio.app.engine.sampling.settings import gather_settings
 from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.step import step_loop
 from folio.app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 from tests.nightly import examples

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from folio.app.builtin import BUILTIN_FOLDER
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import AsyncEngine, SamplingParams
 from folio.app.engine.engine import Engine
@@ -33,6 +32,7 @@ from folio.app.engine.startup import (
     warm_up_rounds,
 )
 from folio.app.errors import ConfigError, EngineError, ModelError, RequestError, UnavailableError
+from folio.app.models.builtin import BUILTIN_FOLDER
 from folio.vmem import CachedPrefix, IntegrityError
 from tests.app.engine.lora.adapters import make_adapter
 from tests.app.small_tokenizers import word_level, wordpiece

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from folio.app.engine.step_thread import DeficitRoundRobin, StepThread
+from folio.app.engine.step.step_thread import DeficitRoundRobin, StepThread
 
 
 class Worker:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from folio.app.engine import LLM
-from folio.app.engine.request import Sequence
+from folio.app.engine.request.request import Sequence
+from folio.app.engine.request.turn import Turn
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.turn import Turn
 
 HERMES = Turn("tools", ("<tool_call>",))
 LLAMA = Turn("tools", ("<|python_tag|>",), "{[")

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import Delta
 from folio.app.engine.engine import Engine
-from folio.app.engine.engine_request import EngineRequest
+from folio.app.engine.model.vocabulary import Vocabulary
+from folio.app.engine.request.delta import Delta
+from folio.app.engine.request.engine_request import EngineRequest
 from folio.app.engine.sampling.params import SamplingParams, Structure
-from folio.app.engine.vocabulary import Vocabulary
 from folio.app.errors import RequestError
 
 STORY = "The key of room 417 is 93. The key of room"

@@ -12,9 +12,9 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folio.app.engine.request import Request, Sequence
+from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.waiting_queue import WaitingQueue
+from folio.app.engine.schedule.waiting_queue import WaitingQueue
 from folio.vmem import TokenChain
 
 ARRIVALS = itertools.count()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingContext
 
-from folio.app.engine.shelf.status import DeviceStatus
 from folio.app.errors import ConfigError
 from folio.app.fleet.autoscaling import (
     LOAD_FIELDS,
@@ -21,6 +20,7 @@ from folio.app.fleet.autoscaling import (
     ScalingTargets,
 )
 from folio.app.serving.autoscaling import KVAwareScaling
+from folio.app.shelf.status import DeviceStatus
 from tests.app.compat.ray_types import DeploymentID, TimeSeries, TimeStampedValue
 from tests.app.fleet.reports import report
 

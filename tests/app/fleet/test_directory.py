@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from folio.app.fleet.directory import PrefixDirectory
 from folio.vmem import KEY_BYTES, NO_KEYS, CachedKeys, key_of
-from folio.vmem import prefix_summary as summary
-from folio.vmem.prefix_summary import PrefixSummary
+from folio.vmem.prefix import prefix_summary as summary
+from folio.vmem.prefix.prefix_summary import PrefixSummary
 
 NUM_SLOTS = 3
 # Two prompts that share their first three units.

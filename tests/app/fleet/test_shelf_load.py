@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from folio.app.engine.report import ReplicaReport, StepTimes
-from folio.app.engine.shelf.status import DeviceStatus, ModelState, ModelStatus
 from folio.app.fleet.autoscaling import AutoscalingLoad
 from folio.app.fleet.cost import CostWeights, request_cost
 from folio.app.fleet.fleet import Fleet, RoutedRequest
 from folio.app.fleet.policies import PrefixAware
 from folio.app.fleet.shelf_load import reports_for_routers
 from folio.app.fleet.status import ModelReport, summed_load, summed_memory, unloaded_report
+from folio.app.shelf.status import DeviceStatus, ModelState, ModelStatus
 from folio.vmem import GroupReport, MemoryReport, PinReport
 from tests.app.fleet.reports import IDLE, report
 

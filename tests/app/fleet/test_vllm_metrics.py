@@ -13,11 +13,11 @@ from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine import Engine
 from folio.app.engine.report import ReplicaReport
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.shelf.status import ModelStatus
 from folio.app.errors import FolioError, NoReplicaError, UnavailableError
 from folio.app.fleet.status import ModelReport, ReplicaStatus, unloaded_report
 from folio.app.fleet.vllm_metrics import OF_ENGINES, OF_INGRESSES, load_families, vllm_families
 from folio.app.serving.metrics_page import merge, render
+from folio.app.shelf.status import ModelStatus
 from folio.vmem import MemoryReport
 from tests.declared_metrics import ROOT, declared_metrics
 

@@ -11,14 +11,14 @@ import pytest
 from grpc_tools import protoc
 from pydantic import BaseModel
 
+from folio.app.api.base import ClientFields
+from folio.app.api.openai import chat_body, replies
+from folio.app.api.openai.bodies import CompletionRequest, TokenFields
+from folio.app.api.operators import bodies
+from folio.app.api.operators import replies as operator_replies
+from folio.app.api.tools import bodies as tool_bodies
 from folio.app.client import LoadReport, MemoryReport, PinCard, PinList
 from folio.app.errors import RequestError
-from folio.app.openai import chat_body, replies
-from folio.app.openai.base import ClientFields
-from folio.app.openai.bodies import CompletionRequest, TokenFields
-from folio.app.openai.operation import bodies
-from folio.app.openai.operation import replies as operator_replies
-from folio.app.openai.tools import bodies as tool_bodies
 from folio.app.proto import convert
 from folio.app.proto import folio_pb2 as pb
 from folio.vmem import GroupReport, PinReport

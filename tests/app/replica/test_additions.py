@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from folio.app.builtin import resolve_model
 from folio.app.config.shelf import ShelfConfig
 from folio.app.engine import AsyncEngine, EngineRequest, SamplingParams
 from folio.app.engine.lora.source import AdapterSource, files_version
-from folio.app.engine.shelf import control
-from folio.app.engine.shelf.shelf import Shelf
 from folio.app.errors import ModelUnavailableError, UnavailableError, UnknownPinError
 from folio.app.fleet.loaded import LoadedTable
 from folio.app.fleet.messages import GenerateRequest
+from folio.app.models.builtin import resolve_model
 from folio.app.replica import additions as additions_module
 from folio.app.replica.additions import ShelfAdditions
 from folio.app.serving.loaded import TableCopy
+from folio.app.shelf import control
+from folio.app.shelf.shelf import Shelf
 from tests.app.engine.lora.adapters import make_adapter
 from tests.app.serving.registry import patched_cluster
 from tests.local_server import a_model, replica_of_shelf

@@ -14,9 +14,9 @@ import pytest
 
 from folio.app.engine import Delta, SamplingParams
 from folio.app.engine.async_engine import Pace
-from folio.app.engine.engine_request import EngineRequest
-from folio.app.engine.pooled import PoolingParams
-from folio.app.engine.turn import Turn
+from folio.app.engine.request.engine_request import EngineRequest
+from folio.app.engine.request.pooled import PoolingParams
+from folio.app.engine.request.turn import Turn
 from folio.app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
 from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, Piece
 from folio.app.fleet.streams import StreamPace

@@ -13,11 +13,11 @@ from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine import Engine
 from folio.app.engine.report import GpuMemory, StartTimes
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.shelf.status import DeviceStatus, ModelStatus
 from folio.app.engine.speculation import SpeculationCounts
 from folio.app.fleet.status import ModelReport, ReplicaStatus, unloaded_report
 from folio.app.serving.engine_metrics import ReplicaMeter
 from folio.app.serving.metric_rows import Gauge, Total
+from folio.app.shelf.status import DeviceStatus, ModelStatus
 from folio.kernels import note_compilation
 from tests.app.serving.conftest import Recorded
 

@@ -12,10 +12,10 @@ import grpc
 import httpx
 import pytest
 
+from folio.app.api.openai.bodies import CompletionRequest
+from folio.app.api.openai.replies import Completion
 from folio.app.config.http import HttpSettings, KeySource, RateLimits
 from folio.app.errors import RequestError
-from folio.app.openai.bodies import CompletionRequest
-from folio.app.openai.replies import Completion
 from folio.app.proto import folio_pb2 as pb
 from folio.app.proto.folio_pb2_grpc import FolioStub
 from folio.app.serving.grpc_ingress import _client_of, asgi_call, http_scope

@@ -15,9 +15,15 @@ import pytest
 from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
+from folio.app.api.input import translate as translator
+from folio.app.api.input.text_encoder import TextEncoder
+from folio.app.api.openai.bodies import ForkRequest
+from folio.app.api.openai.chat_body import ChatCompletionRequest
+from folio.app.api.openai.token_bodies import TokenizeRequest
+from folio.app.api.responses.body import ResponsesRequest
 from folio.app.compat.ray import folio_error
 from folio.app.config.http import HttpSettings, KeyEntry
-from folio.app.engine.delta import TokenLogprobs
+from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.errors import (
     ContextLengthError,
     DeadlineError,
@@ -29,13 +35,7 @@ from folio.app.errors import (
     UnknownRequestError,
 )
 from folio.app.fleet.messages import ForkCall, Piece
-from folio.app.openai import translate as translator
-from folio.app.openai.bodies import ForkRequest
-from folio.app.openai.chat_body import ChatCompletionRequest
-from folio.app.openai.responses.body import ResponsesRequest
-from folio.app.openai.text_encoder import TextEncoder
-from folio.app.openai.token_bodies import TokenizeRequest
-from folio.app.request_context import CURRENT, RequestContext
+from folio.app.http.request_context import CURRENT, RequestContext
 from tests.fakes.replicas import CALL, TOKENIZER, Engines, collect, completion, ingress_with
 
 

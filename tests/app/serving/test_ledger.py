@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from folio.app.engine.model.memory_profile import DevicePlan
+from folio.app.engine.memory.memory_profile import DevicePlan
 from folio.app.errors import ConfigError
 from folio.app.fleet import ledger as fleet_ledger
 from folio.app.fleet.ledger_file import LedgerFile

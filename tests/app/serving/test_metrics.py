@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from folio.app.engine.pooled import PoolingParams
+from folio.app.engine.request.pooled import PoolingParams
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import (
     DeadlineError,

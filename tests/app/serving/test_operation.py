@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
+from folio.app.api.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from folio.app.api.operators.bodies import BudgetRequest, PinRequest
 from folio.app.errors import RequestError, UnavailableError
-from folio.app.openai.operation.bodies import BudgetRequest, PinRequest
-from folio.app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 from folio.app.serving import ingress as ingress_module
 from tests.fakes.fleet import Fleet, answers, hangs, status
 from tests.fakes.replicas import TOKENIZER, Engines, ingress_with

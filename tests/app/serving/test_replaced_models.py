@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from folio.app.builtin import resolve_model
+from folio.app.api.operators.bodies import AddModelRequest
 from folio.app.config.added_model import AddedModel, files_sample
 from folio.app.config.engine import EngineConfig
 from folio.app.config.shelf import ShelfConfig
 from folio.app.engine import EngineRequest, SamplingParams
-from folio.app.engine.shelf.shelf import Shelf
 from folio.app.errors import RequestError
 from folio.app.fleet.loaded import LoadedTable
-from folio.app.openai.operation.bodies import AddModelRequest
+from folio.app.models.builtin import resolve_model
 from folio.app.replica.additions import ShelfAdditions
+from folio.app.shelf.shelf import Shelf
 from tests.app.serving.registry import Cluster, patched_cluster
 from tests.app.serving.test_shelf import completion
 from tests.local_server import LocalHandle, a_model, ingress_of, replica_of_shelf

@@ -15,8 +15,8 @@ from ray import cloudpickle
 from ray.serve.request_router import PendingRequest
 
 from folio.app.engine import SamplingParams
-from folio.app.engine.prefix_keys import prompt_keys
 from folio.app.engine.report import ReplicaReport
+from folio.app.engine.request.prefix_keys import prompt_keys
 from folio.app.errors import DeadlineError, NoReplicaError, OverloadedError
 from folio.app.fleet.decisions import DECISIONS
 from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, reports_as_stats, reports_from_stats

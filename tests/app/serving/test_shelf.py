@@ -11,14 +11,20 @@ from typing import Any
 import httpx
 import pytest
 
+from folio.app.api.anthropic.body import CountTokensRequest, MessagesRequest
+from folio.app.api.input import served_models
+from folio.app.api.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.api.openai.chat_body import ChatCompletionRequest
+from folio.app.api.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from folio.app.api.operators import model_cards
+from folio.app.api.operators.bodies import BudgetRequest, PinRequest
+from folio.app.api.pooled.bodies import EmbeddingRequest
 from folio.app.cli.main import main
 from folio.app.config.http import HttpSettings, KeyEntry
 from folio.app.config.shelf import ShelfConfig
 from folio.app.dashboard.state import DashboardState, ReplicaState
 from folio.app.dashboard.views import WatchCall
 from folio.app.engine import AsyncEngine, SamplingParams
-from folio.app.engine.shelf import control
-from folio.app.engine.shelf.control import Control
 from folio.app.errors import (
     ContextLengthError,
     DeadlineError,
@@ -30,16 +36,10 @@ from folio.app.errors import (
     UnknownRequestError,
 )
 from folio.app.fleet.messages import GenerateRequest
-from folio.app.openai import served_models
-from folio.app.openai.bodies import CompletionRequest, ForkRequest
-from folio.app.openai.chat_body import ChatCompletionRequest
-from folio.app.openai.messages.body import CountTokensRequest, MessagesRequest
-from folio.app.openai.operation import model_cards
-from folio.app.openai.operation.bodies import BudgetRequest, PinRequest
-from folio.app.openai.pooled.bodies import EmbeddingRequest
-from folio.app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
-from folio.app.request_context import CURRENT, RequestContext
+from folio.app.http.request_context import CURRENT, RequestContext
 from folio.app.serving.replica import EngineReplica
+from folio.app.shelf import control
+from folio.app.shelf.control import Control
 from tests.app.serving.conftest import Recorded
 from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, listening, replica_of_shelf
 from tests.processes import until_async

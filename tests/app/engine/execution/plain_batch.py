@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from folio.app.engine.execution.batch import StepBatch, memory_of
-from folio.app.engine.scheduled import Scheduled
+from folio.app.engine.layers.batch import StepBatch, memory_of
+from folio.app.engine.schedule.scheduled import Scheduled
 from folio.vmem import KVMemory
 
 

@@ -14,13 +14,13 @@ import torch
 
 from folio.app.engine import LLM, EngineConfig, SamplingParams
 from folio.app.engine.engine import Engine
-from folio.app.engine.execution import executor, self_test
-from folio.app.engine.execution.batch import StepBatch
 from folio.app.engine.execution.model_runner import ModelRunner
 from folio.app.engine.execution.work_queue import InlineQueue
-from folio.app.engine.model import kv_plan
+from folio.app.engine.layers.batch import StepBatch
+from folio.app.engine.memory import kv_plan
+from folio.app.engine.ranks import executor, self_test
+from folio.app.engine.ranks.processes import Launch, spawn_ranks
 from folio.app.engine.tensor_parallel.gpu_sharing import SWITCH
-from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from folio.app.errors import ConfigError
 from folio.vmem import CudaBackend, KVMemory, MapError, StepDemand, select_backend
 from folio.vmem.backends.cuda import CPU

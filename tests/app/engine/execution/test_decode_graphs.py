@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from folio.app.engine import LLM, EngineConfig, SamplingParams
-from folio.app.engine.charges import DeviceCharges
+from folio.app.engine.device.charges import DeviceCharges
 from folio.app.engine.execution import decode_graphs
-from folio.app.engine.execution.attention import CachedAttention, RotaryLayer
-from folio.app.engine.execution.batch import BatchPart, StepBatch
 from folio.app.engine.execution.captured_graphs import STEPS_TO_RECAPTURE, CapturedGraphs, GraphPlan
 from folio.app.engine.execution.decode_graphs import DecodeGraphs, DecodeInputs, decode_buckets, decode_view
 from folio.app.engine.execution.graph import CaptureError, CudaGraph, cuda_graphs
 from folio.app.engine.execution.mixed_graphs import TOKEN_BUCKETS, MixedGraphs, _Between
+from folio.app.engine.layers.attention import CachedAttention, RotaryLayer
+from folio.app.engine.layers.batch import BatchPart, StepBatch
 from folio.app.errors import ConfigError, ModelError
 from folio.kernels import Elementwise, Masking, VarlenBatch, num_compilations
 from folio.vmem import DevicePages, KVMemory, View

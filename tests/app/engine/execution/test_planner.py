@@ -17,13 +17,13 @@ from hypothesis.stateful import rule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from folio.app.engine.engine import Engine
-from folio.app.engine.execution.batch import PlanHeader, StepBatch, StepPlan, memory_of
 from folio.app.engine.execution.builder import BatchBuilder
 from folio.app.engine.execution.planner import StepPlanner
-from folio.app.engine.request import Request, Sequence
+from folio.app.engine.layers.batch import PlanHeader, StepBatch, StepPlan, memory_of
+from folio.app.engine.ranks.processes import pack_step, unpack_step
+from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.scheduled import Scheduled
-from folio.app.engine.tensor_parallel.processes import pack_step, unpack_step
+from folio.app.engine.schedule.scheduled import Scheduled
 from folio.vmem import KVMemory, SequenceMemory, StepDemand, ViewPolicy
 from tests.app.engine.execution.plain_batch import check_batch
 from tests.app.engine.test_isolation import make_engine, work

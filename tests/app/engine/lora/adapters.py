@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.delta import Delta
 from folio.app.engine.engine import Engine
-from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.engine.ranks.processes import Launch, spawn_ranks
+from folio.app.engine.request.delta import Delta
 
 
 def make_adapter(

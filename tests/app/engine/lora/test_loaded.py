@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.engine import Engine
-from folio.app.engine.engine_request import EngineRequest
 from folio.app.engine.lora import rank
 from folio.app.engine.lora.layers import LoRALinear, Updates
 from folio.app.engine.lora.rank import RankAdapters
 from folio.app.engine.lora.source import AdapterSource, files_version
 from folio.app.engine.lora.weights import read_weights
+from folio.app.engine.request.engine_request import EngineRequest
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.startup import hot_prefixes, warm_prefixes
 from folio.app.errors import ConfigError, EngineError, ModelError, RequestError, UnknownModelError

@@ -25,12 +25,12 @@ from folio.app.engine.engine import Engine
 from folio.app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
 from folio.app.engine.lora.rank import RankAdapters
 from folio.app.engine.lora.weights import LowRank, check_sources, read_config
-from folio.app.engine.preemption import PreemptionCostModel
 from folio.app.engine.report import StepTimes
-from folio.app.engine.request import Sequence
+from folio.app.engine.request.request import Sequence
 from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.schedule.preemption import PreemptionCostModel
 from folio.app.engine.speculation.ngram import NgramProposer
-from folio.app.engine.token_selection import TokenSelection
+from folio.app.engine.step.token_selection import TokenSelection
 from folio.app.errors import ConfigError, ModelError, UnknownModelError
 from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens, write_adapter
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.engine import Engine
-from folio.app.engine.execution.attention import AttentionHandler, GeometryProbe, bind_attention
 from folio.app.engine.execution.model_runner import cache_scales, forward, observe_layers
+from folio.app.engine.layers.attention import AttentionHandler, GeometryProbe, bind_attention
 from folio.app.engine.model.kv_scales import ScaleProbe, stored_scales
 from folio.app.engine.model.loader import LoadedModel, load_model
-from folio.app.engine.tensor_parallel.processes import spawn_ranks
+from folio.app.engine.ranks.processes import spawn_ranks
 from folio.kernels import CacheScales, Masking, select_provider
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint

@@ -10,12 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from folio.app.engine.execution import attention
-from folio.app.engine.execution.attention import CachedAttention
-from folio.app.engine.execution.batch import BatchPart, StepBatch
 from folio.app.engine.execution.model_runner import forward
-from folio.app.engine.model.fused_layer import fuse_layers
-from folio.app.engine.model.fusion import fuse_attention, fuse_modules
+from folio.app.engine.layers import attention
+from folio.app.engine.layers.attention import CachedAttention
+from folio.app.engine.layers.batch import BatchPart, StepBatch
+from folio.app.engine.layers.fused_layer import fuse_layers
+from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
 from folio.kernels import Activation, CpuElementwise, Elementwise, RotaryWrite, VarlenBatch
 from folio.kernels.elementwise import WriteLayer
 from folio.kernels.provider import AttendLayer, AttentionCall, CacheWrite, StoreLayer

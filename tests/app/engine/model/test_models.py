@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine, EngineConfig
-from folio.app.engine.mixed_steps import MixedSteps
+from folio.app.engine.schedule.mixed_steps import MixedSteps
 from folio.vmem import LayoutKind, ViewPolicy
 from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint

@@ -9,7 +9,7 @@ import torch
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import LLM, SamplingParams
-from folio.app.engine.model.linear import PackedLinear
+from folio.app.engine.layers.linear import PackedLinear
 from folio.app.engine.model.loader import load_model
 from folio.app.errors import ConfigError
 from folio.kernels import CpuLinear

@@ -15,10 +15,10 @@ import torch
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.model import checkpoint_files, checkpoint_module, stored_module
 from folio.app.engine.model.loader import LoadedModel, load_model, read_weights
-from folio.app.engine.model.model_parts import find_tensors, fingerprint
-from folio.app.engine.model.weight_arena import WeightArena
-from folio.app.engine.model.weight_store import WeightStore
 from folio.app.errors import ModelError
+from folio.app.models.weights.arena import WeightArena
+from folio.app.models.weights.model_parts import find_tensors, fingerprint
+from folio.app.models.weights.store import WeightStore
 from tests.app.engine.model.test_models import ALL
 from tests.conftest import MakeCheckpoint
 
@@ -116,7 +116,7 @@ def test_weights_are_read_before_the_load(
     store = WeightStore(tmp_path / "weights")
     read_weights(config, store)
     assert read == []
-    monkeypatch.setattr("folio.app.engine.model.weight_store.check_contents", None)
+    monkeypatch.setattr("folio.app.models.weights.store.check_contents", None)
     model = load_model(config, weights=store)
     assert model.weights is not None
     model.weights.close()

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folio.app.engine import LLM
+from folio.app.engine.model.vocabulary import Vocabulary
 from folio.app.engine.sampling.bad_words import BadWords, TokenSearch, encode_word
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.token_text import token_bytes
-from folio.app.engine.vocabulary import Vocabulary
 from folio.app.errors import RequestError
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 from tests.nightly import examples

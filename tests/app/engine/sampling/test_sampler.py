@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from folio.app.engine.delta import TokenLogprobs
 from folio.app.engine.sampling import choice, logprobs, noise, sampler
 from folio.app.engine.sampling.logprobs import prompt_logprobs
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.errors import RequestError
 from tests.app.engine.sampling.helpers import Allowed, bad_words_of, chi_square_excess, exact_distribution
 

@@ -21,7 +21,7 @@ from folio.app.engine.startup import warm_up
 from folio.app.errors import EngineError, RequestError
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 
-BUILTIN = "app/builtin/model"
+BUILTIN = "app/models/builtin/model"
 SCHEMA = {
     "type": "object",
     "properties": {

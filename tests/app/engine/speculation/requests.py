@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 
-from folio.app.engine.request import Request, Sequence
+from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.vmem import TokenChain
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from folio.app.config.engine import EngineConfig, ResolvedConfig
-from folio.app.engine.execution.executor import Executor
-from folio.app.engine.request import Sequence
+from folio.app.engine.ranks.executor import Executor
+from folio.app.engine.ranks.processes import spawn_ranks
+from folio.app.engine.request.request import Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.sampler import sample
-from folio.app.engine.scheduled import Scheduled
+from folio.app.engine.schedule.scheduled import Scheduled
 from folio.app.engine.speculation.draft import DraftProposer
-from folio.app.engine.tensor_parallel.processes import spawn_ranks
 from folio.app.errors import ConfigError
 from folio.vmem import MapError
 from tests.app.engine.speculation.requests import generate, make_sequence

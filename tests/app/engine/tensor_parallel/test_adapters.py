@@ -10,8 +10,8 @@ import pytest
 from folio.app.engine.lora.layers import LoRALayers, Updates
 from folio.app.engine.lora.rank import RankAdapters
 from folio.app.engine.lora.source import AdapterSource, files_version
+from folio.app.engine.ranks import worker
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.tensor_parallel import worker
 from folio.app.errors import EngineError, ModelError
 from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 from folio.app.engine import Delta, SamplingParams
 from folio.app.engine.engine import Engine, EngineConfig
-from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.engine.ranks.processes import Launch, spawn_ranks
 from tests.app.engine.tensor_parallel.test_equal_tokens import prompts
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, MakeCheckpoint

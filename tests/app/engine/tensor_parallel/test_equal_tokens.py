@@ -14,10 +14,10 @@ import torch
 
 from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine, EngineConfig
-from folio.app.engine.model.linear import PackedLinear
+from folio.app.engine.layers.linear import PackedLinear
 from folio.app.engine.model.loader import LoadedModel, load_model
-from folio.app.engine.tensor_parallel import worker
-from folio.app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from folio.app.engine.ranks import worker
+from folio.app.engine.ranks.processes import Launch, spawn_ranks
 from folio.app.errors import ModelError
 from folio.vmem import Backend, select_backend
 from tests.app.engine.tensor_parallel.thread_ranks import socket_ranks, thread_ranks

@@ -19,9 +19,9 @@ import torch
 from folio.app.engine import LLM, AsyncEngine, EngineConfig, SamplingParams
 from folio.app.engine.engine import Engine
 from folio.app.engine.execution.model_runner import ModelRunner
-from folio.app.engine.tensor_parallel import processes as limits
-from folio.app.engine.tensor_parallel import worker
-from folio.app.engine.tensor_parallel.processes import ChildProcesses, RankSpec
+from folio.app.engine.ranks import processes as limits
+from folio.app.engine.ranks import worker
+from folio.app.engine.ranks.processes import ChildProcesses, RankSpec
 from folio.app.engine.tensor_parallel.shared_memory import MemoryAddress
 from folio.app.errors import ConfigError, ModelError, UnavailableError
 from folio.vmem import KVMemory

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from folio.app.config.engine import EngineConfig
+from folio.app.engine.ranks.processes import ChildProcesses, RankSpec
 from folio.app.engine.tensor_parallel import rendezvous
 from folio.app.engine.tensor_parallel.communicator import Communicator
 from folio.app.engine.tensor_parallel.gpu_sharing import SWITCH, Sharing, rank_device, read_sharing
-from folio.app.engine.tensor_parallel.processes import ChildProcesses, RankSpec
 from folio.app.engine.tensor_parallel.rendezvous import join, open_store
 from folio.app.engine.tensor_parallel.sockets import SocketAddress
 from folio.app.errors import ConfigError

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from folio.app.engine.tensor_parallel.processes import RankSpec
-from folio.app.engine.tensor_parallel.worker import RankWorker
+from folio.app.engine.ranks.processes import RankSpec
+from folio.app.engine.ranks.worker import RankWorker
 
 
 class ThreadRanks:

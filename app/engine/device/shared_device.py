@@ -1,0 +1,21 @@
+"""Shared device: what the engines of one process have in common when they share a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from folio.app.models.weights.store import WeightStore
+from folio.vmem import DevicePages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedDevice:
+    """Memory of a device that several engines share.
+
+    Attributes:
+        pages: physical memory of all weights and KV caches.
+        weights: where weights go that are unmapped while a model sleeps; its bytes are charged to `pages`.
+    """
+
+    pages: DevicePages
+    weights: WeightStore

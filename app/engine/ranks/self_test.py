@@ -1,0 +1,142 @@
+"""Self-test of a loaded model: logits of packed batches are compared with those of transformers' own attention.
+
+Some models ignore a registered attention function, others silently mix the sequences of a packed batch. Two short
+prompts are computed by Folio, in chunks that mix prefill and decode, and by transformers, one prompt at a time.
+
+With a cache of 8-bit floats the packed logits are compared with those of one prompt at a time whose keys and values are
+rounded in the same way; these may differ from transformers' by no more than rounding explains.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import abc
+
+import torch
+
+from folio.app.engine.layers.batch import demands
+from folio.app.engine.model.loader import LoadedModel
+from folio.app.engine.ranks.executor import Executor
+from folio.app.engine.request.request import Request, Sequence
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.schedule.scheduled import Scheduled
+from folio.app.errors import ModelError
+from folio.vmem import KVMemory, LayerGroup, ViewPolicy, VmemError, select_backend
+from folio.vmem.tensor_parallel.mirror import mirror
+
+logger = logging.getLogger(__name__)
+
+# Most relative difference of a row of logits. Mixed sequences give about 1 in nearly every row; rounding gives far less
+# than these.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
+# The least of these with a cache of 8-bit floats: a difference in the last bit can round to another one. And the most
+# by which such a cache may change transformers' logits.
+TOLERANCE_8_BITS, TOLERANCE_OF_ROUNDING = 0.03, 0.8
+# Tokens of both prompts in each step: prefill, a mixed step, a chunk beside a decode, decodes.
+STEPS = ((11, 0), (1, 7), (1, 13), (1, 1))
+
+
+def self_test(executor: Executor, groups: abc.Sequence[LayerGroup], view: ViewPolicy) -> None:
+    """Raise `ModelError` unless packed logits agree with the model's own. Creates a small KV memory for the test.
+
+    With "auto" one prompt is read in the region view and the other in the home view.
+    """
+    model = executor.model
+    generator = torch.Generator().manual_seed(0)
+    lengths = [sum(counts) for counts in zip(*STEPS, strict=True)]
+    prompts = [torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths]
+    expected, tolerance = [executor.own_logits(prompt) for prompt in prompts], TOLERANCE[model.dtype]
+    if model.generates and (width := expected[0].shape[1]) < model.vocab_size:  # kernels change logits by token id
+        raise ModelError(f"the model has {width} logits a token, fewer than its vocab_size of {model.vocab_size}")
+    if model.cache_dtype != model.dtype:
+        own, expected = expected, [executor.rounded_logits(prompt) for prompt in prompts]
+        _check_rounding(model, expected, own)
+        tolerance = max(tolerance, TOLERANCE_8_BITS)
+    views: tuple[ViewPolicy, ...] = ("block_table", "region") if view == "auto" else (view, view)
+    num_pages = sum(len(prompts) * group.most_pages(max(lengths), max(lengths)) for group in groups)
+    page_bytes = groups[0].layout.page_bytes
+    extent_pages = groups[0].layout.extent_pages
+    num_pages = -(-num_pages // extent_pages) * extent_pages
+    capacity = num_pages * page_bytes + groups[0].layout.handle_bytes  # and the anchor page
+    local = select_backend(model.module.device, capacity_bytes=capacity)
+    backend, contents = mirror(local, executor.ranks, capacity_bytes=capacity)
+    try:
+        memory = KVMemory(
+            backend,
+            groups,
+            budget_bytes=num_pages * page_bytes,
+            num_regions=len(prompts),
+            max_tokens=max(lengths),
+            prefix_cache=False,
+            contents=contents,
+        )
+    except VmemError:
+        backend.close()
+        raise
+    try:
+        executor.bind_memory(memory)
+        fresh, cached = _differences(executor, memory, prompts, expected, views)
+    finally:
+        memory.close()
+    # With few bits rounding can change a router's choice of experts, and with that single rows; mixed sequences change
+    # nearly all rows that read the cache, or nearly all that do not.
+    summary = max if model.cache_dtype == torch.float32 else statistics.median
+    difference = max(summary(fresh), summary(cached))
+    if not difference <= tolerance:  # NaN fails too
+        raise ModelError(
+            f"self-test failed: {model.module.config.model_type} gives other logits in a packed batch than alone "
+            f"(relative difference {difference:.2g}, allowed {tolerance}); outputs would be wrong"
+        )
+    logger.info("self-test passed: relative difference %.2g", difference)
+
+
+def _check_rounding(model: LoadedModel, rounded: list[torch.Tensor], own: list[torch.Tensor]) -> None:
+    kind = model.module.config.model_type
+    difference = statistics.median(_relative(torch.cat(rounded), torch.cat(own)))
+    logger.info("KV cache of %s: relative difference of logits %.2g", model.cache_dtype, difference)
+    if not difference <= TOLERANCE_OF_ROUNDING:
+        raise ModelError(
+            f"self-test failed: a KV cache of {model.cache_dtype} changes the logits of {kind} "
+            f"(relative difference {difference:.2g}, allowed {TOLERANCE_OF_ROUNDING}); set kv_dtype to auto"
+        )
+
+
+def _differences(
+    executor: Executor,
+    memory: KVMemory,
+    prompts: list[torch.Tensor],
+    expected: list[torch.Tensor],
+    views: abc.Sequence[ViewPolicy],
+) -> tuple[list[float], list[float]]:
+    """Relative differences of rows in first chunks, and of rows that read tokens cached by earlier steps."""
+    differences: tuple[list[float], list[float]] = ([], [])
+    sequences = []
+    for i, tokens in enumerate(prompt.tolist() for prompt in prompts):
+        params = SamplingParams()
+        request = Request(f"self-test-{i}", params)
+        sequences.append(Sequence(request, tokens, params, 1, None, memory.prefixes.chain(), tokens.copy()))
+    memories = [memory.create_sequence(view) for view in views]
+    try:
+        for sequence, own in zip(sequences, memories, strict=True):
+            sequence.memory = own
+            memory.append(own, len(sequence.token_ids))
+        for counts in STEPS:
+            scheduled = [Scheduled(sequence, n) for sequence, n in zip(sequences, counts, strict=True) if n]
+            memory.ensure(demands(scheduled))
+            actual = executor.run(executor.planner.plan(scheduled, all_logits=True), memory)
+            for s, rows in zip(scheduled, actual.split([s.num_tokens for s in scheduled]), strict=True):
+                start = s.sequence.num_computed
+                correct = expected[sequences.index(s.sequence)][start : start + s.num_tokens]
+                differences[start > 0].extend(_relative(rows, correct))
+                s.sequence.num_computed += s.num_tokens
+    finally:
+        for own in memories:
+            memory.free(own)
+    return differences
+
+
+def _relative(actual: torch.Tensor, correct: torch.Tensor) -> list[float]:
+    """Relative difference of each row."""
+    relative: list[float] = ((actual.float() - correct).norm(dim=-1) / correct.norm(dim=-1)).tolist()
+    return relative

@@ -1,0 +1,58 @@
+"""Engine request: what an engine is asked to compute, one value from the HTTP API's edge to the engine's intake."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from folio.app.engine.request.pooled import PoolingParams
+from folio.app.engine.request.turn import COMPLETION, Turn
+from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A prompt and how to continue it.
+
+    Attributes:
+        request_id: the caller's name for the request. `AsyncEngine` gives it an id of its own: the same request may be
+            sent twice.
+        priority: lower numbers begin first and are preempted last.
+        cache_salt: only requests with the same salt share cached prefixes.
+        adapter: name or id of the LoRA adapter.
+        tenant: with `fair_tenants` each tenant gets the same share; with `isolate_tenants` only its requests share
+            cached prefixes.
+        user: stands for a missing tenant, in fair shares only.
+        owner: the caller who may fork the request (`AsyncEngine.fork`); `None`: callers without an owner of their own.
+        timeout_s: seconds until the request ends with `DeadlineError`.
+        turn: the kind of turn, which tells how likely the prefix is used again.
+        cache_ttl_s: keep the prefix in the cache so long after the end, at most `max_cache_ttl_s`, if the quota allows.
+        expected_cached_tokens: prompt tokens that the router expects in the cache, for the load report and for the
+            order of prompts.
+        pooling: return a vector of the prompt, and generate nothing.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    adapter: str | None = None
+    tenant: str | None = None
+    user: str | None = None
+    owner: str | None = None
+    timeout_s: float | None = None
+    turn: Turn = COMPLETION
+    cache_ttl_s: float | None = None
+    expected_cached_tokens: int | None = None
+    pooling: PoolingParams | None = None
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Raise `RequestError` unless the timeout is positive and finite, or `None`."""
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise RequestError(
+            f"timeout_s is {timeout_s}; it must be above 0 and finite, or left out for no limit", "timeout_s"
+        )

@@ -1,0 +1,94 @@
+"""Admission: whether a waiting or preempted request fits beside those that run."""
+
+from __future__ import annotations
+
+from collections import abc
+
+from folio.app.engine.request.request import Request, Sequence
+from folio.app.engine.schedule.running import RunningRequests
+from folio.vmem import KVMemory
+
+
+class Admission:
+    """Decides whether a request can run now.
+
+    A refused request is not matched with the prefix cache in every step, which would take milliseconds. Its need
+    decreases only with the outputs of sequences that share its prefix; it is matched again when one of them ends and
+    frees pages.
+
+    Args:
+        requests: those that run.
+        max_num_seqs: most sequences that run at once.
+    """
+
+    def __init__(self, memory: KVMemory, begun: RunningRequests, max_num_seqs: int) -> None:
+        self._memory = memory
+        self._begun = begun
+        self._max_num_seqs = max_num_seqs
+        # The request last refused, its sequences, and the free pages that it needs; `None`: it waits for a prefix.
+        self._refused: tuple[Request, int, int | None] | None = None
+
+    def can_admit(self, request: Request, reserve: int) -> bool:
+        """Whether the request fits beside `reserve` pages, so that the next step need not preempt it at once."""
+        if self._begun.num_running + request.max_sequences > self._max_num_seqs:
+            return False
+        if self._begun.running and self._refused is not None and self._refused[:2] == (request, request.num_sequences):
+            needed = self._refused[2]
+            if needed is None or needed + reserve > self._memory.num_free_pages:
+                return False
+        self._refused = None
+        return self._fits(request, reserve)
+
+    def is_refused(self, request: Request) -> bool:
+        """Whether the request was refused, and nothing has changed since."""
+        return self._refused is not None and self._refused[0] is request
+
+    def forget_refusal(self) -> None:
+        """Match the queue's head again: it may need fewer pages than it did."""
+        self._refused = None
+
+    def forget_pending_refusal(self) -> None:
+        """Match the queue's head again: the prefix that it waits for may be computed or abandoned."""
+        if self._refused is not None and self._refused[2] is None:
+            self._refused = None
+
+    def _fits(self, request: Request, reserve: int) -> bool:
+        if not self._begun.running and not self._memory.may_be_empty:
+            return True
+        first, *others = request.sequences
+        self._begun.current_sequence = first
+        match = self._memory.prefixes.match(first.chain, tokens_to_match(first))
+        if match.is_being_computed:
+            # With recurrent states the prefix may be an output, which no step of a prompt completes: match every time.
+            if not self._memory.prefixes.has_states:
+                self._refused = request, request.num_sequences, None
+            return False
+        needed = self._memory.prefixes.pages_needed(match, len(first.token_ids))
+        if self._begun.running:
+            needed += sum(self._memory.pages_for(len(sequence.token_ids)) for sequence in others)
+        else:  # nothing else runs: what the sequences share counts once
+            lengths = [len(sequence.token_ids) for sequence in request.sequences]
+            needed += self._memory.pages_together(lengths, len(first.prompt_token_ids))
+            needed -= self._memory.pages_for(lengths[0])
+        needed += self._begun.pages_per_token * (request.num_sequences - len(request.sequences))
+        if needed + reserve <= self._memory.num_free_pages:
+            return True
+        self._refused = request, request.num_sequences, needed
+        return False
+
+    def resume(self, request: Request) -> bool:
+        """Swap in, or admit again, a preempted request, unless it would be preempted at once."""
+        if request.swapped is None:
+            return self.can_admit(request, self._begun.reserve)
+        if self._begun.num_running + request.max_sequences > self._max_num_seqs:
+            return False
+        if (self._begun.running or self._memory.may_be_empty) and self._memory.swapping.pages_needed(
+            request.swapped
+        ) + self._begun.reserve > self._memory.num_free_pages:
+            return False
+        return self._begun.swap_in(request)
+
+
+def tokens_to_match(sequence: Sequence) -> abc.Sequence[int]:
+    """The tokens to match with the prefix cache."""
+    return sequence.token_ids[:1] if sequence.reads_whole_prompt else sequence.token_ids

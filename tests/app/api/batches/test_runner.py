@@ -1,0 +1,344 @@
+"""Batches from their creation to their end, over a service that echoes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from folio.app.api.batches import runner as runner_module
+from folio.app.api.batches.endpoints import LAST_PRIORITY
+from folio.app.api.batches.requests import MOST_FAILURES
+from folio.app.api.batches.runner import MOST_RUNNING
+from folio.app.api.batches.store import BatchStore
+from folio.app.errors import (
+    EngineError,
+    ForbiddenError,
+    NoReplicaError,
+    OverloadedError,
+    RateLimitError,
+    RequestError,
+    UnavailableError,
+)
+
+from .fake import (
+    ALICE,
+    BOB,
+    Clock,
+    FakeCallers,
+    FakeService,
+    add_batch,
+    check_answered_once,
+    ended,
+    eventually,
+    jsonl,
+    lines_of,
+    load_of,
+    request_line,
+    running,
+    store_in,
+)
+
+IDS = [f"r{i}" for i in range(20)]
+CONTENT = jsonl(*(request_line(name, f"text {name}") for name in IDS))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BatchStore:
+    return store_in(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(runner_module, "LOCK_S", 0.02)
+    monkeypatch.setattr(runner_module, "SAVE_S", 0.02)
+
+
+async def test_every_request_is_answered_with_the_last_priority(store: BatchStore) -> None:
+    service = FakeService()
+    batch_id = add_batch(store, ALICE, CONTENT, metadata={"night": "1"})
+    async with running(store, service):
+        batch = await ended(store, batch_id)
+    assert batch.status == "completed"
+    assert batch.request_counts.model_dump() == {"total": 20, "completed": 20, "failed": 0}
+    assert batch.metadata == {"night": "1"}
+    assert batch.error_file_id is None
+    times = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
+    assert times == sorted(times, key=lambda at: at or 0)
+    lines = lines_of(store, ALICE, batch.output_file_id)
+    check_answered_once(store, batch, IDS)
+    for line in lines:
+        assert line["error"] is None
+        assert line["id"].startswith("batch_req_")
+        assert line["response"]["status_code"] == 200
+        assert line["response"]["request_id"]
+        message = line["response"]["body"]["choices"][0]["message"]
+        assert message["content"] == f"echo text {line['custom_id']}"
+    assert {body.priority for body in service.bodies} == {LAST_PRIORITY}
+    assert not list(store.open_batches())
+
+
+async def test_invalid_requests_fail_alone(store: BatchStore) -> None:
+    service = FakeService()
+    service.errors["text r3"] = [RequestError("too hot", "temperature")]
+    service.errors["text r4"] = [ForbiddenError("not this model", "model")]
+    service.errors["text r5"] = [ZeroDivisionError("secret")]
+    batch_id = add_batch(store, ALICE, CONTENT)
+    async with running(store, service):
+        batch = await ended(store, batch_id)
+    assert batch.status == "completed"
+    assert batch.request_counts.model_dump() == {"total": 20, "completed": 17, "failed": 3}
+    check_answered_once(store, batch, IDS)
+    errors = {line["custom_id"]: line["response"] for line in lines_of(store, ALICE, batch.error_file_id)}
+    assert {name: found["status_code"] for name, found in errors.items()} == {"r3": 400, "r4": 403, "r5": 500}
+    assert errors["r3"]["body"]["error"]["param"] == "temperature"
+    assert "secret" not in str(errors["r5"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OverloadedError("full", 0.01),
+        RateLimitError("too fast", 0.01),
+        NoReplicaError("none", 0.01),
+    ],
+)
+async def test_refused_requests_wait(store: BatchStore, error: Exception) -> None:
+    """More refusals than a failing engine is allowed."""
+    service = FakeService()
+    service.errors["text r3"] = [error] * (MOST_FAILURES + 3)
+    batch_id = add_batch(store, ALICE, CONTENT)
+    async with running(store, service):
+        batch = await ended(store, batch_id)
+    assert batch.request_counts.completed == 20
+    assert service.asked["text r3"] == MOST_FAILURES + 4
+    check_answered_once(store, batch, IDS)
+
+
+@pytest.mark.parametrize("error", [EngineError("a step failed"), UnavailableError("gone", 0.01)])
+async def test_a_request_that_makes_engines_fail_is_given_up(store: BatchStore, error: Exception) -> None:
+    service = FakeService()
+    service.errors["text r3"] = [error] * 100
+    service.errors["text r4"] = [error]
+    batch_id = add_batch(store, ALICE, CONTENT)
+    async with running(store, service):
+        batch = await ended(store, batch_id)
+    assert batch.request_counts.model_dump() == {"total": 20, "completed": 19, "failed": 1}
+    assert service.asked["text r3"] == MOST_FAILURES
+    assert service.asked["text r4"] == 2
+
+
+async def test_limits_of_a_caller_hold_by_waiting_and_delay_nobody_else(store: BatchStore) -> None:
+    service, callers = FakeService(), FakeCallers()
+    callers.errors[ALICE] = [RateLimitError("slow down", 30.0)] * 8  # all requests that begin at once
+    alices = add_batch(store, ALICE, CONTENT)
+    bobs = add_batch(store, BOB, CONTENT)
+    async with running(store, service, callers):
+        batch = await ended(store, bobs, BOB)
+        assert batch.request_counts.completed == 20
+        assert set(callers.begun) == {BOB}
+        assert store.batch(ALICE, alices).status == "in_progress"
+
+
+async def test_requests_of_a_deleted_key_fail(store: BatchStore) -> None:
+    callers = FakeCallers()
+    callers.errors[ALICE] = [ForbiddenError("the key is gone") for _ in IDS]
+    batch_id = add_batch(store, ALICE, CONTENT)
+    async with running(store, FakeService(), callers):
+        batch = await ended(store, batch_id)
+    assert batch.request_counts.failed == 20
+
+
+async def test_a_bound_of_requests_at_the_same_time(store: BatchStore) -> None:
+    service = FakeService()
+    service.hold_from = 0
+    batch_id = add_batch(store, ALICE, CONTENT)
+    async with running(store, service, concurrent_lines=3):
+        await eventually(lambda: service.num_running == 3)
+        await asyncio.sleep(0.1)
+        service.held.set()
+        await ended(store, batch_id)
+    assert service.most_running == 3
+
+
+async def test_no_request_begins_while_the_replicas_are_busy(store: BatchStore) -> None:
+    service = FakeService()
+    service.report = load_of(slots=64, busy=60)
+    batch_id = add_batch(store, ALICE, CONTENT)
+    async with running(store, service):
+        await eventually(lambda: store.batch(ALICE, batch_id).status == "in_progress")
+        await asyncio.sleep(0.2)
+        assert not service.asked
+        service.report = load_of(slots=64, busy=40)
+        batch = await ended(store, batch_id)
+    assert batch.request_counts.completed == 20
+
+
+async def test_without_a_replica_one_request_wakes_one(store: BatchStore) -> None:
+    service = FakeService()
+    service.report = load_of().model_copy(update={"num_replicas": 0, "replicas": []})
+    service.hold_from = 0
+    add_batch(store, ALICE, CONTENT)
+    async with running(store, service):
+        await eventually(lambda: service.num_running == 1)
+        await asyncio.sleep(0.1)
+        assert service.num_running == 1
+
+
+async def test_a_short_batch_passes_a_long_one_of_another_owner(store: BatchStore) -> None:
+    service = FakeService()
+    long = add_batch(store, ALICE, jsonl(*(request_line(f"a{i}", f"a{i}") for i in range(500))))
+    short = add_batch(store, BOB, jsonl(request_line("b0", "b0"), request_line("b1", "b1")))
+    async with running(store, service, concurrent_lines=1):
+        await ended(store, short, BOB)
+        assert list(service.asked).index("b1") < 20
+        await ended(store, long)
+
+
+async def test_cancellation_is_prompt_and_keeps_answers(store: BatchStore) -> None:
+    service = FakeService()
+    batch_id = add_batch(store, ALICE, CONTENT)
+    service.hold_from = 9
+    async with running(store, service, concurrent_lines=4) as runner:
+        await eventually(lambda: service.asked.total() == 13)
+        begun_at = asyncio.get_running_loop().time()
+        batch = store.cancel_batch(ALICE, batch_id)
+        assert (batch.status, batch.cancelling_at is None) == ("cancelling", False)
+        runner.wake()
+        batch = await ended(store, batch_id)
+        assert asyncio.get_running_loop().time() - begun_at < 2.0
+        assert service.num_cancelled == 4
+        assert service.num_running == 0
+    assert batch.status == "cancelled"
+    assert batch.cancelling_at is not None
+    assert batch.cancelled_at is not None
+    lines = lines_of(store, ALICE, batch.output_file_id)
+    assert len(lines) == batch.request_counts.completed
+    assert 5 <= len(lines) <= 9  # those that are being written may be lost
+    with pytest.raises(RequestError, match="has ended"):
+        store.cancel_batch(ALICE, batch_id)
+
+
+async def test_waiting_batches_of_an_owner_begin_later_and_can_be_cancelled(store: BatchStore) -> None:
+    service = FakeService()
+    service.hold_from = 0
+    batches = [add_batch(store, ALICE, CONTENT) for _ in range(MOST_RUNNING + 1)]
+    async with running(store, service):
+        first = store.open_batches()[:MOST_RUNNING]
+        await eventually(lambda: all(store.record(r).batch.status == "in_progress" for r in first))  # type: ignore[union-attr]
+        [last] = set(batches) - {record.batch.id for record in first}
+        assert store.batch(ALICE, last).status == "validating"
+        store.cancel_batch(ALICE, last)
+        batch = await ended(store, last)
+        assert (batch.status, batch.output_file_id) == ("cancelled", None)
+        service.held.set()
+        for record in first:
+            assert (await ended(store, record.batch.id)).status == "completed"
+
+
+async def test_expired_batches_tell_what_was_not_computed(tmp_path: Path) -> None:
+    clock, service = Clock(), FakeService()
+    service.hold_from = 5
+    store = store_in(tmp_path, clock)
+    batch_id = add_batch(store, ALICE, CONTENT)
+    async with running(store, service, concurrent_lines=2):
+        await eventually(lambda: service.asked.total() == 7)
+        clock.now += 86401
+        batch = await ended(store, batch_id)
+    assert batch.status == "expired"
+    assert batch.expired_at is not None
+    check_answered_once(store, batch, IDS)
+    errors = lines_of(store, ALICE, batch.error_file_id)
+    assert {line["error"]["code"] for line in errors} == {"batch_expired"}
+    assert batch.request_counts.failed == len(errors) >= 15
+
+
+async def test_a_faulty_file_fails_the_batch(store: BatchStore) -> None:
+    batch_id = add_batch(store, ALICE, jsonl(request_line("a"), "{", request_line("a")))
+    async with running(store, FakeService()) as _:
+        batch = await ended(store, batch_id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert [(error.line, error.code) for error in batch.errors.data] == [
+        (2, "invalid_json"),
+        (3, "duplicate_custom_id"),
+    ]
+    assert batch.output_file_id is None
+    assert batch.failed_at is not None
+
+
+async def test_a_full_store_fails_the_batch_with_its_answers(tmp_path: Path) -> None:
+    store = store_in(tmp_path, max_bytes_per_key=3 << 20)
+    text = "x" * 200_000
+    ids = [f"r{i}" for i in range(10)]
+    batch_id = add_batch(store, ALICE, jsonl(*(request_line(name, text + name) for name in ids)))
+    async with running(store, FakeService(), concurrent_lines=1):
+        batch = await ended(store, batch_id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data[0].code == "store_full"
+    assert 0 < len(lines_of(store, ALICE, batch.output_file_id)) == batch.request_counts.completed < 10
+    assert store.used_bytes() < 4 << 20
+
+
+async def test_the_input_may_not_be_deleted_meanwhile(store: BatchStore) -> None:
+    service = FakeService()
+    service.hold_from = 0
+    batch_id = add_batch(store, ALICE, CONTENT)
+    file_id = store.batch(ALICE, batch_id).input_file_id
+    async with running(store, service):
+        await eventually(lambda: service.num_running)
+        with pytest.raises(RequestError, match=batch_id):
+            store.delete_file(ALICE, file_id)
+        service.held.set()
+        await ended(store, batch_id)
+    store.delete_file(ALICE, file_id)
+
+
+async def test_a_lost_input_fails_the_batch(store: BatchStore) -> None:
+    """An operator has deleted it in the store."""
+    batch_id = add_batch(store, ALICE, CONTENT)
+    store.content_path(ALICE, store.batch(ALICE, batch_id).input_file_id).unlink()
+    async with running(store, FakeService()):
+        batch = await ended(store, batch_id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data[0].code == "input_missing"
+
+
+async def test_one_runner_at_a_time_and_the_next_takes_over(store: BatchStore) -> None:
+    first, second = FakeService(), FakeService()
+    first.hold_from = 0
+    batch_id = add_batch(store, ALICE, CONTENT)
+    async with running(store, first):
+        await eventually(lambda: first.num_running)
+        async with running(store, second):
+            await asyncio.sleep(0.2)
+            assert not second.asked
+    async with running(store, second):
+        batch = await ended(store, batch_id)
+    assert batch.status == "completed"
+    assert second.asked.total() == 20
+    check_answered_once(store, batch, IDS)
+
+
+async def test_a_broken_disk_stops_a_batch_for_a_while_only(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner_module, "RETRY_S", 0.05)
+    broken = True
+
+    def save(record: object, saved=store.save) -> None:  # type: ignore[no-untyped-def]
+        if broken:
+            raise OSError(28, "No space left on device")
+        saved(record)
+
+    batch_id = add_batch(store, ALICE, CONTENT)
+    monkeypatch.setattr(store, "save", save)
+    async with running(store, FakeService()):
+        await eventually(lambda: caplog.text.count("No space left") >= 2)
+        broken = False
+        batch = await ended(store, batch_id)
+    check_answered_once(store, batch, IDS)

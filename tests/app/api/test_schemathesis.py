@@ -1,0 +1,84 @@
+"""Requests generated from the API's own OpenAPI page: every answer is one that the page allows.
+
+CI tries about a hundred; `pytest --hypothesis-profile=nightly tests/app/api/test_schemathesis.py` thousands.
+"""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import CheckFunction
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from tests.local_server import LocalServer
+from tests.nightly import examples
+
+# Checks of each operation. Not checked:
+# - `positive_data_acceptance`: a page cannot say that a model's name must be known, a schema must compile, or a prompt
+#   must fit into the context;
+# - `response_headers_conformance`, `use_after_free`, `ensure_resource_availability`, `ignored_auth`: there are no such
+#   headers, resources and keys here.
+CHECKS: list[CheckFunction] = [
+    schemathesis.checks.not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    unsupported_method,
+]
+MOST_TOKENS = 8
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_every_answer_is_as_described(server: LocalServer, mode: GenerationMode) -> None:
+    description = (
+        schemathesis.openapi.from_asgi("/openapi.json", server.api)
+        .exclude(path="/metrics")  # Ray's agents have these
+        .exclude(path="/dashboard/events")  # its answer goes on for minutes
+    )
+    rejected_with = description.config.checks.negative_data_rejection
+    rejected_with.expected_statuses = [*rejected_with.expected_statuses, "414"]  # a query that is too long as well
+    for result in description.get_all_operations():
+        operation = result.ok()
+        if mode.is_negative and not (operation.body or operation.query or operation.headers):
+            continue  # nothing could be invalid
+        several = examples(10, nightly=200) if operation.body else examples(3, nightly=30)
+
+        @settings(
+            max_examples=several,
+            deadline=None,
+            phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case: Case) -> None:
+            _make_answerable(case)
+            case.call_and_validate(checks=CHECKS)
+
+        check()
+
+
+def _make_answerable(case: Case) -> None:
+    """Give valid bodies the served model's name and small limits: otherwise no request would generate tokens."""
+    if not isinstance(case.body, dict) or "model" not in case.body or not _is_good(case):
+        return
+    case.body["model"] = "builtin"
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if isinstance(case.body.get(name), int):
+            case.body[name] = min(max(case.body[name], 1), MOST_TOKENS)
+    if "messages" in case.body:
+        case.body["max_completion_tokens"] = MOST_TOKENS
+    if "input" in case.body:
+        case.body["max_output_tokens"] = 16
+
+
+def _is_good(case: Case) -> bool:
+    return case.meta is not None and case.meta.generation.mode.is_positive

@@ -228,6 +228,9 @@ class _Descendants:
             return sum(self._seconds.values())
 
     def _is_ours(self, pid: int, found: Mapping[int, tuple[int, str, float]]) -> bool:
-        while pid in found and pid != os.getpid():
+        # The processes are read one after the other: where ids come again meanwhile, parents may form a circle.
+        for _ in found:
+            if pid == os.getpid() or pid not in found:
+                break
             pid = found[pid][0]
         return pid == os.getpid()

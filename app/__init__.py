@@ -1,4 +1,4 @@
-"""Folio's version, which only `pyproject.toml` states."""
+"""Application; its version, which only `pyproject.toml` states."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -3,6 +3,7 @@ writes them."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -77,6 +78,21 @@ def _parameter(parameter: Any) -> str:
     return f"| {cell(shown)} | {default} | {cell(parameter.help or '')} |"
 
 
+def modules_page() -> str:
+    """A line for each module: the first sentence of its docstring."""
+    lines = ["# Modules", "", _NOTE, "", "[Architecture](../architecture.md) has the layers and the way of a request."]
+    for package in ("app", "vmem", "kernels"):
+        for folder in sorted((ROOT / package).rglob(".")):
+            rows = [f"- `{path.stem}`: {first}" for path in sorted(folder.glob("*.py")) if (first := _purpose(path))]
+            lines += ["", f"## {folder.relative_to(ROOT)}", "", *rows] if rows else []
+    return "\n".join(lines) + "\n"
+
+
+def _purpose(path: Path) -> str | None:
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(re.split(r"(?<=\.)\s", docstring, maxsplit=1)[0].split()) or None
+
+
 def fields_page() -> str:
     """Every route, and the fields of its body, from the OpenAPI document."""
     document = build_api(cast(Any, None)).openapi()
@@ -121,6 +137,7 @@ def _fields(schema: Schema) -> Iterator[str]:
 PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "cli.md": command_line_page,
+    "modules.md": modules_page,
     "http-fields.md": fields_page,
     "../operate/gpu-sizing.md": sizing_page,
 }

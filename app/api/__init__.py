@@ -1,1 +1,1 @@
-"""The OpenAI API: bodies, chat templates, answers. No Ray."""
+"""HTTP API: bodies, routes and answers of OpenAI, Anthropic, batches and operators."""

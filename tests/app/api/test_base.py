@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from folio.app.api import base as json_body
 from folio.app.api.base import MAX_JSON_DEPTH, check_json, parse_json, too_much
 from folio.app.api.openai.chat_body import ChatCompletionRequest
-from tests.app.openai.fake_service import FakeService, complete, failure, post_json
+from tests.app.api.fake_service import FakeService, complete, failure, post_json
 from tests.local_server import guarded_api
 
 BODY: dict[str, Any] = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}

@@ -22,7 +22,7 @@ from folio.app.api.openai.bodies import CompletionRequest
 from folio.app.api.openai.chat_body import ChatCompletionRequest
 from folio.app.api.openai.replies import Completion, CompletionChoice
 from folio.app.http.error_json import is_anthropic
-from tests.app.openai.fake_service import FakeService
+from tests.app.api.fake_service import FakeService
 from tests.local_server import LocalServer, guarded_api
 from tests.nightly import examples
 

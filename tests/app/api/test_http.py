@@ -22,7 +22,7 @@ from folio.app.api.reference.description import EXAMPLES
 from folio.app.api.responses.body import ResponsesRequest
 from folio.app.api.routes import ROUTES
 from folio.app.config.http import HttpSettings
-from tests.app.openai.fake_service import FakeService, complete, failure, post_json
+from tests.app.api.fake_service import FakeService, complete, failure, post_json
 from tests.local_server import guarded_api
 
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from folio.app.errors import EngineError, OverloadedError
-from tests.app.openai.fake_service import FakeService
+from tests.app.api.fake_service import FakeService
 from tests.local_server import LocalServer, guarded_api, listening
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is Folio?"}]

@@ -120,7 +120,7 @@ _SERVER = """
 import asyncio, sys
 from pathlib import Path
 from folio.app.api.batches import runner as runner_module
-from tests.app.openai.batches.fake import FakeService, running, store_in
+from tests.app.api.batches.fake import FakeService, running, store_in
 runner_module.LOOK_S = runner_module.LOCK_S = 0.01
 async def main():
     store, service = store_in(Path(sys.argv[1])), FakeService()

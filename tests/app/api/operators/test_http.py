@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from folio.app.errors import UnavailableError
-from tests.app.openai.fake_service import FakeService, complete, failure
+from tests.app.api.fake_service import FakeService, complete, failure
 from tests.local_server import guarded_api
 
 

@@ -15,7 +15,7 @@ from folio.app.api.output.formats import HARMONY, REASONING_SYNTAXES, TOOL_SYNTA
 from folio.app.api.output.parser import OutputParser, Part
 from folio.app.api.output.plan import OutputPlan
 from folio.app.api.output.reader import MAX_SPACE
-from tests.app.openai.output.recorded import CALLS, FUNCTIONS, OUTPUTS, REASONING, TEXTS
+from tests.app.api.output.recorded import CALLS, FUNCTIONS, OUTPUTS, REASONING, TEXTS
 from tests.nightly import examples
 
 

@@ -22,8 +22,8 @@ from folio.app.config.parsers import ReasoningParserName, ToolParserName
 from folio.app.engine.sampling.params import Structure
 from folio.app.engine.sampling.structure import StructureCompiler
 from folio.app.errors import EngineError, RequestError
-from tests.app.openai.output.recorded import CITY, FUNCTIONS, OUTPUTS, REASONING, TEXTS
-from tests.app.openai.output.test_parser import calls_of, text_of
+from tests.app.api.output.recorded import CITY, FUNCTIONS, OUTPUTS, REASONING, TEXTS
+from tests.app.api.output.test_parser import calls_of, text_of
 from tests.app.small_tokenizers import byte_level
 
 # Texts of the models' own templates, by which syntaxes are found.

@@ -17,7 +17,7 @@ from folio.app.engine.sampling.params import Structure
 from folio.app.engine.sampling.structure import StructureCompiler
 from folio.app.errors import EngineError, RequestError
 from folio.app.http.request_context import CURRENT, RequestContext
-from tests.app.openai.tools.test_choice import TOOLS
+from tests.app.api.tools.test_choice import TOOLS
 from tests.app.small_tokenizers import byte_level
 
 TEXT, INTEGER = {"type": "string"}, {"type": "integer"}

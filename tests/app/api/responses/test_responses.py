@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from folio.app.api.responses.body import ResponsesRequest
 from folio.app.errors import ContextLengthError, EngineError, OverloadedError, RequestError
-from tests.app.openai.responses.asking import SMALL_FUNCTION
+from tests.app.api.responses.asking import SMALL_FUNCTION
 from tests.fakes.replicas import CALL, TOKENIZER, Engines, Pieces, ingress_with
 from tests.local_server import guarded_api
 

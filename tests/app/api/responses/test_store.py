@@ -19,7 +19,7 @@ from folio.app.api.responses.replies import ResponseObject
 from folio.app.api.responses.store import ResponseStore, open_store
 from folio.app.config.http import HttpSettings, ResponseSettings
 from folio.app.errors import ConfigError, RequestError, UnknownResponseError
-from tests.app.openai.responses.asking import PATCH, SMALL_FUNCTION, Long, ask, call_of, prompt_of
+from tests.app.api.responses.asking import PATCH, SMALL_FUNCTION, Long, ask, call_of, prompt_of
 from tests.fakes.replicas import TOKENIZER, ingress_with
 from tests.local_server import guarded_api
 

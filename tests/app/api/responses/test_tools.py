@@ -17,7 +17,7 @@ from folio.app.api.responses.grammar import pattern_of
 from folio.app.api.responses.tools import qualified_name
 from folio.app.api.tools.bodies import MAX_TOOLS
 from folio.app.config.http import HttpSettings
-from tests.app.openai.responses.asking import CODEX, FUNCTION, PATCH, USER, Long, ask, call_of, prompt_of
+from tests.app.api.responses.asking import CODEX, FUNCTION, PATCH, USER, Long, ask, call_of, prompt_of
 from tests.fakes.replicas import ingress_with
 from tests.local_server import guarded_api
 

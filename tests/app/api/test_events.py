@@ -47,10 +47,7 @@ def expected(chunk: BaseModel) -> bytes:
 def test_texts_of_all_kinds(pieces: list[tuple[str, int]]) -> None:
     completions, chats = Frames(), Frames()
     for text, index in pieces:
-        for frames, chunk in (
-            (completions, completion(text, index)),
-            (chats, chat(index, ChatDelta(content=text))),
-        ):
+        for frames, chunk in ((completions, completion(text, index)), (chats, chat(index, ChatDelta(content=text)))):
             event = frames.event(chunk)
             assert event == expected(chunk)
             assert json.loads(event.removeprefix(b"data: ")) == chunk.model_dump(mode="json")

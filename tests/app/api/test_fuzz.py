@@ -130,18 +130,6 @@ def post(server: LocalServer, path: str, content: bytes, headers: dict[str, str]
     return answer
 
 
-@SETTINGS
-@given(body=COMPLETIONS)
-def test_completions_of_anything(server: LocalServer, body: dict[str, Any]) -> None:
-    post(server, "/v1/completions", json.dumps(body).encode())
-
-
-@SETTINGS
-@given(body=CHATS)
-def test_chats_of_anything(server: LocalServer, body: dict[str, Any]) -> None:
-    post(server, "/v1/chat/completions", json.dumps(body).encode())
-
-
 BLOCK = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "redacted_thinking", "image"])},
     optional={
@@ -165,10 +153,14 @@ MESSAGES = bodies(
 ) | st.lists(TURN, max_size=3).map(lambda turns: {"model": "builtin", "messages": turns, "max_tokens": 2})
 
 
+ANYTHING = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHATS, "/v1/messages": MESSAGES}
+
+
+@pytest.mark.parametrize("path", ANYTHING)
 @SETTINGS
-@given(body=MESSAGES)
-def test_messages_of_anything(server: LocalServer, body: dict[str, Any]) -> None:
-    post(server, "/v1/messages", json.dumps(body).encode())
+@given(data=st.data())
+def test_bodies_of_anything(server: LocalServer, path: str, data: st.DataObject) -> None:
+    post(server, path, json.dumps(data.draw(ANYTHING[path])).encode())
 
 
 GOOD = json.dumps({"model": "builtin", "prompt": "é👩 x", "max_tokens": 1}, ensure_ascii=False).encode()

@@ -7,9 +7,7 @@ import pytest
 from folio.app.api.openai.chat_body import ChatCompletionRequest
 from folio.app.api.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 from folio.app.engine.lora.source import AdapterSource
-from folio.app.errors import (
-    UnknownModelError,
-)
+from folio.app.errors import UnknownModelError
 from folio.app.fleet.loaded import LoadedTable
 from tests.app.serving.registry import patched_cluster
 from tests.fakes.replicas import Engines, completion, ingress_with

@@ -34,10 +34,7 @@ HTTP_ONLY = {*ClientFields.model_fields, *VLLMS, "stream", "stream_options", "su
     *("refusal", "annotations", "parsed", "provider_specific_fields"),
 }
 # Of one route only.
-HTTP_ONLY_OF: dict[Any, set[str]] = {
-    CompletionRequest: {"response_format"},
-    chat_body.ChatCompletionRequest: {"echo"},
-}
+HTTP_ONLY_OF: dict[Any, set[str]] = {CompletionRequest: {"response_format"}, chat_body.ChatCompletionRequest: {"echo"}}
 # Fields of another shape in messages, with their names there.
 SHAPES = {
     "prompt": {"text", "token_ids", "texts", "token_id_lists"},

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from folio.app.api.output.parser import Part
 
 CITY = 'São "P" {x}'
 FUNCTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -28,10 +31,7 @@ OUTPUTS: Mapping[str, tuple[str, str]] = {
         f"\n\n<tool_call>\n<function=weather>\n<parameter=city>\n{CITY}\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
     ),
-    "llama3_json": (
-        "",
-        f'{{"name": "weather", "parameters": {_ARGUMENTS}}}; {{"name": "now", "parameters": {{}}}}',
-    ),
+    "llama3_json": ("", f'{{"name": "weather", "parameters": {_ARGUMENTS}}}; {{"name": "now", "parameters": {{}}}}'),
     "pythonic": ("", f"[weather(city='{CITY}', days=3), now()]"),
     "llama4_pythonic": ("", f"<|python_start|>[weather(city='{CITY}', days=3), now()]<|python_end|>"),
     "mistral": ("Sure.", f"[TOOL_CALLS] [{_WEATHER}, {_NOW}]"),
@@ -83,3 +83,18 @@ REASONING = {
     "seed_oss": ("<seed:think>", "</seed:think>"),
     "openai": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
 }
+
+
+def text_of(parts: Sequence[Part], kind: str) -> str:
+    return "".join(part.text for part in parts if part.kind == kind)
+
+
+def calls_of(parts: Sequence[Part]) -> list[tuple[str, Any]]:
+    """Raises if arguments are not JSON."""
+    calls: list[list[str]] = []
+    for part in parts:
+        if part.kind == "call":
+            calls.append([part.text, ""])
+        elif part.kind == "arguments":
+            calls[-1][1] += part.text
+    return [(name, json.loads(arguments)) for name, arguments in calls]

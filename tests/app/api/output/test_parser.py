@@ -15,7 +15,8 @@ from folio.app.api.output.formats import HARMONY, REASONING_SYNTAXES, TOOL_SYNTA
 from folio.app.api.output.parser import OutputParser, Part
 from folio.app.api.output.plan import OutputPlan
 from folio.app.api.output.reader import MAX_SPACE
-from tests.app.api.output.recorded import CALLS, FUNCTIONS, OUTPUTS, REASONING, TEXTS
+from folio.app.api.output.reasoning import ReasoningTokens
+from tests.app.api.output.recorded import CALLS, FUNCTIONS, OUTPUTS, REASONING, TEXTS, calls_of, text_of
 from tests.nightly import examples
 
 
@@ -38,21 +39,6 @@ def parse(parser: OutputParser, pieces: Sequence[str]) -> list[Part]:
         parts.append(part)
     assert parser.num_held == 0
     return parts
-
-
-def text_of(parts: Sequence[Part], kind: str) -> str:
-    return "".join(part.text for part in parts if part.kind == kind)
-
-
-def calls_of(parts: Sequence[Part]) -> list[tuple[str, Any]]:
-    """Raises if arguments are not JSON."""
-    calls: list[list[str]] = []
-    for part in parts:
-        if part.kind == "call":
-            calls.append([part.text, ""])
-        elif part.kind == "arguments":
-            calls[-1][1] += part.text
-    return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 def pieces_of(text: str, cuts: Sequence[int]) -> list[str]:
@@ -202,12 +188,7 @@ def test_calls_and_content(name: str, text: str, content: str | None, arguments:
     ],
 )
 @pytest.mark.parametrize(
-    ("written", "shown"),
-    [
-        (r"\ud83d", "\ufffd"),
-        (r"\udc00x", "\ufffdx"),
-        (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
-    ],
+    ("written", "shown"), [(r"\ud83d", "\ufffd"), (r"\udc00x", "\ufffdx"), (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600")]
 )
 def test_unpaired_surrogates_of_a_model_are_replaced(name: str, text: str, written: str, shown: str) -> None:
     """They were answered with 500: UTF-8 cannot carry them."""
@@ -295,3 +276,25 @@ def test_looking_for_calls_ends() -> None:
     assert [part.kind for part in parts] == ["content"]
     few = parse(parser_of("hermes"), ["<tool_call>{} " * 4000 + call])
     assert calls_of(few) == CALLS
+
+
+@pytest.mark.parametrize(
+    ("begin", "tokens", "count"),
+    [
+        ("<think>", ["<think>", "a", "b", "</think>", "c", "</think>"], 4),
+        ("<think>", ["\n", "<th", "ink>a", "b</thi", "nk> c", "d"], 5),
+        ("<think>", ["Yes", "<think>", "a", "</think>"], 0),
+        ("<think>", ["<thi"], 0),
+        ("<think>", ["<think>", "a"], 2),
+        ("", ["a", "b</think>c", "d"], 2),
+        ("", ["</think>", "a"], 1),
+    ],
+)
+def test_tokens_of_the_reasoning(begin: str, tokens: list[str], count: int) -> None:
+    """However the marks are cut into tokens."""
+    texts = [token.encode() for token in tokens]
+    whole, one_by_one = (ReasoningTokens(begin, "</think>", texts.__getitem__) for _ in range(2))
+    whole.push(range(len(tokens)))
+    for token_id in range(len(tokens)):
+        one_by_one.push([token_id])
+    assert whole.count == one_by_one.count == count

@@ -22,8 +22,7 @@ from folio.app.config.parsers import ReasoningParserName, ToolParserName
 from folio.app.engine.sampling.params import Structure
 from folio.app.engine.sampling.structure import StructureCompiler
 from folio.app.errors import EngineError, RequestError
-from tests.app.api.output.recorded import CITY, FUNCTIONS, OUTPUTS, REASONING, TEXTS
-from tests.app.api.output.test_parser import calls_of, text_of
+from tests.app.api.output.recorded import CITY, FUNCTIONS, OUTPUTS, REASONING, TEXTS, calls_of, text_of
 from tests.app.small_tokenizers import byte_level
 
 # Texts of the models' own templates, by which syntaxes are found.
@@ -77,7 +76,7 @@ def literals(name: str) -> set[str]:
 
 def walk(tokenizer: PreTrainedTokenizerBase, structure: Structure, rng: np.random.Generator, lead: str = "") -> str:
     """A random text that the structure allows, behind `lead`."""
-    compiler = StructureCompiler(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    compiler = compiler_of(tokenizer)
     compiler.check_structure(structure)
     matcher = compiler.matcher(structure)
     mask = np.empty((len(tokenizer) + 31) // 32, np.int32)
@@ -98,6 +97,16 @@ def walk(tokenizer: PreTrainedTokenizerBase, structure: Structure, rng: np.rando
     return text
 
 
+def structure_of(plan: OutputPlan, given: Structure | None = None) -> Structure:
+    structure = plan.structure(given)
+    assert structure is not None
+    return structure
+
+
+def compiler_of(tokenizer: PreTrainedTokenizerBase) -> StructureCompiler:
+    return StructureCompiler(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+
+
 def parsed(plan: OutputPlan, text: str) -> list[Part]:
     parser = plan.parser()
     assert parser is not None
@@ -116,8 +125,7 @@ def test_outputs_follow_their_grammar(name: str, forced: bool, reasoning: Any) -
     """Forced calls are calls and nothing else; an output with a schema is JSON or calls, behind the reasoning."""
     tokenizer = tokenizer_with(literals(name))
     plan = OutputPlan(format_of(name, tokenizer), CALLABLE, forced, True, reasoning)
-    structure = plan.structure(Structure("json", json.dumps(ANSWER)))
-    assert structure is not None
+    structure = structure_of(plan, Structure("json", json.dumps(ANSWER)))
     rng = np.random.default_rng(0)
     for _ in range(5):
         text = walk(tokenizer, structure, rng)
@@ -135,8 +143,7 @@ def accepts(
     tokenizer: PreTrainedTokenizerBase, structure: Structure, text: str, compiler: StructureCompiler | None = None
 ) -> bool:
     """Whether a structure allows a text, and its end behind it."""
-    compiler = compiler or StructureCompiler(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
-    matcher = compiler.matcher(structure)
+    matcher = (compiler or compiler_of(tokenizer)).matcher(structure)
     try:
         for token_id in tokenizer.encode(text, add_special_tokens=False):
             matcher.accept(token_id)
@@ -166,7 +173,7 @@ def test_a_call_that_has_begun_follows_the_schema_of_a_strict_function(name: str
     """Text, reasoning and calls of other functions stay free; the markers may be special tokens or text."""
     tokenizer = tokenizer_with(literals(name) if is_special or name == HARMONY else ())
     known, text = format_of(name, tokenizer), WRITTEN[name]
-    compiler = StructureCompiler(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    compiler = compiler_of(tokenizer)
     wrong = text
     for right, other in WRONG:
         wrong = wrong.replace(right, other)
@@ -179,15 +186,13 @@ def test_a_call_that_has_begun_follows_the_schema_of_a_strict_function(name: str
         mention = "" if is_special else " ".join(mark for mark in marks if mark != "[TOOL_CALLS]")  # always special
         thoughts = [("", ""), (f"<think>\na {mention} <tool_cal> {{}}", "\n</think>\n\n"), ("No. <think>", "</think>")]
     for strict in (["weather"], ["weather", "now"], ["now"]):
-        structure = OutputPlan(known, FUNCTIONS, strict=strict).structure(None)
-        assert structure is not None
+        structure = structure_of(OutputPlan(known, FUNCTIONS, strict=strict))
         for begin, end in thoughts:
             assert accepts(tokenizer, structure, begin + end + text, compiler)
             assert accepts(tokenizer, structure, begin + end + wrong, compiler) == (strict == ["now"])
         if name != HARMONY:
             assert accepts(tokenizer, structure, 'A list: [1], {"name": 1}, <tool, and more', compiler)
-            begun = OutputPlan(known, FUNCTIONS, strict=strict, reasoning="begun").structure(None)
-            assert begun is not None
+            begun = structure_of(OutputPlan(known, FUNCTIONS, strict=strict, reasoning="begun"))
             assert accepts(tokenizer, begun, f"a {mention}</think>{text}", compiler)
 
 
@@ -210,10 +215,9 @@ def test_a_call_that_the_prompt_has_begun_goes_on(continued: str, begun: str, fo
     tokenizer = tokenizer_with(())
     tools = ChosenTools(FUNCTIONS, strict=frozenset({"weather"}))
     plan = plan_output(format_of("hermes", tokenizer), tools, str, None, continued)
-    structure = plan.structure(None)
-    assert structure is not None
+    structure = structure_of(plan)
     assert plan.begun == structure.begun == begun
-    compiler = StructureCompiler(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    compiler = compiler_of(tokenizer)
     compiler.check_structure(structure)
     assert accepts(tokenizer, structure, 'ris", "days": "x"}}', compiler) != follows
     assert accepts(tokenizer, structure, 'ris", "days": 3}}\n</tool_call> So.', compiler)
@@ -227,8 +231,7 @@ def test_a_call_that_the_prompt_has_begun_goes_on(continued: str, begun: str, fo
 def test_random_calls_of_a_strict_function_follow_its_schema(name: str) -> None:
     tokenizer = tokenizer_with(literals(name))
     plan = OutputPlan(format_of(name, tokenizer), CALLABLE, strict=["weather"], reasoning="closed")
-    structure = plan.structure(None)
-    assert structure is not None
+    structure = structure_of(plan)
     text = WRITTEN[name]
     lead = text[: text.index("weather")].removeprefix("\n") if name != "minimax_m2" else "<minimax:tool_call>"
     rng = np.random.default_rng(0)
@@ -248,29 +251,23 @@ def test_reasoning_that_is_text_precedes_a_forced_output(syntax: str) -> None:
     rng = np.random.default_rng(0)
     for reasoning in ("begun", "open"):
         plan = OutputPlan(known, CALLABLE, False, True, reasoning)  # type: ignore[arg-type]
-        structure = plan.structure(Structure("json", json.dumps(ANSWER)))
-        assert structure is not None
+        structure = structure_of(plan, Structure("json", json.dumps(ANSWER)))
         lead = f"{'' if reasoning == 'begun' else begin.rstrip()}{{}} <tool_call> no {end.rstrip()}"
         parts = parsed(plan, walk(tokenizer, structure, rng, lead))
         assert text_of(parts, "reasoning") == "{} <tool_call> no"
         assert calls_of(parts) or json.loads(text_of(parts, "content"))
 
 
-def test_one_call_where_several_are_not_allowed() -> None:
-    for name in OUTPUTS:
+@pytest.mark.parametrize("name", [*OUTPUTS, "builtin"])
+def test_one_call_where_several_are_not_allowed(name: str) -> None:
+    if name == "builtin":
+        tokenizer: Any = AutoTokenizer.from_pretrained("app/models/builtin/model")
+        plan = OutputPlan(output_format(tokenizer), {"now": FUNCTIONS["now"]}, True, False)
+    else:
         tokenizer = tokenizer_with(literals(name))
         plan = OutputPlan(format_of(name, tokenizer), {"now": FUNCTIONS["now"]}, True, False, "closed")
-        structure = plan.structure(None)
-        assert structure is not None
-        assert calls_of(parsed(plan, walk(tokenizer, structure, np.random.default_rng(0)))) == [("now", {})]
-
-
-def test_the_built_in_model_is_forced() -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained("app/models/builtin/model")
-    plan = OutputPlan(output_format(tokenizer), {"now": FUNCTIONS["now"]}, True, False)
-    structure = plan.structure(None)
-    assert structure is not None
-    assert calls_of(parsed(plan, walk(tokenizer, structure, np.random.default_rng(0)))) == [("now", {})]
+    text = walk(tokenizer, structure_of(plan), np.random.default_rng(0))
+    assert calls_of(parsed(plan, text)) == [("now", {})]
 
 
 def test_every_name_of_the_settings_has_a_syntax() -> None:
@@ -335,8 +332,7 @@ def test_a_message_that_is_continued_tells_whether_it_reasons(continued: str, ex
     known = OutputFormat(reasoning=implied)
     plan = plan_output(known, ChosenTools(), lambda: "<think>", None, continued)
     assert plan.reasoning == expected
-    structure = plan.structure(Structure("json", "{}"))
-    assert structure is not None
+    structure = structure_of(plan, Structure("json", "{}"))
     assert (structure.frame is None) == (expected == "closed")
 
 
@@ -350,8 +346,7 @@ def test_a_message_that_is_continued_tells_whether_it_reasons(continued: str, ex
 def test_structures_of_other_servers_begin_behind_the_reasoning(structure: Structure) -> None:
     tokenizer = byte_level()
     plan = plan_output(OutputFormat(reasoning=REASONING_SYNTAXES["deepseek_r1"]), ChosenTools(), str, None)
-    framed = plan.structure(structure)
-    assert framed is not None
+    framed = structure_of(plan, structure)
     matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(framed)
     for character in "<think>x</think>a7":
         matcher.accept(tokenizer.backend_tokenizer.token_to_id(character))

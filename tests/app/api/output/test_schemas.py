@@ -9,17 +9,21 @@ from typing import Any
 
 import jsonschema
 import pytest
+from pydantic import TypeAdapter
 
 from folio.app.api.output.schemas import enforceable, enforceable_json
+from folio.app.api.tools.bodies import Tools
 from folio.app.api.tools.choice import chosen_tools
 from folio.app.config.http import HttpSettings
 from folio.app.engine.sampling.params import Structure
 from folio.app.engine.sampling.structure import StructureCompiler
 from folio.app.errors import EngineError, RequestError
 from folio.app.http.request_context import CURRENT, RequestContext
-from tests.app.api.tools.test_choice import TOOLS
 from tests.app.small_tokenizers import byte_level
 
+TOOLS = TypeAdapter(Tools).validate_python(
+    [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("weather", "now")]
+)
 TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
 OBJECT = {"type": "object", "properties": {"a": TEXT}}
 OVERLAP = [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 5}]
@@ -148,8 +152,8 @@ def test_only_schemas_that_are_enforced_are_looked_at(context: RequestContext) -
         context.ignored_fields = "seed2"
         chosen = chosen_tools(tools, choice, None)  # type: ignore[arg-type]
         assert context.ignored_fields == "seed2, tools[].function.parameters.if"
-        assert "if" not in chosen.functions["get_weather"]
-        assert chosen.strict == ({"get_weather"} if choice is None else frozenset())
+        assert "if" not in chosen.functions["weather"]
+        assert chosen.strict == ({"weather"} if choice is None else frozenset())
 
 
 @pytest.mark.parametrize("parameters", [None, {"type": "null"}, {"type": None}, {"type": ["object", "null"]}, {}])

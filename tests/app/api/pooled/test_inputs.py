@@ -20,9 +20,7 @@ def tokenizer(*, ends: bool = True) -> PreTrainedTokenizerFast:
     if ends:
         end = copy.convert_tokens_to_ids("<|endoftext|>")
         copy.backend_tokenizer.post_processor = TemplateProcessing(
-            single="$A <|endoftext|>",
-            pair="$A <|endoftext|> $B <|endoftext|>",
-            special_tokens=[("<|endoftext|>", end)],
+            single="$A <|endoftext|>", pair="$A <|endoftext|> $B <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
         )
     return copy
 

@@ -1,4 +1,4 @@
-"""The table of errors in docs/reference/errors.md has exactly the errors that the server sends."""
+"""The table of docs/reference/errors.md has exactly the errors that the server sends; the two forms of their JSON."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from folio.app import errors
 from folio.app.http import haproxy
+from folio.app.http.error_json import error_json, is_anthropic
 from folio.app.http.errors import (
     _HTTP_CODES,
     _UNREAD_CODES,
     ErrorBody,
     HttpRefusal,
+    error_of,
     error_response,
     http_error,
     validation_error,
@@ -66,3 +70,43 @@ def test_the_table_of_errors() -> None:
     table = documented()
     assert len(table) == len(set(table))
     assert set(table) == sent()
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/v1/messages", True),
+        ("/v1/messages/", True),
+        ("/v1/messages/count_tokens", True),
+        ("/mounted/v1/messages", True),
+        ("/v1/messages_of_others", False),
+        ("/v1/chat/completions", False),
+    ],
+)
+def test_routes_of_anthropic(path: str, expected: bool) -> None:
+    assert is_anthropic(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (errors.ContextLengthError("x", "messages"), "invalid_request_error"),
+        (errors.UnknownModelError("x", "model"), "not_found_error"),
+        (errors.ForbiddenError("x"), "permission_error"),
+        (errors.RateLimitError("x", 3.0), "rate_limit_error"),
+        (errors.ModelError("x"), "api_error"),
+    ],
+)
+def test_types_of_errors(error: errors.FolioError, kind: str) -> None:
+    status, answer = error_response(error)
+    body = json.loads(error_json("/v1/messages", status, answer))
+    assert body.keys() == {"type", "error", "request_id"}
+    assert body["error"].keys() == {"type", "message"}
+    assert body["error"]["type"] == kind
+    assert isinstance(error_of(body), errors.FolioError)  # Folio's own client reads it
+    assert json.loads(error_json("/v1/completions", status, answer)) == answer.model_dump()
+
+
+def test_an_error_that_quotes_a_surrogate() -> None:
+    body = error_json("/v1/messages", *error_response(errors.UnknownModelError("no '\ud800'", "model")))
+    assert body.isascii()

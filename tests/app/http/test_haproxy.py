@@ -124,27 +124,6 @@ def test_a_client_that_leaves_stops_its_request(engine: LocalServer, is_stream: 
     assert not complete
 
 
-def test_connections_are_kept_and_requests_pipelined(usual: Front) -> None:
-    """All answers, in the order of the requests."""
-    many, alive = 200, {"Connection": "keep-alive"}
-
-    def pipelined(i: int) -> bytes:
-        body = b"x" * i if i % 2 else b""
-        return request("POST" if body else "GET", f"/lined/{i}", body, alive)
-
-    async def ask(connection: Connection) -> None:
-        for i in range(3):
-            await connection.send(request("GET", f"/kept/{i}", headers=alive))
-            assert (await connection.answer("GET")).json["path"] == f"/kept/{i}"
-        sending = asyncio.create_task(connection.send(b"".join(map(pipelined, range(many)))))
-        for i in range(many):
-            seen = (await connection.answer("GET")).json
-            assert (seen["path"], seen["bytes"]) == (f"/lined/{i}", i if i % 2 else 0)
-        await sending
-
-    usual.talk(ask)
-
-
 def test_a_client_that_reads_nothing_is_disconnected(hurried: Front, application: Application) -> None:
     """The server is held back meanwhile, and HAProxy keeps no more than a few buffers."""
     application.num_flooded, num_left, rss = 0, application.num_left, hurried.rss_bytes

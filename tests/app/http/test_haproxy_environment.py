@@ -17,11 +17,7 @@ from ray.serve._private import constants
 from folio.app.cli.start import env
 from folio.app.http import haproxy
 from folio.app.http.operations import repeatable_ends
-from tests.app.http.haproxy_front import (
-    backend_of,
-    short_directory,
-    written,
-)
+from tests.app.http.haproxy_front import backend_of, short_directory, written
 
 pytestmark = pytest.mark.processes
 REPEATABLE = " ".join(repeatable_ends())

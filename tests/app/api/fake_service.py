@@ -7,60 +7,25 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
+from folio.app import errors
 from folio.app.api.base import joined_text
+from folio.app.api.openai import replies
 from folio.app.api.openai.bodies import CompletionRequest, ForkRequest
 from folio.app.api.openai.chat_body import ChatCompletionRequest
-from folio.app.api.openai.replies import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    Completion,
-    CompletionChoice,
-    PromptTokensDetails,
-    Usage,
-)
 from folio.app.api.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
-from folio.app.api.operators.bodies import (
-    AddModelRequest,
-    BudgetRequest,
-    LoadAdapterRequest,
-    PinRequest,
-    UnloadAdapterRequest,
-)
-from folio.app.api.operators.replies import (
-    BudgetReport,
-    LoadFigures,
-    LoadReport,
-    ModelCard,
-    ModelList,
-    PinCard,
-    PinList,
-)
+from folio.app.api.operators import bodies
+from folio.app.api.operators import replies as operators
 from folio.app.api.responses.body import ResponsesRequest
 from folio.app.api.responses.replies import ArgumentsDeltaEvent, ResponseObject, StreamEvent
-from folio.app.errors import (
-    DeadlineError,
-    EngineError,
-    OverloadedError,
-    RequestError,
-    UnavailableError,
-    UnknownModelError,
-    UnknownPinError,
-    UnknownRequestError,
-    UnknownResponseError,
-)
 from folio.vmem import MemoryReport
 
-USAGE = Usage(
+USAGE = replies.Usage(
     prompt_tokens=1,
     completion_tokens=1,
     total_tokens=2,
-    prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
+    prompt_tokens_details=replies.PromptTokensDetails(cached_tokens=0),
 )
-CARD = ModelCard(id="m", created=0, max_model_len=8)
+CARD = operators.ModelCard(id="m", created=0, max_model_len=8)
 
 
 class FakeService:
@@ -70,16 +35,16 @@ class FakeService:
         self.pinned: list[str] = []
         self.adapters: set[str] = set()
 
-    async def models(self) -> ModelList:
-        return ModelList(data=[CARD])
+    async def models(self) -> operators.ModelList:
+        return operators.ModelList(data=[CARD])
 
-    async def model(self, name: str) -> ModelCard:
+    async def model(self, name: str) -> operators.ModelCard:
         if name != "m":
-            raise UnknownModelError(f"no {name}", "model")
+            raise errors.UnknownModelError(f"no {name}", "model")
         return CARD
 
     async def ready(self) -> None:
-        raise UnavailableError("nobody answers")
+        raise errors.UnavailableError("nobody answers")
 
     async def metrics(self) -> str:
         return "# HELP x X.\n"
@@ -87,30 +52,30 @@ class FakeService:
     async def load_metrics(self) -> str:
         return "# HELP y Y.\n"
 
-    async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
+    async def generate(self, request: CompletionRequest, session: str | None = None) -> replies.Completion:
         request.sampling_params()
         self._fail(request.model)
         return self._completion(str(request.prompt) + (f" of {session}" if session else ""))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncIterator[replies.Completion]:
         if request.model == "late":
             yield self._completion("begun")
-            raise EngineError("a step failed")
+            raise errors.EngineError("a step failed")
         self._fail(request.model)
         yield self._completion("a")
         yield self._completion("b")
 
-    async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
-        choice = ChatChoice(message=AssistantMessage(content=joined_text(request.messages[0].content)))
-        return ChatCompletion(id="c", created=0, model="m", choices=[choice], usage=USAGE)
+    async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> replies.ChatCompletion:
+        choice = replies.ChatChoice(message=replies.AssistantMessage(content=joined_text(request.messages[0].content)))
+        return replies.ChatCompletion(id="c", created=0, model="m", choices=[choice], usage=USAGE)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
-    ) -> AsyncIterator[ChatCompletionChunk]:
-        choice = ChatChunkChoice(delta=ChatDelta(role="assistant", content="hi"))
-        yield ChatCompletionChunk(id="c", created=0, model="m", choices=[choice])
+    ) -> AsyncIterator[replies.ChatCompletionChunk]:
+        choice = replies.ChatChunkChoice(delta=replies.ChatDelta(role="assistant", content="hi"))
+        yield replies.ChatCompletionChunk(id="c", created=0, model="m", choices=[choice])
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         raise NotImplementedError  # see tests/app/api/responses/test_responses.py
@@ -122,7 +87,7 @@ class FakeService:
         raise ZeroDivisionError("secret detail")
 
     async def response(self, response_id: str) -> ResponseObject:
-        raise UnknownResponseError("no such response", "response_id")
+        raise errors.UnknownResponseError("no such response", "response_id")
 
     async def response_input(self, response_id: str) -> list[dict[str, Any]]:
         return [{"id": "msg_1", "type": "message"}]
@@ -130,11 +95,11 @@ class FakeService:
     async def delete_response(self, response_id: str) -> None:
         return None
 
-    async def fork(self, request: ForkRequest) -> Completion:
+    async def fork(self, request: ForkRequest) -> replies.Completion:
         self._fail(request.model)
         return self._completion(f"{request.request_id} {request.index}")
 
-    async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
+    async def fork_stream(self, request: ForkRequest) -> AsyncIterator[replies.Completion]:
         self._fail(request.model)
         yield self._completion("a")
 
@@ -144,73 +109,79 @@ class FakeService:
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
         return DetokenizedText(prompt="x" * len(request.tokens))
 
-    async def load(self) -> LoadReport:
-        figures = dict.fromkeys(LoadFigures.model_fields, 0)
-        return LoadReport(num_replicas=1, num_silent=1, total=LoadFigures(**figures), least_queued_s=None, replicas=[])
+    async def load(self) -> operators.LoadReport:
+        figures = dict.fromkeys(operators.LoadFigures.model_fields, 0)
+        return operators.LoadReport(
+            num_replicas=1, num_silent=1, total=operators.LoadFigures(**figures), least_queued_s=None, replicas=[]
+        )
 
     async def reports(self) -> dict[str, MemoryReport]:
         return {}
 
-    async def change_budget(self, request: BudgetRequest) -> BudgetReport:
-        return BudgetReport(budget_bytes=request.budget_bytes, revision=request.revision or 8, answers=["applied"])
+    async def change_budget(self, request: bodies.BudgetRequest) -> operators.BudgetReport:
+        return operators.BudgetReport(
+            budget_bytes=request.budget_bytes, revision=request.revision or 8, answers=["applied"]
+        )
 
-    async def add_model(self, request: AddModelRequest) -> ModelCard:
+    async def add_model(self, request: bodies.AddModelRequest) -> operators.ModelCard:
         if request.name in self.adapters:
-            raise RequestError("there is a model already", "name")
+            raise errors.RequestError("there is a model already", "name")
         self.adapters.add(request.name)
-        return ModelCard(id=request.name, created=0, max_model_len=None, state="new")
+        return operators.ModelCard(id=request.name, created=0, max_model_len=None, state="new")
 
     async def remove_model(self, name: str) -> None:
         if name not in self.adapters:
-            raise UnknownModelError("no such model", "name")
+            raise errors.UnknownModelError("no such model", "name")
         self.adapters.remove(name)
 
-    async def load_adapter(self, request: LoadAdapterRequest) -> None:
+    async def load_adapter(self, request: bodies.LoadAdapterRequest) -> None:
         if request.lora_name in self.adapters and not request.load_inplace:
-            raise RequestError("it has been loaded", "lora_name")
+            raise errors.RequestError("it has been loaded", "lora_name")
         self.adapters.add(request.lora_name)
 
-    async def unload_adapter(self, request: UnloadAdapterRequest) -> None:
+    async def unload_adapter(self, request: bodies.UnloadAdapterRequest) -> None:
         if request.lora_name not in self.adapters:
-            raise UnknownModelError("no such adapter", "lora_name")
+            raise errors.UnknownModelError("no such adapter", "lora_name")
         self.adapters.remove(request.lora_name)
 
-    async def pins(self) -> PinList:
-        return PinList(
+    async def pins(self) -> operators.PinList:
+        return operators.PinList(
             data=[
-                PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1, num_computed=1, model=m)
+                operators.PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1, num_computed=1, model=m)
                 for name, m in self.pinned
             ]
         )
 
-    async def pin(self, request: PinRequest) -> str:
+    async def pin(self, request: bodies.PinRequest) -> str:
         model = request.model or "m"
         self.pinned.append((request.name, model))
         return model
 
     async def unpin(self, name: str, model: str | None = None) -> None:
         if (name, model or "m") not in self.pinned:
-            raise UnknownPinError(f"no prefix {name}", "name")
+            raise errors.UnknownPinError(f"no prefix {name}", "name")
         self.pinned.remove((name, model or "m"))
 
-    def _completion(self, text: str) -> Completion:
-        return Completion(id="c", created=0, model="m", choices=[CompletionChoice(text=text)], usage=USAGE)
+    def _completion(self, text: str) -> replies.Completion:
+        return replies.Completion(
+            id="c", created=0, model="m", choices=[replies.CompletionChoice(text=text)], usage=USAGE
+        )
 
     def _fail(self, model: str) -> None:
         if model == "engine":
-            raise EngineError("a step failed")
+            raise errors.EngineError("a step failed")
         if model == "bug":
             raise ZeroDivisionError("secret detail")
-        errors = {
-            "request": RequestError("too long", "prompt"),
-            "unknown": UnknownRequestError("no such request", "request_id"),
-            "full": OverloadedError("too many"),
-            "full for a while": OverloadedError("too many", 2.2),
-            "full for a moment": OverloadedError("too many", 0.0),
-            "slow": DeadlineError("too late"),
+        by_model = {
+            "request": errors.RequestError("too long", "prompt"),
+            "unknown": errors.UnknownRequestError("no such request", "request_id"),
+            "full": errors.OverloadedError("too many"),
+            "full for a while": errors.OverloadedError("too many", 2.2),
+            "full for a moment": errors.OverloadedError("too many", 0.0),
+            "slow": errors.DeadlineError("too late"),
         }
-        if model in errors:
-            raise errors[model]
+        if model in by_model:
+            raise by_model[model]
 
 
 def complete(client: TestClient, **fields: Any) -> Any:

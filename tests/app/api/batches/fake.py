@@ -18,14 +18,7 @@ from folio.app.api.batches.runner import BatchRunner
 from folio.app.api.batches.store import BatchStore
 from folio.app.api.openai.bodies import CompletionRequest
 from folio.app.api.openai.chat_body import ChatCompletionRequest
-from folio.app.api.openai.replies import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    Completion,
-    PromptTokensDetails,
-    Usage,
-)
+from folio.app.api.openai.replies import AssistantMessage, ChatChoice, ChatCompletion, Completion
 from folio.app.api.operators.replies import LoadFigures, LoadReport, ReplicaLoad
 from folio.app.api.pooled.bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from folio.app.api.pooled.replies import EmbeddingList, PooledUsage, Ranking, ScoreList
@@ -34,12 +27,10 @@ from folio.app.api.responses.replies import ResponseObject
 from folio.app.api.unknown_fields import UnknownFields
 from folio.app.config.http import BatchSettings, HttpSettings
 from folio.app.http.request_context import RequestContext, current_context
+from tests.app.api.fake_service import USAGE
 
 ALICE, BOB = "alice", "bob"
 CHAT = "/v1/chat/completions"
-USAGE = Usage(
-    prompt_tokens=1, completion_tokens=1, total_tokens=2, prompt_tokens_details=PromptTokensDetails(cached_tokens=0)
-)
 
 
 def request_line(custom_id: str, text: str = "hi", **changes: Any) -> str:
@@ -69,14 +60,14 @@ class FakeService:
         most_running: at the same time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hold_from: int = 10**9, report: LoadReport | None = None, **errors: Exception) -> None:
         self.asked: Counter[str] = Counter()
         self.bodies: list[ChatCompletionRequest] = []
         self.owners: list[str | None] = []
-        self.errors: dict[str, list[Exception]] = {}
+        self.errors: dict[str, list[Exception]] = {text: [error] for text, error in errors.items()}
         self.held = asyncio.Event()
-        self.hold_from = 10**9
-        self.report = load_of()
+        self.hold_from = hold_from
+        self.report = report or load_of()
         self.num_running = self.most_running = self.num_cancelled = 0
 
     async def chat(self, request: ChatCompletionRequest) -> ChatCompletion:
@@ -181,13 +172,9 @@ async def running(
     store: BatchStore, service: FakeService, callers: FakeCallers | None = None, *, concurrent_lines: int = 8
 ) -> AsyncIterator[BatchRunner]:
     """A runner with a store."""
+    callers, unknown = callers or FakeCallers(), UnknownFields()
     runner = BatchRunner(
-        store,
-        service,
-        callers or FakeCallers(),
-        concurrent_lines=concurrent_lines,
-        max_line_bytes=1 << 20,
-        unknown=UnknownFields(),
+        store, service, callers, concurrent_lines=concurrent_lines, max_line_bytes=1 << 20, unknown=unknown
     )
     runner.start()
     try:
@@ -206,9 +193,5 @@ async def eventually(done: Callable[[], Any], timeout_s: float = 20.0) -> Any:
 
 
 async def ended(store: BatchStore, batch_id: str, owner: str = ALICE) -> BatchObject:
-    def look() -> BatchObject | None:
-        batch = store.batch(owner, batch_id)
-        return batch if batch.has_ended else None
-
-    found: BatchObject = await eventually(look)
-    return found
+    await eventually(lambda: store.batch(owner, batch_id).has_ended)
+    return store.batch(owner, batch_id)

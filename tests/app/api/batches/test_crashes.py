@@ -79,12 +79,6 @@ class Disk:
         return write
 
 
-def service_of() -> FakeService:
-    service = FakeService()
-    service.errors["r2"] = [RequestError("never")]
-    return service
-
-
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "LOOK_S", 0.01)
@@ -98,7 +92,7 @@ async def test_a_crash_at_every_write(tmp_path: Path) -> None:
         dies_at += 1
         store = store_in(tmp_path / str(dies_at))
         batch_id = add_batch(store, ALICE, CONTENT)
-        first, second = service_of(), service_of()
+        first, second = (FakeService(r2=RequestError("never")) for _ in range(2))
         with pytest.MonkeyPatch.context() as patch:
             disk = Disk(patch, dies_at)
             async with running(store, first):

@@ -14,6 +14,7 @@ import pytest
 
 from folio.app.api.batches import runner as runner_module
 from folio.app.api.batches.runner import BatchRunner
+from folio.app.api.batches.store import BatchStore
 from folio.app.api.http import build_api
 from folio.app.api.unknown_fields import UnknownFields
 from folio.app.config.http import BatchSettings, HttpSettings, KeySource
@@ -42,6 +43,12 @@ class Client:
         return openai.AsyncOpenAI(base_url="http://folio/v1", api_key=key, http_client=self.http, max_retries=0)
 
 
+def runner_of(store: BatchStore, service: FakeService, http: HttpSettings, keys: Any = None) -> BatchRunner:
+    most = http.max_body_bytes
+    callers = Callers(http, keys)
+    return BatchRunner(store, service, callers, concurrent_lines=4, max_line_bytes=most, unknown=UnknownFields())
+
+
 @asynccontextmanager
 async def serving(folder: Path, **settings: Any) -> AsyncIterator[Client]:
     """The API with two keys and a runner."""
@@ -50,14 +57,7 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[Client]:
     http = HttpSettings(api_keys=KeySource(file=folder / "keys.yaml"), batches=batches, **settings)
     keys, service = key_ring(http), FakeService()
     store = store_in(folder / "store")
-    runner = BatchRunner(
-        store,
-        service,
-        Callers(http, keys),
-        concurrent_lines=4,
-        max_line_bytes=http.max_body_bytes,
-        unknown=UnknownFields(),
-    )
+    runner = runner_of(store, service, http, keys)
     runner.start()
     any_service: Any = service
     client = Client(protect(build_api(any_service, batches=runner), http, keys=keys))
@@ -77,11 +77,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
     async with asyncio.timeout(20):
-        while (batch := await client.batches.retrieve(batch_id)).status not in (
-            "completed",
-            "failed",
-            "cancelled",
-        ):
+        while (batch := await client.batches.retrieve(batch_id)).status not in ("completed", "failed", "cancelled"):
             await asyncio.sleep(0.02)
     return batch
 
@@ -89,11 +85,8 @@ async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
 async def test_a_batch_with_openais_client(tmp_path: Path) -> None:
     async with serving(tmp_path) as client:
         alice, bob = client.openai("alice"), client.openai("bob")
-        file = await alice.files.create(
-            file=("in.jsonl", CONTENT),
-            purpose="batch",
-            expires_after={"anchor": "created_at", "seconds": 7200},
-        )
+        expiry: Any = {"anchor": "created_at", "seconds": 7200}
+        file = await alice.files.create(file=("in.jsonl", CONTENT), purpose="batch", expires_after=expiry)
         assert (file.filename, file.bytes, file.purpose) == ("in.jsonl", len(CONTENT), "batch")
         assert file.expires_at == file.created_at + 7200
         assert (await alice.files.content(file.id)).content == CONTENT
@@ -170,7 +163,7 @@ def form(*parts: str, end: str = "--b--\r\n") -> bytes:
         (form(IN_FORM, FILE_PART, end=""), 400, "no end"),
         (form(IN_FORM + "x" * 2000, FILE_PART), 400, "longer than 1024"),
         (
-            form(IN_FORM, FILE_PART, 'Content-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n1'),
+            form(IN_FORM, FILE_PART, IN_FORM.replace("purpose", "expires_after[seconds]").replace("batch", "1")),
             400,
             "anch",
         ),
@@ -220,10 +213,7 @@ async def test_web_pages_cannot_upload_without_a_preflight_request(tmp_path: Pat
     store = store_in(tmp_path)
     http = HttpSettings(batches=BatchSettings(store=tmp_path))
     service: Any = FakeService()
-    runner = BatchRunner(
-        store, service, Callers(http, None), concurrent_lines=1, max_line_bytes=1000, unknown=UnknownFields()
-    )
-    client = Client(protect(build_api(service, batches=runner), http))
+    client = Client(protect(build_api(service, batches=runner_of(store, service, http)), http))
     headers = {"content-type": "multipart/form-data; boundary=b", "origin": "https://evil.example"}
     body = form(IN_FORM, FILE_PART)
     assert (await client.http.post("/v1/files", content=body, headers=headers)).status_code == 403

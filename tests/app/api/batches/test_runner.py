@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from folio.app.api.batches import runner as runner_module
 from folio.app.api.batches.endpoints import LAST_PRIORITY
+from folio.app.api.batches.replies import BatchObject
 from folio.app.api.batches.requests import MOST_FAILURES
 from folio.app.api.batches.runner import MOST_RUNNING
 from folio.app.api.batches.store import BatchStore
+from folio.app.api.operators.replies import LoadReport
 from folio.app.errors import (
     EngineError,
     ForbiddenError,
@@ -56,13 +59,29 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "SAVE_S", 0.02)
 
 
+async def finished(
+    store: BatchStore, service: FakeService, callers: FakeCallers | None = None, content: bytes = CONTENT, **fields: Any
+) -> BatchObject:
+    """A batch that has ended."""
+    batch_id = add_batch(store, ALICE, content, **fields)
+    async with running(store, service, callers):
+        return await ended(store, batch_id)
+
+
+def counts(batch: BatchObject) -> tuple[str, int, int]:
+    """(Status, completed requests, failed ones)."""
+    return batch.status, batch.request_counts.completed, batch.request_counts.failed
+
+
+def first_error(batch: BatchObject) -> str:
+    assert (batch.status, batch.errors is None) == ("failed", False)
+    return batch.errors.data[0].code  # type: ignore[union-attr]
+
+
 async def test_every_request_is_answered_with_the_last_priority(store: BatchStore) -> None:
     service = FakeService()
-    batch_id = add_batch(store, ALICE, CONTENT, metadata={"night": "1"})
-    async with running(store, service):
-        batch = await ended(store, batch_id)
-    assert batch.status == "completed"
-    assert batch.request_counts.model_dump() == {"total": 20, "completed": 20, "failed": 0}
+    batch = await finished(store, service, metadata={"night": "1"})
+    assert (counts(batch), batch.request_counts.total) == (("completed", 20, 0), 20)
     assert batch.metadata == {"night": "1"}
     assert batch.error_file_id is None
     times = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
@@ -85,11 +104,8 @@ async def test_invalid_requests_fail_alone(store: BatchStore) -> None:
     service.errors["text r3"] = [RequestError("too hot", "temperature")]
     service.errors["text r4"] = [ForbiddenError("not this model", "model")]
     service.errors["text r5"] = [ZeroDivisionError("secret")]
-    batch_id = add_batch(store, ALICE, CONTENT)
-    async with running(store, service):
-        batch = await ended(store, batch_id)
-    assert batch.status == "completed"
-    assert batch.request_counts.model_dump() == {"total": 20, "completed": 17, "failed": 3}
+    batch = await finished(store, service)
+    assert counts(batch) == ("completed", 17, 3)
     check_answered_once(store, batch, IDS)
     errors = {line["custom_id"]: line["response"] for line in lines_of(store, ALICE, batch.error_file_id)}
     assert {name: found["status_code"] for name, found in errors.items()} == {"r3": 400, "r4": 403, "r5": 500}
@@ -98,36 +114,25 @@ async def test_invalid_requests_fail_alone(store: BatchStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "is_refusal"),
     [
-        OverloadedError("full", 0.01),
-        RateLimitError("too fast", 0.01),
-        NoReplicaError("none", 0.01),
+        (OverloadedError("full", 0.01), True),
+        (RateLimitError("too fast", 0.01), True),
+        (NoReplicaError("none", 0.01), True),
+        (EngineError("a step failed"), False),
+        (UnavailableError("gone", 0.01), False),
     ],
 )
-async def test_refused_requests_wait(store: BatchStore, error: Exception) -> None:
-    """More refusals than a failing engine is allowed."""
+async def test_refused_requests_wait_and_those_that_make_engines_fail_are_given_up(
+    store: BatchStore, error: Exception, is_refusal: bool
+) -> None:
     service = FakeService()
-    service.errors["text r3"] = [error] * (MOST_FAILURES + 3)
-    batch_id = add_batch(store, ALICE, CONTENT)
-    async with running(store, service):
-        batch = await ended(store, batch_id)
-    assert batch.request_counts.completed == 20
-    assert service.asked["text r3"] == MOST_FAILURES + 4
-    check_answered_once(store, batch, IDS)
-
-
-@pytest.mark.parametrize("error", [EngineError("a step failed"), UnavailableError("gone", 0.01)])
-async def test_a_request_that_makes_engines_fail_is_given_up(store: BatchStore, error: Exception) -> None:
-    service = FakeService()
-    service.errors["text r3"] = [error] * 100
-    service.errors["text r4"] = [error]
-    batch_id = add_batch(store, ALICE, CONTENT)
-    async with running(store, service):
-        batch = await ended(store, batch_id)
-    assert batch.request_counts.model_dump() == {"total": 20, "completed": 19, "failed": 1}
-    assert service.asked["text r3"] == MOST_FAILURES
+    service.errors = {"text r3": [error] * (MOST_FAILURES + 3), "text r4": [error]}
+    batch = await finished(store, service)
+    assert counts(batch) == ("completed", 20, 0) if is_refusal else ("completed", 19, 1)
+    assert service.asked["text r3"] == MOST_FAILURES + (4 if is_refusal else 0)
     assert service.asked["text r4"] == 2
+    check_answered_once(store, batch, IDS)
 
 
 async def test_limits_of_a_caller_hold_by_waiting_and_delay_nobody_else(store: BatchStore) -> None:
@@ -145,46 +150,26 @@ async def test_limits_of_a_caller_hold_by_waiting_and_delay_nobody_else(store: B
 async def test_requests_of_a_deleted_key_fail(store: BatchStore) -> None:
     callers = FakeCallers()
     callers.errors[ALICE] = [ForbiddenError("the key is gone") for _ in IDS]
-    batch_id = add_batch(store, ALICE, CONTENT)
-    async with running(store, FakeService(), callers):
-        batch = await ended(store, batch_id)
-    assert batch.request_counts.failed == 20
+    assert counts(await finished(store, FakeService(), callers)) == ("completed", 0, 20)
 
 
-async def test_a_bound_of_requests_at_the_same_time(store: BatchStore) -> None:
-    service = FakeService()
-    service.hold_from = 0
+NOBODY = load_of().model_copy(update={"num_replicas": 0, "replicas": []})
+
+
+@pytest.mark.parametrize(("report", "number"), [(load_of(), 3), (NOBODY, 1), (load_of(slots=64, busy=60), 0)])
+async def test_a_bound_of_requests_at_the_same_time(store: BatchStore, report: LoadReport, number: int) -> None:
+    """Without a replica one request wakes one; while the replicas are busy none begins."""
+    service = FakeService(hold_from=0, report=report)
     batch_id = add_batch(store, ALICE, CONTENT)
     async with running(store, service, concurrent_lines=3):
-        await eventually(lambda: service.num_running == 3)
-        await asyncio.sleep(0.1)
-        service.held.set()
-        await ended(store, batch_id)
-    assert service.most_running == 3
-
-
-async def test_no_request_begins_while_the_replicas_are_busy(store: BatchStore) -> None:
-    service = FakeService()
-    service.report = load_of(slots=64, busy=60)
-    batch_id = add_batch(store, ALICE, CONTENT)
-    async with running(store, service):
         await eventually(lambda: store.batch(ALICE, batch_id).status == "in_progress")
+        await eventually(lambda: service.num_running == number)
         await asyncio.sleep(0.2)
-        assert not service.asked
+        assert service.most_running == number
         service.report = load_of(slots=64, busy=40)
-        batch = await ended(store, batch_id)
-    assert batch.request_counts.completed == 20
-
-
-async def test_without_a_replica_one_request_wakes_one(store: BatchStore) -> None:
-    service = FakeService()
-    service.report = load_of().model_copy(update={"num_replicas": 0, "replicas": []})
-    service.hold_from = 0
-    add_batch(store, ALICE, CONTENT)
-    async with running(store, service):
-        await eventually(lambda: service.num_running == 1)
-        await asyncio.sleep(0.1)
-        assert service.num_running == 1
+        service.held.set()
+        assert counts(await ended(store, batch_id)) == ("completed", 20, 0)
+    assert service.most_running <= 3
 
 
 async def test_a_short_batch_passes_a_long_one_of_another_owner(store: BatchStore) -> None:
@@ -198,9 +183,8 @@ async def test_a_short_batch_passes_a_long_one_of_another_owner(store: BatchStor
 
 
 async def test_cancellation_is_prompt_and_keeps_answers(store: BatchStore) -> None:
-    service = FakeService()
+    service = FakeService(hold_from=9)
     batch_id = add_batch(store, ALICE, CONTENT)
-    service.hold_from = 9
     async with running(store, service, concurrent_lines=4) as runner:
         await eventually(lambda: service.asked.total() == 13)
         begun_at = asyncio.get_running_loop().time()
@@ -222,8 +206,7 @@ async def test_cancellation_is_prompt_and_keeps_answers(store: BatchStore) -> No
 
 
 async def test_waiting_batches_of_an_owner_begin_later_and_can_be_cancelled(store: BatchStore) -> None:
-    service = FakeService()
-    service.hold_from = 0
+    service = FakeService(hold_from=0)
     batches = [add_batch(store, ALICE, CONTENT) for _ in range(MOST_RUNNING + 1)]
     async with running(store, service):
         first = store.open_batches()[:MOST_RUNNING]
@@ -239,8 +222,7 @@ async def test_waiting_batches_of_an_owner_begin_later_and_can_be_cancelled(stor
 
 
 async def test_expired_batches_tell_what_was_not_computed(tmp_path: Path) -> None:
-    clock, service = Clock(), FakeService()
-    service.hold_from = 5
+    clock, service = Clock(), FakeService(hold_from=5)
     store = store_in(tmp_path, clock)
     batch_id = add_batch(store, ALICE, CONTENT)
     async with running(store, service, concurrent_lines=2):
@@ -256,36 +238,27 @@ async def test_expired_batches_tell_what_was_not_computed(tmp_path: Path) -> Non
 
 
 async def test_a_faulty_file_fails_the_batch(store: BatchStore) -> None:
-    batch_id = add_batch(store, ALICE, jsonl(request_line("a"), "{", request_line("a")))
-    async with running(store, FakeService()) as _:
-        batch = await ended(store, batch_id)
-    assert batch.status == "failed"
+    batch = await finished(store, FakeService(), content=jsonl(request_line("a"), "{", request_line("a")))
+    assert first_error(batch) == "invalid_json"
     assert batch.errors is not None
-    assert [(error.line, error.code) for error in batch.errors.data] == [
-        (2, "invalid_json"),
-        (3, "duplicate_custom_id"),
-    ]
+    assert [(error.line, error.code) for error in batch.errors.data][1:] == [(3, "duplicate_custom_id")]
     assert batch.output_file_id is None
     assert batch.failed_at is not None
 
 
 async def test_a_full_store_fails_the_batch_with_its_answers(tmp_path: Path) -> None:
     store = store_in(tmp_path, max_bytes_per_key=3 << 20)
-    text = "x" * 200_000
-    ids = [f"r{i}" for i in range(10)]
-    batch_id = add_batch(store, ALICE, jsonl(*(request_line(name, text + name) for name in ids)))
+    content = jsonl(*(request_line(f"r{i}", "x" * 200_000 + str(i)) for i in range(10)))
+    batch_id = add_batch(store, ALICE, content)
     async with running(store, FakeService(), concurrent_lines=1):
         batch = await ended(store, batch_id)
-    assert batch.status == "failed"
-    assert batch.errors is not None
-    assert batch.errors.data[0].code == "store_full"
+    assert first_error(batch) == "store_full"
     assert 0 < len(lines_of(store, ALICE, batch.output_file_id)) == batch.request_counts.completed < 10
     assert store.used_bytes() < 4 << 20
 
 
 async def test_the_input_may_not_be_deleted_meanwhile(store: BatchStore) -> None:
-    service = FakeService()
-    service.hold_from = 0
+    service = FakeService(hold_from=0)
     batch_id = add_batch(store, ALICE, CONTENT)
     file_id = store.batch(ALICE, batch_id).input_file_id
     async with running(store, service):
@@ -302,15 +275,11 @@ async def test_a_lost_input_fails_the_batch(store: BatchStore) -> None:
     batch_id = add_batch(store, ALICE, CONTENT)
     store.content_path(ALICE, store.batch(ALICE, batch_id).input_file_id).unlink()
     async with running(store, FakeService()):
-        batch = await ended(store, batch_id)
-    assert batch.status == "failed"
-    assert batch.errors is not None
-    assert batch.errors.data[0].code == "input_missing"
+        assert first_error(await ended(store, batch_id)) == "input_missing"
 
 
 async def test_one_runner_at_a_time_and_the_next_takes_over(store: BatchStore) -> None:
-    first, second = FakeService(), FakeService()
-    first.hold_from = 0
+    first, second = FakeService(hold_from=0), FakeService()
     batch_id = add_batch(store, ALICE, CONTENT)
     async with running(store, first):
         await eventually(lambda: first.num_running)

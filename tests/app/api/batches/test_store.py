@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,10 @@ def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 def test_the_bytes_of_an_owner_and_of_the_store_are_bounded(tmp_path: Path) -> None:
     store = store_in(tmp_path, max_bytes_per_key=8 << 20, max_bytes=12 << 20)
 
-    def fill(owner: str) -> int:
+    def fill(owner: str) -> None:
         with store.new_upload(owner) as upload:
             for _ in range(100):
                 upload.write(b"x" * (1 << 20))
-        return 0
 
     with pytest.raises(StoreFullError, match="max_bytes_per_key"):
         fill(ALICE)
@@ -186,20 +185,15 @@ def test_answers_are_no_requests(tmp_path: Path) -> None:
 def test_threads_of_several_ingresses_keep_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has its own store object, as each process has."""
     monkeypatch.setattr(store_module, "MAX_FILES", 5)
-    results: list[object] = []
 
-    def add() -> None:
+    def add(_: int) -> bool:
         try:
-            results.append(add_file(store_in(tmp_path), ALICE, CONTENT))
-        except StoreFullError as error:
-            results.append(error)
+            return bool(add_file(store_in(tmp_path), ALICE, CONTENT))
+        except StoreFullError:
+            return False
 
-    threads = [threading.Thread(target=add) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(isinstance(result, str) for result in results) == 5 == len(store_in(tmp_path).files(ALICE))
+    with ThreadPoolExecutor(12) as pool:
+        assert sum(pool.map(add, range(12))) == 5 == len(store_in(tmp_path).files(ALICE))
 
 
 def test_the_runners_lock_is_one(tmp_path: Path) -> None:

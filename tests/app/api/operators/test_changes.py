@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,22 @@ def make_fifo(folder: Path) -> None:
     os.mkfifo(folder / "config.json")
 
 
+def move_weights(*, cut: bool) -> Callable[[Path], None]:
+    def move(folder: Path) -> None:
+        weights, outside = folder / "model.safetensors", folder.parents[1] / "model.safetensors"
+        weights.rename(outside)
+        if cut:
+            weights.write_bytes(outside.read_bytes()[:-100])
+        else:
+            weights.symlink_to(outside)
+
+    return move
+
+
 # Each was served, answered 500, or took a thread of the replica for good.
 DAMAGES: dict[str, Callable[[Path], object]] = {
+    "outside": move_weights(cut=False),
+    "truncated": move_weights(cut=True),
     "index": shards("../../model.safetensors"),
     "deep": lambda folder: (folder / "config.json").write_text("[" * 100_000),
     "fifo": make_fifo,
@@ -121,14 +135,6 @@ async def test_what_cannot_be_served_is_not_added(
     if fields["path"] in DAMAGES:
         shutil.copytree(tmp_path / "models" / "small", folder)
         DAMAGES[fields["path"]](folder)
-    if fields["path"] in ("outside", "truncated"):
-        shutil.copytree(tmp_path / "models" / "small", folder)
-        weights = folder / "model.safetensors"
-        weights.rename(tmp_path / "model.safetensors")
-        if fields["path"] == "outside":
-            weights.symlink_to(tmp_path / "model.safetensors")
-        else:
-            weights.write_bytes((tmp_path / "model.safetensors").read_bytes()[:-100])
     with pytest.raises(RequestError, match=message):
         await growing.add_model(AddModelRequest.model_validate({"name": "second"} | fields))
     assert await states(growing) == {"first": "new"}
@@ -180,20 +186,15 @@ async def test_a_model_that_one_replica_cannot_take_is_on_none(growing: Any, mon
     assert await states(growing) == {"first": "new"}
 
 
-async def test_without_the_setting_no_adapter_can_be_loaded() -> None:
+async def test_without_the_settings_nothing_can_be_loaded() -> None:
     ingress = ingress_with(Engines())
-    for change in (
-        ingress.load_adapter(LoadAdapterRequest(lora_name="a", lora_path="a")),
-        ingress.unload_adapter(UnloadAdapterRequest(lora_name="pirate")),
+    for change, setting in (
+        (ingress.load_adapter(LoadAdapterRequest(lora_name="a", lora_path="a")), "adapter_dir"),
+        (ingress.unload_adapter(UnloadAdapterRequest(lora_name="pirate")), "adapter_dir"),
+        (ingress.add_model(AddModelRequest(name="x", path="x")), "models_dir is not set"),
+        (ingress.remove_model("first"), "models_dir is not set"),
     ):
-        with pytest.raises(ForbiddenError, match="adapter_dir"):
-            await change
-
-
-async def test_without_a_models_dir_no_model_can_be_added() -> None:
-    server = ingress_with(Engines())
-    for change in (server.add_model(AddModelRequest(name="x", path="x")), server.remove_model("first")):
-        with pytest.raises(ForbiddenError, match="models_dir is not set"):
+        with pytest.raises(ForbiddenError, match=setting):
             await change
 
 
@@ -227,16 +228,9 @@ async def test_a_tokenizer_that_cannot_be_loaded_takes_no_other_model_with_it(
         file.write_bytes(whole)
         assert growing._models.find("second")._num_failures == 1, "tried again without a pause"
 
-        async def served() -> bool:
-            return (await client.post("/v1/completions", json=body)).status_code == 200
-
-        await until_served(served)
-
-
-async def until_served(served: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
-        while not await served():
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(20):
+            while (await client.post("/v1/completions", json=body)).status_code != 200:
+                await asyncio.sleep(0.05)
 
 
 async def test_a_tokenizer_that_is_damaged_later_makes_the_model_unavailable(growing: Any, tmp_path: Path) -> None:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
 
 from folio.app.api.openai.answers import ChatAnswer, CompletionAnswer
 from folio.app.api.openai.bodies import CompletionRequest
@@ -17,6 +24,7 @@ from folio.app.engine.model.tokenizer import load_tokenizer
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.fleet.messages import Piece, PieceCollector, split_public_id
+from tests.app.small_tokenizers import sentencepiece
 
 TOKENIZER = load_tokenizer("builtin")
 TOKENS = TokenTexts(TOKENIZER)
@@ -37,24 +45,14 @@ def piece(text: str, *token_ids: int, **more: Any) -> Piece:
     return Piece(text, token_ids, **({"replica": "r1"} | more))
 
 
-def completion(
-    prompts: list[list[int]] | None = None, echoed: list[str] | None = None, **fields: Any
-) -> CompletionAnswer:
+def completion(prompts: list[list[int]] | None = None, echoed: list[str] | None = None, **fields: Any) -> Any:
     request = CompletionRequest(model="m", prompt="", **fields)
     return CompletionAnswer("cmpl-1", request, TOKENS, [PROMPT] if prompts is None else prompts, echoed)
 
 
-def chat(plan: OutputPlan = PLAIN, **fields: Any) -> ChatAnswer:
+def chat(plan: OutputPlan = PLAIN, **fields: Any) -> Any:
     request = ChatCompletionRequest(model="m", messages=[], **fields)
     return ChatAnswer("chatcmpl-1", request, TOKENS, [1, 2, 3], plan)
-
-
-def num_tokens(text: str) -> int:
-    return len(TOKENIZER.encode(text))
-
-
-def call(name: str) -> str:
-    return f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
 
 
 def test_several_prompts_and_outputs() -> None:
@@ -64,7 +62,6 @@ def test_several_prompts_and_outputs() -> None:
     ]
     whole = completion([PROMPT, PROMPT[:2]], n=2).full_answer(outputs)
     assert [(choice.index, choice.text) for choice in whole.choices] == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
-    assert whole.usage is not None
     assert whole.usage.model_dump() == {
         "prompt_tokens": len(PROMPT) + 2,
         "completion_tokens": 8,
@@ -95,7 +92,6 @@ def test_chunks_add_up_to_the_full_answer() -> None:
     [choice] = whole.choices
     assert first.text + second.text == choice.text == "The key of €5 a b"
     assert (choice.finish_reason, choice.stop_reason) == (second.finish_reason, second.stop_reason) == ("stop", "x")
-    assert choice.logprobs is not None
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert getattr(first.logprobs, name) + getattr(second.logprobs, name) == getattr(choice.logprobs, name)
     assert (choice.logprobs.token_logprobs[0], choice.logprobs.top_logprobs[0]) == (None, None)
@@ -110,7 +106,6 @@ def test_offsets_are_places_in_the_text() -> None:
     token_ids = [*TOKENIZER.encode("x €"), end, *TOKENIZER.encode("yz")]
     one = piece("x €yz", *token_ids, logprobs=tuple(map(logprob, token_ids)))
     logprobs = completion(logprobs=0).full_answer([[one]]).choices[0].logprobs
-    assert logprobs is not None
     euro, at = logprobs.tokens.index("bytes:\\xe2"), logprobs.tokens.index("<|end|>")
     assert logprobs.text_offset[euro : euro + 3] == [2, 2, 2]
     assert logprobs.text_offset[at : at + 2] == [3, 3]
@@ -122,7 +117,6 @@ def test_offsets_where_the_first_token_has_a_space_that_the_text_lacks() -> None
     [y] = TOKENIZER.encode("y")
     one = piece("y", y, logprobs=(logprob(y),), prompt_logprobs=(logprob(y),))
     logprobs = completion([[A, y]], logprobs=0, echoed=["ay"]).full_answer([[one]]).choices[0].logprobs
-    assert logprobs is not None
     assert "".join(logprobs.tokens) == " ayy"
     assert logprobs.text_offset == [0, 1, 2]
 
@@ -145,9 +139,7 @@ def test_only_an_echo() -> None:
     whole = completion(logprobs=0, echoed=["p"], max_tokens=0).full_answer([[one]])
     [choice] = whole.choices
     assert (choice.text, choice.finish_reason, choice.stop_reason) == ("p", "length", None)
-    assert choice.logprobs is not None
     assert len(choice.logprobs.tokens) == len(PROMPT)
-    assert whole.usage is not None
     assert whole.usage.completion_tokens == 0
 
 
@@ -155,7 +147,6 @@ def test_log_probabilities_are_finite() -> None:
     """JSON has no infinity, and FastAPI would answer 500."""
     one = piece("a", A, logprobs=(logprob(A, float("-inf"), (B, float("-inf"))),))
     logprobs = completion(logprobs=1).full_answer([[one]]).choices[0].logprobs
-    assert logprobs is not None
     assert logprobs.token_logprobs == [LEAST_LOGPROB]
     assert logprobs.top_logprobs == [{" a": LEAST_LOGPROB, " b": LEAST_LOGPROB}]
 
@@ -188,7 +179,6 @@ def test_the_first_chunk_of_each_output_has_the_role() -> None:
     ]
     last = answer.last_chunk()
     assert last.id == "chatcmpl-1.r1"
-    assert last.usage is not None
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 4)
 
 
@@ -212,33 +202,11 @@ def test_log_probabilities_of_the_prompt_come_once() -> None:
     streamed = chat(prompt_logprobs=0, plan=TOOLS)
     held, begun, later = [streamed.chunk(p) for p in (first, piece(" bar", B), piece("x", B))]
     assert held is None
-    assert begun is not None
-    assert begun.prompt_logprobs is not None
-    assert later is not None
     ranks = [token and {token_id: entry.rank for token_id, entry in token.items()} for token in begun.prompt_logprobs]
     assert ranks == [None, {2: 1}, {3: 4}]
     assert "prompt_logprobs" not in later.model_dump()
     assert chat(prompt_logprobs=0).full_answer([[first]]).prompt_logprobs == begun.prompt_logprobs
     assert "prompt_logprobs" not in chat().full_answer([[first]]).model_dump()
-
-
-@pytest.mark.parametrize(
-    ("text", "end", "content", "names", "reason"),
-    [
-        (f"Let me see. {call('f')}{call('g')}", "stop", "Let me see.", ["f", "g"], "tool_calls"),
-        (call("f"), "stop", None, ["f"], "tool_calls"),
-        (call("f"), "length", None, ["f"], "length"),  # the output might have continued
-        (call("unknown"), "stop", call("unknown"), [], "stop"),
-        ("", "stop", "", [], "stop"),
-    ],
-)
-def test_tool_calls_of_a_full_answer(text: str, end: Any, content: str | None, names: list[str], reason: str) -> None:
-    [choice] = chat(plan=TOOLS).full_answer([[piece(text, A, finish_reason=end)]]).choices
-    message = choice.model_dump(mode="json")["message"]
-    calls = message.pop("tool_calls", [])
-    assert len({call.pop("id") for call in calls}) == len(names)
-    assert calls == [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in names]
-    assert (message, choice.finish_reason) == ({"role": "assistant", "content": content}, reason)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +225,6 @@ def test_forced_calls_that_are_cut(text: str, stop: str | None, reason: str, arg
     last = piece(text, A, finish_reason="length" if stop is None else "stop", stop_reason=stop)
     [choice] = chat(plan=plan).full_answer([[last]]).choices
     chunk = chat(plan=plan).chunk(last)
-    assert chunk is not None
     for one, message in ((choice, choice.message), (chunk.choices[0], chunk.choices[0].delta)):
         assert (one.finish_reason, message.content or "") == (reason, "")
         calls = message.tool_calls or []
@@ -266,112 +233,74 @@ def test_forced_calls_that_are_cut(text: str, stop: str | None, reason: str, arg
         )
 
 
-def test_tool_calls_of_streamed_outputs() -> None:
-    """Text that may be a call is held back with its log probabilities. At the end all text has been sent."""
-    answer = chat(logprobs=True, plan=TOOLS)
-    begin, end = call("f").partition("{}")[0] + "{", "}}</tool_call>"
-    pieces = [
-        piece("x", A, logprobs=(logprob(A, -1.0),)),
-        piece("no call", A, index=1),
-        piece(begin[:9], B, logprobs=(logprob(B, -2.0),)),
-        piece(begin[9:], A, logprobs=(logprob(A, -3.0),)),
-        piece(end, B, logprobs=(logprob(B, -4.0),)),
-        piece(" <tool", A, index=1),
-        piece(call("g"), A, logprobs=(logprob(A, -5.0),)),
-        piece("", B, finish_reason="stop", logprobs=(logprob(B, -6.0),), num_unfinished=1),
-        piece("", index=1, finish_reason="stop"),
-    ]
-    chunks = [chunk for p in pieces if (chunk := answer.chunk(p)) is not None]
-    dumped = [chunk.model_dump(mode="json")["choices"][0] for chunk in chunks]
-    first, other = ([choice for choice in dumped if choice["index"] == index] for index in (0, 1))
-    for choice in (first[1], first[3]):
-        assert choice["delta"]["tool_calls"][0].pop("id").startswith("call_")
-    assert [choice["delta"] for choice in first] == [
-        {"role": "assistant", "content": "x"},
-        {"tool_calls": [{"index": 0, "type": "function", "function": {"name": "f", "arguments": "{"}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
-        {"tool_calls": [{"index": 1, "type": "function", "function": {"name": "g", "arguments": "{}"}}]},
-        {"content": ""},
-    ]
-    assert [entry["logprob"] for choice in first for entry in choice["logprobs"]["content"]] == [-1, -2, -3, -4, -5, -6]
-    assert first[-1]["finish_reason"] == "tool_calls"
-    assert "".join(choice["delta"].get("content", "") for choice in other) == "no call <tool"
-    assert other[-1]["finish_reason"] == "stop"
+@given(
+    texts=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["", "a", "bc"])), max_size=12),
+    order=st.permutations(range(3)),
+    cuts=st.sets(st.integers(1, 14)),
+)
+def test_deltas_collect_into_pieces(texts: list[tuple[int, str]], order: list[int], cuts: set[int]) -> None:
+    """Deltas without text wait; the prompt's log probabilities go with the first piece of any output. The piece that
+    ends the request comes last, although its output may have been the first to grow."""
+    deltas = [Delta("r", (i,), text, index=index, logprobs=(logprob(i),)) for i, (index, text) in enumerate(texts)]
+    for unfinished, index in zip((2, 1, 0), order, strict=True):
+        end: Any = "length" if index else "stop"
+        deltas.append(Delta("r", (99,), "", end, index=index, num_unfinished=unfinished, stop_reason=5, score=-1.0))
+    deltas[0] = dataclasses.replace(deltas[0], prompt_logprobs=PROMPT_ENTRIES)
+    whole, streamed = PieceCollector("here"), PieceCollector("here")
+    whole.hold(deltas)
+    ends = [0, *sorted(cut for cut in cuts if cut < len(deltas)), len(deltas)]
+    pushed = [streamed.push(deltas[begin:end]) for begin, end in itertools.pairwise(ends)]
+    pieces = list(itertools.chain.from_iterable(pushed))
+    assert all(piece.text or piece.finish_reason for piece in pieces)
+    assert all(len({piece.index for piece in step}) == len(step) for step in pushed)
+    assert [piece.ends_request for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [piece.prompt_logprobs for piece in pieces] == [PROMPT_ENTRIES] + [()] * (len(pieces) - 1)
+    for index, one in enumerate(whole.held_pieces()):
+        mine, own = ([each for each in found if each.index == index] for found in (pieces, deltas))
+        assert one.text == "".join(delta.text for delta in own) == "".join(piece.text for piece in mine)
+        for name in ("token_ids", "logprobs"):
+            joined = sum((getattr(piece, name) for piece in mine), ())
+            assert getattr(one, name) == joined == sum((getattr(delta, name) for delta in own), ())
+        for name in ("index", "finish_reason", "stop_reason", "score"):
+            assert getattr(one, name) == getattr(mine[-1], name) == getattr(own[-1], name)
+        assert bool(one.prompt_logprobs) == (index == 0)
+        assert {one.replica, *(piece.replica for piece in mine)} == {"here"}
 
 
-def test_reasoning_of_a_full_answer() -> None:
-    text = f"<think>\nhm\n</think>\n\nWell.{call('f')}"
-    tokens = [piece(text, *TOKENIZER.encode(text), finish_reason="stop")]
-    whole = chat(plan=TOOLS).full_answer([tokens])
-    [choice] = whole.choices
-    message = choice.model_dump(mode="json")["message"]
-    [function] = message.pop("tool_calls")
-    assert function["function"] == {"name": "f", "arguments": "{}"}
-    assert message == {"role": "assistant", "content": "Well.", "reasoning_content": "hm", "reasoning": "hm"}
-    assert choice.finish_reason == "tool_calls"
-    assert whole.usage.completion_tokens_details is not None
-    assert whole.usage.completion_tokens_details.reasoning_tokens == num_tokens(text[: text.index("</think>") + 8])
-    assert "completion_tokens_details" not in chat().full_answer([tokens]).usage.model_dump()
+# ---- bytes of tokens, with tokenizers of the kinds that models have ----
+
+TEXT = "Hello wörld, 3 € and 🙂 \n\t end"
 
 
-def test_reasoning_of_a_streamed_answer() -> None:
-    answer = chat(plan=TOOLS)
-    texts = ("<th", "ink>", "a", "b", "</think>", "\n\nWell", ".")
-    pieces = [piece(text, *TOKENIZER.encode(text)) for text in texts]
-    pieces.append(piece("", B, finish_reason="stop"))
-    chunks = [chunk for p in pieces if (chunk := answer.chunk(p)) is not None]
-    assert [chunk.model_dump(mode="json")["choices"][0]["delta"] for chunk in chunks] == [
-        {"role": "assistant", "reasoning_content": "a", "reasoning": "a"},
-        {"reasoning_content": "b", "reasoning": "b"},
-        {"content": "Well"},
-        {"content": "."},
-        {"content": ""},
-    ]
-    assert answer.usage.completion_tokens_details is not None
-    assert answer.usage.completion_tokens_details.reasoning_tokens == sum(map(num_tokens, texts[:5]))
+def plain() -> PreTrainedTokenizerFast:
+    """A tokenizer whose decoder only joins tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.train_from_iterator([TEXT], BpeTrainer(vocab_size=60, show_progress=False))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@pytest.mark.parametrize("streamed", [True, False])
-def test_deltas_collect_into_pieces(streamed: bool) -> None:
-    """Deltas without text wait; the prompt's log probabilities go with the first piece of any output."""
-    entries = (logprob(7),)
-    deltas = [
-        Delta("r", (1,), "", index=0, prompt_logprobs=entries, logprobs=(logprob(1),)),
-        Delta("r", (2,), "b", index=1, num_cached_tokens=4),
-        Delta("r", (3,), "a", index=0, logprobs=(logprob(3),)),
-        Delta("r", (4,), "", "length", index=1, num_unfinished=1),
-        Delta("r", (5,), "", "stop", index=0, stop_reason=5, score=-1.0),
-    ]
-    collector = PieceCollector("here")
-    if streamed:
-        pieces = [piece for delta in deltas for piece in collector.push([delta])]
-        assert [(p.index, p.token_ids, p.text) for p in pieces] == [
-            (1, (2,), "b"),
-            (0, (1, 3), "a"),
-            (1, (4,), ""),
-            (0, (5,), ""),
-        ]
-        assert [bool(p.prompt_logprobs) for p in pieces] == [True, False, False, False]
-        assert [p.ends_request for p in pieces] == [False, False, False, True]
-        assert [entry.token_id for entry in pieces[1].logprobs] == [1, 3]
-    else:
-        collector.hold(deltas)
-        first, second = pieces = collector.held_pieces()
-        assert (first.text, first.token_ids, first.finish_reason, first.stop_reason) == ("a", (1, 3, 5), "stop", 5)
-        assert (second.text, second.token_ids, second.finish_reason) == ("b", (2, 4), "length")
-        assert (first.prompt_logprobs, first.score) == (entries, -1.0)
-    assert {piece.replica for piece in pieces} == {"here"}
+@pytest.mark.parametrize("make", [lambda: TOKENIZER, sentencepiece, plain])
+def test_bytes_of_a_text_join_to_it(make: Callable[[], PreTrainedTokenizerFast]) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert b"".join(map(TokenTexts(tokenizer).bytes_of, ids)).decode().removeprefix(" ") == TEXT
 
 
-def test_several_steps_at_once_are_a_piece_of_each_output() -> None:
-    """The piece that ends the request comes last, although its output was the first to grow."""
-    deltas = [
-        Delta("r", (1,), "a", index=0),
-        Delta("r", (2,), "b", index=1),
-        Delta("r", (3,), "", index=2),
-        Delta("r", (4,), "c", "length", index=1, num_unfinished=2),
-        Delta("r", (5,), "d", "stop", index=0),
-    ]
-    pieces = PieceCollector("here").push(deltas)
-    assert [(p.index, p.token_ids, p.text) for p in pieces] == [(1, (2, 4), "bc"), (0, (1, 5), "ad")]
-    assert [p.ends_request for p in pieces] == [False, True]
+@pytest.mark.parametrize("make", [lambda: TOKENIZER, sentencepiece])
+def test_a_character_in_parts(make: Callable[[], PreTrainedTokenizerFast]) -> None:
+    tokenizer = make()
+    tokens = TokenTexts(tokenizer)
+    parts = tokenizer.encode("🙂", add_special_tokens=False)[-4:]
+    assert [tokens.chat_token(i) for i in parts] == ["\\xf0", "\\x9f", "\\x99", "\\x82"]
+    assert tokens.completion_token(parts[0]) == "bytes:\\xf0"
+    assert tokens.bytes_of(parts[0]) == b"\xf0"
+
+
+def test_special_tokens_and_ids_beyond_the_vocabulary() -> None:
+    tokenizer = sentencepiece()
+    tokens = TokenTexts(tokenizer)
+    begin, word = tokenizer.convert_tokens_to_ids(["<s>", "▁He"])
+    assert (tokens.is_special(begin), tokens.chat_token(begin)) == (True, "<s>")
+    assert (tokens.is_special(word), tokens.chat_token(word)) == (False, " He")
+    assert tokens.bytes_of(10**6) == b""  # a model may have more tokens than its tokenizer

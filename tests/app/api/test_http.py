@@ -22,6 +22,7 @@ from folio.app.api.reference.description import EXAMPLES
 from folio.app.api.responses.body import ResponsesRequest
 from folio.app.api.routes import ROUTES
 from folio.app.config.http import HttpSettings
+from tests.app.api.asking import events_of
 from tests.app.api.fake_service import FakeService, complete, failure, post_json
 from tests.local_server import guarded_api
 
@@ -29,12 +30,6 @@ from tests.local_server import guarded_api
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     return TestClient(guarded_api(FakeService()), raise_server_exceptions=False)
-
-
-def events_of(answer: Any) -> list[Any]:
-    """The data of a stream's events but the end mark."""
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def test_good_requests(client: TestClient) -> None:
@@ -138,43 +133,6 @@ def test_stream(client: TestClient) -> None:
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
-def test_chat_chunks_leave_out_absent_fields(client: TestClient) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
-    [choice] = events_of(client.post("/v1/chat/completions", json=body))[0]["choices"]
-    assert choice["delta"] == {"role": "assistant", "content": "hi"}
-    assert choice["finish_reason"] is None
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({"model": "m"}, "prompt", "prompt: is missing"),
-        ({"model": "m", "prompt": "x", "max_tokens": "10"}, "max_tokens", "must be an integer"),
-        ({"model": "m", "prompt": "x", "max_tokens": True}, "max_tokens", "must be an integer"),
-        ({"model": "m", "prompt": "x", "temperature": "hot"}, "temperature", "must be a number"),
-        ({"model": "m", "prompt": "x", "max_token": 1}, "max_token", "unknown field; the nearest is max_tokens"),
-        ({"model": "m", "prompt": "x", "n": 0}, "n", "between 1"),
-        ({"model": "m", "prompt": "x", "suffix": "y"}, "suffix", "leave it out"),
-        ({"model": "m", "prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
-        ({"model": "m", "prompt": "x"} | {f"top_p{' ' * i}": 1 for i in range(1, 10)}, "top_p ", "and 4 more"),
-        ({"model": "m", "prompt": [0] + ["x"] * 9}, "prompt", "prompt[1]: must be an integer"),
-        ({"model": "m", "prompt": "x", "max_tokens": -1}, "max_tokens", "at least 1"),
-        ({"model": "m", "prompt": "x", "top_p": 2}, "top_p", "between 0 and 1"),
-        ({"model": "request", "prompt": "x"}, "prompt", "too long"),
-        ([1, 2], None, "must be an object"),
-        ({"model": "m", "prompt": "x", "store": 0}, "store", "must be true or false"),
-        ({"model": "m", "prompt": "x", "service_tier": "x"}, "service_tier", "'flex'"),
-        ({"model": "m", "prompt": "x", "temperature": 2.5}, "temperature", "must be less than or equal to 2"),
-        ({"model": "m", "prompt": "x", "metadata": {"a": 1}}, "metadata", "metadata.a: must be a string"),
-    ],
-)
-def test_errors_of_bodies_name_the_field(client: TestClient, body: object, param: str, message: str) -> None:
-    answer = client.post("/v1/completions", json=body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
-    assert message in error["message"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "code"),
     [
@@ -208,7 +166,6 @@ def test_errors_quote_long_numbers_and_names_in_part(client: TestClient, value: 
         ("GET", "/v1/nothing", None, 404, "not_found"),
         ("GET", "/v1/completions", None, 405, "method_not_allowed"),
         ("POST", "/v1/completions/", {}, 404, "not_found"),
-        ("POST", "/v1/completions", {"model": "engine", "prompt": "x"}, 500, "engine_error"),
         ("POST", "/v1/completions", {"model": "unknown", "prompt": "x"}, 404, "request_not_found"),
         ("POST", "/v1/completions", {"model": "bug", "prompt": "x"}, 500, "internal_error"),
         ("POST", "/v1/completions", {"model": "request", "prompt": "x", "stream": True}, 400, "invalid_value"),
@@ -241,11 +198,6 @@ def test_retry_after(client: TestClient, model: str, status: int, retry_after: s
     assert answer.json()["error"]["message"].startswith("too ")
 
 
-def test_a_stream_that_fails_later_ends_with_an_error_event(client: TestClient) -> None:
-    answer = complete(client, model="late", stream=True)
-    assert (answer.status_code, events_of(answer)[-1]["error"]["message"]) == (200, "a step failed")
-
-
 def test_a_streamed_response_that_breaks_ends_with_an_error_event(client: TestClient) -> None:
     answer = client.post("/v1/responses", json={"model": "m", "input": "x", "stream": True})
     *_, last = answer.text.strip().split("\n\n")
@@ -253,36 +205,3 @@ def test_a_streamed_response_that_breaks_ends_with_an_error_event(client: TestCl
     assert name == "event: error"
     event = json.loads(data.removeprefix("data: "))
     assert (event["sequence_number"], event["code"], "secret" in event["message"]) == (5, "internal_error", False)
-
-
-TEXT = {"type": "text", "text": "x"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"messages": [{"role": "user", "content": [TEXT, {"type": "text"}]}]},
-            "messages[0].content[1].text: is missing",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0]: this model takes text only; leave out the part of type 'image_url'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x"}], "tool_choice": "x"},
-            "tool_choice: must be 'none', 'auto' or 'required' or an object",
-        ),
-        ({"messages": [{"role": "user"}]}, "messages[0]: content is missing"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: must be a string"),
-        (
-            {"messages": [{"role": "king", "content": "x"}]},
-            "messages[0].role: must be 'system', 'developer', 'user', 'assistant' or 'tool'",
-        ),
-        ({}, "messages: is missing"),
-    ],
-)
-def test_errors_name_places_of_the_body(client: TestClient, fields: dict[str, Any], message: str) -> None:
-    """pydantic's were `messages.0.content.parts.1.type` and `tool_choice.literal['none','auto','required']`."""
-    answer = client.post("/v1/chat/completions", json={"model": "m"} | fields)
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)

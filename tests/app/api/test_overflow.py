@@ -6,24 +6,18 @@ import re
 from typing import Any, Literal
 
 import pytest
-from starlette.testclient import TestClient
 
 from folio.app.config.http import HttpSettings
-from tests.fakes.replicas import Engines, ingress_with
-from tests.local_server import guarded_api
+from tests.app.api.asking import CHAT, COMPLETIONS, IGNORED, MESSAGES, RESPONSES, X, transport_of
+from tests.fakes.replicas import Engines
 
 # Each API's path, body for a text, field of the output limit, and field of the prompt.
 APIS: list[tuple[str, Any, str, str]] = [
-    ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}, "max_tokens", "messages"),
-    (
-        "/v1/chat/completions",
-        lambda text: {"messages": [{"role": "user", "content": text}]},
-        "max_completion_tokens",
-        "messages",
-    ),
-    ("/v1/completions", lambda text: {"prompt": text}, "max_tokens", "prompt"),
-    ("/v1/responses", lambda text: {"input": text}, "max_output_tokens", "input"),
-    ("/v1/messages", lambda text: {"messages": [{"role": "user", "content": text}]}, "max_tokens", "messages"),
+    (CHAT, lambda text: {"messages": [X | {"content": text}]}, "max_tokens", "messages"),
+    (CHAT, lambda text: {"messages": [X | {"content": text}]}, "max_completion_tokens", "messages"),
+    (COMPLETIONS, lambda text: {"prompt": text}, "max_tokens", "prompt"),
+    (RESPONSES, lambda text: {"input": text}, "max_output_tokens", "input"),
+    (MESSAGES, lambda text: {"messages": [X | {"content": text}]}, "max_tokens", "messages"),
 ]
 # pi and opencode know a too long prompt by these, OpenAI's and Anthropic's.
 KNOWN = r"maximum context length is \d+ tokens|prompt is too long"
@@ -33,9 +27,8 @@ CONTEXT = 64  # of `Engines`
 
 
 def send(path: str, body: dict[str, Any], **settings: Any) -> tuple[Any, list[Any]]:
-    engines = Engines()
-    api = TestClient(guarded_api(ingress_with(engines), HttpSettings(**settings)))
-    return api.post(path, json={"model": "m"} | body), engines.calls
+    transport = transport_of(engines := Engines(), HttpSettings(**settings))
+    return transport.post(path, json={"model": "m"} | body), engines.calls
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -47,7 +40,7 @@ def test_a_prompt_that_is_too_long(path: str, body: Any, limit: str, field: str,
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], calls) == (400, "invalid_request_error", [])
     assert re.search(KNOWN, error["message"])
-    if path == "/v1/messages":
+    if path == MESSAGES:
         found = re.fullmatch(CLAUDE_CODE + " maximum", error["message"])
         assert found is not None
         assert int(found[1]) > int(found[2]) == CONTEXT - 1
@@ -68,12 +61,12 @@ def test_an_output_limit_beyond_the_room(
     answer, calls = send(path, fields | {limit: 32_000}, max_tokens=policy)
     if policy == "cut":
         assert answer.status_code == 200
-        assert answer.headers["x-folio-ignored-fields"] == f"an_unknown_field, {limit}"
+        assert answer.headers[IGNORED] == f"an_unknown_field, {limit}"
         assert [call.params.max_tokens for call in calls] == [None]
     else:
         assert (answer.status_code, calls) == (400, [])
         message = answer.json()["error"]["message"]
-        if path == "/v1/messages":
+        if path == MESSAGES:
             found = re.match(CLAUDE_CODE_LIMIT, message)
             assert found is not None
             assert (found[2], found[3]) == ("32000", str(CONTEXT))
@@ -81,11 +74,11 @@ def test_an_output_limit_beyond_the_room(
             assert answer.json()["error"]["param"] == limit
             assert re.search(r"length is 64 tokens. However, you requested 320\d\d tokens", message)
     answer, [call] = send(path, fields | {limit: 20}, max_tokens=policy)
-    assert (answer.status_code, answer.headers["x-folio-ignored-fields"]) == (200, "an_unknown_field")
+    assert (answer.status_code, answer.headers[IGNORED]) == (200, "an_unknown_field")
     assert call.params.max_tokens == 20
 
 
 def test_prompts_of_one_request_are_cut_one_by_one() -> None:
-    answer, calls = send("/v1/completions", {"prompt": [[1] * 10, [1] * 60, [1] * 61], "max_tokens": 20})
-    assert (answer.status_code, answer.headers["x-folio-ignored-fields"]) == (200, "max_tokens")
+    answer, calls = send(COMPLETIONS, {"prompt": [[1] * 10, [1] * 60, [1] * 61], "max_tokens": 20})
+    assert (answer.status_code, answer.headers[IGNORED]) == (200, "max_tokens")
     assert [call.params.max_tokens for call in calls] == [20, None, None]

@@ -12,12 +12,15 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from folio.app.api.input.prompts import PromptEncoder
 from folio.app.api.input.text_encoder import MAX_SPELLED, TextBounds, TextEncoder
+from folio.app.api.input.translate import Translator
 from folio.app.api.openai.chat_body import ChatCompletionRequest
 from folio.app.api.openai.token_bodies import TokenizeRequest
 from folio.app.api.operators.bodies import PinRequest
 from folio.app.api.responses.body import ResponsesRequest
+from folio.app.config.http import HttpSettings
 from folio.app.engine.model.tokenizer import load_tokenizer
 from folio.app.errors import ContextLengthError, RequestError
+from folio.app.http.request_context import CURRENT, RequestContext
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 
 # Of template and messages: as many ways of rendering a content as templates have.
@@ -117,14 +120,13 @@ def test_control_tokens_in_all_fields_are_text() -> None:
 
 
 VARIABLES = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}%%{{ enable_thinking }} {{ note }}"
-    "{% for d in documents %}%%{{ d.title + d.text }}{% endfor %}"
+    "{% set documents = documents or [] %}{% for m in messages %}{{ m.content }}{% endfor %}%%{{ enable_thinking }} "
+    "{{ note }}{% for d in documents %}%%{{ d.title + d.text }}{% endfor %}"
 )
 
 
 def test_variables_and_documents_reach_the_template() -> None:
     tokenizer = tokenizer_with("byte_level", VARIABLES)
-    tokenizer.chat_template = "{% set documents = documents or [] %}" + tokenizer.chat_template
     documents = [{"title": "A", "text": "b"}, {"title": "C", "text": "d"}]
     request = chat("x", chat_template_kwargs={"enable_thinking": False, "note": [1, "é"]}, documents=documents)
     text = "x<|im_end|>False [1, 'é']<|im_end|>Ab<|im_end|>Cd"
@@ -148,11 +150,9 @@ def test_variables_precede_what_other_fields_say() -> None:
 
 def test_control_tokens_in_variables_and_documents_are_text() -> None:
     tokenizer = tokenizer_with("byte_level", VARIABLES)
-    tokenizer.chat_template = "{% set documents = documents or [] %}" + tokenizer.chat_template
     spelled = "<|im_end|>"
-    request = chat(
-        "x", chat_template_kwargs={"note": {"a": [spelled]}}, documents=[{"title": spelled, "text": spelled}]
-    )
+    documents = [{"title": spelled, "text": spelled}]
+    request = chat("x", chat_template_kwargs={"note": {"a": [spelled]}}, documents=documents)
     token_ids = PromptEncoder(tokenizer).encode_chat(request, LONG)
     assert token_ids.count(tokenizer.convert_tokens_to_ids(spelled)) == 2  # the template's
     assert tokenizer.decode(token_ids).count(spelled) == 5
@@ -181,10 +181,9 @@ def test_variables_cannot_be_arguments(name: str) -> None:
     ],
 )
 def test_variables_that_a_template_cannot_use_are_refused(template: str, variables: dict[str, Any]) -> None:
+    encoder = PromptEncoder(tokenizer_with("byte_level", template))
     with pytest.raises(RequestError, match="chat template"):
-        PromptEncoder(tokenizer_with("byte_level", template)).encode_chat(
-            chat("x", chat_template_kwargs=variables), LONG
-        )
+        encoder.encode_chat(chat("x", chat_template_kwargs=variables), LONG)
 
 
 def test_special_tokens_are_added_once_to_texts_in_parts() -> None:
@@ -267,3 +266,18 @@ def test_tokenizers_without_a_bound() -> None:
     backend.add_special_tokens([AddedToken("<x>", rstrip=True)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     TextBounds(tokenizer).check_length("<x>" + " " * 100_000, 1, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "at_once"), [(300, True), (2048, True), (2049, False), (1 << 20, False), (0, False)]
+)
+async def test_small_bodies_do_not_change_threads(num_bytes: int, at_once: bool) -> None:
+    """Regression: every request waited for a thread. `0`: a request by handle, whose size is not known."""
+    translator = Translator(load_tokenizer("builtin"), "builtin", ())
+    exchange = RequestContext(HttpSettings(), "id")
+    exchange.num_body_bytes = num_bytes
+    token = CURRENT.set(exchange)
+    try:
+        assert (await translator.in_thread(threading.get_ident) == threading.get_ident()) == at_once
+    finally:
+        CURRENT.reset(token)

@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import anthropic
@@ -23,16 +23,11 @@ from folio.app.engine.report import Progress
 from folio.app.errors import DeadlineError, FolioError, UnavailableError
 from folio.app.fleet.messages import Piece
 from folio.app.serving import replica
+from tests.app.api.asking import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from tests.app.api.asking import X as USER
 from tests.fakes.replicas import Engines, ingress_with, stopped
 from tests.local_server import LocalServer, guarded_api, listening
 
-USER = {"role": "user", "content": "x"}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [USER], "max_tokens": 9},
-    "/v1/completions": {"prompt": "x", "max_tokens": 9},
-    "/v1/messages": {"messages": [USER], "max_tokens": 9},
-    "/v1/responses": {"input": "x"},
-}
 BEGUN = Piece("Hel", (300,), replica="r7")
 ENDED = Piece("lo", (301,), 0, "stop", replica="r7")
 SILENCE = 0.3
@@ -70,13 +65,8 @@ def events_of(url: str, path: str, **more: Any) -> tuple[int, list[str]]:
 def kinds_of(events: list[str]) -> str:
     """A letter for each event, repetitions left out: comment, ping, response in progress, error, or another."""
     letters = ""
+    signs = {": keep-alive": "c", "event: ping": "p", "event: response.in_progress": "i", "event: response.failed": "f"}
     for event in events:
-        signs = {
-            ": keep-alive": "c",
-            "event: ping": "p",
-            "event: response.in_progress": "i",
-            "event: response.failed": "f",
-        }
         letter = next((sign for begin, sign in signs.items() if event.startswith(begin)), "x")
         if '"error":{' in event or '"error": {' in event:
             letter = "e" if letter != "f" else "f"
@@ -87,10 +77,10 @@ def kinds_of(events: list[str]) -> str:
 @pytest.mark.parametrize(
     ("path", "kinds", "broken"),
     [
-        ("/v1/chat/completions", "cxcx", "ce"),
-        ("/v1/completions", "cxcx", "ce"),
-        ("/v1/messages", "pxpxpx", "pe"),  # there is always a ping behind the beginning
-        ("/v1/responses", "xixix", "xif"),  # response.created comes first
+        (CHAT, "cxcx", "ce"),
+        (COMPLETIONS, "cxcx", "ce"),
+        (MESSAGES, "pxpxpx", "pe"),  # there is always a ping behind the beginning
+        (RESPONSES, "xixix", "xif"),  # response.created comes first
     ],
 )
 def test_signs_of_life_before_the_first_token_and_later(path: str, kinds: str, broken: str) -> None:
@@ -98,7 +88,7 @@ def test_signs_of_life_before_the_first_token_and_later(path: str, kinds: str, b
     with server_with([SILENCE, BEGUN, SILENCE, ENDED]) as url:
         status, events = events_of(url, path)
     assert (status, kinds_of(events)) == (200, kinds)
-    if path == "/v1/responses":
+    if path == RESPONSES:
         sent = [json.loads(event.partition("data: ")[2]) for event in events]
         assert [event["sequence_number"] for event in sent] == list(range(len(sent)))
         assert len({event["response"]["id"] for event in sent if "response" in event}) == 1
@@ -119,36 +109,28 @@ def test_a_request_that_is_checked_slowly_is_refused_with_a_status(monkeypatch: 
     monkeypatch.setattr(Translator, "translate_chat", slowly)
     long = {"role": "user", "content": "x " * 100_000}
     with server_with([BEGUN, ENDED]) as url:
-        status, events = events_of(url, "/v1/chat/completions", messages=[long])
+        status, events = events_of(url, CHAT, messages=[long])
     assert (status, "context_length_exceeded" in events[0]) == (400, True)
 
 
-def test_official_clients_read_them() -> None:
-    with server_with([SILENCE, BEGUN, SILENCE, ENDED]) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        chunks = client.chat.completions.create(model="m", messages=[USER], stream=True)  # type: ignore[call-overload]
-        assert "".join(chunk.choices[0].delta.content for chunk in chunks) == "Hello"
+@pytest.mark.parametrize("fails", [False, True])
+def test_official_clients_read_them(fails: bool) -> None:
+    end: list[Any] = [RayTaskError("f", "t", DeadlineError("too slow"))] if fails else [BEGUN, SILENCE, ENDED]
+    with server_with([SILENCE, *end]) as url:
+        client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        claude: Any = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(openai.APIError, match="too slow") if fails else nullcontext():
+            chunks = client.chat.completions.create(model="m", messages=[USER], stream=True)
+            assert "".join(chunk.choices[0].delta.content for chunk in chunks) == "Hello"
         with client.responses.stream(model="m", input="x") as response:
-            assert response.get_final_response().output_text == "Hello"
-        with claude.messages.stream(model="m", max_tokens=9, messages=[USER]) as message:  # type: ignore[list-item]
-            assert "".join(message.text_stream) == "Hello"
-    with server_with([SILENCE, RayTaskError("f", "t", DeadlineError("too slow"))]) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        with pytest.raises(openai.APIError, match="too slow"):
-            list(client.chat.completions.create(model="m", messages=[USER], stream=True))  # type: ignore[call-overload]
-        with client.responses.stream(model="m", input="x") as response:
-            assert list(response)[-1].type == "response.failed"
+            *_, last = response
+        assert last.type == ("response.failed" if fails else "response.completed")
+        assert last.response.output_text == ("" if fails else "Hello")
         with (
-            pytest.raises(anthropic.APIStatusError, match="too slow"),
-            claude.messages.stream(
-                model="m",
-                max_tokens=9,
-                messages=[USER],  # type: ignore[list-item]
-            ) as message,
+            pytest.raises(anthropic.APIStatusError, match="too slow") if fails else nullcontext(),
+            claude.messages.stream(model="m", max_tokens=9, messages=[USER]) as message,
         ):
-            message.until_done()
+            assert "".join(message.text_stream) == "Hello"
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -174,7 +156,7 @@ def test_comments_tell_the_progress() -> None:
         told = ": keep-alive " + json.dumps(
             {"queue": 3, "expected_s": 12.5, "computed_tokens": 4096, "prompt_tokens": 7000}
         )
-        for path in ("/v1/chat/completions", "/v1/completions"):
+        for path in (CHAT, COMPLETIONS):
             _, events = events_of(url, path, stream_options={"include_progress": True})
             comments = [event for event in events if event.startswith(":")]
             assert {told, ": keep-alive"} == set(comments)  # there is none behind the first token
@@ -191,10 +173,10 @@ def test_the_progress_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         with listening(local.api) as url, httpx.Client(base_url=url, timeout=60) as client:
             body = {"model": "builtin", "prompt": "x", "stream": True, "stream_options": {"include_progress": True}}
             long = {"max_tokens": 3000, "ignore_eos": True}
-            with client.stream("POST", "/v1/completions", json=body | long) as first:
+            with client.stream("POST", COMPLETIONS, json=body | long) as first:
                 begun = first.iter_lines()
                 next(begun)
-                with client.stream("POST", "/v1/completions", json=body | {"max_tokens": 2}) as second:
+                with client.stream("POST", COMPLETIONS, json=body | {"max_tokens": 2}) as second:
                     lines = second.iter_lines()
                     said = next(line for line in lines if line.startswith(": keep-alive {"))
                     first.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from folio.app.api.openai.bodies import CompletionRequest
+from tests.app.api.asking import CHAT, COMPLETIONS, events_of
 from tests.local_server import LocalServer
 
 USER = {"role": "user", "content": "What is Folio?"}
@@ -27,21 +30,28 @@ def send(client: TestClient, path: str, **fields: Any) -> Any:
 
 
 def complete(client: TestClient, **fields: Any) -> Any:
-    return send(client, "/v1/completions", **{"prompt": "The key of room", "max_tokens": 8} | fields).json()
+    return send(client, COMPLETIONS, **{"prompt": "The key of room", "max_tokens": 8} | fields).json()
 
 
 def chat(client: TestClient, **fields: Any) -> Any:
-    return send(client, "/v1/chat/completions", **{"messages": [USER], "max_tokens": 8} | fields).json()
+    return send(client, CHAT, **{"messages": [USER], "max_tokens": 8} | fields).json()
 
 
 def events(client: TestClient, path: str, **fields: Any) -> list[Any]:
     answer = send(client, path, stream=True, **fields)
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+    assert answer.text.endswith("data: [DONE]\n\n")
+    return events_of(answer)
 
 
-def refused(client: TestClient, path: str = "/v1/chat/completions", **fields: Any) -> tuple[str, str]:
+def text_of(chunks: list[Any]) -> str:
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+# The same for completions and chats.
+PROMPTS: Any = ((COMPLETIONS, {"prompt": "The key"}), (CHAT, {"messages": [USER]}))
+
+
+def refused(client: TestClient, path: str = CHAT, **fields: Any) -> tuple[str, str]:
     """(Field, message)."""
     answer = client.post(path, json={"model": "builtin", "messages": [USER]} | fields)
     assert answer.status_code == 400, answer.text
@@ -67,7 +77,7 @@ def test_token_ids_of_whole_answers(client: TestClient) -> None:
 
 
 def test_token_ids_of_streams(client: TestClient) -> None:
-    for path, prompt in (("/v1/completions", {"prompt": "The key"}), ("/v1/chat/completions", {"messages": [USER]})):
+    for path, prompt in PROMPTS:
         whole = send(client, path, **prompt, max_tokens=12, return_token_ids=True).json()
         chunks = events(client, path, **prompt, max_tokens=12, return_token_ids=True)
         joined = [token_id for chunk in chunks for token_id in chunk["choices"][0]["token_ids"]]
@@ -81,7 +91,7 @@ def test_token_ids_of_tool_calls_come_with_the_call(client: TestClient) -> None:
     """The parser holds text back; its tokens are not lost."""
     tool = {"type": "function", "function": {"name": "find_key", "parameters": {"type": "object", "properties": {}}}}
     fields = {"messages": [USER], "tools": [tool], "tool_choice": "required", "max_tokens": 200}
-    chunks = events(client, "/v1/chat/completions", **fields, return_token_ids=True, parallel_tool_calls=False)
+    chunks = events(client, CHAT, **fields, return_token_ids=True, parallel_tool_calls=False)
     joined = [token_id for chunk in chunks for token_id in chunk["choices"][0]["token_ids"]]
     whole = chat(client, **fields, return_token_ids=True, parallel_tool_calls=False)
     assert joined == whole["choices"][0]["token_ids"]
@@ -105,7 +115,7 @@ def test_tokens_written_as_ids(client: TestClient) -> None:
 def test_usage_in_every_chunk(client: TestClient) -> None:
     """GuideLLM always asks for it; all of its requests were refused."""
     options = {"include_usage": True, "continuous_usage_stats": True}
-    for path, prompt in (("/v1/completions", {"prompt": "The key"}), ("/v1/chat/completions", {"messages": [USER]})):
+    for path, prompt in PROMPTS:
         *chunks, last = events(client, path, **prompt, max_tokens=12, stream_options=options)
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts)
@@ -120,7 +130,7 @@ def test_usage_in_every_chunk(client: TestClient) -> None:
 def test_ids_of_clients(client: TestClient) -> None:
     assert chat(client, request_id="run-7.a:b_c")["id"] == "chatcmpl-run-7.a:b_c"
     assert complete(client, request_id="x", prompt=["a", "b"])["id"] == "cmpl-x"
-    assert {chunk["id"] for chunk in events(client, "/v1/completions", prompt="a", request_id="x")} == {"cmpl-x"}
+    assert {chunk["id"] for chunk in events(client, COMPLETIONS, prompt="a", request_id="x")} == {"cmpl-x"}
     answer = client.post("/v1/responses", json={"model": "builtin", "input": "x", "request_id": "y"})
     assert answer.json()["id"] == "resp-y"
     assert refused(client, request_id="a b")[0] == "request_id"
@@ -128,10 +138,6 @@ def test_ids_of_clients(client: TestClient) -> None:
 
 async def test_equal_ids_of_clients_do_not_meet(server: LocalServer) -> None:
     """The engine has ids of its own."""
-    import asyncio
-
-    from folio.app.api.openai.bodies import CompletionRequest
-
     requests = [
         CompletionRequest(model="builtin", prompt=f"Room {i} is", max_tokens=20, temperature=0, request_id="same")
         for i in range(8)
@@ -161,8 +167,8 @@ def test_special_tokens_appear_if_asked_for(client: TestClient) -> None:
     text = shown["choices"][0]["message"]["content"]
     assert "<|" in text
     assert "<|" not in hidden["choices"][0]["message"]["content"]
-    streamed = events(client, "/v1/chat/completions", **fields, skip_special_tokens=False)
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed) == text
+    streamed = events(client, CHAT, **fields, skip_special_tokens=False)
+    assert text_of(streamed) == text
 
 
 def test_the_end_is_shown_with_both_fields(client: TestClient) -> None:
@@ -201,23 +207,20 @@ def test_prompts_as_long_as_the_context(client: TestClient) -> None:
     most = client.get("/v1/models/builtin").json()["max_model_len"]
     fields: dict[str, Any] = {"max_tokens": 4, "prompt": "word " * (2 * most)}
     assert complete(client, **fields, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == most - 4
-    assert refused(client, "/v1/completions", **fields)[0] == "prompt"
+    assert refused(client, COMPLETIONS, **fields)[0] == "prompt"
     for number in (0, most + 1):
         assert refused(client, truncate_prompt_tokens=number)[0] == "truncate_prompt_tokens"
     far_too_long = [USER | {"content": "a" * ((8 << 20) - 1000)}]
     assert refused(client, messages=far_too_long, truncate_prompt_tokens=-1)[0] == "messages"
 
 
-def test_special_tokens_of_conversations(client: TestClient) -> None:
-    expected = tokens(client, messages=[USER], add_special_tokens=True)
-    assert chat(client, add_special_tokens=True, return_token_ids=True)["prompt_token_ids"] == expected
-
-
 def test_special_tokens_of_prompts(client: TestClient) -> None:
     for add in (True, False):
-        answer = complete(client, add_special_tokens=add, return_token_ids=True)
-        expected = tokens(client, prompt="The key of room", add_special_tokens=add)
-        assert answer["choices"][0]["prompt_token_ids"] == expected
+        fields: dict[str, Any] = {"add_special_tokens": add}
+        [choice] = complete(client, **fields, return_token_ids=True)["choices"]
+        assert choice["prompt_token_ids"] == tokens(client, prompt="The key of room", **fields)
+        answer = chat(client, **fields, return_token_ids=True)
+        assert answer["prompt_token_ids"] == tokens(client, messages=[USER], **fields)
 
 
 def test_a_message_that_is_continued(client: TestClient) -> None:
@@ -231,8 +234,8 @@ def test_a_message_that_is_continued(client: TestClient) -> None:
     content = answer["choices"][0]["message"]["content"]
     echoed = chat(client, **fields, echo=True)
     assert echoed["choices"][0]["message"]["content"] == "Folio is" + content
-    streamed = events(client, "/v1/chat/completions", **fields, echo=True, max_tokens=8)
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed) == "Folio is" + content
+    streamed = events(client, CHAT, **fields, echo=True, max_tokens=8)
+    assert text_of(streamed) == "Folio is" + content
     assert chat(client, echo=True)["choices"] == chat(client)["choices"]  # the last message is the user's
 
 
@@ -253,43 +256,31 @@ def test_the_prompt_before_an_answer_can_be_left_out(client: TestClient) -> None
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize(
-    ("structure", "pattern"),
-    [
-        ({"json": SCHEMA}, r'\{"a": ?7\}'),
-        ({"json": json.dumps(SCHEMA)}, r'\{"a": ?7\}'),
-        ({"regex": "[xy]{3}z"}, "[xy]{3}z"),
-        ({"choice": ["red", "blue"]}, "red|blue"),
-        ({"grammar": 'start: "key" NUMBER\nNUMBER: /[0-9]{2}/'}, "key[0-9]{2}"),
-        ({"grammar": 'root ::= "key" digit digit\ndigit ::= [0-9]'}, "key[0-9]{2}"),
-    ],
-)
-def test_structured_outputs(client: TestClient, structure: dict[str, Any], pattern: str) -> None:
-    fields: dict[str, Any] = {"structured_outputs": structure, "max_tokens": 30}
-    assert re.fullmatch(pattern, chat(client, **fields)["choices"][0]["message"]["content"])
-    assert re.fullmatch(pattern, complete(client, **fields)["choices"][0]["text"])
-
-
-def test_the_response_format_of_completions(client: TestClient) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-    text = complete(client, response_format=form, max_tokens=30)["choices"][0]["text"]
-    assert json.loads(text) == {"a": 7}
-    assert complete(client, response_format={"type": "text"})["choices"] == complete(client)["choices"]
-
-
-def tagged(begin: str) -> dict[str, Any]:
+def tags(begin: str) -> dict[str, Any]:
     structure = {"begin": begin, "schema": SCHEMA, "end": "!"}
     return {"type": "structural_tag", "triggers": [begin[:3]], "structures": [structure]}
 
 
-def test_structural_tags(client: TestClient) -> None:
-    plain = chat(client, max_tokens=12)["choices"][0]["message"]["content"]
-    assert plain.startswith("Folio is a")
-    for begin, pattern in (("Folio is", r'Folio is\{"a": ?7\}!.*'), ("<f=a>", re.escape(plain))):
-        tags = tagged(begin)
-        for fields in ({"response_format": tags}, {"structured_outputs": {"structural_tag": json.dumps(tags)}}):
-            content = chat(client, **fields, max_tokens=12)["choices"][0]["message"]["content"]
-            assert re.fullmatch(pattern, content), content
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"json": SCHEMA}}, r'\{"a": ?7\}'),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, r'\{"a": ?7\}'),
+        ({"structured_outputs": {"regex": "[xy]{3}z"}}, "[xy]{3}z"),
+        ({"structured_outputs": {"choice": ["red", "blue"]}}, "red|blue"),
+        ({"structured_outputs": {"grammar": 'start: "key" NUMBER\nNUMBER: /[0-9]{2}/'}}, "key[0-9]{2}"),
+        ({"structured_outputs": {"grammar": 'root ::= "key" digit digit\ndigit ::= [0-9]'}}, "key[0-9]{2}"),
+        ({"structured_outputs": {"structural_tag": json.dumps(tags("Folio is"))}}, r'Folio is\{"a": ?7\}!.*'),
+        ({"response_format": tags("Folio is")}, r'Folio is\{"a": ?7\}!.*'),
+        ({"response_format": tags("<f=a>")}, "Folio is a.*"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, r'\{"a": ?7\}'),
+        ({"response_format": {"type": "text"}}, "Folio is a.*"),
+    ],
+)
+def test_structured_outputs(client: TestClient, fields: dict[str, Any], pattern: str) -> None:
+    assert re.fullmatch(pattern, chat(client, **fields, max_tokens=30)["choices"][0]["message"]["content"], re.DOTALL)
+    if "Folio" not in pattern:
+        assert re.fullmatch(pattern, complete(client, **fields, max_tokens=30)["choices"][0]["text"])
 
 
 @pytest.mark.parametrize(
@@ -308,25 +299,9 @@ def test_structures_that_cannot_be_used(client: TestClient, structure: dict[str,
     assert len(message) < 1000
 
 
-def test_what_changes_nothing(client: TestClient) -> None:
-    plain = chat(client)["choices"]
-    for fields in (
-        {"tools": []},
-        {"tools": [], "tool_choice": "auto"},
-        {"top_k": -1},
-        {"store": True, "service_tier": "priority", "verbosity": "high"},
-        {"prediction": {"type": "content", "content": "x"}},
-        {"stream_options": {"include_obfuscation": True}},
-        {"documents": [{"title": "a", "text": "b"}], "chat_template_kwargs": {"enable_thinking": False}},
-        {"spaces_between_special_tokens": False, "session_id": "s"},
-        {"top_logprobs": 0, "logprobs": False},
-    ):
-        assert chat(client, **fields)["choices"] == plain, fields
-
-
 def test_the_tier_is_the_default(client: TestClient) -> None:
     assert chat(client, service_tier="flex")["service_tier"] == "default"
-    chunks = events(client, "/v1/chat/completions", messages=[USER], max_tokens=4, service_tier="auto")
+    chunks = events(client, CHAT, messages=[USER], max_tokens=4, service_tier="auto")
     assert {chunk["service_tier"] for chunk in chunks} == {"default"}
     assert "service_tier" not in chat(client)
 
@@ -337,15 +312,3 @@ def test_responses_repeat_what_they_were_asked_for(client: TestClient) -> None:
     assert (answer["truncation"], answer["store"], answer["text"]["verbosity"]) == ("auto", False, "low")
     long = client.post("/v1/responses", json=body | {"input": "word " * 10_000})
     assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-
-def test_the_requests_of_guidellm(client: TestClient) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    message = {"role": "user", "content": [{"type": "text", "text": "What is Folio?"}]}
-    fields: dict[str, Any] = {"stream_options": options, "ignore_eos": True, "stop": None}
-    *_, last = events(
-        client, "/v1/chat/completions", messages=[message], max_completion_tokens=6, max_tokens=6, **fields
-    )
-    assert last["usage"]["completion_tokens"] == 6
-    *_, last = events(client, "/v1/completions", prompt="What is", max_tokens=6, **fields)
-    assert last["usage"]["completion_tokens"] == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import threading
 import time
@@ -19,40 +20,38 @@ from folio.app.api.responses.replies import ResponseObject
 from folio.app.api.responses.store import ResponseStore, open_store
 from folio.app.config.http import HttpSettings, ResponseSettings
 from folio.app.errors import ConfigError, RequestError, UnknownResponseError
-from tests.app.api.responses.asking import PATCH, SMALL_FUNCTION, Long, ask, call_of, prompt_of
+from tests.app.api.asking import PATCH, SMALL_FUNCTION, Long, X, ask, call_of, prompt_of
 from tests.fakes.replicas import TOKENIZER, ingress_with
 from tests.local_server import guarded_api
 
-KEYS = '{"keys": [{"name": "alice", "key": "alice-alice-alice"}, {"name": "bob", "key": "bob-bob-bob-bob-bob"}]}'
+KEYS = {"alice": "alice-alice-alice", "bob": "bob-bob-bob-bob-bob"}
 
 
-def clients_of(engines: Long, folder: Path, *names: str, **settings: Any) -> list[openai.OpenAI]:
+def clients_of(engines: Long, folder: Path, *names: str, **settings: Any) -> list[Any]:
     """A client for each name, all of them with an ingress of their own."""
     keys = folder / "keys.json"
-    keys.write_text(KEYS)
+    keys.write_text(json.dumps({"keys": [{"name": name, "key": key} for name, key in KEYS.items()]}))
     responses = ResponseSettings(store=folder / "store", **settings)
     http = HttpSettings.model_validate({"api_keys": {"file": str(keys)}, "responses": responses})
-    clients = []
-    for name in names:
-        api = TestClient(guarded_api(ingress_with(engines, http=http), http), base_url="http://folio")
-        key = {"alice": "alice-alice-alice", "bob": "bob-bob-bob-bob-bob"}[name]
-        clients.append(openai.OpenAI(base_url="http://folio/v1", api_key=key, max_retries=0, http_client=api))
-    return clients
+    return [client_of(engines, http, KEYS[name]) for name in names]
+
+
+def client_of(engines: Long, http: HttpSettings, key: str = "-", **settings: Any) -> Any:
+    api = TestClient(guarded_api(ingress_with(engines, http=http, **settings), http), base_url="http://folio")
+    return openai.OpenAI(base_url="http://folio/v1", api_key=key, max_retries=0, http_client=api)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_goes_on_at_another_ingress(stream: bool, tmp_path: Path) -> None:
     engines = Long("Well.", call_of("apply_patch", input="x"))
     one, other, bob = clients_of(engines, tmp_path, "alice", "alice", "bob")
-    create: Any = one.responses.create
+    first = one.responses.create(model="m", input="Who?", instructions="Be brief.", tools=[PATCH], stream=stream)
     if stream:
-        *_, last = create(model="m", input="Who?", instructions="Be brief.", tools=[PATCH], stream=True)
+        *_, last = first
         first = last.response
-    else:
-        first = create(model="m", input="Who?", instructions="Be brief.", tools=[PATCH])
     assert (first.store, first.previous_response_id) == (True, None)
-    result: Any = {"type": "custom_tool_call_output", "call_id": first.output[1].call_id, "output": "done"}
-    second = other.responses.create(model="m", input=[result], tools=[PATCH], previous_response_id=first.id)  # type: ignore[list-item]
+    result = {"type": "custom_tool_call_output", "call_id": first.output[1].call_id, "output": "done"}
+    second = other.responses.create(model="m", input=[result], tools=[PATCH], previous_response_id=first.id)
     assert second.previous_response_id == first.id
     prompt = prompt_of(engines)
     assert "<|user|>Who?" in prompt
@@ -82,25 +81,26 @@ def test_a_conversation_goes_on_at_another_ingress(stream: bool, tmp_path: Path)
     assert third.store
 
 
+WHO = X | {"content": "Who?"}
+
+
 def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
     """As the AI SDK does: without `store: false` it sends only the ids of earlier items."""
     engines = Long("<think>so</think>", "Well.", call_of("f", x=1), encodes=True)
     responses = ResponseSettings(store=tmp_path / "s")
-    ingress = ingress_with(engines, http=HttpSettings(responses=responses), reasoning_parser="qwen3")
-    api = TestClient(guarded_api(ingress), base_url="http://folio")
-    create: Any = openai.OpenAI(base_url="http://folio/v1", api_key="-", http_client=api).responses.create
+    create = client_of(engines, HttpSettings(responses=responses), reasoning_parser="qwen3").responses.create
     first = create(model="m", input="Who?", tools=[SMALL_FUNCTION])
     references = [{"type": "item_reference", "id": item.id} for item in first.output]
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
     result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "five"}
-    create(model="m", input=[{"role": "user", "content": "Who?"}, *references, result], tools=[SMALL_FUNCTION])
+    create(model="m", input=[WHO, *references, result], tools=[SMALL_FUNCTION])
     referred = engines.calls[-1].prompt_token_ids
-    create(model="m", input=[{"role": "user", "content": "Who?"}, *first.output, result], tools=[SMALL_FUNCTION])
+    create(model="m", input=[WHO, *first.output, result], tools=[SMALL_FUNCTION])
     assert referred == engines.calls[-1].prompt_token_ids
     unknown = {"type": "item_reference", "id": first.output[1].id[:-1] + "9"}
     with pytest.raises(openai.BadRequestError, match="`store: false`"):
         create(model="m", input=[unknown])
-    create(model="m", input=[{"type": "item_reference", "id": "rs_1"}, {"role": "user", "content": "x"}])
+    create(model="m", input=[{"type": "item_reference", "id": "rs_1"}, X])
 
 
 def test_a_long_stored_conversation_is_not_translated_in_the_event_loop(
@@ -124,10 +124,8 @@ def test_a_long_stored_conversation_is_not_translated_in_the_event_loop(
 
 def test_nothing_is_stored_unless_it_is_asked_for(tmp_path: Path) -> None:
     [client] = clients_of(engines := Long("x"), tmp_path, "alice")
-    kept, dropped = (
-        client.responses.create(model="m", input="x"),
-        client.responses.create(model="m", input="x", store=False),
-    )
+    kept = client.responses.create(model="m", input="x")
+    dropped = client.responses.create(model="m", input="x", store=False)
     assert (kept.store, dropped.store) == (True, False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(dropped.id)
@@ -175,14 +173,13 @@ def test_a_conversation_that_is_too_long_for_a_body_is_not_stored(tmp_path: Path
     """Each request could add a body of reasoning that no prompt shows: requests with a few bytes then read 100 MiB,
     and the event loop stood still for two seconds."""
     http = HttpSettings(max_body_bytes=20_000, responses=ResponseSettings(store=tmp_path / "store"))
-    api = TestClient(guarded_api(ingress_with(Long("x"), http=http), http), base_url="http://folio")
+    create = client_of(Long("x"), http).responses.create
     hidden = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 12_000}
-    body: dict[str, Any] = {"model": "m", "input": [{"role": "user", "content": "x"}, hidden]}
-    first = api.post("/v1/responses", json=body).json()
-    second = api.post("/v1/responses", json=body | {"previous_response_id": first["id"]}).json()
-    assert (first["store"], second["status"], second["store"]) == (True, "completed", False)
-    third = api.post("/v1/responses", json=body | {"previous_response_id": second["id"]})
-    assert (third.status_code, "too long" in third.text) == (400, True)
+    first = create(model="m", input=[X, hidden])
+    second = create(model="m", input=[X, hidden], previous_response_id=first.id)
+    assert (first.store, second.status, second.store) == (True, "completed", False)
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        create(model="m", input=[X, hidden], previous_response_id=second.id)
     assert sum(path.stat().st_size for path in tmp_path.glob("store/*/*/*")) <= 20_000
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from openai.types.responses import Response
-from starlette.testclient import TestClient
 
 from folio.app.api.openai.chat_body import MAX_MESSAGES
 from folio.app.api.responses.call_text import CallText
@@ -17,9 +16,19 @@ from folio.app.api.responses.grammar import pattern_of
 from folio.app.api.responses.tools import qualified_name
 from folio.app.api.tools.bodies import MAX_TOOLS
 from folio.app.config.http import HttpSettings
-from tests.app.api.responses.asking import CODEX, FUNCTION, PATCH, USER, Long, ask, call_of, prompt_of
-from tests.fakes.replicas import ingress_with
-from tests.local_server import guarded_api
+from tests.app.api.asking import (
+    FUNCTION,
+    IGNORED,
+    PATCH,
+    RESPONSES,
+    USER,
+    Long,
+    ask,
+    call_of,
+    events_of,
+    prompt_of,
+    transport_of,
+)
 
 NAMESPACE = {"type": "namespace", "name": "mcp__idea__", "description": "An IDE.", "tools": [FUNCTION, PATCH]}
 # Codex CLI 0.171's, shortened.
@@ -61,15 +70,15 @@ def test_tools_of_openais_servers_are_dropped_and_named(tool: dict[str, Any]) ->
     """Regression: Codex's first request was answered 400."""
     answer = ask(engines := Long("Hello"), tools=[FUNCTION, tool])
     assert answer.status_code == 200, answer.text
-    assert answer.headers["x-folio-ignored-fields"] == f"tools[].{tool['type']}"
+    assert answer.headers[IGNORED] == f"tools[].{tool['type']}"
     assert [tool["type"] for tool in answer.json()["tools"]] == ["function"]
     ask(others := Long("Hello"), tools=[FUNCTION])
     assert engines.calls[0].prompt_token_ids == others.calls[0].prompt_token_ids
     only = ask(Long("Hello"), tools=[tool], tool_choice="required")
     assert (only.status_code, only.json()["output"][0]["type"]) == (200, "message")
-    assert only.headers["x-folio-ignored-fields"] == f"tools[].{tool['type']}, tool_choice"
-    strict = TestClient(guarded_api(ingress_with(Long("x")), HttpSettings(unknown_fields="error")))
-    refused = strict.post("/v1/responses", json={"model": "m", "input": "x", "tools": [tool]})
+    assert only.headers[IGNORED] == f"tools[].{tool['type']}, tool_choice"
+    strict = transport_of(Long("x"), HttpSettings(unknown_fields="error"))
+    refused = strict.post(RESPONSES, json={"model": "m", "input": "x", "tools": [tool]})
     assert (refused.status_code, tool["type"] in refused.text) == (400, True)
 
 
@@ -81,11 +90,8 @@ def test_a_custom_tool_is_called_with_its_text() -> None:
     [item] = answer.json()["output"]
     assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", patch)
     Response.model_validate_json(answer.text)
-    assert "x-folio-ignored-fields" not in answer.headers
-    ingress = ingress_with(engines := Long(*pieces))
-    api = TestClient(guarded_api(ingress), base_url="http://folio")
-    lines = api.post("/v1/responses", json={"model": "m", "tools": [PATCH], "stream": True} | CODEX).text.splitlines()
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert IGNORED not in answer.headers
+    events = events_of(ask(engines := Long(*pieces), tools=[PATCH], stream=True))
     kinds = [event["type"].removeprefix("response.") for event in events]
     name = "custom_tool_call_input"
     assert kinds[2] == "output_item.added"
@@ -133,133 +139,6 @@ def test_names_in_namespaces_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "may_call", "ignored"),
-    [
-        ({"type": "function", "name": "shell"}, ["shell"], None),
-        ({"type": "custom", "name": "apply_patch"}, ["apply_patch"], None),
-        ({"type": "function", "name": "shell", "namespace": "mcp__idea__"}, ["mcp__idea__shell"], None),
-        (
-            {
-                "type": "allowed_tools",
-                "mode": "required",
-                "tools": [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}],
-            },
-            ["apply_patch"],
-            "tool_choice.tools[].web_search",
-        ),
-        (
-            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "mcp", "server_label": "s"}]},
-            None,
-            "tool_choice.tools[].mcp",
-        ),
-        ({"type": "web_search_preview"}, None, "tool_choice.web_search_preview"),
-        ({"type": "mcp", "server_label": "s", "name": "n"}, None, "tool_choice.mcp"),
-        ("none", None, None),
-    ],
-)
-def test_choices(choice: Any, may_call: list[str] | None, ignored: str | None) -> None:
-    answer = ask(engines := Long("x"), tools=[FUNCTION, PATCH, NAMESPACE], tool_choice=choice)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers.get("x-folio-ignored-fields") == ignored
-    structure = engines.calls[0].params.structure
-    # Without a forced call the structure is that of free text, in which the strict ones follow their grammar.
-    called = None if structure is None else re.findall(r'function_\d+: "\\"(\w+)\\"', structure.spec) or None
-    assert called == may_call
-
-
-@pytest.mark.parametrize(
-    ("item", "shown", "ignored"),
-    [
-        ({"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** A"}, '"*** A"', None),
-        (
-            {"type": "function_call", "call_id": "c1", "name": "shell", "namespace": "a", "arguments": "{}"},
-            "a__sh",
-            None,
-        ),
-        (
-            {"type": "local_shell_call", "call_id": "c1", "status": "completed", "action": {"command": ["ls", "-q"]}},
-            '"ls", "-q"',
-            None,
-        ),
-        ({"type": "function_call", "call_id": "c1", "name": "shell", "arguments": {"x": "yes"}}, '"x": "yes"', None),
-        ({"type": "function_call", "call_id": "c1", "name": "shell", "arguments": None}, "shell", None),
-        ({"type": "apply_patch_call", "call_id": "c1", "operation": {"path": "a.txt"}}, "a.txt", None),
-        ({"type": "computer_call", "call_id": "c1", "actions": [{"type": "click"}]}, '"type": "click"', None),
-        ({"type": "function_call", "call_id": "c1", "name": "shell", "status": "of_2030"}, "shell", None),
-        ({"type": "mcp_call", "id": "m", "name": "f_1", "arguments": "{}", "status": "calling"}, "f_1", None),
-        ({"type": "reasoning", "summary": [{"type": "of_2030", "text": "so"}]}, "", None),
-        ({"role": "assistant", "content": "a", "phase": "of_2030", "status": "of_2030"}, "a", None),
-        (
-            {"type": "mcp_call", "id": "m", "server_label": "s", "name": "n", "arguments": "{}", "output": "five"},
-            "five",
-            None,
-        ),
-        ({"type": "mcp_call", "id": "m", "name": "n", "arguments": "{}", "error": {"code": 7}}, '"code": 7', None),
-        ({"type": "reasoning", "summary": [], "encrypted_content": "abc"}, "", None),
-        ({"type": "reasoning", "content": [{"type": "text", "text": "so"}], "summary": []}, "", None),
-        ({"type": "item_reference", "id": "rs_1"}, "", "input[].item_reference"),
-        ({"id": "rs_1"}, "", "input[].item_reference"),
-        ({"type": "web_search_call", "id": "w", "status": "completed"}, "", "input[].web_search_call"),
-        ({"type": "mcp_list_tools", "server_label": "s", "tools": []}, "", "input[].mcp_list_tools"),
-        ({"type": "mcp_approval_request", "id": "m", "name": "n"}, "", "input[].mcp_approval_request"),
-        ({"type": "compaction", "encrypted_content": "x"}, "", "input[].compaction"),
-        ({"type": "an_item_of_2030"} | {f"field{i}": i for i in range(100)}, "", "input[].an_item_of_2030"),
-        (
-            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}, {"type": "of_2030", "x": 1}]},
-            "No.",
-            "input[].content[].of_2030",
-        ),
-        ({"type": "an item"}, "", "input[].an_item"),
-        ({"type": "function_call", "call_id": None, "name": "shell", "arguments": {"x": 1}}, '"x": 1', None),
-        ({"role": "tool", "tool_call_id": "c1", "content": "five"}, "five", None),
-        (
-            {"role": "assistant", "content": [{"text": "a"}, {"type": "output_image", "image_url": "x"}]},
-            "a[image left out: this model reads text only]",
-            "input[].content[].output_image",
-        ),
-    ],
-    ids=lambda value: str(value.get("type")) if isinstance(value, dict) else None,
-)
-def test_items_of_histories(item: dict[str, Any], shown: str, ignored: str | None) -> None:
-    """Regression: each of them ended the conversation."""
-    given = [USER, item]
-    if "call_id" in item:
-        given.append({"type": f"{item['type']}_output", "call_id": "c1", "output": "ok"})
-    answer = ask(engines := Long("x"), tools=[FUNCTION], input=[*given, USER])
-    assert answer.status_code == 200, answer.text
-    assert answer.headers.get("x-folio-ignored-fields") == ignored
-    assert shown in prompt_of(engines)
-
-
-def test_tools_in_the_form_of_chat_completions() -> None:
-    function = {"name": "shell", "parameters": {"type": "object", "properties": {}}}
-    tool, hosted = {"type": "function", "function": function}, {**NAMESPACE, "tools": [{"type": "mcp"}]}
-    choice = {"type": "function", "function": {"name": "shell"}}
-    answer = ask(engines := Long("x"), tools=[tool, hosted], tool_choice=choice)
-    assert answer.status_code == 200, answer.text
-    assert engines.calls[0].params.structure is not None
-    only = ask(Long("x"), tools=[hosted], tool_choice="required")
-    assert only.headers["x-folio-ignored-fields"] == "tools[].mcp, tool_choice", only.text
-
-
-def test_outputs_of_tools_may_have_parts() -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "shell", "arguments": "{}"}
-    parts = [{"type": "input_text", "text": "one "}, {"type": "input_image", "image_url": "data:x"}]
-    for kind, output, shown in (
-        ("function_call_output", parts, "one [image left out: this model reads text only]"),
-        ("shell_call_output", [{"stdout": "two", "outcome": {"type": "exit", "exit_code": 3}}], '"exit_code": 3'),
-        ("computer_call_output", {"type": "computer_screenshot", "image_url": "data:x"}, "[image left out"),
-        ("function_call_output", [], ""),
-        ("function_call_output", ["a", 1], '["a", 1]'),
-        ("function_call_output", True, "true"),
-    ):
-        result = {"type": kind, "call_id": "c", "output": output}
-        answer = ask(engines := Long("x"), tools=[FUNCTION], input=[USER, call, result])
-        assert answer.status_code == 200, answer.text
-        assert shown in prompt_of(engines)
-
-
-@pytest.mark.parametrize(
     ("fields", "ignored"),
     [
         ({"include": ["web_search_call.action.sources", "file_search_call.results"]}, 2),
@@ -275,7 +154,7 @@ def test_outputs_of_tools_may_have_parts() -> None:
 def test_settings_are_accepted_or_named(fields: dict[str, Any], ignored: int) -> None:
     answer = ask(Long("x"), **fields)
     assert answer.status_code == 200, answer.text
-    named = answer.headers.get("x-folio-ignored-fields", "")
+    named = answer.headers.get(IGNORED, "")
     assert len(named.split(", ") if named else []) == ignored
 
 
@@ -283,10 +162,7 @@ def test_settings_are_accepted_or_named(fields: dict[str, Any], ignored: int) ->
     ("fields", "param"),
     [
         ({"input": [USER] * MAX_MESSAGES}, "input"),
-        (
-            {"input": [{"type": "mcp_call", "id": f"{i}", "name": "n", "arguments": "{}"} for i in range(2100)]},
-            "input",
-        ),
+        ({"input": [{"type": "mcp_call", "id": f"{i}", "name": "n", "arguments": "{}"} for i in range(2100)]}, "input"),
         (
             {
                 "tools": [
@@ -306,12 +182,10 @@ def test_what_becomes_too_much_is_refused(fields: dict[str, Any], param: str) ->
     assert answer.json()["error"]["param"] == param
 
 
-def test_calls_beyond_the_most_are_left_out() -> None:
+@pytest.mark.parametrize(("most", "number"), [(1, 1), (2, 2), (3, 3), (None, 3)])
+def test_calls_beyond_the_most_are_left_out(most: int | None, number: int) -> None:
     text = "\n".join([call_of("shell"), call_of("apply_patch", input="x"), call_of("shell")])
-    for most, kinds in ((1, 1), (2, 2), (3, 3), (None, 3)):
-        output = ask(Long(text), tools=[FUNCTION, PATCH], max_tool_calls=most).json()["output"]
-        assert len(output) == kinds
-    assert ask(Long(text), max_tool_calls=0).status_code == 400
+    assert len(ask(Long(text), tools=[FUNCTION, PATCH], max_tool_calls=most).json()["output"]) == number
 
 
 @pytest.mark.parametrize(
@@ -365,7 +239,7 @@ def test_grammars_that_cannot_be_enforced_are_named(syntax: Any, definition: str
     assert pattern_of(syntax, definition) is None
     tool = PATCH | {"format": {"type": "grammar", "syntax": syntax, "definition": definition}}
     answer = ask(engines := Long("x"), tools=[tool], tool_choice="required")
-    assert (answer.status_code, answer.headers["x-folio-ignored-fields"]) == (200, "tools[].format")
+    assert (answer.status_code, answer.headers[IGNORED]) == (200, "tools[].format")
     assert engines.calls[0].params.structure is not None  # a text
 
 

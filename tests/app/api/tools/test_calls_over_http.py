@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from starlette.testclient import TestClient
 
+from tests.app.api.asking import CHAT, IGNORED, MESSAGES, RESPONSES
 from tests.local_server import LocalServer
 
 LIGHT: dict[str, Any] = {
@@ -28,55 +29,37 @@ def client(server: LocalServer) -> TestClient:
     return TestClient(server.api, raise_server_exceptions=False)
 
 
-def send(client: TestClient, path: str, **fields: Any) -> Any:
-    answer = client.post(path, json={"model": "builtin"} | fields)
-    assert answer.status_code == 200, answer.text
-    return answer
-
-
 def calls_of(client: TestClient, name: str, schema: dict[str, Any], choice: Any, tokens: int, **more: Any) -> list[Any]:
     """On each API: (content, arguments or input, the reason of the end, ignored fields)."""
     tool = {"name": name, "strict": True, "parameters": schema}
     begun = [ASSISTANT] if choice == "auto" else []
-    continued = {"continue_final_message": True} if begun else {}
-    chat = send(
-        client,
-        "/v1/chat/completions",
-        messages=[USER, *begun],
-        tools=[{"type": "function", "function": tool}],
-        tool_choice=choice,
-        max_tokens=tokens,
-        **continued,
-        **more,
-    )
-    [one] = chat.json()["choices"]
-    arguments = one["message"]["tool_calls"][0]["function"]["arguments"]
-    found = [(one["message"]["content"], arguments, one["finish_reason"], chat.headers.get("x-folio-ignored-fields"))]
-    response = send(
-        client,
-        "/v1/responses",
-        input=[USER, *begun],
-        tools=[{"type": "function"} | tool],
-        tool_choice=choice,
-        max_output_tokens=tokens,
-        **continued,
-        **more,
-    )
-    item = next(item for item in response.json()["output"] if item["type"] == "function_call")
-    status = response.json()["status"]
-    found.append((None, item["arguments"], status, response.headers.get("x-folio-ignored-fields")))
-    message = send(
-        client,
-        "/v1/messages",
-        messages=[USER, *begun],
-        tools=[{"name": name, "strict": True, "input_schema": schema}],
-        tool_choice={"type": "auto" if choice == "auto" else "any"},
-        max_tokens=tokens,
-        **{name: min(value, 1) if name == "temperature" else value for name, value in more.items()},
-    )
-    block = next(block for block in message.json()["content"] if block["type"] == "tool_use")
-    reason = message.json()["stop_reason"]
-    return [*found, (None, block["input"], reason, message.headers.get("x-folio-ignored-fields"))]
+    common = {"tool_choice": choice, "tools": [{"type": "function"} | tool]} | more
+    chat = {"messages": [USER, *begun], "max_tokens": tokens, "tools": [{"type": "function", "function": tool}]}
+    response = {"input": [USER, *begun], "max_output_tokens": tokens}
+    message = {
+        "messages": [USER, *begun],
+        "tools": [{"name": name, "strict": True, "input_schema": schema}],
+        "tool_choice": {"type": "auto" if choice == "auto" else "any"},
+        "max_tokens": tokens,
+    } | {name: 1 for name, value in more.items() if name == "temperature" and value > 1}
+    found = []
+    for path, body in ((CHAT, chat), (RESPONSES, response), (MESSAGES, message)):
+        continued = {"continue_final_message": True} if begun and path != MESSAGES else {}
+        answer = client.post(path, json={"model": "builtin"} | common | body | continued)
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        if path == CHAT:
+            [one] = told["choices"]
+            content, end = one["message"]["content"], one["finish_reason"]
+            arguments = one["message"]["tool_calls"][0]["function"]["arguments"]
+        else:
+            content, end = None, told["status" if path == RESPONSES else "stop_reason"]
+            [item, *_] = [
+                i for i in told.get("output") or told["content"] if i["type"] in ("function_call", "tool_use")
+            ]
+            arguments = item.get("arguments", item.get("input"))
+        found.append((content, arguments, end, answer.headers.get(IGNORED)))
+    return found
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -110,5 +93,5 @@ def test_structures_with_half_a_character(client: TestClient) -> None:
         for field in ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "stop", "bad_words"):
             value = [text] if field in ("guided_choice", "stop", "bad_words") else text
             body = json.dumps({"model": "builtin", "messages": [USER], "max_tokens": 3, field: value})
-            answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+            answer = client.post(CHAT, content=body, headers={"content-type": "application/json"})
             assert answer.status_code in (200, 400), (field, text, answer.text)

@@ -360,29 +360,29 @@ def cases(prefix: str, names: str, victim: str, belongs: Belongs | None = None, 
 CASES = [
     # It begins.
     *cases("engine.Engine", "prepare add_request _set_deadline", "rich", expected=REFUSED),
-    *cases("intake.RequestValidator", "validate_request create_request _check_together", "rich", expected=REFUSED),
-    *cases("vocabulary.Vocabulary", "check_params state detokenizer _bad_words", "rich", expected=REFUSED),
-    *cases("vocabulary.Vocabulary", "_matcher", "structured", expected=REFUSED),
-    *cases("vocabulary.Vocabulary", "stop_token_ids", "beams", expected=REFUSED),
-    *cases("vocabulary", "check_token_ids", "rich", expected=REFUSED),
+    *cases("step.intake.RequestValidator", "validate_request create_request _check_together", "rich", expected=REFUSED),
+    *cases("model.vocabulary.Vocabulary", "check_params state detokenizer _bad_words", "rich", expected=REFUSED),
+    *cases("model.vocabulary.Vocabulary", "_matcher", "structured", expected=REFUSED),
+    *cases("model.vocabulary.Vocabulary", "stop_token_ids", "beams", expected=REFUSED),
+    *cases("model.vocabulary", "check_token_ids", "rich", expected=REFUSED),
     *cases(
         "sampling.structure.StructureCompiler", "check_structure matcher", "structured", structure_of_victims, REFUSED
     ),
     *cases("sampling.state.SamplingState", "__init__", "rich", expected=REFUSED),
-    *cases("lora.store.AdapterStore", "add", "rich", expected=REFUSED),
-    *cases("lora.store.AdapterStore", "ensure_loading", "adapter", adapter_of_victims),
+    *cases("ranks.adapter_store.AdapterStore", "add", "rich", expected=REFUSED),
+    *cases("ranks.adapter_store.AdapterStore", "ensure_loading", "adapter", adapter_of_victims),
     *cases("lora.rank.RankAdapters", "read", "adapter", adapter_of_victims),
     *cases("lora.layers.LoRALayers", "insert", "adapter", always),
-    *cases("load_report.LoadMeter", "note_begun", "plain"),
+    *cases("schedule.load_report.LoadMeter", "note_begun", "plain"),
     # A step has its next tokens.
     *(
         Case(f"folio.vmem.{name}", "plain")
         for name in (
-            "prefix_cache.PrefixCache.match",
+            "prefix.prefix_cache.PrefixCache.match",
             "memory.KVMemory.share_prefix",
-            "prefix_cache.PrefixCache.announce_prefill",
+            "prefix.prefix_cache.PrefixCache.announce_prefill",
             "memory.KVMemory.append",
-            "prefix_cache.PrefixCache.stage_prefix",
+            "prefix.prefix_cache.PrefixCache.stage_prefix",
         )
     ),
     # Its tokens are guessed.
@@ -392,11 +392,11 @@ CASES = [
     *cases("sampling.state.SamplingState", "can_look_ahead", "guessed", expected=WITHOUT_DRAFTS),
     *cases("speculation.speculation.Speculation", "verified", "guessed"),
     *cases("speculation.length.LengthControl", "note", "guessed"),
-    *cases("decoding.Decoder", "_roll_back", "guessed"),
+    *cases("step.decoding.Decoder", "_roll_back", "guessed"),
     Case("folio.vmem.memory.KVMemory.truncate", "guessed"),
     # A token is chosen.
-    *cases("token_selection", "_prompt_logprobs _rows_to_sample", "rich"),
-    *cases("token_selection", "prompt_logprobs", "rich", with_number(6)),
+    *cases("step.token_selection", "_prompt_logprobs _rows_to_sample", "rich"),
+    *cases("step.token_selection", "prompt_logprobs", "rich", with_number(6)),
     *cases("sampling.state.SamplingState", "fork forbidden counts", "rich"),
     *cases("sampling.state", "noise_key", "plain", by_seed, REFUSED),
     *cases("sampling.state.SamplingState", "allowed", "structured"),
@@ -405,22 +405,22 @@ CASES = [
     *cases("sampling.sampler", "_choose _choose_on_cpu", "plain", with_params),
     *cases("sampling.penalties.TokenCounts", "fork", "rich"),
     *cases("sampling.structure.StructureMatcher", "fill fork _note_error", "structured"),
-    *cases("token_selection", "_beam_candidates", "beams"),
-    *cases("token_selection", "likeliest", "beams", with_number(10)),
+    *cases("step.token_selection", "_beam_candidates", "beams"),
+    *cases("step.token_selection", "likeliest", "beams", with_number(10)),
     *cases("sampling.beam.BeamSearch", "num_candidates", "beams"),
     # It is added.
-    *cases("request.Sequence", "append _take", "rich"),
+    *cases("request.request.Sequence", "append _take", "rich"),
     *cases("sampling.state.SamplingState", "append", "rich"),
     *cases("sampling.penalties.TokenCounts", "add _append", "rich"),
     *cases("sampling.structure.StructureMatcher", "accept finished", "structured"),
     *cases("sampling.token_text.IncrementalDetokenizer", "push _decode flush", "rich"),
-    *cases("decoding.Decoder", "_append _fork_all fork_sequence _ended", "rich"),
-    *cases("decoding.Decoder", "_advance _best", "beams"),
+    *cases("step.decoding.Decoder", "_append _fork_all fork_sequence _ended", "rich"),
+    *cases("step.decoding.Decoder", "_advance _best", "beams"),
     Case("folio.vmem.memory.KVMemory.fork", "rich"),
     *cases("sampling.beam.BeamSearch", "advance hypotheses _normalised _is_full", "beams"),
-    *cases("request.Request", "emit", "rich"),
-    *cases("sampling.best_of.BestOf", "hold best", "best"),
-    *cases("ended_outputs.EndedOutputs", "add", "rich"),
+    *cases("request.request.Request", "emit", "rich"),
+    *cases("request.best_of.BestOf", "hold best", "best"),
+    *cases("request.ended_outputs.EndedOutputs", "add", "rich"),
     # A prefix is pinned.
     Case("folio.vmem.memory.KVMemory.pin", "pin"),
 ]
@@ -521,9 +521,9 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
             ("sampling.structure", "StructureMatcher"),
             ("sampling.token_text", "IncrementalDetokenizer"),
             ("sampling.penalties", "TokenCounts"),
-            ("sampling.best_of", "BestOf"),
+            ("request.best_of", "BestOf"),
             ("sampling.beam", "BeamSearch"),
-            ("scheduled", "Scheduled"),
+            ("schedule.scheduled", "Scheduled"),
             ("speculation.ngram", "NgramIndex"),
         )
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from folio.app.engine.request import prefix_keys as keys
 from folio.app.engine.request.prefix_keys import compiled_hashing, extra_keys, prompt_keys
-from folio.app.engine.request.request import prefix_keys as keys
 from folio.kernels import KernelError
 from folio.vmem import TokenChain, key_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import shutil
@@ -34,31 +33,32 @@ from folio.app.engine.startup import (
 from folio.app.errors import ConfigError, EngineError, ModelError, RequestError, UnavailableError
 from folio.app.models.builtin import BUILTIN_FOLDER
 from folio.vmem import CachedPrefix, IntegrityError
+from tests.app.engine.engines import MakeEngine, answers, greedy, raising, run, tokens_of
 from tests.app.engine.lora.adapters import make_adapter
 from tests.app.small_tokenizers import word_level, wordpiece
-from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
+from tests.conftest import tokens
 
-GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-
-
-def config(make_checkpoint: MakeCheckpoint, model: str = "llama", **settings: Any) -> EngineConfig:
-    architecture = HYBRIDS[model] if model in HYBRIDS else ARCHITECTURES[model][1]
-    defaults = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "block_tokens": 16, "max_num_seqs": 8}
-    return EngineConfig(
-        model=str(make_checkpoint(model, **architecture)), **(defaults | {"max_num_batched_tokens": 96} | settings)
-    )
+GREEDY = greedy(4)
+SETTINGS: dict[str, Any] = {"block_tokens": 16, "max_num_batched_tokens": 96}
 
 
-def run(engine: Engine, prompt: Sequence[int], **options: Any) -> int:
+@pytest.fixture
+def make(make_engine: MakeEngine) -> MakeEngine:
+    return lambda model="llama", **settings: make_engine(model, **(SETTINGS | settings))
+
+
+@pytest.fixture
+def config(llama: Path) -> EngineConfig:
+    defaults = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "max_num_seqs": 8}
+    return EngineConfig(model=str(llama), **(defaults | SETTINGS))
+
+
+def cached_of(engine: Engine, prompt: Sequence[int], **options: Any) -> int:
     """Compute a prompt; returns how much of it was cached."""
     engine.submit("r", prompt, GREEDY, **options)
-    cached = 0
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None
-            cached = delta.num_cached_tokens
-    engine.check_integrity()
-    return cached
+    deltas = run(engine)["r"]
+    assert len(tokens_of(deltas)) == 4
+    return deltas[-1].num_cached_tokens
 
 
 # ---- checkpoints that are not whole ----
@@ -69,21 +69,23 @@ def damaged(tmp_path: Path) -> Path:
     return Path(shutil.copytree(BUILTIN_FOLDER, tmp_path / "model"))
 
 
-@pytest.mark.parametrize("num_bytes", [0, 5, 1000, -1])
-def test_a_truncated_file_is_named(damaged: Path, num_bytes: int) -> None:
-    """`SafetensorError: Error while deserializing header` with a traceback, and no file name."""
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        # `SafetensorError: Error while deserializing header` with a traceback, and no file name.
+        *(("model.safetensors", n, r"model\.safetensors has \d+ bytes and is truncated or") for n in (0, 5, 1000, -1)),
+        ("pytorch_model.bin", b"", r"pytorch_model\.bin is truncated or"),
+        ("pytorch_model.bin", b"PK\3\4" + b"z" * 500, r"pytorch_model\.bin is truncated or"),
+        ("pytorch_model.bin", b"no weights", r"pytorch_model\.bin is truncated or"),
+    ],
+)
+def test_damaged_weights_are_told_in_one_line(damaged: Path, name: str, content: bytes | int, said: str) -> None:
+    """Of either format, truncated to a number of bytes or with other contents."""
     path = damaged / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:num_bytes])
-    with pytest.raises(ModelError, match=r"model\.safetensors has \d+ bytes and is truncated or damaged") as refused:
-        load_model(EngineConfig(model=str(damaged)).on_device("cpu"))
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\3\4" + b"z" * 500, b"no weights"])
-def test_damaged_weights_of_the_older_format_are_told_in_one_line(damaged: Path, content: bytes) -> None:
-    (damaged / "model.safetensors").unlink()
-    (damaged / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin is truncated or damaged") as refused:
+    whole = path.read_bytes()
+    path.unlink()
+    (damaged / name).write_bytes(whole[:content] if isinstance(content, int) else content)
+    with pytest.raises(ModelError, match=said + " damaged") as refused:
         load_model(EngineConfig(model=str(damaged)).on_device("cpu"))
     assert "\n" not in str(refused.value)
 
@@ -160,9 +162,9 @@ def test_rounds_fit_wherever_one_sequence_does(longest: int, num_seqs: int, room
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2", "bamba"])
-def test_a_warm_engine_is_as_good_as_new(model: str, make_checkpoint: MakeCheckpoint) -> None:
+def test_a_warm_engine_is_as_good_as_new(model: str, make: MakeEngine) -> None:
     """But for its step times: nothing is cached, counted, or to be forked; and its outputs are the same."""
-    cold, warm = (Engine(config(make_checkpoint, model)) for _ in range(2))
+    cold, warm = (make(model) for _ in range(2))
     fresh = warm.report()
     warm_up(warm)
     warm.check_integrity()
@@ -176,62 +178,44 @@ def test_a_warm_engine_is_as_good_as_new(model: str, make_checkpoint: MakeCheckp
     assert cold.load.report().step == type(load.step)()
     assert warm.decoder.ended.get("warm-up 0", 0) is None
     assert warm.start_times.warm_up_s > 0
-    outputs = []
+    found = []
     for engine in (cold, warm):
         engine.submit("r", tokens(150), GREEDY)
-        outputs.append([delta.token_ids for _ in range(40) if engine.has_work for delta in engine.step()])
-        engine.close()
-    assert outputs[0] == outputs[1] != []
+        found.append(answers(engine)["r"])
+    assert found[0] == found[1] != []
 
 
-def test_guesses_of_the_warm_up_do_not_count(make_checkpoint: MakeCheckpoint) -> None:
-    engine = Engine(config(make_checkpoint, speculation="ngram"))
+def test_guesses_of_the_warm_up_do_not_count(make: MakeEngine) -> None:
+    engine = make(speculation="ngram")
     lengths = engine.speculation._lengths  # type: ignore[union-attr]
     warm_up(engine)
     assert engine.speculation is not None
     assert engine.speculation.counts.draft_tokens == 0
     assert engine.speculation._lengths is not lengths  # type: ignore[union-attr]
-    run(engine, tokens(20) * 3)
-    engine.close()
+    cached_of(engine, tokens(20) * 3)
 
 
+@pytest.mark.parametrize("can_be_closed", [True, False])
 def test_a_server_that_cannot_get_ready_says_why(
-    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, can_be_closed: bool
 ) -> None:
-    """And leaves nothing behind, instead of hanging where somebody waits for it."""
+    """And leaves nothing behind. Regression: a thread that ended in `close` left whoever made the engine waiting."""
     closed = []
     close = Engine.close
-    monkeypatch.setattr(Engine, "close", lambda engine: (closed.append(engine), close(engine)))
 
-    def fail(*_: object) -> None:
-        raise EngineError("injected")
-
-    monkeypatch.setattr(Engine, "step", fail)
-    with pytest.raises(EngineError, match="injected"):
-        AsyncEngine(config(make_checkpoint))
-    assert len(closed) == 1
-
-
-def test_a_server_that_can_not_even_be_closed_says_why_it_is_not_ready(
-    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: the thread ended in `close`, and whoever made the engine waited for ever."""
-    close = Engine.close
-
-    def close_and_fail(engine: Engine) -> None:
+    def close_and_note(engine: Engine) -> None:
         close(engine)
-        raise RuntimeError("cannot be closed")
+        closed.append(engine)
+        if not can_be_closed:
+            raise RuntimeError("cannot be closed")
 
-    def fail(*_: object) -> None:
-        raise EngineError("injected")
-
-    monkeypatch.setattr(Engine, "close", close_and_fail)
-    monkeypatch.setattr(Engine, "step", fail)
+    monkeypatch.setattr(Engine, "close", close_and_note)
+    monkeypatch.setattr(Engine, "step", raising(EngineError("injected")))
     errors: list[BaseException] = []
 
     def start() -> None:
         try:
-            AsyncEngine(config(make_checkpoint))
+            AsyncEngine(config)
         except EngineError as error:
             errors.append(error)
 
@@ -239,34 +223,28 @@ def test_a_server_that_can_not_even_be_closed_says_why_it_is_not_ready(
     starter.start()
     starter.join(60)
     assert [str(error) for error in errors] == ["injected"]
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize("tokenizer", [word_level, wordpiece])
-def test_a_tokenizer_whose_tokens_have_no_bytes_starts(
-    tokenizer: Callable[[], PreTrainedTokenizerFast], make_checkpoint: MakeCheckpoint, tmp_path: Path
+async def test_a_tokenizer_whose_tokens_have_no_bytes_starts(
+    tokenizer: Callable[[], PreTrainedTokenizerFast], config: EngineConfig, tmp_path: Path
 ) -> None:
     """Regression: the warm-up asked for a structure, and its error ended the start."""
-    settings = config(make_checkpoint, skip_tokenizer_init=False)
-    folder = Path(shutil.copytree(settings.model, tmp_path / "model"))
+    folder = Path(shutil.copytree(config.model, tmp_path / "model"))
     tokenizer().save_pretrained(folder)
-    engine = AsyncEngine(replace(settings, model=str(folder)))
+    engine = AsyncEngine(replace(config, skip_tokenizer_init=False, model=str(folder)))
     budget = ReasoningBudget(4, "<think>", "</think>")
-
-    async def main() -> None:
-        words = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, allowed_token_ids=[1])
-        [word] = tokenizer().convert_ids_to_tokens([1])
-        found = [delta async for deltas in engine.generate([1, 2], words) for delta in deltas]
-        assert "".join(delta.text for delta in found).split() == [word] * 4
-        for structure in (Structure("json", "{}"), Structure("regex", "a"), Structure("any", "", budget=budget)):
-            with pytest.raises(RequestError, match=r"the tokenizer's decoder is .*without a structure") as refused:
-                await anext(engine.generate([1, 2], SamplingParams(structure=structure)))
-            assert refused.value.param == "structure"
-
-    try:
-        asyncio.run(main())
-        assert engine.healthy
-    finally:
-        engine.close()
+    [word] = tokenizer().convert_ids_to_tokens([1])
+    words = greedy(4, allowed_token_ids=[1])
+    found = [delta async for deltas in engine.generate([1, 2], words) for delta in deltas]
+    assert "".join(delta.text for delta in found).split() == [word] * 4
+    for structure in (Structure("json", "{}"), Structure("regex", "a"), Structure("any", "", budget=budget)):
+        with pytest.raises(RequestError, match=r"the tokenizer's decoder is .*without a structure") as refused:
+            await anext(engine.generate([1, 2], SamplingParams(structure=structure)))
+        assert refused.value.param == "structure"
+    assert engine.healthy
+    engine.close()
 
 
 # ---- prefixes of other engines ----
@@ -292,14 +270,13 @@ def test_what_several_engines_tell_is_one_list() -> None:
     assert [p.hits for p in merge_hot_prefixes(told, 1000)] == [0, 0, 5, 4, 4]
 
 
-def test_a_new_engine_has_what_others_are_asked_for(make_checkpoint: MakeCheckpoint) -> None:
-    old, new = (Engine(config(make_checkpoint)) for _ in range(2))
+def test_a_new_engine_has_what_others_are_asked_for(make: MakeEngine) -> None:
+    old, new = (make() for _ in range(2))
     old.pin("pin", "rules", tokens(48, 5), tenant="a")
-    while old.has_work:
-        old.step()
+    run(old)
     for _ in range(2):
-        run(old, tokens(65))
-        run(old, tokens(65, 1), tenant="a", cache_salt="s")
+        cached_of(old, tokens(65))
+        cached_of(old, tokens(65, 1), tenant="a", cache_salt="s")
     restored = warm_prefixes(new, [hot_prefixes(old)], 60)
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (1, 2, 0, 0)
     new.check_integrity()
@@ -308,38 +285,31 @@ def test_a_new_engine_has_what_others_are_asked_for(make_checkpoint: MakeCheckpo
     assert new.decoder.ended.get("prefix 1", 0) is None
     assert new.report().queried_tokens == 0
     for engine in (old, new):
-        assert run(engine, tokens(65)) == 64
-        assert run(engine, tokens(65, 1), tenant="a", cache_salt="s") == 64
-        assert run(engine, tokens(65, 1)) == 0
-        assert run(engine, [*tokens(48, 5), 7], tenant="a") == 48
-        engine.unpin("rules")
-        engine.close()
+        assert cached_of(engine, tokens(65)) == 64
+        assert cached_of(engine, tokens(65, 1), tenant="a", cache_salt="s") == 64
+        assert cached_of(engine, tokens(65, 1)) == 0
+        assert cached_of(engine, [*tokens(48, 5), 7], tenant="a") == 48
 
 
-def test_a_restored_pin_has_its_adapter(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+def test_a_restored_pin_has_its_adapter(make: MakeEngine, llama: Path, tmp_path: Path) -> None:
     """Regression: it was computed without the adapter, whose requests then gave other tokens."""
-    settings = config(make_checkpoint, adapters={"red": str(tmp_path)})
-    make_adapter(tmp_path, Path(settings.model), r"_proj$")
-    old, new = Engine(settings), Engine(settings)
+    make_adapter(tmp_path, llama, r"_proj$")
+    old, new = (make(adapters={"red": str(tmp_path)}) for _ in range(2))
     old.pin("pin", "rules", tokens(48, 5), adapter="red")
-    while old.has_work:
-        old.step()
+    run(old)
     assert warm_prefixes(new, [hot_prefixes(old)], 60).pinned == 1
-    outputs = []
+    found = []
     for engine in (old, new):
-        engine.submit("r", [*tokens(48, 5), 7], replace(GREEDY, max_tokens=16), adapter="red")
-        deltas = []
-        while engine.has_work:
-            deltas += engine.step()
+        engine.submit("r", [*tokens(48, 5), 7], greedy(16), adapter="red")
+        deltas = run(engine)["r"]
         assert deltas[0].num_cached_tokens == 48
-        outputs.append([token for delta in deltas for token in delta.token_ids])
-        engine.close()
-    assert outputs[0] == outputs[1]
+        found.append(tokens_of(deltas))
+    assert found[0] == found[1]
 
 
-def test_a_restored_prefix_may_be_refused_and_others_are_not(make_checkpoint: MakeCheckpoint) -> None:
+def test_a_restored_prefix_may_be_refused_and_others_are_not(make: MakeEngine) -> None:
     """Another adapter, a longer context, and a pin beyond the quota, of a replica with other settings."""
-    engine = Engine(config(make_checkpoint, pin_quota=0.0))
+    engine = make(pin_quota=0.0)
     told = [
         prefix(32, 9, 1, keys=("adapter:pirate",)),
         prefix(2000, 8, 2),
@@ -348,8 +318,7 @@ def test_a_restored_prefix_may_be_refused_and_others_are_not(make_checkpoint: Ma
     ]
     restored = warm_prefixes(engine, [told], 60)
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 3, 0)
-    assert run(engine, [*tokens(32, 4), 7]) == 32
-    engine.close()
+    assert cached_of(engine, [*tokens(32, 4), 7]) == 32
 
 
 def test_engines_whose_token_ids_mean_the_same() -> None:
@@ -377,30 +346,27 @@ def test_engines_whose_token_ids_mean_the_same() -> None:
     assert len({own, *others}) == 5
 
 
-def test_what_the_settings_pin_is_not_told() -> None:
+def test_what_the_settings_pin_is_not_told(make_engine: MakeEngine) -> None:
     """Replicas of newer settings pin something else under that name, or nothing."""
-    engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, pinned_prompts={"rules": "x y z " * 40}))
+    engine = make_engine("builtin", pinned_prompts={"rules": "x y z " * 40})
     assert [pin.name for pin in engine.report().pins] == ["rules"]
     assert hot_prefixes(engine) == []
-    engine.close()
 
 
-def test_restoring_ends_in_time(make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(config(make_checkpoint))
+def test_restoring_ends_in_time(make: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make()
     restored = warm_prefixes(engine, [[prefix(64, 1), prefix(48, 0, 1, "rules")]], 0.0)
     assert (restored.pinned, restored.hot, restored.late) == (0, 0, 2)
     assert "no time to pin 'rules'" in caplog.text
     assert not engine.has_work
-    engine.check_integrity()
-    assert run(engine, tokens(65)) == 0
-    engine.close()
+    assert cached_of(engine, tokens(65)) == 0
 
 
 def test_a_step_that_fails_while_restoring_is_no_reason_not_to_start(
-    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: one prefix of another replica could keep all new ones from starting."""
-    engine = Engine(config(make_checkpoint))
+    engine = make()
     launch, calls = engine.executor.launch, []
 
     def fail_at_second(*args: Any) -> Any:
@@ -414,31 +380,23 @@ def test_a_step_that_fails_while_restoring_is_no_reason_not_to_start(
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 1, 0)
     assert "injected" in caplog.text
     engine.check_integrity()
-    assert run(engine, tokens(65, 1)) == 64
-    engine.close()
+    assert cached_of(engine, tokens(65, 1)) == 64
 
 
 @pytest.mark.parametrize("error", [IntegrityError("injected"), UnavailableError("injected")])
 def test_a_broken_engine_does_not_go_on_restoring(
-    error: Exception, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+    error: Exception, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(config(make_checkpoint))
-
-    def fail() -> list[Any]:
-        raise error
-
-    monkeypatch.setattr(engine, "step", fail)
+    engine = make()
+    monkeypatch.setattr(engine, "step", raising(error))
     with pytest.raises(type(error), match="injected"):
         warm_prefixes(engine, [[prefix(64, 2)]], 60)
-    engine.close()
 
 
 @pytest.mark.parametrize(
     ("settings", "asked"), [({}, 1), ({"restore_prefixes_s": 0.0}, 0), ({"prefix_cache": False}, 0)]
 )
-def test_a_server_asks_before_it_is_ready(
-    settings: dict[str, Any], asked: int, make_checkpoint: MakeCheckpoint
-) -> None:
+async def test_a_server_asks_before_it_is_ready(settings: dict[str, Any], asked: int, config: EngineConfig) -> None:
     calls: list[int] = []
 
     def others(fingerprint: str) -> list[list[CachedPrefix]]:
@@ -446,15 +404,12 @@ def test_a_server_asks_before_it_is_ready(
         calls.append(1)
         return [[], [prefix(64, 2)]]
 
-    engine = AsyncEngine(config(make_checkpoint, warm_up=False, **settings), prefixes_of_others=others)
+    engine = AsyncEngine(replace(config, warm_up=False, **settings), prefixes_of_others=others)
     assert len(calls) == asked
     assert (engine.start_times.prefixes_s > 0) == bool(asked)
     assert engine.start_times.warm_up_s == 0
-
-    async def first() -> int:
-        return [d async for deltas in engine.generate([*tokens(64), 7], GREEDY) for d in deltas][-1].num_cached_tokens
-
-    assert asyncio.run(first()) == 64 * asked
+    deltas = [d async for deltas in engine.generate([*tokens(64), 7], GREEDY) for d in deltas]
+    assert deltas[-1].num_cached_tokens == 64 * asked
     engine.close()
 
 

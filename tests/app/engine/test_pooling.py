@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,321 +12,221 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.engine import Engine
 from folio.app.engine.llm import LLM
-from folio.app.engine.ranks.processes import Launch, spawn_ranks
-from folio.app.engine.request.delta import Delta
 from folio.app.engine.request.faults import FAILED
 from folio.app.engine.request.pooled import PooledPrompt, PoolingParams
-from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import ConfigError, ContextLengthError, EngineError, ModelError, RequestError
+from tests.app.engine.engines import BLOCK_BYTES, MakeEngine, folder_of, greedy, run, tokens_of
+from tests.app.engine.lora.adapters import Merged, make_adapter
+from tests.app.engine.pooled import (
+    EMBED,
+    ONE,
+    TOLERANCE,
+    assert_close,
+    copy_of,
+    embed,
+    expected,
+    headless_copy,
+    hidden,
+    unit,
+    vector,
+)
 from tests.app.small_tokenizers import byte_level
-from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, MakeCheckpoint, tokens
+from tests.conftest import SMALL, MakeCheckpoint, tokens
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-ONE = SamplingParams(max_tokens=1)
-EMBED = PoolingParams()
-# Largest difference of a component of a vector of length 1: float32, other kernels, sums in another order.
-TOLERANCE = 2e-5
-BLOCK_BYTES = 16 * 768
+GREEDY = greedy(12)
 LENGTHS = (1, 7, 33, 90, 150)
 
 
-def checkpoint(make_checkpoint: MakeCheckpoint, name: str = "llama") -> Path:
-    return make_checkpoint(ARCHITECTURES[name][0], **ARCHITECTURES[name][1])
+@pytest.fixture
+def make_engine(make_engine: MakeEngine) -> MakeEngine:
+    def make(folder: Path | str = "llama", **settings: Any) -> Engine:
+        return make_engine(folder, **({"pooling": "last"} | settings))
+
+    return make
 
 
-def make_engine(folder: Path, launch: Launch = spawn_ranks, **settings: Any) -> Engine:
-    defaults = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "max_num_seqs": 8, "pooling": "last"}
-    return Engine(EngineConfig(model=str(folder), **(defaults | settings)), launch)
-
-
-def run(engine: Engine) -> dict[str, list[Delta]]:
-    deltas: dict[str, list[Delta]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            deltas.setdefault(delta.request_id, []).append(delta)
-        engine.check_integrity()
-    return deltas
-
-
-def vector(deltas: list[Delta]) -> np.ndarray[Any, Any]:
-    [delta] = deltas
-    assert delta.error is None
-    assert delta.pooled is not None
-    return np.frombuffer(delta.pooled, "<f4")
-
-
-def embed(engine: Engine, prompts: list[list[int]], params: PoolingParams = EMBED, **options: Any) -> list[Any]:
-    for i, prompt in enumerate(prompts):
-        engine.submit(f"embed {i}", prompt, ONE, pooling=params, **options)
-    deltas = run(engine)
-    return [vector(deltas[f"embed {i}"]) for i in range(len(prompts))]
-
-
-def hidden(folder: Path, prompt: list[int]) -> np.ndarray[Any, Any]:
-    """`[num_tokens, hidden_size]` by transformers."""
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.inference_mode():
-        states: torch.Tensor = model(torch.tensor([prompt])).last_hidden_state[0]
-    return states.double().numpy()
-
-
-def unit(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return values / np.linalg.norm(values)
-
-
-def expected(folder: Path, prompt: list[int], method: str) -> np.ndarray[Any, Any]:
-    states = hidden(folder, prompt)
-    return unit(states[-1] if method == "last" else states.mean(0))
-
-
-def assert_close(actual: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], tolerance: float = TOLERANCE) -> None:
-    assert actual.shape == wanted.shape
-    difference = float(np.abs(actual - wanted).max())
-    assert difference <= tolerance, difference
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    """A checkpoint to be changed."""
+    return copy_of(llama, tmp_path)
 
 
 @pytest.mark.thirds
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "opt", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "opt", "gpt2", "gpt_oss", "lfm2"])
 @pytest.mark.parametrize("method", ["last", "mean"])
-def test_embeddings_are_those_of_transformers(make_checkpoint: MakeCheckpoint, name: str, method: str) -> None:
-    """Prompts of one and of several chunks, packed into common steps."""
-    folder = checkpoint(make_checkpoint, name)
-    engine = make_engine(folder, pooling=method, max_num_batched_tokens=48)
+def test_embeddings_are_those_of_transformers(
+    make_engine: MakeEngine, make_checkpoint: MakeCheckpoint, name: str, method: str
+) -> None:
+    """Prompts of one and of several chunks, packed into common steps; again, with what is cached."""
+    engine = make_engine(name, pooling=method, max_num_batched_tokens=48)
     prompts = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
-    for prompt, actual in zip(prompts, embed(engine, prompts), strict=True):
-        assert_close(actual, expected(folder, prompt, method))
-    engine.close()
-
-
-@pytest.mark.parametrize("method", ["last", "mean"])
-def test_recurrent_states(make_checkpoint: MakeCheckpoint, method: str) -> None:
-    folder = make_checkpoint("lfm2", **HYBRIDS["lfm2"])
-    engine = make_engine(folder, pooling=method, max_num_batched_tokens=48)
-    prompt = tokens(100)
+    wanted = [expected(folder_of(make_checkpoint, name), prompt, method) for prompt in prompts]
     for _ in range(2):
-        [actual] = embed(engine, [prompt])
-        assert_close(actual, expected(folder, prompt, method))
-    engine.close()
+        for actual, whole in zip(embed(engine, prompts), wanted, strict=True):
+            assert_close(actual, whole)
 
 
 @pytest.mark.parametrize("method", ["last", "mean"])
-@pytest.mark.parametrize("budget", [16, 64, 1024])
-def test_beside_generating_requests(make_checkpoint: MakeCheckpoint, method: str, budget: int) -> None:
-    """Neither kind of request changes the other's results."""
-    folder = checkpoint(make_checkpoint)
-    engine = make_engine(folder, pooling=method, max_num_batched_tokens=budget)
+@pytest.mark.parametrize(("budget", "num_blocks"), [(16, 1000), (64, 1000), (1024, 1000), (50, 14)])
+def test_beside_generating_requests(
+    make_engine: MakeEngine, llama: Path, method: str, budget: int, num_blocks: int
+) -> None:
+    """Neither kind of request changes the other's results, with room for a part of the blocks, too."""
+    settings = {"max_num_batched_tokens": budget, "max_model_len": 200, "kv_memory_bytes": num_blocks * BLOCK_BYTES}
+    engine = make_engine(pooling=method, **settings)
     outputs = []
     for pooled in (False, True):
         for i in range(3):
-            engine.submit(f"text {i}", tokens(20 + 30 * i, 50 + i), GREEDY, cache_salt=str(pooled))
+            engine.submit(f"text {i}", tokens(20 + 30 * i, 50 + i), greedy(60), cache_salt=str(pooled))
             if pooled:
-                engine.submit(f"embed {i}", tokens(60 + 9 * i, 60 + i), ONE, pooling=EMBED)
+                engine.submit(f"embed {i}", tokens(60 + 29 * i, 60 + i), ONE, pooling=EMBED)
         deltas = run(engine)
-        outputs.append([[t for d in deltas[f"text {i}"] for t in d.token_ids] for i in range(3)])
+        outputs.append([tokens_of(deltas[f"text {i}"]) for i in range(3)])
     assert outputs[0] == outputs[1]
+    assert (sum(engine.scheduler.begun.num_preempted.values()) > 0) == (num_blocks == 14)
     for i in range(3):
-        assert_close(vector(deltas[f"embed {i}"]), expected(folder, tokens(60 + 9 * i, 60 + i), method))
-    engine.close()
+        assert_close(vector(deltas[f"embed {i}"]), expected(llama, tokens(60 + 29 * i, 60 + i), method))
 
 
-def test_prefixes_are_shared_with_generating_requests(make_checkpoint: MakeCheckpoint) -> None:
+def test_prefixes_are_shared_with_generating_requests(make_engine: MakeEngine, llama: Path) -> None:
     """Pooling the last token reads the cache; the mean computes every token, and leaves it in the cache."""
-    folder = checkpoint(make_checkpoint)
     prompt = tokens(200)
     for method, num_cached in (("last", 199), ("mean", 0)):
-        engine = make_engine(folder, pooling=method)
+        engine = make_engine(pooling=method)
         engine.submit("text", prompt, GREEDY)
         run(engine)
         engine.submit("embed", prompt, ONE, pooling=EMBED)
         deltas = run(engine)["embed"]
         assert deltas[0].num_cached_tokens == num_cached
-        assert_close(vector(deltas), expected(folder, prompt, method))
+        assert_close(vector(deltas), expected(llama, prompt, method))
         engine.submit("again", prompt, GREEDY)
         assert run(engine)["again"][0].num_cached_tokens >= 192
-        engine.close()
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("method", ["last", "mean"])
-def test_preempted_prompts_count_no_token_twice(make_checkpoint: MakeCheckpoint, method: str, preemption: str) -> None:
-    folder = checkpoint(make_checkpoint)
-    engine = make_engine(folder, pooling=method, preemption=preemption, max_num_batched_tokens=32)
-    prompt = tokens(150, 3)
-    engine.submit("embed", prompt, ONE, pooling=EMBED)
+def test_preempted_prompts_count_no_token_twice(
+    make_engine: MakeEngine, llama: Path, method: str, preemption: Any
+) -> None:
+    engine = make_engine(pooling=method, preemption=preemption, max_num_batched_tokens=32)
+    engine.submit("embed", tokens(150, 3), ONE, pooling=EMBED)
     for _ in range(3):
         assert not engine.step()
     engine.scheduler.begun.preempt(engine.scheduler.running[-1])
     deltas = run(engine)["embed"]
-    assert engine.scheduler.begun.num_preempted[preemption] == 1  # type: ignore[index]
-    assert_close(vector(deltas), expected(folder, prompt, method))
-    engine.close()
+    assert engine.scheduler.begun.num_preempted[preemption] == 1
+    assert_close(vector(deltas), expected(llama, tokens(150, 3), method))
 
 
-def test_pressure(make_checkpoint: MakeCheckpoint) -> None:
-    """With room for a third of the blocks the vectors are the same."""
-    folder = checkpoint(make_checkpoint)
-    prompts = [tokens(length, seed) for seed, length in enumerate((90, 120, 60, 33, 150, 100))]
-    settings = {"max_model_len": 200, "max_num_batched_tokens": 50, "pooling": "mean"}
-    vectors = []
-    for num_blocks in (1000, 14):
-        engine = make_engine(folder, kv_memory_bytes=num_blocks * BLOCK_BYTES, **settings)
-        for i in range(3):
-            engine.submit(f"text {i}", tokens(40, 70 + i), SamplingParams(max_tokens=60, ignore_eos=True))
-        vectors.append(embed(engine, prompts))
-        engine.close()
-    for free, pressed in zip(*vectors, strict=True):
-        assert_close(pressed, free)
-
-
-def test_cancelled_prompts_leave_nothing(make_checkpoint: MakeCheckpoint) -> None:
-    engine = make_engine(checkpoint(make_checkpoint), max_num_batched_tokens=32)
+def test_cancelled_prompts_leave_nothing(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=32)
     for i in range(4):
         engine.submit(str(i), tokens(100, i), ONE, pooling=EMBED)
     engine.step()
-    engine.cancel("0")
-    engine.cancel("3")
+    for name in "03":
+        engine.cancel(name)
     engine.step()
-    engine.check_integrity()
     assert run(engine).keys() == {"1", "2"}
-    engine.check_integrity()
-    engine.close()
 
 
 @pytest.mark.parametrize("speculation", ["off", "ngram"])
-def test_a_chunk_of_one_token_is_no_decode(make_checkpoint: MakeCheckpoint, speculation: str) -> None:
+def test_a_chunk_of_one_token_is_no_decode(make_engine: MakeEngine, llama: Path, speculation: str) -> None:
     """The last chunk of 65 tokens has one, to which draft tokens would be added."""
-    folder = checkpoint(make_checkpoint)
-    engine = make_engine(folder, max_num_batched_tokens=64, speculation=speculation, prefix_cache=False)
-    prompt = [*tokens(5) * 13]
+    engine = make_engine(max_num_batched_tokens=64, speculation=speculation, prefix_cache=False)
+    prompt = tokens(5) * 13
     [actual] = embed(engine, [prompt])
-    assert_close(actual, expected(folder, prompt, "last"))
-    engine.close()
+    assert_close(actual, expected(llama, prompt, "last"))
 
 
-def test_a_prompt_may_fill_the_context(make_checkpoint: MakeCheckpoint) -> None:
-    folder = checkpoint(make_checkpoint)
-    engine = make_engine(folder, max_model_len=64)
+def test_a_prompt_may_fill_the_context(make_engine: MakeEngine, llama: Path) -> None:
+    engine = make_engine(max_model_len=64)
     [actual] = embed(engine, [tokens(64)])
-    assert_close(actual, expected(folder, tokens(64), "last"))
+    assert_close(actual, expected(llama, tokens(64), "last"))
     with pytest.raises(ContextLengthError, match=r"input resulted in 65.*truncate_prompt_tokens"):
         engine.submit("long", tokens(65), ONE, pooling=EMBED)
     with pytest.raises(ContextLengthError):
         engine.submit("text", tokens(64), ONE)
-    engine.close()
 
 
-def test_dimensions(make_checkpoint: MakeCheckpoint) -> None:
+def test_dimensions(make_engine: MakeEngine) -> None:
     """The first components, normalised anew, of a model that allows it."""
-    folder = checkpoint(make_checkpoint)
-    engine = make_engine(folder, matryoshka=True)
+    engine = make_engine(matryoshka=True)
     [whole] = embed(engine, [tokens(20)])
     [cut] = embed(engine, [tokens(20)], PoolingParams(dimensions=16))
     assert_close(cut, unit(whole[:16].astype(np.float64)))
     for dimensions in (0, -1, 65):
         with pytest.raises(RequestError, match=f"dimensions is {dimensions}; it must be between 1 and 64"):
             engine.submit("x", tokens(5), ONE, pooling=PoolingParams(dimensions=dimensions))
-    engine.close()
-    engine = make_engine(folder)
+    engine = make_engine()
     assert_close(embed(engine, [tokens(20)], PoolingParams(dimensions=64))[0], whole)
     with pytest.raises(RequestError, match="matryoshka") as refused:
         engine.submit("x", tokens(5), ONE, pooling=PoolingParams(dimensions=16))
     assert refused.value.param == "dimensions"
-    engine.close()
 
 
 @pytest.mark.parametrize(("said", "allowed"), [({"is_matryoshka": True}, 7), ({"matryoshka_dimensions": [8, 32]}, 32)])
-def test_dimensions_of_the_checkpoint(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, said: dict[str, Any], allowed: int
-) -> None:
-    folder = copy_of(checkpoint(make_checkpoint), tmp_path)
-    edit(folder / "config.json", **said)
-    engine = make_engine(folder)
+def test_dimensions_of_the_checkpoint(make_engine: MakeEngine, copy: Path, said: dict[str, Any], allowed: int) -> None:
+    edit(copy / "config.json", **said)
+    engine = make_engine(copy)
     assert len(embed(engine, [tokens(9)], PoolingParams(dimensions=allowed))[0]) == allowed
     if "matryoshka_dimensions" in said:
         with pytest.raises(RequestError, match=r"one of \[8, 32, 64\]"):
             engine.submit("x", tokens(5), ONE, pooling=PoolingParams(dimensions=7))
-    engine.close()
 
 
-def test_a_generating_model_names_the_setting(make_checkpoint: MakeCheckpoint) -> None:
-    engine = make_engine(checkpoint(make_checkpoint), pooling="auto")
+def test_a_generating_model_names_the_setting(make_engine: MakeEngine) -> None:
+    engine = make_engine(pooling="auto")
     assert engine.model.pooling is None
     with pytest.raises(RequestError, match="pooling: last or mean") as refused:
         engine.submit("x", tokens(5), ONE, pooling=EMBED)
     assert refused.value.param == "model"
-    engine.close()
 
 
-def test_values_that_are_not_finite_fail_one_request(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    folder = copy_of(checkpoint(make_checkpoint), tmp_path)
-    weights = load_file(folder / "model.safetensors")
+def test_values_that_are_not_finite_fail_one_request(make_engine: MakeEngine, copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
     weights["model.embed_tokens.weight"][500] = float("nan")
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    engine = make_engine(folder)
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    engine = make_engine(copy)
     engine.submit("bad", [500], ONE, pooling=EMBED)
     engine.submit("good", [3, 4], ONE, pooling=EMBED)
     deltas = run(engine)
     assert isinstance(deltas["bad"][0].error, EngineError)
-    assert_close(vector(deltas["good"]), expected(folder, [3, 4], "last"))
-    engine.close()
+    assert_close(vector(deltas["good"]), expected(copy, [3, 4], "last"))
 
 
-def test_scripts(make_checkpoint: MakeCheckpoint) -> None:
-    folder = checkpoint(make_checkpoint)
-    with LLM(folder, kv_memory_bytes=16 << 20, skip_tokenizer_init=True, pooling="mean", matryoshka=True) as llm:
+def test_scripts(llama: Path) -> None:
+    with LLM(llama, kv_memory_bytes=16 << 20, skip_tokenizer_init=True, pooling="mean", matryoshka=True) as llm:
         for length, vector in zip((5, 90), llm.embed([tokens(5), tokens(90)]), strict=True):
-            assert_close(np.array(vector), expected(folder, tokens(length), "mean"))
+            assert_close(np.array(vector), expected(llama, tokens(length), "mean"))
         assert len(llm.embed([tokens(5)], dimensions=8)[0]) == 8
         with pytest.raises(RequestError, match="empty"):
             llm.embed([tokens(5), []])
         llm.engine.check_integrity()
 
 
-def test_an_adapter_changes_the_embedding(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+def test_an_adapter_changes_the_embedding(make_engine: MakeEngine, llama: Path, tmp_path: Path) -> None:
     """Beside the same prompt without it."""
-    folder = checkpoint(make_checkpoint)
-    adapter, merged = make_adapter(folder, tmp_path)
-    engine = make_engine(folder, adapters={"a": str(adapter)}, max_num_batched_tokens=48)
+    make_adapter(tmp_path / "adapter", llama, "up_proj", seed=2)
+    merged = Merged(llama, tmp_path / "adapter").save(tmp_path / "merged")
+    engine = make_engine(adapters={"a": str(tmp_path / "adapter")}, max_num_batched_tokens=48)
     prompt = tokens(70, 4)
     engine.submit("plain", prompt, ONE, pooling=EMBED)
     engine.submit("adapted", prompt, ONE, pooling=EMBED, adapter="a")
     deltas = run(engine)
-    assert_close(vector(deltas["plain"]), expected(folder, prompt, "last"))
+    assert_close(vector(deltas["plain"]), expected(llama, prompt, "last"))
     assert_close(vector(deltas["adapted"]), expected(merged, prompt, "last"))
-    engine.close()
-
-
-def make_adapter(folder: Path, to: Path) -> tuple[Path, Path]:
-    """A LoRA adapter, and the checkpoint with which it is merged."""
-    torch.manual_seed(2)
-    merged = copy_of(folder, to)
-    weights = load_file(merged / "model.safetensors")
-    parts = {}
-    for layer in range(3):
-        name = f"model.layers.{layer}.mlp.up_proj"
-        num_outputs, num_inputs = weights[f"{name}.weight"].shape
-        a, b = torch.randn(4, num_inputs), 0.1 * torch.randn(num_outputs, 4)
-        weights[f"{name}.weight"] += b @ a  # lora_alpha / r is 1
-        parts |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
-    save_file(weights, merged / "model.safetensors", {"format": "pt"})
-    adapter = to / "adapter"
-    adapter.mkdir()
-    save_file(parts, adapter / "adapter_model.safetensors", {"format": "pt"})
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["up_proj"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    return adapter, merged
 
 
 def test_a_failure_of_one_prompt_is_its_own(
-    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make_engine(checkpoint(make_checkpoint))
+    engine = make_engine()
     pooled = PooledPrompt.pooled
 
     def fail(self: PooledPrompt) -> np.ndarray[Any, Any]:
@@ -345,14 +245,9 @@ def test_a_failure_of_one_prompt_is_its_own(
     assert vector(deltas["good"]).shape == (64,)
     assert deltas["text"][-1].finish_reason == "length"
     assert "request bad failed" in caplog.text
-    engine.close()
 
 
 # ---- what the checkpoint says ----
-
-
-def copy_of(folder: Path, to: Path) -> Path:
-    return Path(shutil.copytree(folder, to / "copy"))
 
 
 def edit(path: Path, **values: Any) -> None:
@@ -382,17 +277,15 @@ def write_modules(folder: Path, *kinds: str, **pooling: Any) -> None:
 )
 @pytest.mark.parametrize("normalized", [True, False])
 def test_sentence_transformers(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, pooling: dict[str, Any], method: str, normalized: bool
+    make_engine: MakeEngine, copy: Path, pooling: dict[str, Any], method: str, normalized: bool
 ) -> None:
-    folder = copy_of(checkpoint(make_checkpoint), tmp_path)
-    write_modules(folder, "Transformer", "Pooling", *(["Normalize"] if normalized else []), **pooling)
-    engine = make_engine(folder, pooling="auto")
-    states = hidden(folder, tokens(30))
+    write_modules(copy, "Transformer", "Pooling", *(["Normalize"] if normalized else []), **pooling)
+    engine = make_engine(copy, pooling="auto")
+    states = hidden(copy, tokens(30))
     wanted = states[-1] if method == "last" else states.mean(0)
     [actual] = embed(engine, [tokens(30)])
     length = float(np.linalg.norm(wanted))
     assert_close(actual, wanted / length if normalized else wanted, TOLERANCE * (1 if normalized else length))
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -409,78 +302,62 @@ def test_sentence_transformers(
     ],
 )
 def test_other_sentence_transformers_are_refused(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, kinds: tuple[str, ...], pooling: dict[str, Any], reason: str
+    make_engine: MakeEngine, copy: Path, kinds: tuple[str, ...], pooling: dict[str, Any], reason: str
 ) -> None:
-    folder = copy_of(checkpoint(make_checkpoint), tmp_path)
-    write_modules(folder, *kinds, **pooling)
+    write_modules(copy, *kinds, **pooling)
     with pytest.raises(ModelError, match=reason):
-        make_engine(folder, pooling="auto")
-    make_engine(folder, pooling="none").close()
+        make_engine(copy, pooling="auto")
+    make_engine(copy, pooling="none")
 
 
 @pytest.mark.parametrize("said", [{"is_causal": False}, {"use_bidirectional_attention": True}])
-def test_bidirectional_models_are_refused(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, said: dict[str, Any]
-) -> None:
-    folder = copy_of(checkpoint(make_checkpoint), tmp_path)
-    edit(folder / "config.json", **said)
+def test_bidirectional_models_are_refused(make_engine: MakeEngine, copy: Path, said: dict[str, Any]) -> None:
+    edit(copy / "config.json", **said)
     with pytest.raises(ModelError, match="in both directions"):
-        make_engine(folder)
+        make_engine(copy)
 
 
-@pytest.fixture
-def headless(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> Path:
-    """A checkpoint as `AutoModel` saves it: no output layer, and no prefix before names."""
-    folder = copy_of(checkpoint(make_checkpoint), tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    base = {name.removeprefix("model."): value for name, value in weights.items() if name != "lm_head.weight"}
-    save_file(base, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def test_a_checkpoint_without_output_layer_only_embeds(make_checkpoint: MakeCheckpoint, headless: Path) -> None:
+async def test_a_checkpoint_without_output_layer_only_embeds(
+    make_engine: MakeEngine, llama: Path, tmp_path: Path
+) -> None:
+    """In an engine that warms up, too."""
+    headless = headless_copy(llama, tmp_path)
     engine = make_engine(headless)
     [actual] = embed(engine, [tokens(30)])
-    assert_close(actual, expected(checkpoint(make_checkpoint), tokens(30), "last"))
+    assert_close(actual, expected(llama, tokens(30), "last"))
     with pytest.raises(RequestError, match=r"generates no text; use /v1/embeddings"):
         engine.submit("text", tokens(5), GREEDY)
-    engine.close()
     with pytest.raises(ModelError, match=r"lacks 1 weights, lm_head.weight"):
         make_engine(headless, pooling="none")
-
-
-async def test_a_checkpoint_without_output_layer_warms_up(headless: Path) -> None:
-    engine = AsyncEngine(
-        EngineConfig(
-            model=str(headless), kv_memory_bytes=16 << 20, skip_tokenizer_init=True, max_num_seqs=8, pooling="mean"
-        )
+    served = AsyncEngine(
+        EngineConfig(model=str(headless), kv_memory_bytes=16 << 20, skip_tokenizer_init=True, pooling="mean")
     )
-    async for [delta] in engine.generate(tokens(30), ONE, pooling=EMBED):
+    async for [delta] in served.generate(tokens(30), ONE, pooling=EMBED):
         assert delta.pooled is not None
-    await engine.check_integrity()
-    engine.close()
+    await served.check_integrity()
+    served.close()
 
 
 # ---- scores ----
 
 
 @pytest.fixture
-def classifier(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> Path:
-    return make_classifier(make_checkpoint, tmp_path, 1)
+def make_classifier(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> Callable[[int], Path]:
+    def make(num_labels: int) -> Path:
+        torch.manual_seed(5)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder_of(make_checkpoint, "qwen3"), num_labels=num_labels, dtype=torch.float32
+        )
+        model.score.weight.data.normal_(std=0.2)
+        model.config.pad_token_id = None
+        model.save_pretrained(tmp_path / "classifier")
+        return tmp_path / "classifier"
+
+    return make
 
 
-def make_classifier(make_checkpoint: MakeCheckpoint, tmp_path: Path, num_labels: int) -> Path:
-    torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        checkpoint(make_checkpoint, "qwen3"), num_labels=num_labels, dtype=torch.float32
-    )
-    model.score.weight.data.normal_(std=0.2)
-    model.config.pad_token_id = None
-    model.save_pretrained(tmp_path / "classifier")
-    return tmp_path / "classifier"
-
-
-def test_scores_are_those_of_transformers(classifier: Path) -> None:
+def test_scores_are_those_of_transformers(make_engine: MakeEngine, make_classifier: Callable[[int], Path]) -> None:
+    classifier = make_classifier(1)
     engine = make_engine(classifier, pooling="auto", max_num_batched_tokens=48)
     model = AutoModelForSequenceClassification.from_pretrained(
         classifier, dtype=torch.float32, attn_implementation="eager"
@@ -495,19 +372,18 @@ def test_scores_are_those_of_transformers(classifier: Path) -> None:
         engine.submit("text", tokens(5), GREEDY)
     with pytest.raises(RequestError, match="makes no embeddings"):
         engine.submit("embed", tokens(5), ONE, pooling=EMBED)
-    engine.close()
 
 
-def test_classifiers_with_several_labels_are_refused(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+def test_classifiers_with_several_labels_are_refused(
+    make_engine: MakeEngine, make_classifier: Callable[[int], Path]
+) -> None:
     with pytest.raises(ModelError, match=r"shape \[3, 64\]; Folio serves classifiers with one label"):
-        make_engine(make_classifier(make_checkpoint, tmp_path, 3), pooling="auto")
+        make_engine(make_classifier(3), pooling="auto")
 
 
-def test_an_embedding_model_has_no_scores(make_checkpoint: MakeCheckpoint) -> None:
-    engine = make_engine(checkpoint(make_checkpoint))
+def test_an_embedding_model_has_no_scores(make_engine: MakeEngine) -> None:
     with pytest.raises(RequestError, match="has no classifier"):
-        engine.submit("x", tokens(5), ONE, pooling=PoolingParams("score"))
-    engine.close()
+        make_engine().submit("x", tokens(5), ONE, pooling=PoolingParams("score"))
 
 
 SCORES = {"score_tokens": ("a", "b"), "score_template": "{query} {document}", "skip_tokenizer_init": False}
@@ -520,7 +396,7 @@ def with_tokenizer(folder: Path, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_scores_of_tokens(make_checkpoint: MakeCheckpoint, tmp_path: Path, tied: bool) -> None:
+def test_scores_of_tokens(make_engine: MakeEngine, make_checkpoint: MakeCheckpoint, tmp_path: Path, tied: bool) -> None:
     """The probability of the second token among the two, by the output layer or the embeddings in its place."""
     folder = with_tokenizer(make_checkpoint("llama", **SMALL | {"tie_word_embeddings": tied}), tmp_path)
     engine = make_engine(folder, pooling="auto", **SCORES)
@@ -532,11 +408,10 @@ def test_scores_of_tokens(make_checkpoint: MakeCheckpoint, tmp_path: Path, tied:
     assert_close(actual, torch.softmax(logits, 0)[1:].numpy())
     engine.submit("text", tokens(5), GREEDY)
     run(engine)
-    engine.close()
 
 
-def test_tokens_that_cannot_score(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    folder = with_tokenizer(checkpoint(make_checkpoint), tmp_path)
+def test_tokens_that_cannot_score(make_engine: MakeEngine, llama: Path, tmp_path: Path) -> None:
+    folder = with_tokenizer(llama, tmp_path)
     with pytest.raises(ConfigError, match=r"score_tokens has 'x y z', which is \d tokens"):
         make_engine(folder, pooling="auto", **SCORES | {"score_tokens": ("a", "x y z")})
     edit(folder / "config.json", logit_scale=0.5)

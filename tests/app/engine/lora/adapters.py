@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format for tests, the models with merged weights, and engines that serve them."""
+"""LoRA adapters in PEFT's format for tests, and the models with merged weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
-
-from folio.app.config.engine import EngineConfig
-from folio.app.engine.engine import Engine
-from folio.app.engine.ranks.processes import Launch, spawn_ranks
-from folio.app.engine.request.delta import Delta
 
 
 def make_adapter(
@@ -73,6 +68,10 @@ class Merged:
             layer = self._model.get_submodule(path)
             layer.weight.data += added.T if isinstance(layer, Conv1D) else added
 
+    def save(self, folder: Path) -> Path:
+        self._model.save_pretrained(folder)
+        return folder
+
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """`[num_tokens, vocab_size]`."""
@@ -85,28 +84,6 @@ class Merged:
         for _ in range(num_tokens):
             token_ids.append(int(self.logits(token_ids)[-1].argmax()))
         return token_ids[len(prompt) :]
-
-
-def make_engine(model: Path, adapters: dict[str, Path], launch: Launch = spawn_ranks, **settings: Any) -> Engine:
-    defaults: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 16, "num_threads": 1}
-    sources = {name: str(folder) for name, folder in adapters.items()}
-    defaults |= {"model": str(model), "adapters": sources, "kv_memory_bytes": 16 << 20}
-    return Engine(EngineConfig(**(defaults | settings)), launch)
-
-
-def run(engine: Engine) -> dict[str, list[Delta]]:
-    """Each request's deltas, with a check of memory after every step."""
-    deltas: dict[str, list[Delta]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            deltas.setdefault(delta.request_id, []).append(delta)
-        engine.check_integrity()
-    return deltas
-
-
-def tokens(deltas: list[Delta]) -> list[int]:
-    assert all(delta.error is None for delta in deltas), deltas
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,22 +31,20 @@ from folio.app.engine.request.engine_request import EngineRequest
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.startup import hot_prefixes, warm_prefixes
 from folio.app.errors import ConfigError, EngineError, ModelError, RequestError, UnknownModelError
-from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens, write_adapter
-from tests.conftest import ARCHITECTURES, MakeCheckpoint
+from tests.app.engine.engines import MakeEngine, greedy, run
+from tests.app.engine.engines import tokens_of as tokens
+from tests.app.engine.lora.adapters import Merged, make_adapter, write_adapter
 
-pytestmark = pytest.mark.usefixtures(one_thread.__name__)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+Adapters = dict[str, Path]
+EngineOf = Callable[..., Engine]
+GREEDY = greedy(6)
 PROMPT = list(range(3, 43))
 
 
 @pytest.fixture
-def llama(make_checkpoint: MakeCheckpoint) -> Path:
-    return make_checkpoint("llama", **ARCHITECTURES["llama"][1])
-
-
-@pytest.fixture
-def folders(tmp_path: Path, llama: Path) -> dict[str, Path]:
+def folders(tmp_path: Path, llama: Path) -> Adapters:
     found = {name: tmp_path / "adapters" / name for name in "ab"}
     for seed, folder in enumerate(found.values()):
         make_adapter(folder, llama, r"layers.*_proj$", seed=seed)
@@ -57,8 +55,16 @@ def source(name: str, folder: Path) -> AdapterSource:
     return AdapterSource(name, str(folder), files_version(folder))
 
 
-def engine_of(llama: Path, folders: dict[str, Path], **settings: Any) -> Engine:
-    return make_engine(llama, {}, adapter_dir=str(folders["a"].parent), **settings)
+@pytest.fixture
+def engine_of(serve: MakeEngine, llama: Path, folders: Adapters) -> EngineOf:
+    """`engine_of(loaded, **settings)`: with these adapters loaded."""
+
+    def make(loaded: Adapters, **settings: Any) -> Engine:
+        engine = serve(llama, {}, adapter_dir=str(folders["a"].parent), **settings)
+        engine.adapters.set_loaded([source(name, folder) for name, folder in loaded.items()])
+        return engine
+
+    return make
 
 
 def answer(engine: Engine, adapter: str | None, prompt: list[int] = PROMPT) -> tuple[list[int], int]:
@@ -68,8 +74,8 @@ def answer(engine: Engine, adapter: str | None, prompt: list[int] = PROMPT) -> t
     return tokens(deltas), deltas[0].num_cached_tokens
 
 
-def test_an_adapter_is_loaded_and_unloaded(llama: Path, folders: dict[str, Path]) -> None:
-    engine = engine_of(llama, folders)
+def test_an_adapter_is_loaded_and_unloaded(engine_of: EngineOf, llama: Path, folders: Adapters) -> None:
+    engine = engine_of({})
     with pytest.raises(UnknownModelError, match="has none"):
         engine.submit("r", PROMPT, GREEDY, adapter="legal")
     engine.adapters.set_loaded([source("legal", folders["a"])])
@@ -84,14 +90,13 @@ def test_an_adapter_is_loaded_and_unloaded(llama: Path, folders: dict[str, Path]
     assert not engine.adapters.slots
     with pytest.raises(UnknownModelError, match="has none"):
         engine.submit("r", PROMPT, GREEDY, adapter="legal")
-    engine.close()
 
 
-def test_a_new_adapter_gets_no_prefixes_of_an_old_one(llama: Path, folders: dict[str, Path]) -> None:
+def test_a_new_adapter_gets_no_prefixes_of_an_old_one(engine_of: EngineOf, llama: Path, folders: Adapters) -> None:
     """The name is the same, the weights are others. With the weights of before, the prefixes are valid again."""
     expected = {key: Merged(llama, folder).generate(PROMPT, 6) for key, folder in folders.items()}
     assert expected["a"] != expected["b"]
-    engine = engine_of(llama, folders)
+    engine = engine_of({})
     for key, num_cached in (("a", 0), ("a", 32), ("b", 0), ("b", 32), ("a", 32)):
         engine.adapters.set_loaded([])
         engine.adapters.set_loaded([source("legal", folders[key])])
@@ -101,14 +106,12 @@ def test_a_new_adapter_gets_no_prefixes_of_an_old_one(llama: Path, folders: dict
     make_adapter(folders["b"], llama, r"layers.*_proj$", seed=7)  # the same path, other files
     engine.adapters.set_loaded([source("legal", folders["b"])])
     assert answer(engine, "legal") == (Merged(llama, folders["b"]).generate(PROMPT, 6), 0)
-    engine.close()
 
 
-def test_requests_that_have_begun_keep_their_adapter(llama: Path, folders: dict[str, Path]) -> None:
+def test_requests_that_have_begun_keep_their_adapter(engine_of: EngineOf, llama: Path, folders: Adapters) -> None:
     """Running ones, forks of running ones, and those that wait for the file or for a slot."""
     expected = {key: Merged(llama, folder).generate(PROMPT, 6) for key, folder in folders.items()}
-    engine = engine_of(llama, folders, max_loaded_adapters=1)
-    engine.adapters.set_loaded([source("legal", folders["a"]), source("other", folders["b"])])
+    engine = engine_of({"legal": folders["a"], "other": folders["b"]}, max_loaded_adapters=1)
     engine.submit("runs", PROMPT, GREEDY, adapter="legal")
     deltas = [delta for _ in range(3) for delta in engine.step()]
     while not deltas:
@@ -126,14 +129,12 @@ def test_requests_that_have_begun_keep_their_adapter(llama: Path, folders: dict[
     with pytest.raises(UnknownModelError):  # its prefix is computed with weights that are gone
         engine.fork("runs", "fork", GREEDY)
     assert not engine.has_work
-    engine.close()
 
 
-def test_the_last_requests_end_frees_the_memory(llama: Path, folders: dict[str, Path]) -> None:
+def test_the_last_requests_end_frees_the_memory(engine_of: EngineOf, llama: Path, folders: Adapters) -> None:
     """Without a later step: by the end of the output, or by cancellation."""
     for cancels in (True, False):
-        engine = engine_of(llama, folders)
-        engine.adapters.set_loaded([source("legal", folders["a"])])
+        engine = engine_of({"legal": folders["a"]})
         engine.submit("r", PROMPT, GREEDY, adapter="legal")
         while not engine.step():
             pass
@@ -144,26 +145,22 @@ def test_the_last_requests_end_frees_the_memory(llama: Path, folders: dict[str, 
         else:
             run(engine)
         assert not engine.adapters.slots
-        engine.close()
 
 
-def test_a_request_that_comes_too_late_leaves_nothing(llama: Path, folders: dict[str, Path]) -> None:
+def test_a_request_that_comes_too_late_leaves_nothing(engine_of: EngineOf, llama: Path, folders: Adapters) -> None:
     """It was validated before the adapter was unloaded."""
-    engine = engine_of(llama, folders)
-    engine.adapters.set_loaded([source("legal", folders["a"])])
+    engine = engine_of({"legal": folders["a"]})
     begin = engine.prepare(EngineRequest("r", PROMPT, GREEDY, adapter="legal"))
     engine.adapters.set_loaded([])
     with pytest.raises(UnknownModelError):
         begin("r")
     assert not engine.has_work
     engine.check_integrity()
-    engine.close()
 
 
-def test_changed_files_are_refused(llama: Path, folders: dict[str, Path]) -> None:
+def test_changed_files_are_refused(engine_of: EngineOf, llama: Path, folders: Adapters) -> None:
     """Also after an eviction, and while they are read. A new time alone is no change."""
-    engine = engine_of(llama, folders, max_loaded_adapters=1)
-    engine.adapters.set_loaded([source("x", folders["a"]), source("y", folders["b"])])
+    engine = engine_of({"x": folders["a"], "y": folders["b"]}, max_loaded_adapters=1)
     expected = answer(engine, "x")[0]
     answer(engine, "y")
     os.utime(folders["a"] / "adapter_model.safetensors")
@@ -178,30 +175,28 @@ def test_changed_files_are_refused(llama: Path, folders: dict[str, Path]) -> Non
     (folders["b"] / "adapter_model.safetensors").unlink()
     engine.submit("r", PROMPT, GREEDY, adapter="y")
     assert "is missing" in str(run(engine)["r"][0].error)
-    engine.close()
 
 
 def test_files_that_change_while_they_are_read_are_refused(
-    llama: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    engine_of: EngineOf, llama: Path, folders: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_and_change(*args: Any, **kwargs: Any) -> Any:
         weights = read_weights(*args, **kwargs)
         make_adapter(folders["a"], llama, r"layers.*_proj$", seed=8)
         return weights
 
-    engine = engine_of(llama, folders)
-    engine.adapters.set_loaded([source("legal", folders["a"])])
+    engine = engine_of({"legal": folders["a"]})
     monkeypatch.setattr(rank, "read_weights", read_and_change)
     engine.submit("r", PROMPT, GREEDY, adapter="legal")
     assert "has changed while it was read" in str(run(engine)["r"][0].error)
-    engine.close()
 
 
-def test_prefixes_of_peers_are_computed_with_loaded_adapters(llama: Path, folders: dict[str, Path]) -> None:
+def test_prefixes_of_peers_are_computed_with_loaded_adapters(
+    engine_of: EngineOf, llama: Path, folders: Adapters
+) -> None:
     """A replica that starts has the adapters before it warms its cache."""
     loaded = [source("legal", folders["a"])]
-    old = engine_of(llama, folders)
-    old.adapters.set_loaded(loaded)
+    old = engine_of({"legal": folders["a"]})
     for _ in range(2):
         answer(old, "legal")
     settings = EngineConfig(
@@ -215,20 +210,19 @@ def test_prefixes_of_peers_are_computed_with_loaded_adapters(llama: Path, folder
     warmed = warm_prefixes(new, [hot_prefixes(old)], 60)
     assert (warmed.hot, warmed.failed) == (1, 0)
     assert answer(new, "legal") == (Merged(llama, folders["a"]).generate(PROMPT, 6), 32)
-    old.close()
     new.close()
 
 
-def test_the_directory_must_exist(llama: Path, tmp_path: Path) -> None:
+def test_the_directory_must_exist(serve: MakeEngine, llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"adapter_dir is .*no such folder"):
-        make_engine(llama, {}, adapter_dir=str(tmp_path / "typo"))
+        serve(llama, {}, adapter_dir=str(tmp_path / "typo"))
 
 
 # ---- the async engine ----
 
 
 @pytest.fixture
-def served(llama: Path, folders: dict[str, Path]) -> Iterator[AsyncEngine]:
+def served(llama: Path, folders: Adapters) -> Iterator[AsyncEngine]:
     settings: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "num_threads": 1}
     settings |= {"adapter_dir": str(folders["a"].parent), "warm_up": False, "max_loaded_adapters": 2}
     engine = AsyncEngine(EngineConfig(model=str(llama), **settings))
@@ -242,7 +236,7 @@ async def generated(engine: AsyncEngine, adapter: str | None, params: SamplingPa
 
 
 async def test_a_check_finds_what_can_be_served(
-    served: AsyncEngine, llama: Path, folders: dict[str, Path], tmp_path: Path
+    served: AsyncEngine, llama: Path, folders: Adapters, tmp_path: Path
 ) -> None:
     found = await served.check_adapter("legal", "a")
     assert found == source("legal", folders["a"])
@@ -277,7 +271,7 @@ async def test_a_check_finds_what_can_be_served(
     assert not adapters._own._found
 
 
-async def test_without_the_setting_nothing_is_checked(llama: Path, folders: dict[str, Path]) -> None:
+async def test_without_the_setting_nothing_is_checked(engine_of: EngineOf, llama: Path, folders: Adapters) -> None:
     settings: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "warm_up": False}
     engine = await asyncio.to_thread(AsyncEngine, EngineConfig(model=str(llama), num_threads=1, **settings))
     with pytest.raises(RequestError, match="adapter_dir is not set"):
@@ -321,7 +315,7 @@ async def test_a_cancelled_check_leaves_nothing(
     may_read.set()
 
 
-async def test_changes_while_requests_run(served: AsyncEngine, llama: Path, folders: dict[str, Path]) -> None:
+async def test_changes_while_requests_run(served: AsyncEngine, llama: Path, folders: Adapters) -> None:
     """Each request gets the tokens of one of the adapters that had its name, or is refused; memory stays consistent."""
     expected = [Merged(llama, folder).generate(PROMPT, 6) for folder in folders.values()]
     choices = [[source("legal", folder)] for folder in folders.values()]
@@ -351,7 +345,7 @@ async def test_changes_while_requests_run(served: AsyncEngine, llama: Path, fold
     assert not served._engine.adapters._retired
 
 
-async def test_calls_of_a_closed_engine_end(served: AsyncEngine, folders: dict[str, Path]) -> None:
+async def test_calls_of_a_closed_engine_end(served: AsyncEngine, folders: Adapters) -> None:
     engine = await asyncio.to_thread(partial(AsyncEngine, served._engine.config))
     engine.close()
     for call in (engine.set_loaded([]), engine.check_adapter("legal", "a")):

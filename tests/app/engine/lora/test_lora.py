@@ -27,18 +27,18 @@ from folio.app.engine.lora.rank import RankAdapters
 from folio.app.engine.lora.weights import LowRank, check_sources, read_config
 from folio.app.engine.report import StepTimes
 from folio.app.engine.request.request import Sequence
-from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.schedule.preemption import PreemptionCostModel
 from folio.app.engine.speculation.ngram import NgramProposer
 from folio.app.engine.step.token_selection import TokenSelection
 from folio.app.errors import ConfigError, ModelError, UnknownModelError
-from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens, write_adapter
-from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.app.engine.engines import BLOCK_BYTES, MakeEngine, answers, engine_of, folder_of, greedy, run, steps
+from tests.app.engine.engines import tokens_of as tokens
+from tests.app.engine.lora.adapters import Merged, make_adapter, write_adapter
+from tests.conftest import VOCAB_SIZE, MakeCheckpoint
 
-pytestmark = pytest.mark.usefixtures(one_thread.__name__)
-
+Adapters = dict[str, Path]
 NUM_TOKENS = 8
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+GREEDY = greedy(NUM_TOKENS)
 ATTENTION = r"(q|k|v|o)_proj$"
 # Three adapters each: the layers, PEFT's settings, and the resulting scales.
 TWO = {"": 2.0}
@@ -63,10 +63,6 @@ ADAPTERS: dict[str, list[tuple[str, dict[str, Any], dict[str, float]]]] = {
 }
 
 
-def checkpoint(make_checkpoint: MakeCheckpoint, name: str) -> Path:
-    return make_checkpoint(ARCHITECTURES[name][0], **ARCHITECTURES[name][1])
-
-
 def prompts(*lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(9)
     return [torch.randint(VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in lengths]
@@ -87,12 +83,7 @@ def record_logits(engine: Engine) -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.fixture
-def llama(make_checkpoint: MakeCheckpoint) -> Path:
-    return checkpoint(make_checkpoint, "llama")
-
-
-@pytest.fixture
-def three(tmp_path: Path, llama: Path) -> dict[str, Path]:
+def three(tmp_path: Path, llama: Path) -> Adapters:
     """Three adapters of a small llama with different outputs."""
     folders = {name: tmp_path / name for name in "abc"}
     for seed, folder in enumerate(folders.values()):
@@ -101,7 +92,7 @@ def three(tmp_path: Path, llama: Path) -> dict[str, Path]:
 
 
 @pytest.fixture
-def expected(llama: Path, three: dict[str, Path]) -> Iterator[Any]:
+def expected(llama: Path, three: Adapters) -> Iterator[Any]:
     """(adapter, prompt) → what the merged model generates."""
     models: dict[str | None, Merged] = {}
 
@@ -114,20 +105,21 @@ def expected(llama: Path, three: dict[str, Path]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_one_batch_equals_merged_models(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+def test_one_batch_equals_merged_models(
+    serve: MakeEngine, make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str
+) -> None:
     """Base and three adapters at once, prompts in chunks beside decodes, fused and packed layers."""
-    model = checkpoint(make_checkpoint, name)
+    model = folder_of(make_checkpoint, name)
     merged: dict[str | None, Merged] = {None: Merged(model)}
     for i, (pattern, settings, scales) in enumerate(ADAPTERS[name]):
         make_adapter(tmp_path / str(i), model, pattern, seed=i, **settings)
         merged[str(i)] = Merged(model, tmp_path / str(i), scales)
-    engine = make_engine(model, {str(i): tmp_path / str(i) for i in range(3)}, max_num_batched_tokens=40)
+    engine = serve(model, {str(i): tmp_path / str(i) for i in range(3)}, max_num_batched_tokens=40)
     logits = record_logits(engine)
     jobs = {f"{key}-{n}": (key, prompt) for n, prompt in enumerate(prompts(33, 7)) for key in merged}
     for request_id, (key, prompt) in jobs.items():
         engine.submit(request_id, prompt, GREEDY, adapter=key)
-    outputs = {request_id: tokens(deltas) for request_id, deltas in run(engine).items()}
-    engine.close()
+    outputs = answers(engine)
     for request_id, (key, prompt) in jobs.items():
         wanted = merged[key].logits(prompt + outputs[request_id])[len(prompt) - 1 : -1]
         assert outputs[request_id] == wanted.argmax(-1).tolist(), request_id
@@ -198,44 +190,42 @@ class Tiny(nn.Module):
 
 
 def test_the_least_recently_used_is_evicted_and_reloaded(
-    llama: Path, three: dict[str, Path], expected: Any, caplog: pytest.LogCaptureFixture
+    serve: MakeEngine, llama: Path, three: Adapters, expected: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     [prompt] = prompts(20)
-    engine = make_engine(llama, three, max_loaded_adapters=2)
+    engine = serve(llama, three, max_loaded_adapters=2)
     for name, kept in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc")):
         engine.submit("r", prompt, GREEDY, adapter=name)
-        assert tokens(run(engine)["r"]) == expected(name, prompt)
+        assert answers(engine)["r"] == expected(name, prompt)
         assert sorted(engine.adapters.slots) == list(kept)
     assert [sum(text in line for line in caplog.messages) for text in ("loaded adapter", "dropped adapter")] == [4, 2]
-    engine.close()
 
 
-def test_requests_wait_while_all_slots_are_in_use(llama: Path, three: dict[str, Path], expected: Any) -> None:
+def test_requests_wait_while_all_slots_are_in_use(
+    serve: MakeEngine, llama: Path, three: Adapters, expected: Any
+) -> None:
     """With one slot adapters are loaded first come, first served, and requests without an adapter do not wait."""
-    engine = make_engine(llama, three, max_loaded_adapters=1)
+    engine = serve(llama, three, max_loaded_adapters=1)
     jobs = [(name, prompt) for prompt in prompts(20, 9) for name in ("a", "b", None, "c")]
     for i, (name, prompt) in enumerate(jobs):
         engine.submit(str(i), prompt, GREEDY, adapter=name)
     outputs: dict[str, list[int]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None
-            outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+    for delta in steps(engine):
+        outputs.setdefault(delta.request_id, []).extend(tokens([delta]))
         assert len(engine.adapters.slots) <= 1
         if len(outputs) == 3:
             assert sorted(outputs) == ["0", "2", "6"]
             assert engine.load.report().num_waiting == 5
     assert [int(i) for i in outputs if jobs[int(i)][0]] == [0, 1, 3, 4, 5, 7]
     assert outputs == {str(i): expected(name, prompt) for i, (name, prompt) in enumerate(jobs)}
-    engine.close()
 
 
 def test_only_requests_of_an_adapter_wait_for_its_file(
-    llama: Path, three: dict[str, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
+    serve: MakeEngine, llama: Path, three: Adapters, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [prompt] = prompts(20)
-    engine = make_engine(llama, three)
+    engine = serve(llama, three)
     engine.submit("b", prompt, GREEDY, adapter="b")
     run(engine)
     may_read, read = threading.Event(), RankAdapters.read
@@ -254,11 +244,10 @@ def test_only_requests_of_an_adapter_wait_for_its_file(
     engine.step()
     engine.cancel("gone")
     may_read.set()
-    assert {i: tokens(deltas) for i, deltas in run(engine).items()} == {"a": expected("a", prompt)}
-    engine.close()
+    assert answers(engine) == {"a": expected("a", prompt)}
 
 
-def test_errors_in_the_async_engine(llama: Path, three: dict[str, Path], expected: Any) -> None:
+async def test_errors_in_the_async_engine(llama: Path, three: Adapters, expected: Any) -> None:
     """An unknown adapter is refused at once, and one that cannot be loaded fails its request."""
     [prompt] = prompts(20)
     (three["b"] / "adapter_config.json").write_text("{}")
@@ -270,26 +259,25 @@ def test_errors_in_the_async_engine(llama: Path, three: dict[str, Path], expecte
     )
 
     async def generate(name: str) -> list[int]:
-        lists = engine.generate(prompt, GREEDY, adapter=name)
-        return [token async for deltas in lists for delta in deltas for token in delta.token_ids]
+        return tokens([delta async for deltas in engine.generate(prompt, GREEDY, adapter=name) for delta in deltas])
 
-    async def ask_all() -> list[list[int] | BaseException]:
-        return await asyncio.gather(*map(generate, "abd"), return_exceptions=True)
-
-    try:
-        good, damaged, unknown = asyncio.run(ask_all())
-        assert good == expected("a", prompt)
-        assert isinstance(damaged, ModelError)
-        assert isinstance(unknown, UnknownModelError)
-        assert engine.healthy
-    finally:
-        engine.close()
+    good, damaged, unknown = await asyncio.gather(*map(generate, "abd"), return_exceptions=True)
+    assert good == expected("a", prompt)
+    assert isinstance(damaged, ModelError)
+    assert isinstance(unknown, UnknownModelError)
+    assert engine.healthy
+    engine.close()
 
 
-def test_preempted_requests_keep_their_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
+def test_preempted_requests_keep_their_adapter(serve: MakeEngine, llama: Path, three: Adapters, expected: Any) -> None:
     """Too few blocks for all, and two slots for three adapters."""
-    engine = make_engine(
-        llama, three, max_loaded_adapters=2, kv_memory_bytes=7 * 16 * 768, max_model_len=60, max_num_batched_tokens=30
+    engine = serve(
+        llama,
+        three,
+        max_loaded_adapters=2,
+        kv_memory_bytes=7 * BLOCK_BYTES,
+        max_model_len=60,
+        max_num_batched_tokens=30,
     )
     jobs = list(zip("abacbc", prompts(44, 44, 44, 44, 44, 44), strict=True))  # of one length: in order of arrival
     # Loaded before the others arrive: else the requests of one could end before the other has been read.
@@ -298,17 +286,16 @@ def test_preempted_requests_keep_their_adapter(llama: Path, three: dict[str, Pat
     assert run(engine).keys() == {"a", "b"}
     for i, (name, prompt) in enumerate(jobs):
         engine.submit(str(i), prompt, GREEDY, adapter=name)
-    outputs = {request_id: tokens(deltas) for request_id, deltas in run(engine).items()}
+    outputs = answers(engine)
     assert outputs == {str(i): expected(name, prompt) for i, (name, prompt) in enumerate(jobs)}
     assert sum(engine.load.take_activity().num_preempted.values())
-    engine.close()
 
 
-def test_forks_have_their_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
+def test_forks_have_their_adapter(serve: MakeEngine, llama: Path, three: Adapters, expected: Any) -> None:
     """Several outputs of a request, a fork of one that runs, and one of a request that has ended and whose adapter has
     been dropped since."""
     [prompt] = prompts(30)
-    engine = make_engine(llama, three, max_loaded_adapters=1)
+    engine = serve(llama, three, max_loaded_adapters=1)
     engine.submit("r", prompt, replace(GREEDY, n=2), adapter="a")
     deltas = [delta for _ in range(4) for delta in engine.step()]
     engine.fork("r", "running", replace(GREEDY, max_tokens=2))
@@ -325,11 +312,10 @@ def test_forks_have_their_adapter(llama: Path, three: dict[str, Path], expected:
     deltas = run(engine)["ended"]
     assert tokens(deltas) == expected("a", prompt + whole)
     assert deltas[0].num_cached_tokens == 32
-    engine.close()
 
 
 def test_drafts_are_verified_with_the_adapter(
-    llama: Path, three: dict[str, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
+    serve: MakeEngine, llama: Path, three: Adapters, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of draft tokens have the sequence's adapter: the merged model's tokens are accepted, and no others.
 
@@ -344,33 +330,33 @@ def test_drafts_are_verified_with_the_adapter(
 
     monkeypatch.setattr(NgramProposer, "propose", all_but_the_last_right)
     monkeypatch.setattr(PreemptionCostModel, "step_times", StepTimes(fixed_s=10.0))  # the longest drafts pay
-    engine = make_engine(llama, three, speculation="ngram", max_draft_tokens=8)
+    engine = serve(llama, three, speculation="ngram", max_draft_tokens=8)
     for request_id, (name, prompt) in jobs.items():
         engine.submit(request_id, prompt, replace(GREEDY, max_tokens=40), adapter=name)
-    assert {request_id: tokens(deltas) for request_id, deltas in run(engine).items()} == wanted
+    assert answers(engine) == wanted
     assert engine.speculation is not None
     counts = engine.speculation.counts
     assert counts.checks == 4 * 5  # of outputs of 1 + 8 + 8 + 8 + 8 + 6 + 1 tokens
     assert counts.accepted_tokens == counts.draft_tokens - counts.checks == 4 * (7 + 7 + 7 + 7 + 5)
-    engine.close()
 
 
-def test_prefixes_are_not_shared_between_adapters(llama: Path, three: dict[str, Path], expected: Any) -> None:
+def test_prefixes_are_not_shared_between_adapters(
+    serve: MakeEngine, llama: Path, three: Adapters, expected: Any
+) -> None:
     [prompt] = prompts(40)
-    engine = make_engine(llama, three)
+    engine = serve(llama, three)
     for cached in (0, 32):
         for name in (None, "a", "b"):
             engine.submit("r", prompt, GREEDY, adapter=name)
             deltas = run(engine)["r"]
             assert tokens(deltas) == expected(name, prompt)
             assert deltas[0].num_cached_tokens == cached
-    engine.close()
 
 
-def test_all_memory_is_freed_under_load(llama: Path, three: dict[str, Path]) -> None:
+def test_all_memory_is_freed_under_load(llama: Path, three: Adapters) -> None:
     """Requests begin and are cancelled at any time, also while their adapter is being read."""
     generator = np.random.default_rng(4)
-    engine = make_engine(llama, three, max_loaded_adapters=2)
+    engine = engine_of(llama, adapters={name: str(folder) for name, folder in three.items()}, max_loaded_adapters=2)
     lengths = generator.integers(5, 60, 25).tolist()
     for i, prompt in enumerate(prompts(*lengths)):
         engine.submit(str(i), prompt, GREEDY, adapter=[None, *"abc"][generator.integers(4)])
@@ -391,14 +377,14 @@ def test_all_memory_is_freed_under_load(llama: Path, three: dict[str, Path]) -> 
 
 
 def test_a_damaged_adapter_fails_its_requests_only(
-    llama: Path, three: dict[str, Path], expected: Any, caplog: pytest.LogCaptureFixture
+    serve: MakeEngine, llama: Path, three: Adapters, expected: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next request for the adapter tries again."""
     [prompt] = prompts(12)
     weights = three["b"] / "adapter_model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:1000])
-    engine = make_engine(llama, three, max_loaded_adapters=1)
+    engine = serve(llama, three, max_loaded_adapters=1)
     for i, name in enumerate(("b", "a", "b", None)):
         engine.submit(str(i), prompt, GREEDY, adapter=name)
     outputs = run(engine)
@@ -409,18 +395,16 @@ def test_a_damaged_adapter_fails_its_requests_only(
     assert tokens(outputs["1"]) == expected("a", prompt)
     assert tokens(outputs["3"]) == expected(None, prompt)
     assert caplog.text.count("cannot read") == 1  # failed requests cause no further read
-    engine.close()
     weights.write_bytes(whole)
-    engine = make_engine(llama, three, max_loaded_adapters=1)
+    engine = serve(llama, three, max_loaded_adapters=1)
     engine.submit("0", prompt, GREEDY, adapter="b")
-    assert tokens(run(engine)["0"]) == expected("b", prompt)
+    assert answers(engine)["0"] == expected("b", prompt)
     make_adapter(three["b"], llama, r"q_proj$", seed=5)  # another adapter in the same folder
     for name in ("a", "b"):
         engine.submit(name, prompt, GREEDY, adapter=name)
     outputs = run(engine)
     assert tokens(outputs["a"]) == expected("a", prompt)
     assert "has changed since" in str(outputs["b"][0].error)
-    engine.close()
 
 
 UP = "base_model.model.model.layers.0.mlp.up_proj"
@@ -445,7 +429,7 @@ WRONG: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any], str]] = {
 }
 
 
-def test_unsupported_settings_are_named(llama: Path, tmp_path: Path) -> None:
+def test_unsupported_settings_are_named(serve: MakeEngine, llama: Path, tmp_path: Path) -> None:
     for name, (tensors, settings, _) in WRONG.items():
         weights = make_adapter(tmp_path / name, llama, r"up_proj$")
         for key, shape in tensors.items():
@@ -453,7 +437,7 @@ def test_unsupported_settings_are_named(llama: Path, tmp_path: Path) -> None:
             if not shape:
                 del weights[key]
         write_adapter(tmp_path / name, weights, **{"r": 4, "lora_alpha": 8, "target_modules": ["up_proj"]} | settings)
-    engine = make_engine(llama, {name: tmp_path / name for name in WRONG}, max_loaded_adapters=1)
+    engine = serve(llama, {name: tmp_path / name for name in WRONG}, max_loaded_adapters=1)
     for name in WRONG:
         engine.submit(name, [1, 2, 3], GREEDY, adapter=name)
     deltas = run(engine)
@@ -462,7 +446,6 @@ def test_unsupported_settings_are_named(llama: Path, tmp_path: Path) -> None:
         assert isinstance(delta.error, ModelError), name
         assert message in str(delta.error), f"{name}: {delta.error}"
     assert not engine.adapters.slots
-    engine.close()
 
 
 def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
@@ -475,37 +458,35 @@ def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "refused"), [("mixtral", r"experts|gate"), ("lfm2", r"\.conv\.")])
 def test_experts_and_mixers_are_no_targets(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str, refused: str
+    serve: MakeEngine, llama: Path, make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str, refused: str
 ) -> None:
     """They compute tokens in another order."""
-    settings = HYBRIDS[name] if name in HYBRIDS else ARCHITECTURES[name][1]
-    make_adapter(tmp_path / "a", make_checkpoint("llama", **ARCHITECTURES["llama"][1]), "q_proj")
-    engine = make_engine(make_checkpoint(name, **settings), {"a": tmp_path / "a"})
+    make_adapter(tmp_path / "a", llama, "q_proj")
+    engine = serve(folder_of(make_checkpoint, name), {"a": tmp_path / "a"})
     assert engine.model.adapters is not None
     paths = " ".join(engine.model.adapters.shapes)
     assert "self_attn.q_proj" in paths
     assert "lm_head" in paths
     assert re.search(refused, paths) is None
-    engine.close()
 
 
-def test_names_are_checked_before_anything_is_loaded(llama: Path, three: dict[str, Path], tmp_path: Path) -> None:
+def test_names_are_checked_before_anything_is_loaded(
+    serve: MakeEngine, llama: Path, three: Adapters, tmp_path: Path
+) -> None:
     check_sources({"hub": "owner/name", "here": str(three["a"])})
     for source, message in ((tmp_path / "typo", "neither a folder"), (tmp_path, "no adapter_config.json")):
         with pytest.raises(ConfigError, match=message):
-            make_engine(llama, {"a": source})
+            serve(llama, {"a": source})
     with pytest.raises(ConfigError, match="empty name"):
         check_sources({"": str(three["a"])})
-    engine = make_engine(llama, three)
+    engine = serve(llama, three)
     with pytest.raises(UnknownModelError, match="has a, b, c"):
         engine.submit("r", [1], GREEDY, adapter="d")
     assert not engine.has_work
-    engine.close()
 
 
-def test_without_adapters_the_model_is_as_it_was(llama: Path) -> None:
-    engine = make_engine(llama, {})
+def test_without_adapters_the_model_is_as_it_was(serve: MakeEngine, llama: Path) -> None:
+    engine = serve(llama, {})
     assert not any(isinstance(module, LoRALinear) for module in engine.model.module.modules())
     with pytest.raises(UnknownModelError, match="has none"):
         engine.submit("r", [1], GREEDY, adapter="a")
-    engine.close()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from folio.app.engine.engine import Engine
 from folio.app.engine.lora.layers import LoRALayers, Updates
 from folio.app.engine.lora.rank import RankAdapters
 from folio.app.engine.lora.source import AdapterSource, files_version
 from folio.app.engine.ranks import worker
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import EngineError, ModelError
-from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens
+from tests.app.engine.engines import engine_of, run
+from tests.app.engine.engines import tokens_of as tokens
+from tests.app.engine.lora.adapters import Merged, make_adapter, one_thread
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 
@@ -22,6 +26,11 @@ pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPT = list(range(3, 40, 2))
 PATTERNS = {"llama": r"_proj$|lm_head", "mixtral": r"self_attn.*_proj$", "gemma2": r"layers.*_proj$", "phi3": r"_proj$"}
+
+
+def make_engine(model: Path, folders: dict[str, Path], **settings: Any) -> Engine:
+    sources = {name: str(folder) for name, folder in folders.items()}
+    return engine_of(model, thread_ranks, adapters=sources, **settings)
 
 
 class PeerElsewhere(RankAdapters):
@@ -46,7 +55,7 @@ def test_ranks_give_what_merged_models_give(
         make_adapter(tmp_path / key, model, PATTERNS[name], seed=seed)
         expected[key] = Merged(model, tmp_path / key).generate(PROMPT, 6)
     settings = {"tensor_parallel_size": size, "max_loaded_adapters": 1}
-    engine = make_engine(model, {key: tmp_path / key for key in "ab"}, thread_ranks, **settings)
+    engine = make_engine(model, {key: tmp_path / key for key in "ab"}, **settings)
     for key in ("a", "base", "b"):
         engine.submit(key, PROMPT, GREEDY, adapter=None if key == "base" else key)
     outputs = {key: tokens(deltas) for key, deltas in run(engine).items()}
@@ -62,7 +71,7 @@ def test_an_adapter_that_a_peer_cannot_read_is_refused(
         make_adapter(tmp_path / key, model, r"_proj$", seed=seed)
     monkeypatch.setattr(worker, "RankAdapters", lambda layers: PeerElsewhere(layers, tmp_path / "elsewhere"))
     settings = {"tensor_parallel_size": 2, "max_loaded_adapters": 1}
-    engine = make_engine(model, {key: tmp_path / key for key in "ab"}, thread_ranks, **settings)
+    engine = make_engine(model, {key: tmp_path / key for key in "ab"}, **settings)
     for key in "ab":
         engine.submit(key, PROMPT, GREEDY, adapter=key)
     outputs = run(engine)
@@ -80,7 +89,7 @@ def test_an_adapter_that_rank_0_cannot_insert_is_on_no_rank(
     for seed, key in enumerate("ab"):
         make_adapter(tmp_path / key, model, r"_proj$", seed=seed)
     settings = {"tensor_parallel_size": 2, "max_loaded_adapters": 1}
-    engine = make_engine(model, {key: tmp_path / key for key in "ab"}, thread_ranks, **settings)
+    engine = make_engine(model, {key: tmp_path / key for key in "ab"}, **settings)
     original = LoRALayers.insert
 
     def insert(layers: LoRALayers, slot: int, updates: Updates) -> None:
@@ -111,7 +120,7 @@ def test_adapters_are_checked_and_loaded_on_all_ranks(
         return peers[-1]
 
     monkeypatch.setattr(worker, "RankAdapters", peer)
-    engine = make_engine(model, {}, thread_ranks, tensor_parallel_size=2, adapter_dir=str(tmp_path))
+    engine = make_engine(model, {}, tensor_parallel_size=2, adapter_dir=str(tmp_path))
     for name, folder in (("a", "a"), ("legal", "a"), ("legal", "b"), ("legal", "a")):
         source = AdapterSource(name, str(tmp_path / folder), files_version(tmp_path / folder))
         number, reading = engine.adapters.begin_check(source)

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.app.engine.engines import MakeEngine, folder_of
+from tests.app.engine.pooled import assert_close, embed, expected, headless_copy
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
-from tests.app.engine.test_pooling import assert_close, checkpoint, embed, expected, headless, make_engine
 from tests.conftest import MakeCheckpoint, tokens
 
-__all__ = ["headless"]  # a fixture
+RANKS = {"launch": thread_ranks, "tensor_parallel_size": 2, "dtype": "float32"}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
 @pytest.mark.parametrize("method", ["last", "mean"])
-def test_two_ranks(make_checkpoint: MakeCheckpoint, name: str, method: str) -> None:
-    folder = checkpoint(make_checkpoint, name)
-    engine = make_engine(
-        folder, launch=thread_ranks, pooling=method, tensor_parallel_size=2, max_num_batched_tokens=48, dtype="float32"
-    )
+def test_two_ranks(make_engine: MakeEngine, make_checkpoint: MakeCheckpoint, name: str, method: str) -> None:
+    engine = make_engine(name, pooling=method, max_num_batched_tokens=48, **RANKS)
     prompts = [tokens(length, length) for length in (5, 33, 120)]
     for prompt, actual in zip(prompts, embed(engine, prompts), strict=True):
-        assert_close(actual, expected(folder, prompt, method))
-    engine.close()
+        assert_close(actual, expected(folder_of(make_checkpoint, name), prompt, method))
 
 
-def test_two_ranks_without_output_layer(make_checkpoint: MakeCheckpoint, headless: object) -> None:
-    engine = make_engine(headless, launch=thread_ranks, tensor_parallel_size=2, dtype="float32")
-    [actual] = embed(engine, [tokens(30)])
-    assert_close(actual, expected(checkpoint(make_checkpoint), tokens(30), "last"))
-    engine.close()
+def test_two_ranks_without_output_layer(make_engine: MakeEngine, llama: Path, tmp_path: Path) -> None:
+    [actual] = embed(make_engine(headless_copy(llama, tmp_path), pooling="last", **RANKS), [tokens(30)])
+    assert_close(actual, expected(llama, tokens(30), "last"))

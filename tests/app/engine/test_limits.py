@@ -6,35 +6,32 @@ import asyncio
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine import AsyncEngine, SamplingParams
+from folio.app.engine import AsyncEngine
 from folio.app.engine.engine import Engine
 from folio.app.engine.report import StepTimes
 from folio.app.engine.schedule.load_report import LoadMeter, retry_after_s
 from folio.app.errors import DeadlineError, OverloadedError, RequestError
-from tests.conftest import SMALL, MakeCheckpoint
+from tests.app.engine.engines import MakeEngine, folder_of, greedy
+from tests.conftest import MakeCheckpoint
 
-GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+GREEDY, LONG = greedy(4), greedy(900)
 
 
-def config(make_checkpoint: MakeCheckpoint, **settings: object) -> EngineConfig:
-    folder = make_checkpoint("llama", **(SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}))
+def config(make_checkpoint: MakeCheckpoint, **settings: Any) -> EngineConfig:
     defaults = {"kv_memory_bytes": 8 << 20, "skip_tokenizer_init": True, "max_num_seqs": 1, "num_threads": 1}
-    return EngineConfig(model=str(folder), **(defaults | settings))  # type: ignore[arg-type]
+    return EngineConfig(model=str(folder_of(make_checkpoint, "tiny")), **(defaults | settings))
 
 
 @pytest.fixture
-def engine(make_checkpoint: MakeCheckpoint) -> Iterator[Engine]:
-    engine = Engine(config(make_checkpoint, max_queued_requests=3, fair_tenants=True, max_num_batched_tokens=32))
-    yield engine
-    engine.check_integrity()
-    engine.close()
+def engine(make_engine: MakeEngine) -> Engine:
+    return make_engine("tiny", max_num_seqs=1, max_queued_requests=3, fair_tenants=True, max_num_batched_tokens=32)
 
 
 @pytest.fixture
@@ -71,6 +68,7 @@ def test_requests_expire_at_their_deadlines_earliest_first(engine: Engine, pass_
         engine.submit(name, [1, 2, 3], LONG, timeout_s=timeout_s)
         pass_time(0.1)
     engine.cancel("10")
+    engine.submit("10", [1, 2, 3], LONG)  # has no deadline of the last request of this name
     ended = []
     for _ in range(5):
         pass_time(7)
@@ -79,7 +77,7 @@ def test_requests_expire_at_their_deadlines_earliest_first(engine: Engine, pass_
     assert ended == [["11"], ["20"]]
     pass_time(1e6)
     assert not any(delta.error for delta in engine.step())
-    engine.cancel("none")
+    assert engine.requests.keys() == {"none", "10"}
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf])
@@ -87,17 +85,6 @@ def test_a_timeout_that_cannot_pass_is_refused(engine: Engine, timeout_s: float)
     with pytest.raises(RequestError, match="timeout_s"):
         engine.submit("0", [1], GREEDY, timeout_s=timeout_s)
     assert not engine.has_work
-
-
-def test_the_next_request_of_a_name_has_no_deadline_of_the_last(
-    engine: Engine, pass_time: Callable[[float], None]
-) -> None:
-    engine.submit("0", [1], GREEDY, timeout_s=1e3)
-    engine.cancel("0")
-    engine.submit("0", [1], GREEDY)
-    pass_time(1e6)
-    assert not any(delta.error for delta in engine.step())
-    engine.cancel("0")
 
 
 def test_more_requests_than_may_wait_are_refused(engine: Engine) -> None:
@@ -119,71 +106,61 @@ def test_the_error_survives_the_way_to_another_process() -> None:
     assert (type(error), str(error), error.retry_after_s) == (OverloadedError, "full", 2.5)
 
 
-def test_coming_back_is_worth_it_when_half_of_them_have_begun() -> None:
+SLOW = StepTimes(fixed_s=1.0, token_s=0.01, attended_s=0.0)
+QUICK = StepTimes(fixed_s=0.001, token_s=0.0, attended_s=0.0)
+WAITING = [1000] * 8
+
+
+@pytest.mark.parametrize(
+    ("queued", "step", "most_tokens", "free_tokens", "lately", "expected"),
+    [
+        # Coming back is worth it when half of them have begun.
+        ([500, 500], SLOW, 100, 10**12, {}, (10 + 10) / 2),
+        ([5], SLOW, 100, 10**12, {}, 1.05 / 2),
+        ([10**9], SLOW, 100, 10**12, {}, 60.0),
+        ([1] * 60, SLOW, 100, 10**12, {"ended_requests": 10}, 30.0),  # one a second: 60 of them take a minute
+        # Who waits for room in the cache waits longer, by the room that requests have made lately; if any has.
+        (WAITING, QUICK, 1000, 0, {}, 60.0),
+        (WAITING, QUICK, 1000, 4000, {}, 0.05),  # half of them fit, and are computed at once
+        (WAITING, QUICK, 1000, 0, {"freed_tokens": 5000}, 4000 / 500),  # 500 a second
+        (WAITING, QUICK, 1000, 3000, {"freed_tokens": 5000}, 1000 / 500),
+    ],
+)
+def test_when_to_come_back(
+    queued: list[int], step: StepTimes, most_tokens: int, free_tokens: int, lately: dict[str, int], expected: float
+) -> None:
     meter = LoadMeter()
-    step = StepTimes(fixed_s=1.0, token_s=0.01, attended_s=0.0)
-
-    def seconds(queued: list[int], free_tokens: int = 10**12) -> float:
-        return retry_after_s(queued, step, meter, step_tokens=100, free_tokens=free_tokens, now=0.0)
-
-    assert seconds([500, 500]) == pytest.approx((10 + 10) / 2)
-    assert seconds([5]) == pytest.approx(1.05 / 2)
-    assert seconds([10**9]) == 60.0
-    meter.ended_requests.add(10, 0.0)  # one a second: 60 of them take a minute
-    assert seconds([1] * 60) == pytest.approx(30.0)
+    for name, count in lately.items():
+        getattr(meter, name).add(count, 0.0)
+    seconds = retry_after_s(queued, step, meter, step_tokens=most_tokens, free_tokens=free_tokens, now=0.0)
+    assert seconds == pytest.approx(expected)
 
 
-def test_who_waits_for_room_in_the_cache_waits_longer() -> None:
-    """By the room that requests have made lately; if none has, nobody knows."""
-    meter = LoadMeter()
-    step = StepTimes(fixed_s=0.001, token_s=0.0, attended_s=0.0)
-
-    def seconds(free_tokens: int) -> float:
-        return retry_after_s([1000] * 8, step, meter, step_tokens=1000, free_tokens=free_tokens, now=0.0)
-
-    assert seconds(0) == 60.0
-    assert seconds(4000) == 0.05  # half of them fit, and are computed at once
-    meter.freed_tokens.add(5000, 0.0)  # 500 a second
-    assert seconds(0) == pytest.approx(4000 / 500)
-    assert seconds(3000) == pytest.approx(1000 / 500)
-
-
-def test_what_was_sent_and_has_not_begun_counts(make_checkpoint: MakeCheckpoint) -> None:
+async def test_what_was_sent_and_has_not_begun_counts(make_checkpoint: MakeCheckpoint) -> None:
     """Refused before anything is sent; who comes later, when there is room again, is served."""
-
-    async def main() -> None:
-        engine = AsyncEngine(config(make_checkpoint, max_queued_requests=2))
-        try:
-            running = engine.generate([1, 2], LONG)
-            await anext(running)
-            waiting = [asyncio.create_task(anext(engine.generate([3], GREEDY))) for _ in range(2)]
-            await asyncio.sleep(0)  # both have been sent; whether the thread has seen them makes no difference
-            for _ in range(20):
-                with pytest.raises(OverloadedError) as refused:
-                    await anext(engine.generate([4], GREEDY))
-                assert refused.value.retry_after_s > 0
-            await running.aclose()  # type: ignore[attr-defined]
-            await asyncio.gather(*waiting)
-            async for _ in engine.generate([4], GREEDY):
-                pass
-        finally:
-            engine.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    engine = AsyncEngine(config(make_checkpoint, max_queued_requests=2))
+    running = engine.generate([1, 2], LONG)
+    await anext(running)
+    waiting = [asyncio.create_task(anext(engine.generate([3], GREEDY))) for _ in range(2)]
+    await asyncio.sleep(0)  # both have been sent; whether the thread has seen them makes no difference
+    for _ in range(20):
+        with pytest.raises(OverloadedError) as refused:
+            await anext(engine.generate([4], GREEDY))
+        assert refused.value.retry_after_s > 0
+    await running.aclose()  # type: ignore[attr-defined]
+    await asyncio.gather(*waiting)
+    async for _ in engine.generate([4], GREEDY):
+        pass
+    engine.close()
 
 
-def test_a_late_request_of_an_async_engine_raises(make_checkpoint: MakeCheckpoint) -> None:
-    async def main() -> None:
-        engine = AsyncEngine(config(make_checkpoint))
-        try:
-            with pytest.raises(DeadlineError, match="timeout_s"):
-                async for _ in engine.generate([1], LONG, timeout_s=1e-6):
-                    pass
-            assert engine.report().active_bytes == 0
-        finally:
-            engine.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+async def test_a_late_request_of_an_async_engine_raises(make_checkpoint: MakeCheckpoint) -> None:
+    engine = AsyncEngine(config(make_checkpoint))
+    with pytest.raises(DeadlineError, match="timeout_s"):
+        async for _ in engine.generate([1], LONG, timeout_s=1e-6):
+            pass
+    assert engine.report().active_bytes == 0
+    engine.close()
 
 
 def test_tenants_take_turns(engine: Engine) -> None:

@@ -47,11 +47,6 @@ def test_drafts_equal_those_of_a_search(added: list[list[int]], least: int, more
         patch.undo()
 
 
-def test_a_loop_is_guessed_beyond_the_end_of_the_text() -> None:
-    proposer = NgramProposer()
-    assert proposer.propose([make_sequence([7, 1, 2, 3, 1, 2, 3])], [8]) == [[1, 2, 3, 1, 2, 3, 1, 2]]
-
-
 def test_requests_do_not_see_each_other() -> None:
     proposer = NgramProposer()
     one, other = make_sequence([1, 2, 3, 4, 5, 1, 2]), make_sequence([9, 8, 7, 1, 2])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from folio.app.config.engine import EngineConfig
 from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine
 from folio.app.engine.report import StepTimes
@@ -22,25 +20,20 @@ from folio.app.engine.schedule.scheduler import PATIENCE
 from folio.app.errors import RequestError
 from folio.vmem import IntegrityError, KVMemory, OutOfPages
 from folio.vmem.prefix.prefix_cache import PrefixCache
-from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
+from tests.app.engine.engines import MakeEngine, greedy, raising, run, steps, tokens_of
+from tests.conftest import VOCAB_SIZE
 
-TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 BLOCK_BYTES = 4096  # of 32 tokens
-MOST_STEPS = 3000
-
-
 _BEAMS = {"n": 3, "use_beam_search": True}
 
 
 class Counted:
     """An engine each of whose steps is checked against the bounds when it has been scheduled."""
 
-    def __init__(self, make_checkpoint: MakeCheckpoint, **settings: Any) -> None:
-        defaults: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "num_threads": 1}
-        defaults["model"] = str(make_checkpoint("llama", **TINY))
-        self.engine = Engine(EngineConfig(**(defaults | settings)))
-        self.most_tokens = self.most_rows = self.most_drafts = 0
-        scheduler, schedule = self.engine.scheduler, self.engine.scheduler.schedule
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.most_tokens = self.most_rows = 0
+        scheduler, schedule = engine.scheduler, engine.scheduler.schedule
 
         def checked(*args: Any, **ahead: bool) -> list[Scheduled]:
             scheduled = schedule(*args, **ahead)
@@ -50,23 +43,13 @@ class Counted:
                 if s.samples and s.sequence.request.lockstep:
                     assert [beam.sequence for beam in beams if beam.samples] == s.sequence.request.sequences
             num_tokens = sum(s.num_tokens for s in scheduled)
-            assert num_tokens <= self.engine.config.max_num_batched_tokens
+            assert num_tokens <= engine.config.max_num_batched_tokens
             assert len(scheduled) <= scheduler.num_running <= scheduler.max_num_seqs
             self.most_tokens = max(self.most_tokens, num_tokens)
             self.most_rows = max(self.most_rows, len(scheduled))
-            self.most_drafts = max(self.most_drafts, sum(len(s.drafts) for s in scheduled))
             return scheduled
 
         scheduler.schedule = checked  # type: ignore[method-assign]
-
-    def run(self, most_steps: int = MOST_STEPS) -> None:
-        """Until nothing is left to do. Nobody may starve."""
-        for _ in range(most_steps):
-            if not self.engine.has_work:
-                break
-            self.engine.step()
-        assert not self.engine.has_work
-        self.engine.check_integrity()
 
 
 class Clock:
@@ -83,40 +66,40 @@ class Clock:
 
 
 @pytest.fixture
-def make(make_checkpoint: MakeCheckpoint) -> Iterator[Any]:
-    made: list[Counted] = []
+def make(make_engine: MakeEngine) -> MakeEngine:
+    """Engines whose steps are checked."""
 
-    def make(**settings: Any) -> Counted:
-        made.append(Counted(make_checkpoint, **settings))
-        return made[-1]
+    def make(model: str = "tiny", **settings: Any) -> Engine:
+        return Counted(make_engine(model, **settings)).engine
 
-    yield make
-    for counted in made:
-        counted.engine.close()
+    return make
 
 
 def ids(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB_SIZE - 1) for _ in range(length)]
 
 
-def greedy(max_tokens: int, **params: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **params)
+def ended(engine: Engine) -> list[str]:
+    """Run everything; the requests in the order in which they end, none with an error."""
+    deltas = list(steps(engine))
+    tokens_of(deltas)
+    return [delta.request_id for delta in deltas if delta.ends_request]
 
 
-def test_forks_that_are_to_come_have_their_places(make: Any) -> None:
+def test_forks_that_are_to_come_have_their_places(make: MakeEngine) -> None:
     """Regression: a running group counted as one until its prompt was computed. Of 40 requests with n=32 all began at
     once, and went on as 1,056 sequences where 64 may run, with more tokens in a step than it may have."""
-    counted: Counted = make(max_num_seqs=64, max_num_batched_tokens=96)
+    counted = Counted(make(max_num_seqs=64, max_num_batched_tokens=96))
     for i in range(40):
         counted.engine.submit(str(i), [i, 2, 3, 4, 5, 6, 7, 8], SamplingParams(n=32, max_tokens=3, ignore_eos=True))
-    counted.run()
+    run(counted.engine)
     assert counted.most_rows == 64, "all places are used"
     assert counted.most_tokens <= 96
 
 
-def test_a_fork_finds_no_place_that_coming_forks_have(make: Any) -> None:
+def test_a_fork_finds_no_place_that_coming_forks_have(make: MakeEngine) -> None:
     """Regression: `Engine.fork` counted only the sequences that there were."""
-    counted: Counted = make(max_num_seqs=4, max_num_batched_tokens=16)
+    counted = Counted(make(max_num_seqs=4, max_num_batched_tokens=16))
     engine = counted.engine
     engine.submit("runs", [1, 2, 3], greedy(50))
     engine.step()
@@ -124,30 +107,29 @@ def test_a_fork_finds_no_place_that_coming_forks_have(make: Any) -> None:
     engine.step()  # its prompt takes three
     with pytest.raises(RequestError, match="no room for 1 more sequences"):
         engine.fork("runs", "fork", greedy(50))
-    counted.run()
+    run(engine)
     assert counted.most_rows == 4
 
 
-def test_beams_that_may_come_back_have_their_places(make: Any) -> None:
+def test_beams_that_may_come_back_have_their_places(make: MakeEngine) -> None:
     """A search counts with its whole width, also while fewer of its beams go on."""
-    counted: Counted = make(max_num_seqs=4)
-    counted.engine.submit("beams", [1, 2], greedy(4, n=3, use_beam_search=True))
-    counted.engine.step()
-    [request] = counted.engine.scheduler.running
-    counted.engine.decoder.end_sequence(request.sequences[-1])
+    engine = make(max_num_seqs=4)
+    engine.submit("beams", [1, 2], greedy(4, **_BEAMS))
+    engine.step()
+    [request] = engine.scheduler.running
+    engine.decoder.end_sequence(request.sequences[-1])
     assert len(request.sequences) == 2
-    assert counted.engine.scheduler.num_running == 3
-    counted.engine.cancel("beams")
+    assert engine.scheduler.num_running == 3
 
 
 @pytest.mark.parametrize(("seed", "max_num_seqs", "num_blocks"), [(0, 4, 6), (1, 8, 12), (3, 8, 24)])
 def test_whatever_is_asked_steps_stay_within_their_bounds(
-    make: Any, monkeypatch: pytest.MonkeyPatch, seed: int, max_num_seqs: int, num_blocks: int
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, seed: int, max_num_seqs: int, num_blocks: int
 ) -> None:
     """Random requests, forks, cancellations, preemptions and budgets. Whoever is refused without a look at the prefix
     cache would have been refused with one."""
     rng = random.Random(seed)
-    counted: Counted = make(
+    engine = make(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=rng.choice([17, 40]),
         max_model_len=120,
@@ -155,7 +137,7 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
         speculation=rng.choice(["off", "ngram"]),
         fair_tenants=rng.random() < 0.5,
     )
-    engine, scheduler = counted.engine, counted.engine.scheduler
+    scheduler = engine.scheduler
     clock = Clock(engine, monkeypatch)
     admission = scheduler._admission
     can_admit, fits, num_refused, matched = admission.can_admit, admission._fits, 0, False
@@ -209,14 +191,14 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
             engine.step()
         engine.check_integrity()
     engine.set_budget(engine.memory.most_budget_bytes, 1000)
-    counted.run()
+    run(engine)
     assert num_refused, "nobody had to wait for pages"
 
 
-def test_what_runs_is_counted_once_and_not_for_each_draft(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_is_counted_once_and_not_for_each_draft(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the pages to keep for all that runs were summed up again for each sequence with a draft: 64 of them
     took 3 ms instead of 0.03 in every step."""
-    engine = make(max_num_seqs=64).engine
+    engine = make(max_num_seqs=64)
     for i in range(64):
         engine.submit(str(i), [i, 1, 2], greedy(20))
     while len(engine.scheduler.decoding()) < 64:
@@ -233,7 +215,6 @@ def test_what_runs_is_counted_once_and_not_for_each_draft(make: Any, monkeypatch
     assert [len(s.drafts) for s in scheduled] == [2] * 64
     assert len(calls) == 1
     engine.scheduler.abort_step()
-    engine.cancel_all()
 
 
 @pytest.fixture
@@ -250,11 +231,11 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def test_a_prompt_without_room_is_looked_up_once(make: Any, looked_up: list[int]) -> None:
+def test_a_prompt_without_room_is_looked_up_once(make: MakeEngine, looked_up: list[int]) -> None:
     """Regression: whatever the running sequences had generated made the prompt that waits be looked up again, in every
     second step; it begins as soon as there is room, all the same."""
     num_tokens = 16 * 32
-    engine = make(max_num_seqs=8, kv_memory_bytes=20 * BLOCK_BYTES, max_model_len=600).engine
+    engine = make(max_num_seqs=8, kv_memory_bytes=20 * BLOCK_BYTES, max_model_len=600)
     rng = random.Random(0)
     for name, max_tokens in (("long", 120), ("short", 50), ("short too", 50)):
         engine.submit(name, ids(rng, 16), greedy(max_tokens))
@@ -262,19 +243,16 @@ def test_a_prompt_without_room_is_looked_up_once(make: Any, looked_up: list[int]
     engine.step()  # each of them has a block, and may want another one
     engine.submit("waits", ids(rng, num_tokens), greedy(4))
     looked_up.clear()
-    ended: list[str] = []
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None
-            ended += [delta.request_id] * delta.ends_request
-    assert ended == ["short", "short too", "waits", "long"]
+    assert ended(engine) == ["short", "short too", "waits", "long"]
     assert looked_up == [num_tokens] * 3, "when it came, when there was room, and when it was given its blocks"
 
 
-def test_a_prompt_that_cannot_be_looked_up_ends_its_request_only(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_be_looked_up_ends_its_request_only(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: in a full batch the look for the coming prompt comes before admission's, and its failure ended all
     requests."""
-    engine = make(max_num_seqs=1).engine
+    engine = make(max_num_seqs=1)
     engine.submit("runs", [1, 2, 3], greedy(4))
     engine.step()
     match = PrefixCache.match
@@ -286,19 +264,13 @@ def test_a_prompt_that_cannot_be_looked_up_ends_its_request_only(make: Any, monk
 
     monkeypatch.setattr(PrefixCache, "match", failing)
     engine.submit("waits", [7, 8, 9], greedy(4))
-    deltas = []
-    while engine.has_work:
-        deltas += engine.step()
-    assert {delta.request_id: delta.error is None for delta in deltas if delta.ends_request} == {
-        "runs": True,
-        "waits": False,
-    }
+    assert {name: deltas[-1].error is None for name, deltas in run(engine).items()} == {"runs": True, "waits": False}
 
 
-def test_long_prompts_delay_a_short_one_by_one_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_delay_a_short_one_by_one_step(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a short prompt waited until all long ones that had come before it were computed, those that had not
     begun and those that had."""
-    engine = make(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=600).engine
+    engine = make(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=600)
     Clock(engine, monkeypatch)
     rng = random.Random(3)
     for i in range(4):
@@ -306,14 +278,12 @@ def test_long_prompts_delay_a_short_one_by_one_step(make: Any, monkeypatch: pyte
     engine.step()
     engine.submit("short", ids(rng, 20), greedy(1))
     assert [delta.request_id for delta in engine.step()] == ["short"]
-    ended = [delta.request_id for _ in range(40) for delta in engine.step()]
-    assert ended == [f"long {i}" for i in range(4)]
-    assert not engine.has_work
+    assert ended(engine) == [f"long {i}" for i in range(4)]
 
 
-def test_a_prompt_is_passed_until_it_is_due(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_passed_until_it_is_due(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by a longer one, whatever the router expects in the cache, if the request does not read the cache."""
-    engine = make(max_num_batched_tokens=32, max_num_seqs=8, max_model_len=600).engine
+    engine = make(max_num_batched_tokens=32, max_num_seqs=8, max_model_len=600)
     clock = Clock(engine, monkeypatch)
     rng = random.Random(5)
     engine.submit("first", ids(rng, 200), greedy(1))
@@ -325,15 +295,14 @@ def test_a_prompt_is_passed_until_it_is_due(make: Any, monkeypatch: pytest.Monke
     engine.submit("between", ids(rng, 150), greedy(1))
     clock.now += 2
     engine.submit("too late", ids(rng, 150), greedy(1))
-    ended = [delta.request_id for _ in range(60) for delta in engine.step() if delta.ends_request]
-    assert ended == ["cached", "second", "between", "first", "too late", "not cached"]
+    assert ended(engine) == ["cached", "second", "between", "first", "too late", "not cached"]
 
 
 def test_a_new_prompt_passes_those_of_the_running_ones_that_are_due_later(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: it was compared with the first of them only, which may take a part of each step for long."""
-    engine = make(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=600).engine
+    engine = make(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=600)
     Clock(engine, monkeypatch)
     rng = random.Random(8)
     engine.submit("first", ids(rng, 300), greedy(1, prompt_logprobs=0))  # at most 128 tokens a step
@@ -344,9 +313,11 @@ def test_a_new_prompt_passes_those_of_the_running_ones_that_are_due_later(
     assert [r.num_computed for r in engine.scheduler.unfinished()] == [256, 128, 128]
 
 
-def test_the_step_that_completes_a_prefix_admits_who_waits_for_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_that_completes_a_prefix_admits_who_waits_for_it(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: the request was looked up before that step's prompts were scheduled, and not again behind them."""
-    engine = make(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=600).engine
+    engine = make(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=600)
     Clock(engine, monkeypatch)
     rng = random.Random(6)
     shared = ids(rng, 96)
@@ -356,9 +327,11 @@ def test_the_step_that_completes_a_prefix_admits_who_waits_for_it(make: Any, mon
     assert {delta.request_id for delta in engine.step()} == {"long", "short"}
 
 
-def test_a_long_prompt_without_room_waits_for_those_that_pass_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_without_room_waits_for_those_that_pass_it(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may not preempt prompts that are part of the same step: one of them may share what another one computes."""
-    engine = make(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600).engine
+    engine = make(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600)
     Clock(engine, monkeypatch)
     rng = random.Random(4)
     engine.submit("long", ids(rng, 512), greedy(2))
@@ -372,15 +345,13 @@ def test_a_long_prompt_without_room_waits_for_those_that_pass_it(make: Any, monk
     assert [(delta.request_id, delta.num_cached_tokens) for delta in first] == [("short 0", 0), ("short 1", 32)]
     assert refused == [128 + 80]
     assert long.memory is not None, "it keeps what is computed"
-    ended = [delta.request_id for _ in range(40) for delta in engine.step() if delta.ends_request]
-    assert sorted(ended) == ["long", "short 0", "short 1"]
+    assert sorted(ended(engine)) == ["long", "short 0", "short 1"]
     assert len(refused) == 3, "then it preempts those that decode"
-    engine.check_integrity()
 
 
-def test_a_prompt_preempts_nobody_who_comes_first(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_preempts_nobody_who_comes_first(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two outputs are recomputed; the second one has no room while the first is part of the step."""
-    engine = make(max_num_seqs=8).engine
+    engine = make(max_num_seqs=8)
     rng = random.Random(7)
     engine.submit("first", ids(rng, 20), greedy(60))
     engine.submit("two", ids(rng, 40), SamplingParams(n=2, max_tokens=30, ignore_eos=True))
@@ -395,20 +366,18 @@ def test_a_prompt_preempts_nobody_who_comes_first(make: Any, monkeypatch: pytest
     assert first.sequences[0].memory is not None
     assert two.sequences[0].memory is not None
     assert engine.scheduler.preempted == []
-    while engine.has_work:
-        assert all(delta.error is None for delta in engine.step())
-    engine.check_integrity()
+    assert sorted(ended(engine)) == ["first", "two"]
 
 
 @pytest.mark.parametrize("is_async", ["on", "off"])
 @pytest.mark.parametrize("then", ["goes on", "fails", "is cancelled"])
 @pytest.mark.parametrize("room", ["no longer", "not beside others"])
 def test_a_new_request_is_not_preempted_when_its_prompt_is_staged(
-    make: Any, monkeypatch: pytest.MonkeyPatch, room: str, then: str, is_async: str
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, room: str, then: str, is_async: str
 ) -> None:
     """Regression: forks of a request that waits begin together. One that had no room preempted their request, and with
     it the sequence whose staged prompt it shared: the next step could not be committed (`IntegrityError`)."""
-    engine = make(max_num_seqs=8, max_model_len=200, kv_memory_bytes=60 * BLOCK_BYTES, async_scheduling=is_async).engine
+    engine = make(max_num_seqs=8, max_model_len=200, kv_memory_bytes=60 * BLOCK_BYTES, async_scheduling=is_async)
     rng = random.Random(7)
     if room == "not beside others":
         engine.submit("first", ids(rng, 20), greedy(60))
@@ -425,7 +394,7 @@ def test_a_new_request_is_not_preempted_when_its_prompt_is_staged(
     deltas = []
     if then == "fails":
         with monkeypatch.context() as patch:
-            patch.setattr(engine.executor, "launch", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+            patch.setattr(engine.executor, "launch", raising(RuntimeError("broken")))
             with pytest.raises(RuntimeError, match="broken"):
                 engine.step()
     else:
@@ -435,14 +404,9 @@ def test_a_new_request_is_not_preempted_when_its_prompt_is_staged(
     engine.check_integrity()
     if then == "is cancelled":
         engine.decoder.end_sequence(first)
-    while engine.has_work:
-        deltas += engine.step()
-        engine.check_integrity()
-    outputs: dict[tuple[str, int], list[int]] = {}
-    for delta in deltas:
-        assert delta.error is None
-        outputs.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
-    forks = [outputs["forks", index] for index in range(then == "is cancelled", 4)]
+    deltas += steps(engine)
+    of_forks = [delta for delta in deltas if delta.request_id == "forks"]
+    forks = [tokens_of([d for d in of_forks if d.index == index]) for index in range(then == "is cancelled", 4)]
     assert len(forks[0]) == 20
     assert forks[1:] == forks[:1] * (len(forks) - 1), "all are greedy"
 
@@ -462,23 +426,20 @@ def refuse_pages(monkeypatch: pytest.MonkeyPatch, sequence: Sequence, times: int
     return refused
 
 
-def test_a_tenants_prompts_are_charged_to_it(make: Any) -> None:
+def test_a_tenants_prompts_are_charged_to_it(make: MakeEngine) -> None:
     """With one sequence at a time and one output token each, requests with short prompts get the same tokens in more
     turns."""
-    counted: Counted = make(max_num_seqs=1, fair_tenants=True)
-    rng, ended = random.Random(2), ""
+    engine, rng = make(max_num_seqs=1, fair_tenants=True), random.Random(2)
     for i in range(16):
         for tenant, num_tokens in (("a", 320), ("b", 20)):
-            counted.engine.submit(f"{tenant}{i}", ids(rng, num_tokens), greedy(1), tenant=tenant)
-    while counted.engine.has_work:
-        ended += "".join(delta.request_id[0] for delta in counted.engine.step() if delta.ends_request)
-    assert ended[:20].count("a") <= 5, ended
+            engine.submit(f"{tenant}{i}", ids(rng, num_tokens), greedy(1), tenant=tenant)
+    order = [name[0] for name in ended(engine)]
+    assert order[:20].count("a") <= 5, order
 
 
-def test_of_resumed_groups_one_computes_the_prefix_again(make: Any) -> None:
+def test_of_resumed_groups_one_computes_the_prefix_again(make: MakeEngine) -> None:
     """The other one waits for it, though it is admitted and the step has room: the first one's logits are limited."""
-    counted: Counted = make(max_num_seqs=8, max_num_batched_tokens=256)
-    engine, rng = counted.engine, random.Random(1)
+    engine, rng = make(max_num_seqs=8, max_num_batched_tokens=256), random.Random(1)
     prefix = ids(rng, 160)
     for name, params in (("first", {"prompt_logprobs": 1}), ("second", {})):
         engine.submit(name, prefix + ids(rng, 5), greedy(40, **params))
@@ -491,12 +452,12 @@ def test_of_resumed_groups_one_computes_the_prefix_again(make: Any) -> None:
     engine.memory.tree.clear()
     engine.step()
     assert (first.num_computed, second.num_computed, second.memory) == (128, 0, None)
-    counted.run()
+    assert len(ended(engine)) == 2
 
 
-def test_who_waits_for_a_prefix_begins_when_it_is_computed(make: Any, looked_up: list[int]) -> None:
+def test_who_waits_for_a_prefix_begins_when_it_is_computed(make: MakeEngine, looked_up: list[int]) -> None:
     """And is not looked up while only outputs grow."""
-    engine = make(max_num_seqs=8, max_num_batched_tokens=32).engine
+    engine = make(max_num_seqs=8, max_num_batched_tokens=32)
     rng = random.Random(1)
     prefix = ids(rng, 96)
     engine.submit("first", prefix + ids(rng, 5), greedy(40))
@@ -511,20 +472,17 @@ def test_who_waits_for_a_prefix_begins_when_it_is_computed(make: Any, looked_up:
     engine.step()
     assert len(scheduler.waiting) == 0
     engine.cancel("first")
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.num_cached_tokens == 96
+    assert all(delta.num_cached_tokens == 96 for delta in steps(engine))
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "ends", "num_cached"), [(32, [16, 32], 16), (33, [32, 33], 32), (49, [32, 48, 49], 48)]
 )
 def test_steps_end_where_a_recurrent_state_can_be_shared(
-    make: Any, make_checkpoint: MakeCheckpoint, num_tokens: int, ends: list[int], num_cached: int
+    make: MakeEngine, num_tokens: int, ends: list[int], num_cached: int
 ) -> None:
     """After whole blocks, and before the last token, which the next request with the prompt has to compute."""
-    model = str(make_checkpoint("bamba", **HYBRIDS["bamba"]))
-    engine = make(model=model, block_tokens=16, max_num_batched_tokens=40, max_num_seqs=4).engine
+    engine = make("bamba", block_tokens=16, max_num_batched_tokens=40, max_num_seqs=4)
     prompt = ids(random.Random(3), num_tokens)
     engine.submit("first", prompt, greedy(1))
     [sequence] = engine.scheduler.unfinished()
@@ -539,15 +497,12 @@ def test_steps_end_where_a_recurrent_state_can_be_shared(
 
 @pytest.mark.parametrize(("error", "raised"), [(RuntimeError, SequenceFailure), (IntegrityError, IntegrityError)])
 def test_a_call_that_fails_for_one_sequence_fails_its_request(
-    make: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception], raised: type[Exception]
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, error: type[Exception], raised: type[Exception]
 ) -> None:
     """An inconsistent memory is no request's failure, nor is what fails before any sequence has its turn."""
-    engine = make().engine
+    engine = make()
     engine.submit("runs", [1, 2, 3], greedy(8))
-
-    def fail(*_: object, **__: object) -> None:
-        raise error("injected")
-
+    fail = raising(error("injected"))
     for place, expected in (("append", raised), ("num_free_pages", error)):
         engine.step()
         with monkeypatch.context() as patch:
@@ -555,4 +510,3 @@ def test_a_call_that_fails_for_one_sequence_fails_its_request(
             with pytest.raises(expected):
                 engine.scheduler.schedule()
         engine.scheduler.abort_step()
-    engine.cancel("runs")

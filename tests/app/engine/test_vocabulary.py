@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
 
-from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine import Engine
 from folio.app.engine.model.vocabulary import Vocabulary
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.request.engine_request import EngineRequest
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.errors import RequestError
+from tests.app.engine.engines import engine_of, run, steps
 
 STORY = "The key of room 417 is 93. The key of room"
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, max_num_seqs=32))
+    engine = engine_of("builtin", max_num_seqs=32)
     yield engine
     engine.check_integrity()
     engine.close()
@@ -33,23 +34,16 @@ def encode(engine: Engine, text: str) -> list[int]:
     return token_ids
 
 
-def run(engine: Engine) -> dict[str, Delta]:
+def merged(engine: Engine) -> dict[str, Delta]:
     """Each request's deltas as one."""
-    deltas: dict[str, list[Delta]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            deltas.setdefault(delta.request_id, []).append(delta)
     return {
-        name: Delta(
-            name,
-            tuple(token for delta in parts for token in delta.token_ids),
-            "".join(delta.text for delta in parts),
-            parts[-1].finish_reason,
-            parts[-1].error,
-            stop_reason=parts[-1].stop_reason,
+        name: dataclasses.replace(
+            parts[-1],
+            token_ids=tuple(token for delta in parts for token in delta.token_ids),
+            text="".join(delta.text for delta in parts),
             logprobs=tuple(logprob for delta in parts for logprob in delta.logprobs),
         )
-        for name, parts in deltas.items()
+        for name, parts in run(engine).items()
     }
 
 
@@ -80,7 +74,7 @@ def test_a_batch_of_everything_at_once(engine: Engine) -> None:
     }
     for name, one in params.items():
         engine.submit(name, encode(engine, STORY), one)
-    found = run(engine)
+    found = merged(engine)
     assert all(delta.error is None for delta in found.values())
     assert found["greedy"].text.startswith(" 417 is 93.")
     assert not re.search("417|is", found["words"].text)
@@ -99,7 +93,7 @@ def test_a_batch_of_everything_at_once(engine: Engine) -> None:
     assert all(logprob.rank == 1 and len(logprob.top) == 2 for logprob in found["stop"].logprobs)
     for name, one in params.items():
         engine.submit(name, encode(engine, STORY), one)
-        assert run(engine)[name].token_ids == found[name].token_ids, name
+        assert merged(engine)[name].token_ids == found[name].token_ids, name
 
 
 def test_forks_take_over_what_their_parameters_share(engine: Engine) -> None:
@@ -113,11 +107,10 @@ def test_forks_take_over_what_their_parameters_share(engine: Engine) -> None:
     before = texts["parent"]
     engine.fork("parent", "same", SamplingParams(n=2, structure=structure, seed=2, max_tokens=30))
     engine.fork("parent", "free", SamplingParams(temperature=0, max_tokens=5, bad_words=["a", "b", "c"]))
-    outputs: dict[tuple[str, int], str] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None
-            outputs[delta.request_id, delta.index] = outputs.get((delta.request_id, delta.index), "") + delta.text
+    outputs: dict[tuple[str, int], str] = defaultdict(str)
+    for delta in steps(engine):
+        assert delta.error is None
+        outputs[delta.request_id, delta.index] += delta.text
     for name in (("parent", 0), ("same", 0), ("same", 1)):
         assert re.fullmatch("[ab]{4}c[12]{3}z", before + outputs[name])
     assert not re.search("[abc]$", outputs["free", 0])
@@ -128,7 +121,7 @@ def test_contradictions_end_the_request_alone(engine: Engine) -> None:
     choice = Structure("choice", '["north"]')
     engine.submit("never", encode(engine, STORY), SamplingParams(structure=choice, bad_words=list("north")))
     engine.submit("fine", encode(engine, STORY), SamplingParams(structure=choice))
-    found = run(engine)
+    found = merged(engine)
     assert isinstance(found["never"].error, RequestError)
     assert "contradict each other" in str(found["never"].error)
     assert found["fine"].text == "north"

@@ -41,26 +41,6 @@ def pop(queue: WaitingQueue) -> Request:
     return request
 
 
-def test_without_turns_tenants_make_no_difference() -> None:
-    queue = WaitingQueue()
-    requests = [request_of(tenant, priority) for tenant, priority in zip("abab", (0, 1, 1, 0), strict=True)]
-    for request in requests:
-        queue.add(request)
-    queue.charge(requests[0], 10**6)
-    assert [pop(queue) for _ in requests] == [requests[0], requests[3], requests[1], requests[2]]
-    assert queue.peek() is None
-
-
-@pytest.mark.parametrize("quantum", [None, 8])
-def test_whoever_is_added_late_stands_where_it_arrived(quantum: int | None) -> None:
-    queue = WaitingQueue(quantum)
-    requests = [request_of(arrival=arrival) for arrival in range(5)]
-    for i in (0, 3, 4, 1, 2):
-        queue.add(requests[i])
-    assert list(queue) == [requests[i] for i in (0, 3, 4, 1, 2)]
-    assert [pop(queue) for _ in requests] == requests
-
-
 def test_a_request_that_waits_for_room_is_passed_only_by_a_higher_priority() -> None:
     queue = WaitingQueue(8)
     large, other = request_of("a", num_tokens=100), request_of("b")
@@ -216,6 +196,7 @@ PRIORITIES = st.sampled_from([-1, 0, 0, 3])
 OPERATIONS = st.one_of(
     st.tuples(st.just("add"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
     st.tuples(st.just("add late"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
+    st.tuples(st.just("add early"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
     st.tuples(st.just("pop"), st.integers(0, 50), st.integers(0, 50)),
     st.tuples(st.just("remove"), st.integers(0, 50), st.just(0)),
     st.tuples(st.just("charge"), st.integers(0, 50), st.integers(0, 60)),
@@ -228,17 +209,21 @@ def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int
     """Priority goes first, within a tenant who is due first does, and somebody is next as long as anybody waits."""
     queue = WaitingQueue(quantum)
     waiting: dict[tuple[int, str | None], list[Request]] = defaultdict(list)
+    inserted: dict[Request, None] = {}
     begun: list[Request] = []
 
     def leave(request: Request) -> None:
         waiting[request.priority, request.tenant].remove(request)
+        del inserted[request]
 
     for name, what, number in operations:
         everybody = sorted((g for requests in waiting.values() for g in requests), key=lambda g: g.arrival)
         if name.startswith("add"):
-            request = request_of(what, number, due=float(name == "add late"))  # type: ignore[arg-type]
+            arrival = -1 - next(ARRIVALS) if name == "add early" else None  # it was somewhere else meanwhile
+            request = request_of(what, number, arrival=arrival, due=float(name == "add late"))  # type: ignore[arg-type]
             waiting[number, request.tenant].append(request)
             queue.add(request)
+            inserted[request] = None
         elif name == "pop" and everybody:
             request = pop(queue)
             assert request.priority == min(g.priority for g in everybody)
@@ -258,4 +243,4 @@ def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int
         assert len(queue) == len(queue.lengths()) == count
         assert (queue.peek() is None) == (count == 0)
         assert queue.peek() is queue.peek()
-        assert set(queue) == {g for requests in waiting.values() for g in requests}
+        assert list(queue) == list(inserted)

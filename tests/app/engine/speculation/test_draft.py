@@ -21,10 +21,10 @@ from folio.app.engine.schedule.scheduled import Scheduled
 from folio.app.engine.speculation.draft import DraftProposer
 from folio.app.errors import ConfigError
 from folio.vmem import MapError
+from tests.app.engine.engines import TINY, raising
 from tests.app.engine.speculation.requests import generate, make_sequence
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint, tokens
 
-TINY = ARCHITECTURES["llama"][1] | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=None)
 
@@ -237,21 +237,16 @@ def test_a_failed_step_is_recovered(make_drafting: MakeDrafting, monkeypatch: py
     sequences = [make_sequence(tokens(n, n)) for n in (20, 30)]
     drafting.propose(sequences, [3, 3])
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    def refuse(*_: object) -> None:
-        raise MapError("mmap failed")
-
-    for failing, name, raised in ((drafting.proposer, "run", True), (drafting.proposer.memory, "ensure", False)):
+    for fails in ("run", "ensure"):
         for sequence in sequences:
             generate(sequence, 9)
         with monkeypatch.context() as patch:
-            patch.setattr(failing, name, fail if raised else refuse)
-            if raised:
+            if fails == "run":
+                patch.setattr(drafting.proposer, "run", raising(RuntimeError("out of memory")))
                 with pytest.raises(RuntimeError):
                     drafting.propose(sequences, [3, 3])
             else:
+                patch.setattr(drafting.proposer.memory, "ensure", raising(MapError("mmap failed")))
                 assert drafting.propose(sequences, [3, 3]) == [[], []]
         drafting.proposer.check_integrity()
         for sequence, guessed in zip(sequences, drafting.propose(sequences, [3, 3]), strict=True):

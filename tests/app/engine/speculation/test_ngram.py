@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folio.app.engine.speculation import ngram
@@ -24,6 +24,7 @@ def searched(token_ids: list[int], least: int, most: int, count: int) -> list[in
     return []
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), max_size=25), min_size=1, max_size=12),
     st.integers(1, 3),

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from folio.app.engine import LLM
 from folio.app.engine.layers.attention import CachedAttention, RotaryLayer
 from folio.app.engine.model import loader
 from folio.app.engine.ranks.executor import Executor
 from folio.app.errors import ModelError
 from folio.kernels import VarlenBatch
+from tests.app.engine.engines import MakeEngine
 from tests.architectures import LATENT, SHARED_EXPERTS
-from tests.conftest import ARCHITECTURES, SMALL, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import SMALL, VOCAB_SIZE, MakeCheckpoint
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ from tests.conftest import ARCHITECTURES, SMALL, VOCAB_SIZE, MakeCheckpoint
     ],
 )
 def test_unsupported_architectures(
-    model_type: str, settings: dict[str, object], reason: str, make_checkpoint: MakeCheckpoint
+    model_type: str, settings: dict[str, object], reason: str, make_checkpoint: MakeCheckpoint, make_engine: MakeEngine
 ) -> None:
     folder = make_checkpoint(model_type, **({"vocab_size": VOCAB_SIZE} | settings))
     with pytest.raises(ModelError, match=reason):
-        LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
+        make_engine(folder)
 
 
-def test_the_self_test_finds_wrong_attention(make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_finds_wrong_attention(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bridge that forgets the scale loads and runs, but does not get past the self-test."""
     real = CachedAttention.attend_rotary
 
@@ -69,12 +69,11 @@ def test_the_self_test_finds_wrong_attention(make_checkpoint: MakeCheckpoint, mo
 
     monkeypatch.setattr(CachedAttention, "attend_rotary", unscaled)
     monkeypatch.setattr(loader, "run_in_one_call", lambda _: 0)  # such layers do not go over the bridge
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     with pytest.raises(ModelError, match="self-test failed"):
-        LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
+        make_engine("llama")
 
 
-def test_the_self_test_finds_a_cache_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_finds_a_cache_that_is_not_read(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 too, where single rows may differ: attention that sees only its own chunk."""
 
     def forgetful(
@@ -93,43 +92,43 @@ def test_the_self_test_finds_a_cache_that_is_not_read(monkeypatch: pytest.Monkey
     monkeypatch.setattr(CachedAttention, "attend_rotary", forgetful)
     monkeypatch.setattr(loader, "run_in_one_call", lambda _: 0)  # as above
     with pytest.raises(ModelError, match="self-test failed"):
-        LLM("builtin", kv_memory_bytes=8 << 20)
+        make_engine("builtin")
 
 
-def test_fewer_logits_than_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_logits_than_tokens(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Penalties change the logits of a prompt's tokens, which must be there."""
     real = Executor.own_logits
     monkeypatch.setattr(Executor, "own_logits", lambda self, token_ids: real(self, token_ids)[:, :-1])
     with pytest.raises(ModelError, match="fewer than its vocab_size"):
-        LLM("builtin", kv_memory_bytes=8 << 20)
+        make_engine("builtin")
 
 
-def test_a_window_that_attention_never_hears_of(make_checkpoint: MakeCheckpoint) -> None:
+def test_a_window_that_attention_never_hears_of(make_engine: MakeEngine, make_checkpoint: MakeCheckpoint) -> None:
     """PhiMoE hands its window to the mask only: prompts beyond it got other tokens than from `generate`."""
     settings = SMALL | {"sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1}
     folder = make_checkpoint("phimoe", **settings)
     with pytest.raises(ModelError, match=r"sliding windows in layers \[0, 1, 2\]"):
-        LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
+        make_engine(folder)
 
 
-def test_missing_weights(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+def test_missing_weights(make_engine: MakeEngine, llama: Path, tmp_path: Path) -> None:
     """transformers only warns, and serves random numbers in their place."""
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
-    shutil.copytree(folder, tmp_path / "cut")
+    shutil.copytree(llama, tmp_path / "cut")
     weights = load_file(tmp_path / "cut" / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks 1 weights, model\.layers\.1\.mlp\.up_proj"):
-        LLM(tmp_path / "cut", skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
+        make_engine(tmp_path / "cut")
 
 
-def test_rope_that_depends_on_the_length_limits_the_context(make_checkpoint: MakeCheckpoint) -> None:
+def test_rope_that_depends_on_the_length_limits_the_context(
+    make_engine: MakeEngine, make_checkpoint: MakeCheckpoint
+) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
     folder = make_checkpoint("llama", **(SMALL | {"rope_parameters": rope}))
-    with LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20) as llm:
-        assert llm.engine.max_model_len == 256
+    assert make_engine(folder).max_model_len == 256
 
 
-def test_no_such_model(tmp_path: object) -> None:
+def test_no_such_model(make_engine: MakeEngine, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot load"):
-        LLM(f"{tmp_path}/missing")
+        make_engine(tmp_path / "missing")

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from folio.app.engine import LLM
+from folio.app.engine.engine import Engine
 from folio.app.engine.request.request import Sequence
 from folio.app.engine.request.turn import Turn
 from folio.app.engine.sampling.params import SamplingParams
+from tests.app.engine.engines import MakeEngine, steps, tokens_of
 
 HERMES = Turn("tools", ("<tool_call>",))
 LLAMA = Turn("tools", ("<|python_tag|>",), "{[")
@@ -30,37 +31,31 @@ def test_a_turn_with_a_call_is_told_from_an_answer(turn: Turn, text: str, kind: 
     assert turn.kind_of(text) == kind
 
 
-def ended(llm: LLM, prompt: str, max_tokens: int = 40, **options: Any) -> Sequence:
+def ended(engine: Engine, prompt: str, max_tokens: int = 40, **options: Any) -> Sequence:
     """The request's sequence, after its end."""
-    engine = llm.engine
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    assert engine.model.tokenizer is not None
-    engine.submit("r", engine.model.tokenizer.encode(prompt), params, **options)
+    tokenizer: Any = engine.model.tokenizer
+    engine.submit("r", tokenizer.encode(prompt), SamplingParams(temperature=0, max_tokens=max_tokens), **options)
     [sequence] = engine.requests["r"].sequences
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None
+    tokens_of(list(steps(engine)))
     return sequence
 
 
-def test_the_output_decides_whether_the_turn_was_a_call() -> None:
-    with LLM("builtin", kv_memory_bytes=16 << 20) as llm:
-        prompt = "The key of room 417 is 93. The key of room 417 is"
-        for marker, kind in (("93", "calls"), ("<tool_call>", "tools")):
-            assert ended(llm, prompt, turn=Turn("tools", (marker,))).use.kind == kind
-        assert ended(llm, prompt, turn=Turn("chat")).use.kind == "chat"
-        assert ended(llm, prompt).use.kind == "completion"
+def test_the_output_decides_whether_the_turn_was_a_call(make_engine: MakeEngine) -> None:
+    engine = make_engine("builtin")
+    prompt = "The key of room 417 is 93. The key of room 417 is"
+    for marker, kind in (("93", "calls"), ("<tool_call>", "tools")):
+        assert ended(engine, prompt, turn=Turn("tools", (marker,))).use.kind == kind
+    assert ended(engine, prompt, turn=Turn("chat")).use.kind == "chat"
+    assert ended(engine, prompt).use.kind == "completion"
 
 
-def test_the_setting_bounds_the_time_and_what_is_kept_is_evictable() -> None:
+def test_the_setting_bounds_the_time_and_what_is_kept_is_evictable(make_engine: MakeEngine) -> None:
     """The quota holds for whole prefixes, and no request fails or waits because of it."""
-    with LLM("builtin", kv_memory_bytes=4 << 20, max_cache_ttl_s=5.0, retain_quota=0.5) as llm:
-        words = " ".join(f"word {i}" for i in range(60))
-        assert ended(llm, words, cache_ttl_s=3.0).use.retain_s == 3
-        assert ended(llm, words, cache_ttl_s=86_400.0).use.retain_s == 5
-        assert ended(llm, words, cache_ttl_s=0.0).use.retain_s == 0
-        for i in range(30):
-            ended(llm, f"{i} {words}", max_tokens=2, cache_ttl_s=5.0, turn=Turn("chat"))
-        llm.engine.check_integrity()
-    with LLM("builtin", kv_memory_bytes=4 << 20, max_cache_ttl_s=0.0) as llm:
-        assert ended(llm, words, cache_ttl_s=60.0).use.retain_s == 0
+    words = " ".join(f"word {i}" for i in range(60))
+    engine = make_engine("builtin", kv_memory_bytes=4 << 20, max_cache_ttl_s=5.0, retain_quota=0.5)
+    for asked, kept in ((3.0, 3), (86_400.0, 5), (0.0, 0)):
+        assert ended(engine, words, cache_ttl_s=asked).use.retain_s == kept
+    for i in range(30):
+        ended(engine, f"{i} {words}", max_tokens=2, cache_ttl_s=5.0, turn=Turn("chat"))
+    engine = make_engine("builtin", kv_memory_bytes=4 << 20, max_cache_ttl_s=0.0)
+    assert ended(engine, words, cache_ttl_s=60.0).use.retain_s == 0

@@ -1,4 +1,4 @@
-"""Helpers of sampling tests: the exact distribution in float64, a structure, chi-square."""
+"""Helpers of sampling tests: the exact distribution in float64, a structure, chi-square, sequences of all kinds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from folio.app.engine.sampling.bad_words import BadWords, TokenSearch
-from folio.app.engine.sampling.params import SamplingParams
+from folio.app.engine.sampling.params import SamplingParams, Structure
+from folio.app.engine.sampling.state import SamplingState
 
 
 class Allowed:
@@ -89,3 +90,41 @@ def exact_distribution(
 def bad_words_of(sequences: Iterable[Sequence[int]]) -> BadWords:
     """Sequences of token ids as bad words: the text of each token is a byte."""
     return BadWords(map(bytes, sequences), TokenSearch([bytes([token_id]) for token_id in range(128)]))
+
+
+PROMPT, OUTPUT = [1, 2, 3], [3, 4, 4, 9]
+ENDS = frozenset({15})
+WORDS = [(0,), (4, 9, 5), (9, 6), (8, 7)]
+FEATURES: dict[str, dict[str, object]] = {
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 6},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.06},
+    "repetition": {"repetition_penalty": 1.4},
+    "presence": {"presence_penalty": 0.9, "frequency_penalty": -0.3},
+    "bias": {"logit_bias": {3: 1.0, 7: -2.0, 15: 0.5}},
+    "allowed": {"allowed_token_ids": [15, 0, 3, 6, 7, 8, 6]},
+    "bad_words": {"bad_words": ["some"]},
+    "min_tokens": {"min_tokens": 5, "stop_token_ids": [10]},
+    "structure": {"structure": Structure("choice", "[]")},
+}
+NAMES = list(FEATURES)
+
+
+def state_with(features: tuple[str, ...], index: int, **more: object) -> SamplingState:
+    """A sequence after OUTPUT that has some of the features."""
+    params: dict[str, object] = {"seed": index} | more
+    for name in features:
+        params |= FEATURES[name]
+    state = SamplingState(
+        SamplingParams(**params),  # type: ignore[arg-type]
+        PROMPT,
+        matcher=Allowed(range(0, 16, 3)) if "structure" in features else None,
+        bad_words=bad_words_of(WORDS) if "bad_words" in features else None,
+        eos_token_ids=ENDS,
+    )
+    if state.matcher is not None:
+        state.matcher.token_ids |= {*OUTPUT}  # type: ignore[attr-defined]
+    for token in OUTPUT:
+        state.append(token)
+    return state

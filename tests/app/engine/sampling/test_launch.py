@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from folio.app.engine.sampling import choice, logprobs, penalties, sampler
+from folio.app.engine.sampling import choice, penalties, sampler
 from folio.app.engine.sampling import logits as processors
 from folio.app.engine.sampling.choice import likeliest
 from folio.app.engine.sampling.noise import gumbel, noise_key
@@ -18,7 +18,7 @@ from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.settings import SETTINGS, gather_settings
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.sampling.transfer import pack, packed_bytes, unpack
-from tests.app.engine.sampling.test_sampler import NAMES, state_with
+from tests.app.engine.sampling.helpers import NAMES, state_with
 
 
 def by_definition(logits: torch.Tensor, params: SamplingParams, key: int) -> int:
@@ -251,11 +251,3 @@ def test_packed_arrays_keep_types_and_shapes() -> None:
     for array, view in zip(arrays, unpack(packed, arrays), strict=True):
         assert np.array_equal(view.numpy(), array)
         assert view.numpy().dtype == array.dtype
-
-
-def test_a_chunk_of_logprobs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size of a chunk changes nothing else."""
-    logits = torch.randn(11, 100)
-    whole = logprobs.launch_logprobs(logits, torch.arange(11), 3)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 300)
-    assert torch.equal(logprobs.launch_logprobs(logits, torch.arange(11), 3), whole)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +11,9 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
-    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from folio.app.engine.sampling.bad_words import BadWords
@@ -26,7 +24,7 @@ from folio.app.engine.sampling.sampler import sample
 from folio.app.engine.sampling.settings import gather_settings
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.sampling.transfer import to_device
-from tests.app.engine.sampling.helpers import Allowed, bad_words_of, chi_square_excess
+from tests.app.engine.sampling.helpers import Allowed, bad_words_of
 
 VOCAB_SIZE = 300
 EOS = frozenset({2, 5})
@@ -36,7 +34,7 @@ def random_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
 
 
-def state(prompt: list[int], output: list[int], words: BadWords | None = None, **params: object) -> SamplingState:
+def state(prompt: list[int], output: list[int], words: BadWords | None = None, **params: Any) -> SamplingState:
     named = params | ({"bad_words": ["a word"]} if words else {})
     made = SamplingState(SamplingParams(**named), prompt, bad_words=words, eos_token_ids=EOS)  # type: ignore[arg-type]
     for token in output:
@@ -53,17 +51,44 @@ def processed(logits: torch.Tensor, *states: SamplingState) -> torch.Tensor:
     return changed
 
 
-def by_transformers(logits: torch.Tensor, token_ids: list[int], *processors: LogitsProcessor) -> torch.Tensor:
-    return LogitsProcessorList(processors)(torch.tensor([token_ids]), logits)
+WORDS = [[3], [10, 11], [9, 10, 12], [10, 13], [9, 10, 11, 14], [4, 9]]
+BIAS = {0: 1.5, 299: -100.0, 17: 0.25}
+# (params, prompt, output, by transformers)
+PROCESSORS: list[tuple[dict[str, Any], list[int], list[int], list[LogitsProcessor]]] = [
+    # Prompt and output count alike, however often a token occurs.
+    *(
+        ({"repetition_penalty": p}, [1, 7, 7, 299], [8, 7, 0], [RepetitionPenaltyLogitsProcessor(p)])
+        for p in (0.5, 1.0, 1.3)
+    ),
+    # Single tokens always; the last token of several only when the others come right before.
+    *(
+        ({"words": bad_words_of(WORDS)}, [], output, [NoBadWordsLogitsProcessor(WORDS)])
+        for output in ([4], [10], [9, 10], [10, 11], [4, 9, 10], [9, 4, 10], [9, 10, 9, 10, 11])
+    ),
+    ({"words": bad_words_of(WORDS)}, [9, 10], [], [NoBadWordsLogitsProcessor([[3]])]),
+    # With ignore_eos the end-of-sequence token is an ordinary one; stop_token_ids never are.
+    *(
+        (
+            {"ignore_eos": ignore, "min_tokens": 3, "stop_token_ids": [11]},
+            [],
+            [7] * n,
+            [MinLengthLogitsProcessor(3, end)],
+        )
+        for n in (2, 3, 4)
+        for ignore, end in ((False, [2, 5, 11]), (True, [11]))
+    ),
+    ({"min_tokens": 3, "stop_token_ids": [11]}, [1], [], [MinLengthLogitsProcessor(3, [2, 5, 11])]),
+    ({"logit_bias": BIAS}, [1], [], [SequenceBiasLogitsProcessor([[[t], b] for t, b in BIAS.items()])]),
+]
 
 
-@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
-def test_repetition_penalty(penalty: float) -> None:
-    """Prompt and output count alike, however often a token occurs."""
+@pytest.mark.parametrize(("params", "prompt", "output", "processors"), PROCESSORS)
+def test_processors_equal_those_of_transformers(
+    params: dict[str, Any], prompt: list[int], output: list[int], processors: list[LogitsProcessor]
+) -> None:
     logits = random_logits(1)
-    prompt, output = [1, 7, 7, 299], [8, 7, 0]
-    expected = by_transformers(logits, prompt + output, RepetitionPenaltyLogitsProcessor(penalty))
-    assert torch.equal(processed(logits, state(prompt, output, repetition_penalty=penalty)), expected)
+    expected = LogitsProcessorList(processors)(torch.tensor([prompt + output]), logits)
+    assert torch.equal(processed(logits, state(prompt or [1], output, **params)), expected)
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
@@ -95,38 +120,6 @@ def test_counts_grow_with_the_output() -> None:
             assert torch.equal(processed(logits, fork), processed(logits, state(prompt, [*output, 3], **params)))
             assert torch.equal(processed(logits, growing), expected), "a fork's tokens are its own"
     assert len(growing.counts.token_ids) > 128
-
-
-@pytest.mark.parametrize("output", [[], [4], [10], [9, 10], [10, 11], [4, 9, 10], [9, 4, 10], [9, 10, 9, 10, 11]])
-def test_bad_words(output: list[int]) -> None:
-    """Single tokens always; the last token of several only when the others come right before."""
-    sequences = [[3], [10, 11], [9, 10, 12], [10, 13], [9, 10, 11, 14], [4, 9]]
-    logits = random_logits(1)
-    expected = by_transformers(logits, output or [0], NoBadWordsLogitsProcessor(sequences))
-    changed = processed(logits, state([9, 10], output, bad_words_of(sequences)))
-    assert torch.equal(changed, expected)
-
-
-@pytest.mark.parametrize("num_output", [0, 2, 3, 4])
-@pytest.mark.parametrize("ignore_eos", [False, True])
-def test_min_tokens(num_output: int, ignore_eos: bool) -> None:
-    """With ignore_eos the end-of-sequence token is an ordinary one; stop_token_ids never are."""
-    logits = random_logits(1)
-    output = [7] * num_output
-    ending = [11] if ignore_eos else [2, 5, 11]
-    expected = by_transformers(logits, output or [7], MinLengthLogitsProcessor(3, ending)) if num_output else None
-    changed = processed(logits, state([1], output, min_tokens=3, stop_token_ids=[11], ignore_eos=ignore_eos))
-    if expected is None:
-        expected = logits.clone()
-        expected[0, ending] = -torch.inf
-    assert torch.equal(changed, expected)
-
-
-def test_logit_bias() -> None:
-    logits = random_logits(1)
-    bias = {0: 1.5, 299: -100.0, 17: 0.25}
-    expected = by_transformers(logits, [0], SequenceBiasLogitsProcessor([[[t], b] for t, b in bias.items()]))
-    assert torch.equal(processed(logits, state([1], [], logit_bias=bias)), expected)
 
 
 def test_allowed_tokens_keep_their_logits_and_others_have_none() -> None:
@@ -175,37 +168,3 @@ def test_rows_do_not_mix() -> None:
     for i, one in enumerate(states):
         assert torch.equal(together[i : i + 1], processed(logits[i : i + 1], one)), f"row {i}"
     assert torch.equal(together[1], logits[1])
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0.7},
-        {"min_p": 0.05},
-        {"top_k": 20},
-        {"top_p": 0.8},
-        {"min_p": 0.02, "top_k": 30, "top_p": 0.9, "temperature": 1.4},
-        {"min_p": 1.0},
-        {"top_k": 10_000, "top_p": 0.5},
-    ],
-    ids=str,
-)
-def test_draws_as_often_as_transformers_would(params: dict[str, float]) -> None:
-    """Chi-square over the positions of one output."""
-    num_draws = 4000
-    for seed in range(3):
-        logits = random_logits(1, seed)
-        warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(params.get("temperature", 1.0)))]
-        if "min_p" in params:
-            warpers.append(MinPLogitsWarper(params["min_p"]))
-        if "top_k" in params:
-            warpers.append(TopKLogitsWarper(int(params["top_k"])))
-        if "top_p" in params:
-            warpers.append(TopPLogitsWarper(params["top_p"]))
-        expected = by_transformers(logits, [0], *warpers)[0].double().softmax(-1)
-        rows = [SamplingState(SamplingParams(seed=seed, **params), [1])] * num_draws  # type: ignore[arg-type]
-        tokens = sample(logits.expand(num_draws, -1), rows, range(num_draws)).token_ids
-        counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB_SIZE)
-        excess = chi_square_excess(counts.numpy(), expected.numpy() * num_draws)
-        assert excess < 1, f"{excess:.2f} times the critical value"
-        assert not counts[expected == 0].any()

@@ -61,27 +61,21 @@ def test_the_end_is_forced_at_the_budget(num_tokens: int) -> None:
     assert len(allowed(matcher)) >= len(TOKENIZER)
 
 
-def test_reasoning_that_ends_in_time_is_not_cut() -> None:
-    matcher = matcher_of(20)
-    accept(matcher, "ab</think>")
-    for _ in range(30):
-        accept(matcher, "x")
+@pytest.mark.parametrize(
+    ("budget", "begin", "text", "is_forced"),
+    [
+        (20, "", "ab</think>", False),  # it ends in time
+        (2, "<think>", "x", False),  # there is no reasoning
+        (2, "<think>", "\n<think>", True),  # the budget counts from the begin
+    ],
+)
+def test_only_reasoning_has_a_budget(budget: int, begin: str, text: str, is_forced: bool) -> None:
+    matcher = matcher_of(budget, begin)
+    accept(matcher, text)
+    for _ in range(2 if is_forced else 30):
         assert len(allowed(matcher)) > 1
-
-
-def test_an_output_without_reasoning_has_no_budget() -> None:
-    matcher = matcher_of(2, "<think>")
-    for _ in range(9):
         accept(matcher, "x")
-        assert len(allowed(matcher)) > 1
-
-
-def test_the_budget_counts_from_the_begin() -> None:
-    matcher = matcher_of(2, "<think>")
-    accept(matcher, "\n<think>")
-    assert len(allowed(matcher)) > 1
-    accept(matcher, "xx")
-    assert allowed(matcher) == END[:1]
+    assert (allowed(matcher) == END[:1]) == is_forced
 
 
 def test_forks_are_independent() -> None:

@@ -6,7 +6,8 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,7 +85,19 @@ def load(name: str) -> PreTrainedTokenizerBase:
     return made[name]() if name in made else AutoTokenizer.from_pretrained(BUILTIN)
 
 
-def allowed(matcher: StructureMatcher, vocab_size: int) -> list[int]:
+TOKENIZER: Any = byte_level()
+SIZE = len(TOKENIZER)
+
+
+def compiler_of(vocab_size: int = SIZE, ends: Iterable[int] = (0,)) -> StructureCompiler:
+    return StructureCompiler(TOKENIZER, vocab_size, set(ends))
+
+
+def matcher_of(kind: Any, spec: str) -> StructureMatcher:
+    return compiler_of().matcher(Structure(kind, spec))
+
+
+def allowed(matcher: StructureMatcher, vocab_size: int = SIZE) -> list[int]:
     mask = np.full((vocab_size + 31) // 32, -1, np.int32)  # what is there before does not matter
     matcher.fill(mask)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
@@ -92,10 +105,10 @@ def allowed(matcher: StructureMatcher, vocab_size: int) -> list[int]:
     return [int(token_id) for token_id in np.flatnonzero(bits)]
 
 
-def write(matcher: StructureMatcher, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def write(matcher: StructureMatcher, text: str) -> None:
     """Accept a text whose characters are all tokens."""
-    for character in text:
-        matcher.accept(tokenizer.backend_tokenizer.token_to_id(character))
+    for character in text.replace(" ", "Ġ"):
+        matcher.accept(TOKENIZER.backend_tokenizer.token_to_id(character))
 
 
 @pytest.mark.parametrize("tokenizer_name", ["byte_level", "sentencepiece", "builtin"])
@@ -123,42 +136,12 @@ def test_random_outputs_have_the_structure(case: str, tokenizer_name: str) -> No
 
 
 def test_json_object_and_any_json() -> None:
-    tokenizer = byte_level()
-    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
-    begins = [tokenizer.decode([t])[0] for t in allowed(compiler.matcher(Structure("json", "{}")), len(tokenizer))]
+    compiler = compiler_of()
+    begins = [TOKENIZER.decode([t])[0] for t in allowed(compiler.matcher(Structure("json", "{}")), SIZE)]
     assert set(begins) == {"{"}
     bare = Structure("json", '{"title": "anything"}')
-    begins = [tokenizer.decode([t])[0] for t in allowed(compiler.matcher(bare), len(tokenizer))]
+    begins = [TOKENIZER.decode([t])[0] for t in allowed(compiler.matcher(bare), SIZE)]
     assert set(begins) > {"{", "[", '"', "1", "t"}
-
-
-@pytest.mark.parametrize(
-    ("text", "holds"),
-    [
-        ('{"a":1,"b":[1,2]}', True),
-        ('{"a": 1, "b": [1, 2]}', True),
-        ('{ "a": 1}', False),
-        ('{"a":  1}', False),
-        ('{"a" :1}', False),
-        ('{"a":[ 1]}', False),
-        ("{ }", False),
-    ],
-)
-def test_json_is_compact_unless_the_schema_says_otherwise(text: str, holds: bool) -> None:
-    """A gap allowed a line break and 64 spaces, and small models wrote all of them."""
-    tokenizer = byte_level()
-    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
-
-    def fits(spec: str) -> bool:
-        matcher = compiler.matcher(Structure("json", spec))
-        try:
-            write(matcher, text.replace(" ", "Ġ"), tokenizer)
-        except EngineError:
-            return False
-        return matcher.finished
-
-    assert fits('{"type": "object"}') == holds
-    assert fits('{"type": "object", "x-guidance": {"whitespace_pattern": "[ ]"}}')
 
 
 WIDE = {
@@ -173,11 +156,10 @@ WIDE = {
 def test_a_wide_structure_works(case: str) -> None:
     """The parser stopped at 2,000 items after the first token, and its "internal error" failed the step of all
     requests."""
-    tokenizer = byte_level()
-    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(WIDE[case])
+    matcher = compiler_of().matcher(WIDE[case])
     rng = np.random.default_rng(0)
     for _ in range(4):
-        matcher.accept(int(rng.choice(allowed(matcher, len(tokenizer)))))
+        matcher.accept(int(rng.choice(allowed(matcher))))
         assert matcher.error is None
 
 
@@ -190,20 +172,16 @@ def test_a_wide_structure_works(case: str) -> None:
 )
 def test_what_is_too_wide_is_refused_before_a_stream_begins(structure: Structure, remedy: str) -> None:
     """The parser's limit is exceeded only after the first token."""
-    tokenizer = byte_level()
     with pytest.raises(RequestError, match=f"too complex for the parser .*{remedy}") as raised:
-        StructureCompiler(tokenizer, len(tokenizer), {0}).check_structure(structure)
+        compiler_of().check_structure(structure)
     assert raised.value.param == "structure"
 
 
 def test_a_limit_met_later_belongs_to_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """`accept` took exceeded limits for errors of the engine."""
     monkeypatch.setattr(structure_module, "_TRIED_TOKENS", 0)
-    tokenizer = byte_level()
-    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(
-        Structure("grammar", "start: " + "|".join(f'"o{i}"' for i in range(2500)))
-    )
-    write(matcher, "o", tokenizer)
+    matcher = matcher_of("grammar", "start: " + "|".join(f'"o{i}"' for i in range(2500)))
+    write(matcher, "o")
     assert isinstance(matcher.error, RequestError)
     assert matcher.finished
 
@@ -220,105 +198,109 @@ def test_a_limit_met_later_belongs_to_the_output(monkeypatch: pytest.MonkeyPatch
 )
 def test_numbers_end(spec: str, begin: str, ends: bool) -> None:
     """A number between 0.25 and 0.5 had digits up to `max_tokens`. Digits in a text go on."""
-    tokenizer = byte_level()
-    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("json", spec))
-    write(matcher, begin, tokenizer)
+    matcher = matcher_of("json", spec)
+    write(matcher, begin)
     for _ in range(80):
-        digits = [token_id for token_id in allowed(matcher, len(tokenizer)) if tokenizer.decode([token_id]) == "3"]
+        digits = [token_id for token_id in allowed(matcher) if TOKENIZER.decode([token_id]) == "3"]
         if not digits:
             break
         matcher = matcher.fork()
         matcher.accept(digits[0])
     assert (not digits) == ends
-    assert not ends or 0 in allowed(matcher, len(tokenizer))
+    assert not ends or 0 in allowed(matcher)
 
 
-def test_tags_in_free_text() -> None:
-    """Any text may be written, and a trigger is followed by one of the structures."""
-    tokenizer = byte_level()
-    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
-    for text, holds in (
-        ("any text, and < too", True),
-        ("", True),
-        ("first <call=a>7</call> then <call=b>{}</call> and more", True),
-        ('<call=b>{"x": 8}</call>', True),
-        ("<call=a>8</call>", False),
-        ("<call=c>", False),
-        ("<call=a>7", False),
-    ):
-        matcher = compiler.matcher(Structure("tags", json.dumps(TAGS)))
-        try:
-            write(matcher, text.replace(" ", "Ġ"), tokenizer)
-        except EngineError:
-            assert not holds, text
-        else:
-            assert (0 in allowed(matcher, len(tokenizer))) == holds, text
+OBJECT = Structure("json", '{"type": "object"}')
+SPACED = Structure("json", '{"type": "object", "x-guidance": {"whitespace_pattern": "[ ]"}}')
+TAGGED = Structure("tags", json.dumps(TAGS))
+
+
+@pytest.mark.parametrize(
+    ("structure", "text", "holds"),
+    [
+        # A gap allowed a line break and 64 spaces, and small models wrote all of them; unless the schema says so.
+        (OBJECT, '{"a":1,"b":[1,2]}', True),
+        (OBJECT, '{"a": 1, "b": [1, 2]}', True),
+        *((OBJECT, text, False) for text in ('{ "a": 1}', '{"a":  1}', '{"a" :1}', '{"a":[ 1]}', "{ }")),
+        *((SPACED, text, True) for text in ('{ "a": 1}', '{"a":  1}', '{"a" :1}', '{"a":[ 1]}', "{ }")),
+        # Any text may be written, and a trigger is followed by one of the structures.
+        (TAGGED, "any text, and < too", True),
+        (TAGGED, "", True),
+        (TAGGED, "first <call=a>7</call> then <call=b>{}</call> and more", True),
+        (TAGGED, '<call=b>{"x": 8}</call>', True),
+        (TAGGED, "<call=a>8</call>", False),
+        (TAGGED, "<call=c>", False),
+        (TAGGED, "<call=a>7", False),
+    ],
+)
+def test_texts_of_structures(structure: Structure, text: str, holds: bool) -> None:
+    matcher = compiler_of().matcher(structure)
+    try:
+        write(matcher, text)
+    except EngineError:
+        assert not holds
+    else:
+        assert (0 in allowed(matcher)) == holds
 
 
 def test_a_trigger_that_is_a_special_token() -> None:
-    tokenizer = byte_level()
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     tags = {"triggers": ["<|im_end|>"], "structures": [{"begin": "<|im_end|>a", "schema": {"enum": [7]}, "end": "b"}]}
-    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("tags", json.dumps(tags)))
-    write(matcher, "x", tokenizer)
+    matcher = matcher_of("tags", json.dumps(tags))
+    write(matcher, "x")
     matcher.accept(end)
-    write(matcher, "a7b", tokenizer)
-    assert 0 in allowed(matcher, len(tokenizer))
+    write(matcher, "a7b")
+    assert 0 in allowed(matcher)
 
 
 def test_only_the_ends_follow_a_complete_structure() -> None:
-    tokenizer = byte_level()
-    ends = {0, tokenizer.convert_tokens_to_ids("<|im_end|>")}
-    matcher = StructureCompiler(tokenizer, len(tokenizer), ends).matcher(Structure("regex", "ab+"))
-    write(matcher, "a", tokenizer)
-    assert not ends & set(allowed(matcher, len(tokenizer)))
-    write(matcher, "b", tokenizer)
-    assert ends < set(allowed(matcher, len(tokenizer)))
+    ends = {0, TOKENIZER.convert_tokens_to_ids("<|im_end|>")}
+    matcher = compiler_of(ends=ends).matcher(Structure("regex", "ab+"))
+    write(matcher, "a")
+    assert not ends & set(allowed(matcher))
+    write(matcher, "b")
+    assert ends < set(allowed(matcher))
     assert not matcher.finished
     for end in ends:
         matcher.accept(end)
         assert matcher.finished
-        assert set(allowed(matcher, len(tokenizer))) == ends
+        assert set(allowed(matcher)) == ends
 
 
 def test_without_an_end_of_sequence_token_only_finished_tells() -> None:
-    tokenizer = byte_level()
-    for vocab_size in (len(tokenizer), len(tokenizer) + 1, len(tokenizer) + 64):
-        matcher = StructureCompiler(tokenizer, vocab_size, ()).matcher(Structure("choice", '["ab", "ac"]'))
-        write(matcher, "a", tokenizer)
+    for vocab_size in (SIZE, SIZE + 1, SIZE + 64):
+        matcher = compiler_of(vocab_size, ()).matcher(Structure("choice", '["ab", "ac"]'))
+        write(matcher, "a")
         assert not matcher.finished
-        write(matcher, "c", tokenizer)
+        write(matcher, "c")
         assert matcher.finished
         assert allowed(matcher, vocab_size) == []
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers() -> None:
-    tokenizer = byte_level()
-    for vocab_size in (257, 288, len(tokenizer) - 1):
-        compiler = StructureCompiler(tokenizer, vocab_size, {0})
+    for vocab_size in (257, 288, SIZE - 1):
+        compiler = compiler_of(vocab_size)
         assert allowed(compiler.matcher(Structure("regex", ".*")), vocab_size)  # `allowed` looks at the bits after
         with pytest.raises(RequestError, match="nothing this model can write"):
-            compiler.check_structure(Structure("grammar", f"start: <[{len(tokenizer) - 1}]>"))
+            compiler.check_structure(Structure("grammar", f"start: <[{SIZE - 1}]>"))
 
 
 def test_forks_are_independent() -> None:
-    tokenizer = byte_level()
-    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("choice", '["abc", "abd"]'))
-    write(matcher, "ab", tokenizer)
+    matcher = matcher_of("choice", '["abc", "abd"]')
+    write(matcher, "ab")
     fork = matcher.fork()
-    write(fork, "d", tokenizer)
+    write(fork, "d")
     assert fork.finished
     assert not matcher.finished
-    write(matcher, "c", tokenizer)
+    write(matcher, "c")
     assert matcher.finished
 
 
 def test_a_token_that_does_not_follow_is_refused() -> None:
-    tokenizer = byte_level()
-    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("choice", '["abc"]'))
+    matcher = matcher_of("choice", '["abc"]')
     with pytest.raises(EngineError, match="does not follow"):
-        write(matcher, "x", tokenizer)
-    assert allowed(matcher, len(tokenizer)) == [0]
+        write(matcher, "x")
+    assert allowed(matcher) == [0]
     assert matcher.error is not None
     matcher.accept(0)  # that ends it
 
@@ -360,9 +342,8 @@ def test_a_token_that_does_not_follow_is_refused() -> None:
     ],
 )
 def test_invalid_structures_are_refused(structure: Structure, message: str) -> None:
-    tokenizer = byte_level()
     with pytest.raises(RequestError, match=message) as raised:
-        StructureCompiler(tokenizer, len(tokenizer), {0}).check_structure(structure)
+        compiler_of().check_structure(structure)
     assert raised.value.param == "structure"
     assert len(str(raised.value)) < 700
 
@@ -387,12 +368,11 @@ def test_without_llguidance_only_structures_are_refused(monkeypatch: pytest.Monk
 
 def test_a_parser_that_gives_up_ends_only_its_own_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structure_module, "_MAX_LEXER_STATES", 100)
-    tokenizer = byte_level()
-    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("regex", "(a|b)*a(a|b){18}"))
+    matcher = matcher_of("regex", "(a|b)*a(a|b){18}")
     rng = np.random.default_rng(0)
     for _ in range(1000):
-        write(matcher, "ab"[rng.integers(2)], tokenizer)
-        candidates = allowed(matcher, len(tokenizer))
+        write(matcher, "ab"[rng.integers(2)])
+        candidates = allowed(matcher)
         if matcher.error is not None:
             break
     assert matcher.error is not None
@@ -412,8 +392,7 @@ def test_compiled_structures_are_kept_and_the_longest_unused_forgotten(monkeypat
         "_compile",
         lambda self, structure: compiled.append(structure.spec) or original(self, structure),
     )
-    tokenizer = byte_level()
-    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+    compiler = compiler_of()
     for spec in ("a", "b", "a", "c", "a", "b"):
         compiler.check_structure(Structure("regex", spec))
     assert compiled == ["a", "b", "c", "b"]
@@ -429,15 +408,14 @@ def test_threads_that_come_first_together_build_once(monkeypatch: pytest.MonkeyP
         return original(tokenizer)
 
     monkeypatch.setattr(structure_module, "token_bytes", build_when_all_have_come)
-    tokenizer = byte_level()
-    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+    compiler = compiler_of()
     assert not built
 
     def use(number: int) -> None:
         if barrier.wait() == 0:
             all_came.set()
         matcher = compiler.matcher(Structure("choice", json.dumps([f"a{number % 3}"])))
-        write(matcher, f"a{number % 3}", tokenizer)
+        write(matcher, f"a{number % 3}")
         outcomes.append(matcher.finished)
 
     threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]

@@ -19,16 +19,21 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return load_tokenizer("builtin")
 
 
-def stream(tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str]) -> tuple[list[str], bool]:
-    """The emitted pieces, and whether a stop string ended them."""
-    output = IncrementalDetokenizer(tokenizer.backend_tokenizer, tokenizer.encode("Say: "), stop)
+def stream(
+    tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str], include: bool = False
+) -> tuple[list[str], str | None]:
+    """The emitted pieces, and the stop string that ended them."""
+    output = IncrementalDetokenizer(
+        tokenizer.backend_tokenizer, tokenizer.encode("Say: "), stop, include_stop_str=include
+    )
     pieces = []
     for token in tokenizer.encode(text):
         piece, stopped = output.push(token)
         pieces.append(piece)
+        assert stopped == (output.met is not None)
         if stopped:
-            return pieces, True
-    return [*pieces, output.flush()], False
+            break
+    return [*pieces, output.flush()], output.met
 
 
 @pytest.mark.parametrize("text", ["The key of room 417 is 93.", "naïve café 🙂🙂 日本語", " a\n\tb", "🏳️‍🌈"])
@@ -59,46 +64,24 @@ def test_special_tokens_are_text_only_where_they_are_kept(tokenizer: PreTrainedT
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "expected", "stopped"),
+    ("text", "stop", "before", "met"),
     [
-        ("one two three", [" two"], "one", True),
-        ("one two three", ["three", "two"], "one ", True),
-        ("one two three", ["o three"], "one tw", True),  # across tokens
-        ("ababac", ["abac"], "ab", True),  # begins again inside a false start
-        ("one two three", ["threes"], "one two three", False),  # held back, then released
-        ("one two", ["one two three"], "one two", False),
-    ],
-)
-def test_stop_strings(
-    tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str], expected: str, stopped: bool
-) -> None:
-    pieces, met = stream(tokenizer, text, stop)
-    assert ("".join(pieces), met) == (expected, stopped)
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "expected", "met"),
-    [
-        ("one two three", [" two"], "one two", " two"),
-        ("one two three", ["three", "two"], "one two", "two"),
-        ("one two three", ["o three"], "one two three", "o three"),
-        ("one two three", ["ne two", "two", "wo"], "one two", "ne two"),  # all complete at once: the longest
-        ("one two three", ["one two three", "two"], "one two", "two"),  # complete first, though it began later
+        ("one two three", [" two"], "one", " two"),
+        ("one two three", ["three", "two"], "one ", "two"),
+        ("one two three", ["o three"], "one tw", "o three"),  # across tokens
+        ("ababac", ["abac"], "ab", "abac"),  # begins again inside a false start
+        ("one two three", ["ne two", "two", "wo"], "o", "ne two"),  # all complete at once: the longest
+        ("one two three", ["one two three", "two"], "one ", "two"),  # complete first, though it began later
+        ("one two three", ["threes"], "one two three", None),  # held back, then released
         ("one two", ["one two three"], "one two", None),
     ],
 )
-def test_a_stop_string_may_be_part_of_the_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str], expected: str, met: str | None
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings(
+    tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str], before: str, met: str | None, include: bool
 ) -> None:
-    output = IncrementalDetokenizer(tokenizer.backend_tokenizer, [], stop, include_stop_str=True)
-    pieces = []
-    for token in tokenizer.encode(text):
-        piece, stopped = output.push(token)
-        pieces.append(piece)
-        if stopped:
-            break
-    pieces.append(output.flush())
-    assert ("".join(pieces), output.met) == (expected, met)
+    pieces, found = stream(tokenizer, text, stop, include)
+    assert ("".join(pieces), found) == (before + (met or "" if include else ""), met)
 
 
 def letters() -> Tokenizer:

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine import Engine
 from folio.app.engine.ranks.processes import Launch, spawn_ranks
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.sampling.params import SamplingParams
-from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, MakeCheckpoint
+from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 BLOCK_BYTES = 16 * 768  # of 16 tokens of ARCHITECTURES["llama"]
@@ -30,6 +32,12 @@ def engine_of(folder: Path | str, launch: Launch = spawn_ranks, **settings: Any)
     defaults = {"kv_memory_bytes": 16 << 20, "max_num_seqs": 8, "num_threads": 1}
     defaults |= {"skip_tokenizer_init": folder != "builtin"}
     return Engine(EngineConfig(model=str(folder), **(defaults | settings)), launch)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    """Random prompts, others than those of `tests.conftest.tokens`."""
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in lengths]
 
 
 def greedy(max_tokens: int, **params: Any) -> SamplingParams:

@@ -18,17 +18,13 @@ from folio.app.engine.step import token_selection
 from folio.app.errors import EngineError, RequestError
 from folio.vmem import VmemError
 from tests.app.engine import engines
+from tests.app.engine.all_kinds import prompt
 from tests.app.engine.engines import BLOCK_BYTES, MakeEngine, answers, folder_of, greedy, outputs, raising, run, steps
 from tests.conftest import VOCAB_SIZE, MakeCheckpoint
 
 NEW_TOKENS = 12
 GREEDY = greedy(NEW_TOKENS)
 MODELS = ("llama", "gemma2", "bamba")
-
-
-def prompt(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, VOCAB_SIZE - 1, (count,), generator=generator).tolist()
 
 
 def samples(max_tokens: int = NEW_TOKENS, **params: Any) -> SamplingParams:

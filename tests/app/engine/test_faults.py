@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 
-from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine import Engine
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.request.engine_request import EngineRequest
@@ -31,11 +30,11 @@ from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.errors import EngineError, FolioError, RequestError
 from folio.vmem import SequenceMemory
+from tests.app.engine.engines import TINY, engine_of, raising, steps, tokens_of
 from tests.app.engine.lora.adapters import make_adapter
 from tests.app.small_tokenizers import byte_level
-from tests.conftest import SMALL, MakeCheckpoint
+from tests.conftest import MakeCheckpoint
 
-TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "internals" / "failing-calls.md"
 # The second victim's call that fails.
@@ -287,7 +286,7 @@ def qualified(target: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(make_checkpoint: MakeCheckpoint) -> Path:
-    folder = make_checkpoint("llama", **TINY, tie_word_embeddings=False)
+    folder = make_checkpoint("llama", **TINY | {"num_hidden_layers": 2}, tie_word_embeddings=False)
     byte_level().save_pretrained(folder)
     return folder
 
@@ -305,18 +304,8 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]
 
 
 def make_engine(folder: Path, **settings: Any) -> Engine:
-    return Engine(
-        EngineConfig(
-            model=str(folder),
-            dtype="float32",
-            kv_memory_bytes=8 << 20,
-            max_num_seqs=64,
-            max_num_batched_tokens=256,
-            max_model_len=200,
-            num_threads=1,
-            **settings,
-        )
-    )
+    sizes = {"kv_memory_bytes": 8 << 20, "max_num_seqs": 64, "max_num_batched_tokens": 256, "max_model_len": 200}
+    return engine_of(folder, dtype="float32", skip_tokenizer_init=False, **sizes, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -426,48 +415,35 @@ CASES = [
 ]
 # Of these there is no row above: calls of one request whose failure is another's matter, or that are part of one above.
 EXEMPT = {
-    "folio.app.engine.schedule.scheduler.*": "composes the step out of the memory's books",
-    "folio.app.engine.schedule.scheduled.*": "the same",
-    "folio.app.engine.schedule.admission.*": "the same",
-    "folio.app.engine.schedule.waiting_queue.*": "the same",
-    "folio.app.engine.schedule.running.RunningRequests.*": "the same",
-    "folio.app.engine.execution.planner.*": "lays the step out",
-    "folio.app.engine.execution.rows.SequenceRows.*": "the same",
-    "folio.app.engine.layers.batch.*": "lays the step out",
-    "folio.app.engine.execution.planner._slot": "lays the step out",
-    "folio.app.engine.execution.rows.*": "lays the step out",
-    "folio.vmem.*": "the memory's accounting: a call happens or changes nothing, else the engine stops",
-    "folio.app.engine.step.decoding.Decoder._add": "the boundary itself",
-    "folio.app.engine.request.faults.attribute_failures.*": "the boundary itself",
-    "folio.app.engine.step.decoding.Decoder.end_sequence": "frees what the request has, whatever happened",
-    "folio.app.engine.speculation.*.forget_sequence": "the same",
-    "folio.app.engine.schedule.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
-    "folio.app.engine.step.step_loop.StepLoop._pin": "is nothing but KVMemory.pin",
-    "folio.app.engine.engine.Engine.submit": "is nothing but Engine.prepare and Engine.add_request",
-    "folio.app.engine.*.check_integrity": "for tests",
-    "folio.app.engine.speculation.ngram.NgramIndex._sealed": "part of NgramIndex.extend",
-    "folio.app.engine.sampling.state.SamplingState._note_length": "part of SamplingState.append",
-    "folio.app.engine.sampling.structure.StructureMatcher.__init__": "part of StructureMatcher.fork",
-    "folio.app.engine.sampling.structure.StructureCompiler._behind": "part of StructureCompiler.matcher",
-    "folio.app.engine.sampling.structure.StructureCompiler._try": "part of StructureCompiler.check_structure",
-    "folio.app.engine.sampling.token_text.IncrementalDetokenizer.__init__": "part of Vocabulary.detokenizer",
-    "folio.app.engine.sampling.penalties.TokenCounts.__init__": "part of SamplingState.counts",
-    "folio.app.engine.sampling.penalties.TokenCounts._set_entries": "part of TokenCounts._append and TokenCounts.fork",
-    "folio.app.engine.request.best_of.BestOf.__init__": "part of RequestValidator.create_request",
-    "folio.app.engine.sampling.beam.BeamSearch.__init__": "part of RequestValidator.create_request",
-    "folio.app.engine.request.request.Sequence.__post_init__": "part of create_request and Decoder.fork_sequence",
-    "folio.app.engine.sampling.state.SamplingState.num_output_tokens": "counts",
-    "folio.app.engine.sampling.params.*": "looks at numbers that have been checked",
-    "folio.app.engine.request.request.*.num_*": "counts",
-    "folio.app.engine.request.request.*.most_tokens": "counts",
-    "folio.app.engine.request.request.*.max_sequences": "counts",
-    "folio.app.engine.request.request.*.*_key": "looks at its own fields",
-    "folio.app.engine.request.request.*.can_decode": "the same",
-    "folio.app.engine.request.request.*.lockstep": "the same",
-    "folio.app.engine.request.request.*.reads_whole_prompt": "the same",
-    "folio.app.engine.request.request.*.request_id": "the same",
-    "folio.app.engine.request.delta.Delta.*": "looks at its own fields",
+    "composes the step out of the memory's books": (
+        "schedule.scheduler.* schedule.scheduled.* schedule.admission.* schedule.waiting_queue.* "
+        "schedule.running.RunningRequests.*"
+    ),
+    "lays the step out": "execution.planner.* execution.rows.* layers.batch.*",
+    "the boundary itself": "step.decoding.Decoder._add request.faults.attribute_failures.*",
+    "frees what the request has, whatever happened": "step.decoding.Decoder.end_sequence speculation.*.forget_sequence",
+    "adds up two numbers": "schedule.load_report.LoadMeter.note_ended",
+    "is nothing but KVMemory.pin": "step.step_loop.StepLoop._pin",
+    "is nothing but Engine.prepare and Engine.add_request": "engine.Engine.submit",
+    "for tests": "*.check_integrity",
+    "part of a call above": (
+        "speculation.ngram.NgramIndex._sealed sampling.state.SamplingState._note_length "
+        "sampling.structure.StructureMatcher.__init__ sampling.structure.StructureCompiler._behind "
+        "sampling.structure.StructureCompiler._try sampling.token_text.IncrementalDetokenizer.__init__ "
+        "sampling.penalties.TokenCounts.__init__ sampling.penalties.TokenCounts._set_entries "
+        "request.best_of.BestOf.__init__ sampling.beam.BeamSearch.__init__ request.request.Sequence.__post_init__"
+    ),
+    "counts": "sampling.state.SamplingState.num_output_tokens "
+    "request.request.*.num_* request.request.*.most_tokens request.request.*.max_sequences",
+    "looks at numbers that have been checked": "sampling.params.*",
+    "looks at its own fields": (
+        "request.delta.Delta.* request.request.*.*_key request.request.*.can_decode request.request.*.lockstep "
+        "request.request.*.reads_whole_prompt request.request.*.request_id"
+    ),
 }
+EXEMPT_CALLS = [f"folio.app.engine.{glob}" for globs in EXEMPT.values() for glob in globs.split()]
+# The memory's accounting: a call happens or changes nothing, else the engine stops.
+EXEMPT_CALLS.append("folio.vmem.*")
 
 
 @pytest.mark.thirds
@@ -547,9 +523,9 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
             sys.setprofile(None)
     assert len(seen) > 100
     known = {qualified(case.target) for case in CASES}
-    missing = [name for name in sorted(seen - known) if not any(fnmatch.fnmatch(name, glob) for glob in EXEMPT)]
+    missing = [name for name in sorted(seen - known) if not any(fnmatch.fnmatch(name, glob) for glob in EXEMPT_CALLS)]
     assert not missing
-    assert not [glob for glob in EXEMPT if not fnmatch.filter(seen, glob)]
+    assert not [glob for glob in EXEMPT_CALLS if not fnmatch.filter(seen, glob)]
 
 
 def table() -> str:
@@ -601,53 +577,41 @@ def test_a_call_for_all_rows_that_fails_for_none_alone_is_tried_row_by_row(
     assert many
 
 
-def test_a_call_that_fails_for_every_row_fails_the_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it is no request's: the step that fails is taken back, and counts for the engine's health."""
-    run.engine.submit("a", *OTHERS["greedy"][:2])
-    run.engine.submit("b", *OTHERS["sampled"][:2])
-    with monkeypatch.context() as patches:
-
-        def note(*_: object) -> None:
-            raise RuntimeError("injected")
-
-        patch(patches, "folio.app.engine.sampling.sampler._likeliest", note)
-        with pytest.raises(RuntimeError, match="injected"):
-            run.engine.step()
-    run.engine.check_integrity()
-    outputs: dict[str, tuple[int, ...]] = defaultdict(tuple)
-    while run.engine.has_work:
-        for delta in run.engine.step():
-            outputs[delta.request_id] += delta.token_ids
-    assert {name: len(output) for name, output in outputs.items()} == {"a": 6, "b": 6}
-
-
 class PanicException(BaseException):
     """As `pyo3` calls it: no `Exception`."""
 
 
-def test_a_panic_of_the_tokenizer_is_its_requests(run: Run, expected: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It went past every `except Exception`, and the engine's thread ended with it."""
+@pytest.mark.parametrize(
+    ("victim", "target", "error", "said"),
+    [
+        # It went past every `except Exception`, and the engine's thread ended with it.
+        ("plain", "token_text.IncrementalDetokenizer._decode", PanicException("byte 3 is no boundary"), FAILED),
+        # What the client caused is told as it is.
+        (
+            "structured",
+            "structure.StructureMatcher.fill",
+            RequestError("this is too much", "structure"),
+            "this is too much",
+        ),
+    ],
+)
+def test_special_errors_are_their_requests(
+    run: Run,
+    expected: Outputs,
+    monkeypatch: pytest.MonkeyPatch,
+    victim: str,
+    target: str,
+    error: BaseException,
+    said: str,
+) -> None:
+    def note(thing: object, *_: object) -> None:
+        if run.owner(thing) == "victim 0":
+            raise error
 
-    def note(text: object, token_id: int) -> None:
-        if run.owner(text) == "victim 0":
-            raise PanicException("byte index 3 is not a char boundary")
-
-    patch(monkeypatch, "folio.app.engine.sampling.token_text.IncrementalDetokenizer._decode", note)
-    outputs, errors = run("plain")
+    patch(monkeypatch, f"folio.app.engine.sampling.{target}", note)
+    outputs, errors = run(victim)
     assert {name: outputs[name] for name in OTHERS} == expected
-    assert [str(error) for error in errors.pop("victim 0")] == [FAILED]
-    assert not errors
-
-
-def test_what_the_client_caused_is_told_as_it_is(run: Run, expected: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def note(matcher: object, *_: object) -> None:
-        if run.owner(matcher) == "victim 0":
-            raise RequestError("this regular expression is too much", "structure")
-
-    patch(monkeypatch, "folio.app.engine.sampling.structure.StructureMatcher.fill", note)
-    outputs, errors = run("structured")
-    assert {name: outputs[name] for name in OTHERS} == expected
-    assert [str(error) for error in errors.pop("victim 0")] == ["this regular expression is too much"]
+    assert [str(error) for error in errors.pop("victim 0")] == [said]
     assert not errors
 
 
@@ -660,21 +624,12 @@ def test_a_fork_that_fails_leaves_its_parent_alone(
     engine.submit("greedy", *OTHERS["greedy"][:2])
     output = [token for _ in range(2) for delta in engine.step() for token in delta.token_ids]
     with monkeypatch.context() as patches:
-        calls: list[object] = []
-
-        def note(*_: object) -> None:
-            calls.append(_)
-            if len(calls) == 2:
-                raise RuntimeError("injected")
-
-        patch(patches, "folio.vmem.memory.KVMemory.fork", note)
+        calls = iter((lambda: None, raising(RuntimeError("injected"))))
+        patch(patches, "folio.vmem.memory.KVMemory.fork", lambda *_: next(calls)())
         with pytest.raises(RuntimeError, match="injected"):
             engine.fork("greedy", "forks", params(n=2))
     engine.check_integrity()
-    while engine.has_work:
-        output += [token for delta in engine.step() for token in delta.token_ids]
-    assert tuple(output) == expected["greedy"][0]
-    engine.check_integrity()
+    assert (*output, *tokens_of(list(steps(engine)))) == expected["greedy"][0]
 
 
 if __name__ == "__main__":

@@ -8,22 +8,18 @@ requests.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from folio.app.config.engine import EngineConfig
-from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine
 from folio.app.engine.memory import kv_plan
 from folio.vmem import CudaBackend
 from folio.vmem.backends.cuda import CPU
-from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.app.engine.all_kinds import prompt, small_engine, work
+from tests.app.engine.engines import greedy, run, tokens_of
+from tests.conftest import MakeCheckpoint
 from tests.vmem.backends.fake_driver import FakeDriver
-
-Outputs = dict[tuple[str, int], list[int]]
 
 # (model, view, backend)
 CASES = [
@@ -35,11 +31,6 @@ CASES = [
     ("llama", "auto", "cuda"),
     ("gemma2", "region", "cuda"),
 ]
-
-
-def tokens(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist()
 
 
 def written_rows(engine: Engine, g: int) -> dict[int, int]:
@@ -110,61 +101,6 @@ class Poisoned:
         engine.executor.launch = poison_and_launch  # type: ignore[method-assign]
 
 
-def work(engine: Engine, way: str) -> Outputs:
-    """Every kind of decoding, several at once, in chunks, with others' prefixes, preempted every few steps."""
-    engine.memory.tree.clear()
-    repeating = tokens(9, 3) * 6
-
-    def ask(name: str, prompt: list[int], **params: Any) -> None:
-        engine.submit(name, prompt, SamplingParams(**({"max_tokens": 8, "seed": 4, "ignore_eos": True} | params)))
-
-    ask("first", tokens(100), temperature=0)
-    ask("same step", tokens(100)[:64] + tokens(9, 1), temperature=0)
-    ask("samples", tokens(37, 2), n=3, temperature=2.0)
-    outputs: Outputs = defaultdict(list)
-    for number in range(400):
-        if number == 4:
-            ask("partly filled", tokens(100)[:41] + tokens(30, 5), temperature=0)
-            ask("beams", tokens(30, 6), n=2, best_of=3, use_beam_search=True)
-            ask("guessed", repeating, temperature=0, max_tokens=20)
-        if number == 9:
-            engine.cancel("guessed")
-            ask("after it", repeating + tokens(3, 7), temperature=0)
-        if number == 12:
-            ask("long", tokens(150, 8), temperature=0)
-            ask("best", tokens(37, 2), n=1, best_of=2)
-        if number % 7 == 6 and engine.scheduler.running:
-            engine.scheduler.begun.preempt(engine.scheduler.running[-1], way)  # type: ignore[arg-type]
-        if number > 12 and not engine.has_work:
-            break
-        for delta in engine.step():
-            assert delta.error is None, delta.error
-            outputs[delta.request_id, delta.index] += delta.token_ids
-        engine.check_integrity()
-    assert not engine.has_work
-    outputs.pop(("guessed", 0), None)  # how far it came depends on the times of steps, which decide on draft tokens
-    return dict(outputs)
-
-
-def make_engine(model: str, view: str, make_checkpoint: MakeCheckpoint, step_tokens: int = 48) -> Engine:
-    folder = make_checkpoint(model, **(HYBRIDS[model] if model in HYBRIDS else ARCHITECTURES[model][1]))
-    return Engine(
-        EngineConfig(
-            model=str(folder),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            kv_memory_bytes=4 << 20,
-            kv_idle_release_s=1e9,
-            prefix_cache_release_s=1e9,
-            kv_view=view,  # type: ignore[arg-type]
-            max_model_len=200,
-            max_num_batched_tokens=step_tokens,
-            max_num_seqs=16,
-            speculation="off" if model in HYBRIDS else "ngram",
-        )
-    )
-
-
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(16 << 20)
     monkeypatch.setattr(kv_plan, "select_backend", lambda *_, **__: CudaBackend(driver=driver, tensor_device=CPU))
@@ -177,7 +113,7 @@ def test_only_what_was_written_is_read(
 ) -> None:
     if backend == "cuda":
         fake_device(monkeypatch)
-    poisoned = Poisoned(make_engine(model, view, make_checkpoint))
+    poisoned = Poisoned(small_engine(make_checkpoint, model, view))
     for way in ("swap", "recompute"):
         poisoned.on = False
         expected = work(poisoned.engine, way)
@@ -192,7 +128,7 @@ def test_only_what_was_written_is_read(
 @pytest.mark.parametrize("model", ["llama", "bamba"])
 def test_the_poison_is_noticed(model: str, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one sequence has written counts as not written: then the test above must fail."""
-    poisoned = Poisoned(make_engine(model, "auto", make_checkpoint))
+    poisoned = Poisoned(small_engine(make_checkpoint, model, "auto"))
     poisoned.on = True
 
     def nothing(*_: object) -> dict[int, int]:
@@ -204,22 +140,10 @@ def test_the_poison_is_noticed(model: str, make_checkpoint: MakeCheckpoint, monk
     poisoned.engine.close()
 
 
-def collected(engine: Engine, names: Sequence[str]) -> dict[str, int]:
-    """Run everything; of each request, how much of its prompt was cached."""
-    cached: dict[str, int] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None
-            cached[delta.request_id] = delta.num_cached_tokens
-    assert cached.keys() == set(names)
-    return cached
-
-
 @pytest.mark.parametrize("model", ["llama", "gemma2", "bamba"])
 def test_tenants_of_one_step_share_nothing(model: str, make_checkpoint: MakeCheckpoint) -> None:
     """Neither what is computed at the same time, nor a unit that is partly alike, nor a state."""
-    engine = make_engine(model, "auto", make_checkpoint, step_tokens=1024)
-    greedy = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    engine = small_engine(make_checkpoint, model, "auto", step_tokens=1024)
     whose: dict[str, dict[str, Any]] = {
         "a": {"tenant": "a"},
         "b": {"tenant": "b"},
@@ -228,8 +152,10 @@ def test_tenants_of_one_step_share_nothing(model: str, make_checkpoint: MakeChec
     }
     for turn in range(3):
         for name, options in whose.items():
-            engine.submit(name, tokens(100)[: 100 - 7 * turn] + tokens(5, turn), greedy, **options)
-        cached = collected(engine, list(whose))
+            engine.submit(name, prompt(100)[: 100 - 7 * turn] + prompt(5, turn), greedy(2), **options)
+        deltas = run(engine)
+        assert all(len(tokens_of(deltas[name])) == 2 for name in whose)
+        cached = {name: deltas[name][-1].num_cached_tokens for name in whose}
         assert len(set(cached.values())) == 1
         assert bool(cached["a"]) == (turn > (model == "bamba"))  # a state is kept where a second prompt branches
     engine.close()

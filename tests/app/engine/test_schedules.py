@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine import Engine
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.sampling.noise import gumbel
@@ -31,13 +30,14 @@ from folio.app.engine.sampling.settings import gather_settings
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.step import step_loop
 from folio.app.errors import RequestError
-from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
+from tests.app.engine.engines import TINY, engine_of, raising
+from tests.conftest import HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.nightly import examples
 
-TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+TWO_LAYERS = TINY | {"num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": TINY,
-    "gemma2": TINY | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
+    "llama": TWO_LAYERS,
+    "gemma2": TWO_LAYERS | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
     "bamba": HYBRIDS["bamba"],
 }
 POLICIES = ("swap", "recompute", "auto")
@@ -140,6 +140,7 @@ EVENTS = st.one_of(
 )
 
 
+BURST: list[Event] = [Submit(0, 33, (0, 1), 30, None, 0, None)]
 # Played in every test, so that a short list of random schedules covers these events, too.
 EXAMPLE: list[Event] = [
     Steps(4, fails=False),
@@ -210,28 +211,13 @@ def engines(make_checkpoint: MakeCheckpoint) -> Any:
     @functools.cache
     def make(model: str, more_blocks: int, **settings: Any) -> tuple[Engine, Reference]:
         folder, expected = reference(model)
-        probe = EngineConfig(
-            model=folder, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, block_tokens=16, num_threads=1
-        )
-        first = Engine(probe)
-        page_bytes = first.memory.groups[0].layout.page_bytes
-        longest = first.memory.pages_for(MAX_MODEL_LEN)
-        first.close()
-        engine = Engine(
-            EngineConfig(
-                model=folder,
-                skip_tokenizer_init=True,
-                max_model_len=MAX_MODEL_LEN,
-                max_num_seqs=6,
-                block_tokens=16,
-                num_threads=1,
-                kv_memory_bytes=(longest + more_blocks) * page_bytes,
-                swap_bytes=40 * page_bytes,
-                **settings,
-            )
-        )
-        made.append(engine)
-        return engine, expected
+        sizes: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "block_tokens": 16}
+        probe = engine_of(folder, **sizes)
+        page_bytes = probe.memory.groups[0].layout.page_bytes
+        sizes["kv_memory_bytes"] = (probe.memory.pages_for(MAX_MODEL_LEN) + more_blocks) * page_bytes
+        probe.close()
+        made.append(engine_of(folder, max_num_seqs=6, swap_bytes=40 * page_bytes, **sizes, **settings))
+        return made[-1], expected
 
     yield make
     patch.undo()
@@ -361,7 +347,7 @@ class Run:
         real, module = self.engine.executor._runner.run, self.engine.executor._runner._module
 
         def break_off(*args: Any, **kwargs: Any) -> Any:
-            module.model.layers[-1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+            module.model.layers[-1].register_forward_pre_hook(raising(RuntimeError("broken")))
             try:
                 return real(*args, **kwargs)
             finally:
@@ -406,14 +392,9 @@ def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @example(setup=SETUPS[0], is_async=False, burst=[Submit(0, 33, (0, 1), 30, None, 0, None)], events=EXAMPLE)
-    @example(setup=SETUPS[0], is_async=True, burst=[Submit(0, 33, (0, 1), 30, None, 0, None)], events=EXAMPLE)
-    @example(
-        setup=(True, "auto", 40, 40, False),
-        is_async=True,
-        burst=[Submit(0, 33, (0, 1), 30, None, 0, None)],
-        events=EXAMPLE,
-    )
+    @example(setup=SETUPS[0], is_async=False, burst=BURST, events=EXAMPLE)
+    @example(setup=SETUPS[0], is_async=True, burst=BURST, events=EXAMPLE)
+    @example(setup=(True, "auto", 40, 40, False), is_async=True, burst=BURST, events=EXAMPLE)
     @given(
         setup=st.sampled_from(SETUPS),
         is_async=st.booleans(),

@@ -25,8 +25,8 @@ from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.schedule.scheduled import Scheduled
 from folio.vmem import KVMemory, SequenceMemory, StepDemand, ViewPolicy
+from tests.app.engine.all_kinds import small_engine, work
 from tests.app.engine.execution.plain_batch import check_batch
-from tests.app.engine.test_isolation import make_engine, work
 from tests.conftest import MakeCheckpoint
 from tests.nightly import examples
 from tests.vmem.small_memory import FlakyHost, make_memory
@@ -348,7 +348,7 @@ def watch(engine: Engine) -> Counter[str]:
 @pytest.mark.parametrize("model", ["llama", "gemma2", "bamba"])
 def test_every_step_of_an_engine(model: str, view: str, make_checkpoint: MakeCheckpoint) -> None:
     """Samples, beams, drafts, prefixes in common, cancellation, preemption by swap and by recompute."""
-    engine = make_engine(model, view, make_checkpoint)
+    engine = small_engine(make_checkpoint, model, view)
     seen = watch(engine)
     for way in ("swap", "recompute"):
         work(engine, way)

@@ -31,10 +31,10 @@ from folio.app.engine.schedule.preemption import PreemptionCostModel
 from folio.app.engine.speculation.ngram import NgramProposer
 from folio.app.engine.step.token_selection import TokenSelection
 from folio.app.errors import ConfigError, ModelError, UnknownModelError
-from tests.app.engine.engines import BLOCK_BYTES, MakeEngine, answers, engine_of, folder_of, greedy, run, steps
+from tests.app.engine.engines import BLOCK_BYTES, MakeEngine, answers, engine_of, folder_of, greedy, prompts, run, steps
 from tests.app.engine.engines import tokens_of as tokens
 from tests.app.engine.lora.adapters import Merged, make_adapter, write_adapter
-from tests.conftest import VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import MakeCheckpoint
 
 Adapters = dict[str, Path]
 NUM_TOKENS = 8
@@ -61,11 +61,6 @@ ADAPTERS: dict[str, list[tuple[str, dict[str, Any], dict[str, float]]]] = {
     "gemma2": [(r"_proj$", {"target_modules": "all-linear"}, TWO), (ATTENTION, {}, TWO), (r"mlp", {}, TWO)],
     "mixtral": [(ATTENTION, {}, TWO), (r"(q|v)_proj$", {}, TWO), (r"o_proj$", {"rank": 8}, TWO)],
 }
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(9)
-    return [torch.randint(VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in lengths]
 
 
 def record_logits(engine: Engine) -> dict[str, list[torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,16 +18,11 @@ from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.step import step_loop, token_selection
 from folio.app.errors import ConfigError, ContextLengthError, RequestError
 from folio.vmem import MapError, OutOfPages, View
-from tests.app.engine.engines import BLOCK_BYTES, MakeEngine, answers, greedy, raising, run, steps
+from tests.app.engine.engines import BLOCK_BYTES, MakeEngine, answers, greedy, prompts, raising, run, steps
 from tests.conftest import VOCAB_SIZE
 
 GREEDY = greedy(40)
 LENGTHS = (60, 31, 47, 16, 90, 5)
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(9)
-    return [torch.randint(VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in lengths]
 
 
 def submit(engine: Engine, *lengths: int) -> None:
@@ -74,7 +70,7 @@ def test_a_device_smaller_than_the_budget_fails_the_request(
     assert len(answers(engine)["0"]) == 40
 
 
-FAILING = {
+FAILING: dict[str, Callable[[Any], list[tuple[Any, str]]]] = {
     "mapped": lambda engine: [(engine.memory, "ensure")],
     "computed": lambda engine: [(engine.executor._runner._module, "forward")],
     "sampled": lambda _: [(token_selection, "launch_sampling"), (token_selection, "sample_apart")],
@@ -88,14 +84,20 @@ def test_a_step_that_fails_loses_nothing(engine: Engine, monkeypatch: pytest.Mon
     failed sampler was to sample from counted as computed; all running requests were preempted."""
     submit(engine, 20, 30)
     engine.step()
-    fences, launched = [], engine.memory.launched
+    launched, num_fences = engine.memory.launched, 0
+
+    def fence() -> None:
+        nonlocal num_fences
+        num_fences += 1
+        launched()
+
     with monkeypatch.context() as patch:
-        patch.setattr(engine.memory, "launched", lambda: fences.append(launched()))
+        patch.setattr(engine.memory, "launched", fence)
         for holder, name in FAILING[where](engine):
             patch.setattr(holder, name, raising(MapError("injected")))
         with pytest.raises(MapError):
             engine.step()
-    assert len(fences) == (where != "mapped")
+    assert num_fences == (where != "mapped")
     assert not any(engine.scheduler.begun.num_preempted.values())
     engine.check_integrity()
     assert [len(output) for output in answers(engine).values()] == [39, 39]

@@ -114,20 +114,6 @@ def test_drafts_are_the_draft_models_own_tokens(make_drafting: MakeDrafting, vie
     assert len({len(sequence.token_ids) for sequence in sequences}) == 4
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(make_drafting: MakeDrafting) -> None:
-    drafting = make_drafting(draft=ARCHITECTURES["llama"][1])
-    target = drafting.target
-    assert drafting.proposer.share == pytest.approx(0.5)
-    for params in (GREEDY, SAMPLED):
-        sequence = make_sequence(tokens(40), params)
-        for _ in range(4):
-            [guesses] = drafting.propose([sequence], [5])
-            logits = target.own_logits(torch.tensor(sequence.token_ids + guesses))[-6:]
-            chosen = sample(logits, [sequence.sampling] * 6, list(range(6))).token_ids
-            assert guesses == chosen[:5]
-            generate(sequence, *chosen)
-
-
 def test_one_forward_for_each_draft_token(make_drafting: MakeDrafting) -> None:
     """Of all requests that need a further draft token; accepted tokens are not recomputed."""
     drafting = make_drafting()

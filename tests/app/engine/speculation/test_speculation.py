@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from folio.app.engine.engine import Engine
 from folio.app.engine.report import StepTimes
@@ -153,23 +152,6 @@ def test_forks_beams_and_penalties_are_not_drafted(make_engine: MakeEngine, draf
     assert every[0] == every[1] == every[2]
     assert any(count > 1 for name, _, count in seen if name.startswith("0"))
     assert all(count == 1 for name, _, count in seen if name.startswith("2"))
-
-
-def test_the_distribution_is_the_same(make_engine: MakeEngine, drafts_of: Any) -> None:
-    """Chi-square over the second and third token of many unseeded samples, with drafts of the model itself."""
-    params = SamplingParams(max_tokens=3, temperature=1.0, top_k=3, ignore_eos=True, n=8)
-    histograms = []
-    for settings in ({}, drafts_of("own")):
-        engine = make_engine(max_num_seqs=64, **settings)
-        for i in range(40):
-            engine.submit(str(i), [5, 9], params)
-        histograms.append(Counter(map(tuple, outputs(engine).values())))
-    keys = sorted(set(histograms[0]) | set(histograms[1]))
-    observed = torch.tensor([[h[k] for k in keys] for h in histograms], dtype=torch.float64)
-    assert observed.sum(dim=1).tolist() == [320, 320]
-    expected = observed.sum(dim=0) / 2
-    chi_square = ((observed - expected) ** 2 / expected).sum().item()
-    assert chi_square < len(keys) + 6 * (2 * len(keys)) ** 0.5
 
 
 def test_a_failing_draft_model_costs_drafts_only(

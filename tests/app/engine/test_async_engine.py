@@ -71,6 +71,15 @@ async def test_cancelling_a_task_frees_its_pages(engine: AsyncEngine) -> None:
     await until_all_is_free(engine)
 
 
+def test_a_closed_event_loop_frees_its_pages(engine: AsyncEngine) -> None:
+    loop, stream = asyncio.new_event_loop(), engine.generate([1, 2], LONG)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    asyncio.run(until_all_is_free(engine))
+    assert engine.healthy
+    assert len(asyncio.run(collect(engine, [1, 2]))) == 30
+
+
 async def test_invalid_requests_raise_before_the_first_delta(engine: AsyncEngine) -> None:
     with pytest.raises(RequestError, match="empty"):
         await collect(engine, [])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from folio.app.shelf import control
-from tests.app.engine.shelf.shelves import TinyModels
+from tests.app.shelf.shelves import TinyModels
 from tests.conftest import MakeCheckpoint
 
 

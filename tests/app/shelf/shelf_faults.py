@@ -25,7 +25,7 @@ from folio.app.shelf.shelf import Shelf
 from folio.app.shelf.shelved_model import ShelvedModel
 from folio.vmem import IntegrityError, MapError, OutOfPages
 from folio.vmem.backends.host import HostBackend
-from tests.app.engine.shelf.shelves import control_of
+from tests.app.shelf.shelves import control_of
 
 _MOVE = "folio-move-"  # name of the thread that loads or wakes a model, before the model's name
 

@@ -16,8 +16,8 @@ from folio.app.engine.request.pooled import PoolingParams
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import DeadlineError, EngineError, FolioError, RequestError, UnknownModelError
 from folio.app.shelf.shelved_model import ShelvedModel
-from tests.app.engine.shelf.shelf_faults import Faults
-from tests.app.engine.shelf.shelves import MODELS, Outputs, TinyModels, outputs_of
+from tests.app.shelf.shelf_faults import Faults
+from tests.app.shelf.shelves import MODELS, Outputs, TinyModels, outputs_of
 from tests.conftest import tokens
 
 NAMES = tuple(MODELS)

@@ -21,8 +21,8 @@ from folio.app.errors import RequestError, UnavailableError, UnknownPinError
 from folio.app.shelf.shelf import Shelf
 from folio.app.shelf.shelved_model import ShelvedModel
 from folio.vmem import OutOfPages
-from tests.app.engine.shelf.shelf_faults import Faults, damage_a_file
-from tests.app.engine.shelf.shelf_requests import (
+from tests.app.shelf.shelf_faults import Faults, damage_a_file
+from tests.app.shelf.shelf_requests import (
     ADAPTERS,
     DOCUMENT,
     FORKED,
@@ -34,7 +34,7 @@ from tests.app.engine.shelf.shelf_requests import (
     case_of,
     config_of,
 )
-from tests.app.engine.shelf.shelves import TinyModels, control_of, in_step_thread, mappings, put_to_sleep, stream_of
+from tests.app.shelf.shelves import TinyModels, control_of, in_step_thread, mappings, put_to_sleep, stream_of
 
 MOST_IN_FLIGHT = 24
 DEADLINE_S = 60.0  # of any wait

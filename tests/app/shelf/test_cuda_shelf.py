@@ -30,7 +30,7 @@ from folio.vmem import CudaBackend, DevicePages
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.uploads import Uploads
 from tests.app.engine.execution.conftest import replays, without_compiler  # noqa: F401 (fixtures)
-from tests.app.engine.shelf.shelves import TinyModels, control_of, in_step_thread, outputs, put_to_sleep
+from tests.app.shelf.shelves import TinyModels, control_of, in_step_thread, outputs, put_to_sleep
 from tests.conftest import tokens
 from tests.fakes.recorded_graph import RecordedGraph
 from tests.processes import until_async

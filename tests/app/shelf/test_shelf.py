@@ -50,8 +50,8 @@ from folio.app.shelf.shelved_model import ShelvedModel
 from folio.vmem import IntegrityError, MapError, OutOfPages, PinError, VmemError
 from folio.vmem.backends import host_calls
 from folio.vmem.backends.host import HostBackend
-from tests.app.engine.shelf.shelf_faults import Mount
-from tests.app.engine.shelf.shelves import (
+from tests.app.shelf.shelf_faults import Mount
+from tests.app.shelf.shelves import (
     MODELS,
     SWAP_BYTES,
     Outputs,

@@ -19,7 +19,7 @@ from folio.app.engine.lora.rank import RankAdapters
 from folio.app.engine.lora.source import AdapterSource
 from folio.app.errors import ModelError, UnavailableError
 from folio.app.shelf.shelf import Shelf
-from tests.app.engine.shelf.shelves import (
+from tests.app.shelf.shelves import (
     TinyModels,
     control_of,
     in_step_thread,
@@ -28,7 +28,7 @@ from tests.app.engine.shelf.shelves import (
     put_to_sleep,
     stream_of,
 )
-from tests.app.engine.shelf.test_shelf import GREEDY, KV_BYTES, LONG, asleep
+from tests.app.shelf.test_shelf import GREEDY, KV_BYTES, LONG, asleep
 from tests.processes import until_async
 
 LONGER = replace(LONG, max_tokens=120)

@@ -26,10 +26,10 @@ import pytest
 pytest.importorskip("hypothesis")
 
 from folio.app.shelf import control, shelved_model, turns
-from tests.app.engine.shelf.shelf_faults import Faults
-from tests.app.engine.shelf.shelf_requests import ADAPTERS, CASES, IDLE_S, NAMES, RETRY_S, config_of
-from tests.app.engine.shelf.shelf_rules import Play
-from tests.app.engine.shelf.shelves import TinyModels, control_of, mappings
+from tests.app.shelf.shelf_faults import Faults
+from tests.app.shelf.shelf_requests import ADAPTERS, CASES, IDLE_S, NAMES, RETRY_S, config_of
+from tests.app.shelf.shelf_rules import Play
+from tests.app.shelf.shelves import TinyModels, control_of, mappings
 from tests.nightly import examples
 
 SEEDS, RULES = range(examples(8, nightly=400)), 250

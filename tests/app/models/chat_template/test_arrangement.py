@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.app.chat_template.templates import TEMPLATES
 
 from folio.app.models.chat_template.arrangement import Arrangement
 from folio.app.models.chat_template.template import ChatTemplate
+from tests.app.models.chat_template.templates import TEMPLATES
 
 READY = {name: ChatTemplate(source, {"bos_token": "<bos>"}) for name, source in TEMPLATES.items()}
 WITHOUT_TOOLS = ("gemma", "gemma_1", "parts")

@@ -485,7 +485,7 @@ def test_kill_in_the_middle_of_writing(tmp_path: Path) -> None:
     code = f"""
 import sys, time
 from pathlib import Path
-import tests.app.engine.model.test_weight_store as of_tests
+import tests.app.models.weights.test_store as of_tests
 from folio.app.models.weights.file import write_all
 from folio.app.models.weights.store import WeightStore
 
@@ -521,7 +521,7 @@ def test_processes_that_write_the_same_file(tmp_path: Path) -> None:
     """All of them have the right weights, from one file."""
     code = f"""
 from pathlib import Path
-import tests.app.engine.model.test_weight_store as of_tests
+import tests.app.models.weights.test_store as of_tests
 from folio.app.models.weights.store import WeightStore
 
 for _ in range(8):

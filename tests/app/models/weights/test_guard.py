@@ -16,7 +16,7 @@ import pytest
 
 from folio.app.models.weights.arena import WeightArena
 from folio.app.models.weights.store import WeightStore
-from tests.app.models.weights.test_store import KEY, is_right, moved, tensors
+from tests.app.models.weights.stored import KEY, is_right, moved, tensors
 
 CHANGES: dict[str, str] = {
     "truncated": "os.truncate(path, 100)",

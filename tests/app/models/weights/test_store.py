@@ -4,67 +4,33 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from folio.app.errors import ConfigError, ModelError
 from folio.app.models.weights import file as weight_file
-from folio.app.models.weights.arena import ModelTensors, collect
-from folio.app.models.weights.file import CHUNK_BYTES
-from folio.app.models.weights.key import WeightKey
+from folio.app.models.weights.arena import ModelTensors
 from folio.app.models.weights.store import WeightStore
 from folio.vmem import OutOfPages
+from tests.app.models.weights import stored
+from tests.app.models.weights.stored import KEY, files, is_right, moved, no_second_time, others, tensors
 from tests.processes import until
 
-KEY = WeightKey("some/model", {"model": "/some/model", "dtype": "auto"}, {"files": [["a.safetensors", 10, 1]]})
-NUM_PARAMETERS = 3 * CHUNK_BYTES // 4
-
-
-class Model(nn.Module):
-    """12 MiB and a few bytes."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(NUM_PARAMETERS), requires_grad=False)
-        self.register_buffer("buffer", torch.randn(5, dtype=torch.float64), persistent=False)
-
-
-def tensors() -> ModelTensors:
-    return collect(Model())
-
-
-def no_second_time() -> ModelTensors:
-    raise AssertionError("the weights should not be made again")
-
-
-def is_right(model: Model) -> bool:
-    expected = Model()
-    return torch.equal(model.weight, expected.weight) and torch.equal(model.buffer, expected.buffer)
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([stored.__name__])  # torch is imported once
+SIZE = 12 << 20
+OTHER_VERSION = replace(KEY, version={"files": [["a.safetensors", 11, 1]]})
 
 
 def inode(folder: Path) -> int:
     (name,) = files(folder)
     return (folder / name).stat().st_ino
-
-
-def moved(store: WeightStore, key: WeightKey = KEY, again: Callable[[], ModelTensors] = no_second_time):  # type: ignore[no-untyped-def]
-    model = Model()
-    return model, store.move(collect(model), key, again)
 
 
 def test_a_file_is_written_once_and_shared(tmp_path: Path) -> None:
@@ -92,67 +58,61 @@ def test_a_file_is_written_once_and_shared(tmp_path: Path) -> None:
     assert KEY.file_name not in Path("/proc/self/maps").read_text()
 
 
-def test_a_wrong_file_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def flipped(good: bytes, at: int) -> bytes:
+    return good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
+
+
+def others_write(path: Path, good: bytes) -> None:
+    path.write_bytes(good)
+    path.chmod(0o620)
+
+
+def link_to_another(path: Path, good: bytes) -> None:
+    another = path.with_name("another")
+    another.write_bytes(good)
+    path.symlink_to(another)
+
+
+def of_another_checkpoint(path: Path, good: bytes) -> None:
+    moved(WeightStore(path.parent), OTHER_VERSION)[1].close()
+    path.with_name(OTHER_VERSION.file_name).rename(path)
+
+
+@pytest.mark.parametrize(
+    ("reason", "damage"),
+    [
+        ("no file of weights", lambda path, good: path.write_bytes(b"")),
+        ("instead of", lambda path, good: path.write_bytes(good[:-1])),
+        ("instead of", lambda path, good: path.write_bytes(good + b"0")),
+        ("header is damaged", lambda path, good: path.write_bytes(flipped(good, 40))),
+        ("contents are damaged", lambda path, good: path.write_bytes(flipped(good, len(good) - SIZE + 5000))),
+        ("contents are damaged", lambda path, good: path.write_bytes(flipped(good, len(good) - 1))),
+        ("others could change it", others_write),
+        ("others could change it", lambda path, good: os.mkfifo(path)),
+        ("Too many levels of symbolic links", link_to_another),
+        ("of another checkpoint", of_another_checkpoint),
+        (
+            "its tensors are not those of the model",
+            lambda path, good: WeightStore(path.parent).move(others(), KEY, no_second_time).close(),
+        ),
+    ],
+)
+def test_a_wrong_file_is_made_again(
+    reason: str, damage: Callable[[Path, bytes], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Truncated, damaged, foreign, or of another kind: never served."""
     path = tmp_path / KEY.file_name
     moved(WeightStore(tmp_path))[1].close()
     good = path.read_bytes()
-    offset = len(good) - (12 << 20)
-
-    def flipped(at: int) -> bytes:
-        return good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
-
-    def others_write(path: Path) -> None:
-        path.write_bytes(good)
-        path.chmod(0o620)
-
-    another = tmp_path / "another"
-    another.write_bytes(good)
-    wrong: list[tuple[str, Callable[[Path], object]]] = [
-        ("no file of weights", lambda path: path.write_bytes(b"")),
-        ("instead of", lambda path: path.write_bytes(good[:-1])),
-        ("instead of", lambda path: path.write_bytes(good + b"0")),
-        ("header is damaged", lambda path: path.write_bytes(flipped(40))),
-        ("contents are damaged", lambda path: path.write_bytes(flipped(offset + 5000))),
-        ("contents are damaged", lambda path: path.write_bytes(flipped(len(good) - 1))),
-        ("others could change it", others_write),
-        ("Too many levels of symbolic links", lambda path: path.symlink_to(another)),
-        ("others could change it", os.mkfifo),
-    ]
-    for reason, damage in wrong:
-        caplog.clear()
-        path.unlink()
-        damage(path)
-        model, arena = moved(WeightStore(tmp_path))
-        assert reason in caplog.text
-        assert "rebuilding it from the checkpoint" in caplog.text
-        assert is_right(model)
-        assert path.read_bytes() == good
-        assert not path.is_symlink()
-        arena.close()
-    assert another.read_bytes() == good
-    assert files(tmp_path) == ["another", KEY.file_name]
-
-
-def test_a_file_of_another_checkpoint_under_the_same_name_is_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    key = replace(KEY, version={"files": [["a.safetensors", 11, 1]]})
-    moved(WeightStore(tmp_path), key)[1].close()
-    (tmp_path / key.file_name).rename(tmp_path / KEY.file_name)
+    path.unlink()
+    damage(path, good)
     model, arena = moved(WeightStore(tmp_path))
-    assert "of another checkpoint" in caplog.text
+    assert reason in caplog.text
+    assert "rebuilding it from the checkpoint" in caplog.text
     assert is_right(model)
-    arena.close()
-
-
-def test_a_file_with_other_tensors_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    smaller = Model()
-    smaller.buffer = smaller.buffer[:4]
-    WeightStore(tmp_path).move(collect(smaller), KEY, no_second_time).close()
-    model, arena = moved(WeightStore(tmp_path))
-    assert "its tensors are not those of the model" in caplog.text
-    assert is_right(model)
+    assert path.read_bytes() == good
+    assert not path.is_symlink()
+    assert all(other.read_bytes() == good for other in tmp_path.glob("another"))
     arena.close()
 
 
@@ -172,24 +132,16 @@ def test_contents_are_checked_once_in_a_process(tmp_path: Path, monkeypatch: pyt
     assert checked == [1]
 
 
-def test_files_that_are_removed_or_replaced_while_they_are_mapped(tmp_path: Path) -> None:
-    """Their bytes stay until they are unmapped for good."""
-    model, arena = moved(WeightStore(tmp_path))
-    (tmp_path / KEY.file_name).unlink()
-    assert is_right(model)
-    arena.unmap()
-    arena.map()
-    assert is_right(model)
-    (tmp_path / KEY.file_name).write_bytes(b"something else")
-    arena.unmap()
-    arena.map()
-    assert is_right(model)
-    arena.close()
-
-
-@pytest.mark.parametrize("size", [0, 5 << 20, 20 << 20])
+@pytest.mark.parametrize(
+    ("change", "is_lost"),
+    [
+        (Path.unlink, False),  # its bytes stay until they are unmapped for good
+        (lambda path: (path.unlink(), path.write_bytes(b"something else")), False),
+        *((lambda path, size=size: os.truncate(path, size), True) for size in (0, 5 << 20, 20 << 20)),
+    ],
+)
 def test_a_file_that_changes_while_the_model_sleeps_is_made_again(
-    size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: Callable[[Path], object], is_lost: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made: list[ModelTensors] = []
 
@@ -199,14 +151,13 @@ def test_a_file_that_changes_while_the_model_sleeps_is_made_again(
 
     model, arena = moved(WeightStore(tmp_path), again=again)
     arena.unmap()
-    os.truncate(tmp_path / KEY.file_name, size)
-    arena.map()
-    assert "changed or truncated: they are made again" in caplog.text
-    assert len(made) == 1
-    assert is_right(model)
-    arena.unmap()
-    arena.map()
-    assert len(made) == 1
+    change(tmp_path / KEY.file_name)
+    for _ in range(2):
+        arena.map()
+        assert is_right(model)
+        arena.unmap()
+    assert len(made) == is_lost
+    assert ("changed or truncated: they are made again" in caplog.text) == is_lost
     arena.close()
     second, other = moved(WeightStore(tmp_path))
     assert is_right(second)
@@ -215,12 +166,6 @@ def test_a_file_that_changes_while_the_model_sleeps_is_made_again(
 
 def test_weights_that_cannot_be_made_again_are_an_error(tmp_path: Path) -> None:
     """The model stays asleep."""
-
-    def others() -> ModelTensors:
-        model = Model()
-        model.buffer = model.buffer[:4]
-        return collect(model)
-
     _, arena = moved(WeightStore(tmp_path), again=others)
     arena.unmap()
     os.truncate(tmp_path / KEY.file_name, 100)
@@ -230,48 +175,39 @@ def test_weights_that_cannot_be_made_again_are_an_error(tmp_path: Path) -> None:
     arena.close()
 
 
-def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whichever write fails, the model runs from memory, and nothing incomplete is left."""
-    for last in range(4):
-        left = last
-
-        def write(fd: int, data: memoryview, offset: int) -> None:
-            nonlocal left
-            if left == 0:
-                weight_file.write_all(fd, data[: len(data) // 2], offset)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            left -= 1
-            weight_file.write_all(fd, data, offset)
-
-        caplog.clear()
-        folder = tmp_path / str(last)
-        store = WeightStore(folder, write=write, host_memory_bytes=1 << 30)
-        model, arena = moved(store)
-        assert f"cannot be written to {folder} (No space left on device)" in caplog.text
-        assert files(folder) == []
-        assert is_right(model)
-        arena.unmap()
-        arena.map()
-        assert is_right(model)
-        arena.close()
-        caplog.clear()
-        moved(store)[1].close()
-        assert "cannot be written" not in caplog.text, "once is enough"
-
-
-@pytest.mark.parametrize("call", ["link", "fsync", "mkdir"])
-def test_a_folder_where_a_step_is_not_possible(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fails", [0, 1, 2, 3, "link", "fsync", "mkdir"])
+def test_a_file_that_cannot_be_written(
+    fails: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    """Whichever write or call fails, the model runs from memory, and nothing incomplete is left."""
+    num_writes, folder = 0, tmp_path / "folder"
 
-    monkeypatch.setattr(os, call, fail)
-    model, arena = moved(WeightStore(tmp_path / "folder", host_memory_bytes=1 << 30))
-    assert "(Read-only file system)" in caplog.text or call == "mkdir"
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write(fd: int, data: memoryview, offset: int) -> None:
+        nonlocal num_writes
+        if num_writes == fails:
+            weight_file.write_all(fd, data[: len(data) // 2], offset)
+            full()
+        num_writes += 1
+        weight_file.write_all(fd, data, offset)
+
+    if isinstance(fails, str):
+        monkeypatch.setattr(os, fails, full)
+    store = WeightStore(folder, write=write, host_memory_bytes=1 << 30)
+    model, arena = moved(store)
+    reason = "No such file or directory" if fails == "mkdir" else "No space left on device"
+    assert f"cannot be written to {folder} ({reason})" in caplog.text
+    assert not folder.exists() or files(folder) == []
+    assert is_right(model)
+    arena.unmap()
+    arena.map()
     assert is_right(model)
     arena.close()
-    assert not (tmp_path / "folder").exists() or files(tmp_path / "folder") == []
+    caplog.clear()
+    moved(store)[1].close()
+    assert "cannot be written" not in caplog.text, "once is enough"
 
 
 def test_weights_in_memory_take_host_memory_while_their_models_sleep(tmp_path: Path) -> None:
@@ -368,16 +304,12 @@ def test_read_ahead_of_a_sleeping_model(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_into_the_device(tmp_path: Path) -> None:
-    class Full:
-        def charge(self, num_bytes: int) -> None:
-            raise OutOfPages(num_bytes, 0)
-
-        def discharge(self, num_bytes: int) -> None:
-            raise AssertionError("nothing was charged")
-
+    device = Charged()
+    device.is_full = True
     before = Path("/proc/self/maps").read_text().count("---p")
     with pytest.raises(OutOfPages):
-        WeightStore(tmp_path, charges=Full()).move(tensors(), KEY, no_second_time)
+        moved(WeightStore(tmp_path, charges=device))
+    assert device.num_bytes == 0
     assert Path("/proc/self/maps").read_text().count("---p") <= before, "the range should be released"
 
 
@@ -482,32 +414,13 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_kill_in_the_middle_of_writing(tmp_path: Path) -> None:
     """Whenever it comes, there is no file, and the next process writes one."""
-    code = f"""
-import sys, time
-from pathlib import Path
-import tests.app.models.weights.test_store as of_tests
-from folio.app.models.weights.file import write_all
-from folio.app.models.weights.store import WeightStore
-
-left = int(sys.argv[1])
-def write(fd, data, offset):
-    global left
-    if left == 0:
-        print("writing", flush=True)
-        time.sleep(600)
-    left -= 1
-    write_all(fd, data, offset)
-
-of_tests.moved(WeightStore(Path({str(tmp_path)!r}), write=write))
-"""
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
     for last in (0, 2, 4):  # the fifth write is the header's
-        with subprocess.Popen(
-            [sys.executable, "-c", code, str(last)], stdout=subprocess.PIPE, env=environment
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"writing\n"
-            process.send_signal(signal.SIGKILL)
+        mine, its = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=stored.write_a_part, args=(tmp_path, last, its))
+        process.start()
+        assert mine.recv() == "writing"
+        process.kill()
+        process.join()
         assert [name.endswith(".tmp") for name in files(tmp_path)] == [True]
         model, arena = moved(WeightStore(tmp_path))
         assert files(tmp_path) == [KEY.file_name]
@@ -519,26 +432,14 @@ of_tests.moved(WeightStore(Path({str(tmp_path)!r}), write=write))
 @pytest.mark.processes
 def test_processes_that_write_the_same_file(tmp_path: Path) -> None:
     """All of them have the right weights, from one file."""
-    code = f"""
-from pathlib import Path
-import tests.app.models.weights.test_store as of_tests
-from folio.app.models.weights.store import WeightStore
-
-for _ in range(8):
-    model, arena = of_tests.moved(WeightStore(Path({str(tmp_path)!r})))
-    assert of_tests.is_right(model)
-    arena.unmap()
-    arena.map()
-    assert of_tests.is_right(model)
-    arena.close()
-"""
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
+    processes = [PROCESSES.Process(target=stored.use_again_and_again, args=(tmp_path,)) for _ in range(3)]
+    for process in processes:
+        process.start()
     deadline = time.monotonic() + 120
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         for name in files(tmp_path):  # damage it in turns
             if name.endswith(".weights"):
                 (tmp_path / name).unlink(missing_ok=True)
         time.sleep(0.05)
-    assert [process.wait(timeout=1) for process in processes] == [0, 0, 0]
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     until(lambda: not [name for name in files(tmp_path) if name.endswith(".tmp")])

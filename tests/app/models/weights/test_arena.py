@@ -155,6 +155,19 @@ def test_products_that_can_move(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_product(torch.float16, movable=True) is None
 
 
+def config_of(make_checkpoint: MakeCheckpoint, name: str = "llama", **of_model: Any) -> ResolvedConfig:
+    model_type, default = ALL[name]
+    folder = str(make_checkpoint(model_type, **default | of_model))
+    return EngineConfig(model=folder, skip_tokenizer_init=True).on_device("cpu")
+
+
+def copy_of(make_checkpoint: MakeCheckpoint, folder: Path) -> tuple[Path, ResolvedConfig]:
+    """A checkpoint that may be changed."""
+    config = config_of(make_checkpoint, num_hidden_layers=1)
+    shutil.copytree(config.model, folder)
+    return Path(config.model), replace(config, model=str(folder))
+
+
 def engine_with(store: WeightStore | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
     monkeypatch.setattr(executor, "load_model", lambda config, weights=None: load_model(config, weights=store))
     return Engine(EngineConfig(skip_tokenizer_init=True, kv_memory_bytes=16 << 20, num_threads=1, **settings))
@@ -212,9 +225,8 @@ def test_a_draft_model_and_adapters_layers(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each model has its arena. Layers of adapters wrap what has moved, and the file is the one without them."""
-    model_type, of_model = ALL["llama"]
-    settings: dict[str, Any] = {"model": str(make_checkpoint(model_type, **of_model))}
-    settings |= {"draft_model": settings["model"], "speculation": "draft"}
+    model = config_of(make_checkpoint).model
+    settings: dict[str, Any] = {"model": model, "draft_model": model, "speculation": "draft"}
     engine = engine_with(None, monkeypatch, **settings)
     expected = generate_staggered(engine, PROMPTS, GREEDY)
     engine.close()
@@ -231,10 +243,21 @@ def _tensors() -> list[torch.Tensor]:
     return [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter)]
 
 
+Load = Callable[[ResolvedConfig, WeightStore], tuple[LoadedModel, WeightArena]]
+
+
 @pytest.fixture
-def loaded(tmp_path: Path) -> Iterator[list[WeightArena]]:
+def load() -> Iterator[Load]:
+    """Load a model whose weights stay mapped until the end of the test."""
     arenas: list[WeightArena] = []
-    yield arenas
+
+    def load(config: ResolvedConfig, store: WeightStore) -> tuple[LoadedModel, WeightArena]:
+        model = load_model(config, weights=store)
+        assert model.weights is not None
+        arenas.append(model.weights)
+        return model, model.weights
+
+    yield load
     for arena in arenas:
         arena.close()
 
@@ -244,16 +267,13 @@ def loaded(tmp_path: Path) -> Iterator[list[WeightArena]]:
     "name", ["llama", "gemma2", "gpt2", "mixtral", "gpt_oss", "bamba", "qwen3_next", "deepseek_v2"]
 )
 def test_no_tensor_of_a_model_stays_behind(
-    name: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, loaded: list[WeightArena]
+    name: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, load: Load
 ) -> None:
     """Wherever it is kept: all tensors that came with loading the model are looked at."""
-    model_type, of_model = ALL[name]
-    config = EngineConfig(model=str(make_checkpoint(model_type, **of_model)), skip_tokenizer_init=True).on_device("cpu")
+    config = config_of(make_checkpoint, name)
     load_model(config)
     before = _tensors()
-    model = load_model(config, weights=WeightStore(tmp_path))
-    assert model.weights is not None
-    loaded.append(model.weights)
+    model, _ = load(config, WeightStore(tmp_path))
     known, inside = {id(tensor) for tensor in before}, 0
     addresses = _addresses(model)
     for tensor in _tensors():
@@ -270,17 +290,10 @@ def _addresses(model: LoadedModel) -> range:
     return range(start, start + model.weights.num_bytes)
 
 
-def test_all_packed_weights_are_in_the_arena(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, loaded: list[WeightArena]
-) -> None:
+def test_all_packed_weights_are_in_the_arena(make_checkpoint: MakeCheckpoint, tmp_path: Path, load: Load) -> None:
     """And its bytes are those of the tensors, but for what aligns them."""
-    model_type, of_model = ALL["llama"]
-    config = EngineConfig(
-        model=str(make_checkpoint(model_type, **of_model)), skip_tokenizer_init=True, quantization="int8"
-    )
-    model = load_model(config.on_device("cpu"), weights=WeightStore(tmp_path))
-    assert model.weights is not None
-    loaded.append(model.weights)
+    config = replace(config_of(make_checkpoint), quantization="int8")
+    model, arena = load(config, WeightStore(tmp_path))
     addresses, packed_bytes = _addresses(model), 0
     for part in model.module.modules():
         if isinstance(part, PackedLinear):
@@ -288,14 +301,13 @@ def test_all_packed_weights_are_in_the_arena(
             assert part.packed.scales.data_ptr() in addresses
             packed_bytes += part.packed.nbytes
     embedding_bytes = model.module.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
-    assert packed_bytes + embedding_bytes <= model.weights.num_bytes <= 2 * (packed_bytes + embedding_bytes)
+    assert packed_bytes + embedding_bytes <= arena.num_bytes <= 2 * (packed_bytes + embedding_bytes)
 
 
 def test_a_failed_load_unmaps_the_weights(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_type, of_model = ALL["llama"]
-    config = EngineConfig(model=str(make_checkpoint(model_type, **of_model)), skip_tokenizer_init=True)
+    config = config_of(make_checkpoint)
     closed: list[FileRange] = []
     close = FileRange.close
     monkeypatch.setattr(FileRange, "close", lambda self: closed.append(self) or close(self))
@@ -305,7 +317,7 @@ def test_a_failed_load_unmaps_the_weights(
 
     monkeypatch.setattr("folio.app.engine.model.loader.run_in_one_call", fail)
     with pytest.raises(ModelError, match="injected"):
-        load_model(config.on_device("cpu"), weights=WeightStore(tmp_path))
+        load_model(config, weights=WeightStore(tmp_path))
     assert [weights.is_mapped for weights in closed] == [False, False], "of the checkpoint, and of the arena"
 
 
@@ -371,8 +383,7 @@ def test_a_failed_make_frees_its_tensors_before_their_charge_ends(
 ) -> None:
     """Regression: the error's traceback kept them, while other models were given the memory of the device that they
     had."""
-    model_type, of_model = ALL["llama"]
-    config = EngineConfig(model=str(make_checkpoint(model_type, **of_model)), skip_tokenizer_init=True)
+    config = config_of(make_checkpoint)
     tensors: list[weakref.ref[torch.Tensor]] = []
     num_left: list[int] = []
 
@@ -391,26 +402,22 @@ def test_a_failed_make_frees_its_tensors_before_their_charge_ends(
     monkeypatch.setattr(store, "room_to_make", lambda num_bytes: end)
     monkeypatch.setattr(owner, fails, fail)
     with pytest.raises(ModelError, match="injected"):
-        load_model(config.on_device("cpu"), weights=store)
+        load_model(config, weights=store)
     assert len(tensors) > 5
     assert num_left == [0]
 
 
 def test_a_changed_checkpoint_has_another_file_and_no_second_chance(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, loaded: list[WeightArena]
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, load: Load
 ) -> None:
     """Weights of the same size and time as the old ones were taken for them. A sleeping model whose file is lost must
     not wake up as another one."""
-    model_type, of_model = ALL["llama"]
     folder = tmp_path / "checkpoint"
-    shutil.copytree(make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1}), folder)
-    config = EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu")
+    original, config = copy_of(make_checkpoint, folder)
     store = WeightStore(tmp_path / "weights")
-    model = load_model(config, weights=store)
-    assert model.weights is not None
-    loaded.append(model.weights)
+    model, arena = load(config, store)
     (first,) = (tmp_path / "weights").glob("*.weights")
-    model.weights.unmap()
+    arena.unmap()
     (weights,) = folder.glob("*.safetensors")
     before, scale = weights.stat(), model.module.get_input_embeddings().weight.new_tensor(2)
     save_file({name: tensor * scale for name, tensor in load_file(weights).items()}, tmp_path / "w", {"format": "pt"})
@@ -420,22 +427,19 @@ def test_a_changed_checkpoint_has_another_file_and_no_second_chance(
     assert (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     os.truncate(first, 100)
     with pytest.raises(ModelError, match="has changed since it was loaded; load it again"):
-        model.weights.map()
-    again = load_model(config, weights=store)
-    assert again.weights is not None
-    loaded.append(again.weights)
+        arena.map()
+    again, _ = load(config, store)
     (second,) = (tmp_path / "weights").glob("*.weights")
     assert second.name != first.name
-    of_first = load_file(make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1}) / "model.safetensors")
+    of_first = load_file(original / "model.safetensors")
     assert torch.equal(again.module.get_input_embeddings().weight, 2 * of_first["model.embed_tokens.weight"])
 
 
 def test_a_model_of_the_hub_that_is_downloaded_while_it_is_loaded_has_one_file(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, loaded: list[WeightArena], monkeypatch: pytest.MonkeyPatch
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had a second one from its second load on, and could not be made again."""
-    model_type, of_model = ALL["llama"]
-    checkpoint = make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1})
+    checkpoint = Path(config_of(make_checkpoint, num_hidden_layers=1).model)
     cache = HubCache(tmp_path / "hub", checkpoint)
     cache.download("config.json")
     monkeypatch.setattr("folio.app.models.weights.key.try_to_load_from_cache", cache.find)
@@ -452,24 +456,18 @@ def test_a_model_of_the_hub_that_is_downloaded_while_it_is_loaded_has_one_file(
     config = EngineConfig(model="org/name", skip_tokenizer_init=True).on_device("cpu")
     store = WeightStore(tmp_path / "weights")
 
-    def load() -> Path:
-        model = load_model(config, weights=store)
-        assert model.weights is not None
-        loaded.append(model.weights)
-        (file,) = (tmp_path / "weights").glob("*.weights")
-        return file
-
-    first = load()
+    _, arena = load(config, store)
+    (first,) = (tmp_path / "weights").glob("*.weights")
     cache.download("tokenizer.json", b"{}")
-    (weights,) = loaded
-    weights.unmap()
+    arena.unmap()
     os.truncate(first, 100)
-    weights.map()
+    arena.map()
     made = first.stat().st_ino
     cache.download_again()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module, "_load_module", None)  # the file is read, not the checkpoint
-        assert load() == first
+        load(config, store)
+    assert [*(tmp_path / "weights").glob("*.weights")] == [first]
     assert first.stat().st_ino == made
     key = weight_key(config, FileDigests().of)
     cache.download("model.safetensors", b"another")
@@ -509,9 +507,8 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its old tensors would be served as the new ones."""
-    model_type, of_model = ALL["llama"]
     folder = tmp_path / "checkpoint"
-    shutil.copytree(make_checkpoint(model_type, **of_model | {"num_hidden_layers": 1}), folder)
+    _, config = copy_of(make_checkpoint, folder)
     load_module = checkpoint_module._load_module
 
     def change(*args: Any) -> Any:
@@ -522,7 +519,6 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
         return result
 
     monkeypatch.setattr(checkpoint_module, "_load_module", change)
-    config = EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu")
     with pytest.raises(ModelError, match="has changed while it was loaded; load it again"):
         load_model(config, weights=WeightStore(tmp_path / "weights"))
     assert list((tmp_path / "weights").glob("*.weights")) == []

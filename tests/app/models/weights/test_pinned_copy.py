@@ -7,37 +7,27 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from folio.app.errors import ModelError
 from folio.app.models.weights.arena import ModelTensors, WeightArena, collect
-from folio.app.models.weights.key import WeightKey
 from folio.app.models.weights.store import WeightStore
 from folio.vmem import CudaBackend, DevicePages, MapError, OutOfPages, VmemError
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.uploads import Uploads
+from tests.app.models.weights.stored import KEY, Model, is_right
 from tests.vmem.backends.fake_driver import FakeDriver
 
 GRANULE = FakeDriver.granularity_bytes
 PAGE, PIECE, CAPACITY = 2 * GRANULE, 4 * GRANULE, 64 * GRANULE
-KEY = WeightKey("some/model", {"model": "/some/model"}, {"files": []})
-NUM_PARAMETERS = 9 * GRANULE // 4
 
 
-class Model(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(NUM_PARAMETERS), requires_grad=False)
-        self.register_buffer("buffer", torch.randn(5, dtype=torch.float64), persistent=False)
-
-
-SIZE = collect(Model(0)).table.num_bytes
+Small = partial(Model, num_parameters=9 * GRANULE // 4)
+SIZE = collect(Small()).table.num_bytes
 
 
 class Device:
@@ -57,9 +47,9 @@ class Device:
     def move(self, store: WeightStore, seed: int = 0) -> tuple[Model, WeightArena]:
         def make() -> ModelTensors:
             self.made.append(seed)
-            return self.on_device(store, Model(seed))
+            return self.on_device(store, Small(seed))
 
-        model = Model(seed)
+        model = Small(seed)
         key = replace(KEY, name=f"model-{seed}")
         return model, store.move(self.on_device(store, model), key, make)
 
@@ -90,11 +80,6 @@ def device() -> Iterator[Device]:
     made = Device()
     yield made
     made.close()
-
-
-def is_right(model: Model, seed: int = 0) -> bool:
-    expected = Model(seed)
-    return torch.equal(model.weight, expected.weight) and torch.equal(model.buffer, expected.buffer)
 
 
 def test_a_model_wakes_from_its_pinned_copy_without_its_file(device: Device, tmp_path: Path) -> None:
@@ -196,7 +181,7 @@ def test_a_model_that_is_made_on_the_device_takes_its_memory_once(device: Device
     for handle in handles[:10]:
         other.destroy(handle)
     store = device.store(tmp_path)
-    model = Model(0)
+    model = Small(0)
     tensors = device.on_device(store, model)
     assert (device.pages.idle_bytes, device.pages.charged_bytes) == (0, SIZE)
     assert device.pages.available_bytes < SIZE
@@ -268,11 +253,9 @@ def test_weights_of_another_checkpoint_are_an_error(device: Device, tmp_path: Pa
     store = device.store(tmp_path)
 
     def other() -> ModelTensors:
-        model = Model(0)
-        model.buffer = model.buffer[:4]
-        return collect(model, dropped=store.room_to_make(SIZE))
+        return device.on_device(store, Small(num_extra=4))
 
-    arena = store.move(collect(Model(0)), KEY, other)
+    arena = store.move(collect(Small(0)), KEY, other)
     arena.unmap()
     os.truncate(next(tmp_path.iterdir()), 0)
     with pytest.raises(ModelError, match="has other tensors than when it was loaded"):

@@ -99,10 +99,8 @@ def test_what_others_have_can_no_longer_be_read(
         assert not share.take(1)
         assert not share.take(1)
         share.give_back(60)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{folder}: {reason}: no more weights are copied to pinned memory; start the server again, or set "
-        "host_memory_bytes"
-    ]
+    [record] = caplog.records
+    assert f"{reason}: no more weights are copied to pinned memory" in record.getMessage()
     assert share.take(100) == (lost != "folder")
     other = PinnedShare(100, folder)
     assert other.take(100) == (lost == "folder")

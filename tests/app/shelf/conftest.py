@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from folio.app.shelf import control
+from folio.app.shelf import control, shelved_model
 from tests.app.shelf.shelves import TinyModels
 from tests.conftest import MakeCheckpoint
 
@@ -21,4 +21,5 @@ def models(make_checkpoint: MakeCheckpoint, tmp_path_factory: pytest.TempPathFac
 def _hung_loads_of_this_test(tmp_path: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control, "default_folder", lambda: tmp_path / "pinned")
+        patch.setattr(shelved_model, "_FIRST_RETRY_S", 0.1)  # after a failure
         yield

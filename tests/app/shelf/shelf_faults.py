@@ -168,14 +168,16 @@ class Mount:
     Attributes:
         asked: the thread waits for them.
         answers: set to let it go on.
+        num_calls: by this thread.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, model: str) -> None:
-        self.asked, self.answers = threading.Event(), threading.Event()
+        self.asked, self.answers, self.num_calls = threading.Event(), threading.Event(), 0
         real = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread().name == _MOVE + model:
+                self.num_calls += 1
                 self.asked.set()
                 assert self.answers.wait(60)
             return real(*args, **kwargs)

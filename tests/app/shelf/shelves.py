@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+import pytest
 
 from folio.app.config.engine import EngineConfig
 from folio.app.config.shelf import ModelConfig
@@ -20,6 +22,7 @@ from folio.app.engine.model.device import resolve
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.request.engine_request import EngineRequest
 from folio.app.engine.sampling.params import SamplingParams
+from folio.app.errors import UnavailableError
 from folio.app.shelf.control import Control
 from folio.app.shelf.shelf import Shelf
 from folio.app.shelf.shelved_model import ShelvedModel
@@ -31,7 +34,10 @@ from tests.processes import until_async
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MAX_MODEL_LEN = 128
 SWAP_BYTES = 1 << 20
+KV_BYTES = 400 << 10
 DEADLINE_S = 90.0
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
 # name → model type, its config, and settings of the engine.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", TINY, {}),
@@ -157,6 +163,18 @@ class TinyModels:
             await asyncio.to_thread(shelf.close)
         await nothing_left(shelf, before)
 
+    def shelf(
+        self,
+        *served: str | ModelConfig,
+        memory_of: Sequence[str] = ("llama",),
+        room_bytes: int = KV_BYTES,
+        **settings: Any,
+    ) -> AbstractAsyncContextManager[Shelf]:
+        """A shelf with memory for the weights of some models and `room_bytes` of KV memory."""
+        configs = [self.config(model) if isinstance(model, str) else model for model in served]
+        beside = [model for model in served if isinstance(model, str)]
+        return self.opened(configs, self.memory_for(*memory_of, room_bytes=room_bytes, beside=beside), **settings)
+
     def close(self) -> None:
         for engine in self._engines.values():
             engine.close()
@@ -223,6 +241,37 @@ async def put_to_sleep(shelf: Shelf, name: str) -> bool:
         return True
 
     return bool(await in_step_thread(shelf, partial(sleep, shelf.model(name))))
+
+
+@contextmanager
+def asleep(shelf: Shelf, name: str) -> Iterator[None]:
+    """A model that is put to sleep is not woken within."""
+    model, real = shelf.model(name), control_of(shelf)._wake
+
+    def wake(other: ShelvedModel) -> None:
+        if other is not model:
+            real(other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_of(shelf), "_wake", wake)
+        yield
+
+
+@asynccontextmanager
+async def sleeping(shelf: Shelf, name: str) -> AsyncIterator[None]:
+    """A model sleeps within, whatever it is asked for."""
+    with asleep(shelf, name):
+        await put_to_sleep(shelf, name)
+        yield
+
+
+async def served(shelf: Shelf, name: str, alone: Outputs) -> bool:
+    """Whether the model answers; an answer is right."""
+    try:
+        assert await outputs(shelf.model(name), [1, 2], GREEDY) == alone
+    except UnavailableError:
+        return False
+    return True
 
 
 async def until_state(shelf: Shelf, name: str, *states: str) -> None:

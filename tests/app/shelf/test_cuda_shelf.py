@@ -24,7 +24,7 @@ from folio.app.engine.model.device import resolve
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import ConfigError, EngineError, UnavailableError
 from folio.app.models.weights.pinned_share import PinnedShare
-from folio.app.shelf import device, measure, shelved_model
+from folio.app.shelf import device, measure
 from folio.app.shelf import shelf as shelf_module
 from folio.vmem import CudaBackend, DevicePages
 from folio.vmem.backends.cuda import CPU
@@ -58,7 +58,6 @@ def driver(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake
     monkeypatch.setattr(device, "select_backend", backend)
     monkeypatch.setattr(device, "resolve", lambda _: SimpleNamespace(device="cuda"))
     monkeypatch.setattr(device, "Uploads", partial(Uploads, page_bytes=4 * PAGE, piece_bytes=8 * PAGE))
-    monkeypatch.setattr(shelved_model, "_FIRST_RETRY_S", 0.1)
     yield made
     assert made.leftovers == (0, 0, 0, 0, 0)
     assert made.host_leftovers == (0, 0, 0)
@@ -78,7 +77,7 @@ async def test_models_take_turns_in_memory_for_some_of_them(models: TinyModels, 
     alone = {name: [await models.alone(name, *case) for case in cases(name)] for name in NAMES}
     memory_bytes = models.memory_for("draft", "llama", room_bytes=KV_BYTES, beside=NAMES)
     async with models.opened([models.config(name) for name in NAMES], memory_bytes) as shelf:
-        for _ in range(3):
+        for _ in range(2):
             together = await asyncio.gather(*(found(shelf.model(name), name) for name in NAMES))
             assert dict(zip(NAMES, together, strict=True)) == alone
             await shelf.check_integrity()
@@ -114,7 +113,7 @@ async def test_graphs_are_charged_and_leave_with_their_model(
     async with models.opened(configs, memory_bytes, weights_dir=tmp_path) as shelf:
         pages = shelf._device.shared.pages  # type: ignore[union-attr]
         num_late, kinds = [], set[str]()
-        for _ in range(4):
+        for _ in range(3):
             together = await asyncio.gather(*(found(shelf.model(name), name) for name in names))
             assert dict(zip(names, together, strict=True)) == alone
             await shelf.check_integrity()
@@ -180,7 +179,7 @@ async def test_sleeps_and_wakes_while_calls_of_the_driver_fail(models: TinyModel
         for name in names:
             assert await found(shelf.model(name), name) == alone[name]
         num_right = 0
-        for _ in range(25):
+        for _ in range(15):
             name = pick.choice(names)
             task = asyncio.create_task(found(shelf.model(name), name))
             driver.fail_rate = pick.choice([0.0, 0.005])

@@ -20,15 +20,17 @@ from folio.app.engine.lora.source import AdapterSource
 from folio.app.errors import ModelError, UnavailableError
 from folio.app.shelf.shelf import Shelf
 from tests.app.shelf.shelves import (
+    GREEDY,
+    KV_BYTES,
+    LONG,
     TinyModels,
     control_of,
     in_step_thread,
     outputs,
     outputs_of,
-    put_to_sleep,
+    sleeping,
     stream_of,
 )
-from tests.app.shelf.test_shelf import GREEDY, KV_BYTES, LONG, asleep
 from tests.processes import until_async
 
 LONGER = replace(LONG, max_tokens=120)
@@ -50,7 +52,7 @@ async def test_adapters_are_given_back_while_their_model_sleeps(models: TinyMode
     before."""
     alone = {name: await models.alone("lora", [1, 2], LONGER, adapter=name) for name in ("red", "blue")}
     base = await models.alone("lora", [1, 2], LONGER)
-    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
+    async with models.shelf("lora", memory_of=["lora"]) as shelf:
         model = shelf.model("lora")
         await outputs(model, [1, 2], GREEDY)
         engine = await engine_of(shelf, "lora")
@@ -64,8 +66,7 @@ async def test_adapters_are_given_back_while_their_model_sleeps(models: TinyMode
             == adapter_bytes(shelf)
             == sum(num_bytes({linear: update}) for linear in layers._targets for update in linear.updates.values())
         )
-        with asleep(shelf, "lora"):
-            await put_to_sleep(shelf, "lora")
+        async with sleeping(shelf, "lora"):
             assert adapter_bytes(shelf) == engine.adapters.num_bytes == 0
             assert not any(linear.updates for linear in layers._targets)
             assert await in_step_thread(shelf, lambda: engine.adapters.wanted_bytes) == taken
@@ -122,7 +123,7 @@ async def test_an_adapter_that_can_never_fit_fails_its_requests_only(
     """Regression: it took the memory all the same. Many of its requests are no reason to replace the engine."""
     sizes(monkeypatch, 1 << 30)
     alone = await models.alone("lora", [1, 2], LONG)
-    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
+    async with models.shelf("lora", memory_of=["lora"]) as shelf:
         model = shelf.model("lora")
         await model.ready()
         running = asyncio.create_task(outputs(model, [1, 2], LONG))
@@ -136,39 +137,28 @@ async def test_an_adapter_that_can_never_fit_fails_its_requests_only(
         assert adapter_bytes(shelf) == 0
 
 
-async def test_unused_adapters_give_way(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To another adapter, and to a request that fits without them."""
-    alone = {name: await models.alone("lora", [1, 2], GREEDY, adapter=name) for name in ("red", "blue")}
-    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
-        model = shelf.model("lora")
-        engine = await engine_of(shelf, "lora")
-        sizes(monkeypatch, KV_BYTES * 3 // 5)
-        for name in ("red", "blue", "red"):
-            assert await outputs(model, [1, 2], GREEDY, adapter=name) == alone[name]
-            assert list(engine.adapters.slots) == [name]
-            await shelf.check_integrity()
-
-
+@pytest.mark.parametrize("share", [0.6, 0.5])
 async def test_unused_adapters_give_way_to_another_one_and_its_request(
-    models: TinyModels, monkeypatch: pytest.MonkeyPatch
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     """Regression: two adapters fitted, but not the request beside them; it was refused."""
     alone = {name: await models.alone("lora", [1, 2], GREEDY, adapter=name) for name in ("red", "blue")}
-    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
-        model = shelf.model("lora")
+    async with models.shelf("lora", memory_of=["lora"]) as shelf:
         engine = await engine_of(shelf, "lora")
         memory = engine.adapters.memory
         assert memory is not None
-        sizes(monkeypatch, int(memory.room_bytes) // 2)
-        for name in ("red", "blue"):
-            assert await outputs(model, [1, 2], GREEDY, adapter=name) == alone[name]
+        sizes(monkeypatch, int(share * memory.room_bytes))
+        for name in ("red", "blue", "red"):
+            assert await outputs(shelf.model("lora"), [1, 2], GREEDY, adapter=name) == alone[name]
+            assert list(engine.adapters.slots) == [name]
+            await shelf.check_integrity()
 
 
 async def test_unused_adapters_give_way_to_a_long_request(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: what was in memory of adapters bounded the length of requests, used or not."""
     prompt = [1 + i % 50 for i in range(90)]
     alone = await models.alone("lora", prompt, GREEDY)
-    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
+    async with models.shelf("lora", memory_of=["lora"]) as shelf:
         model = shelf.model("lora")
         engine = await engine_of(shelf, "lora")
         memory = engine.adapters.memory
@@ -188,7 +178,7 @@ async def test_an_adapter_that_is_lost_while_its_model_sleeps(
 ) -> None:
     """Its requests end with the reason, and the others go on."""
     alone = await models.alone("lora", [1, 2], LONGER, adapter="blue")
-    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
+    async with models.shelf("lora", memory_of=["lora"]) as shelf:
         model = shelf.model("lora")
         streams = {name: stream_of(model, [1, 2], LONGER, adapter=name) for name in ("red", "blue")}
         got = {name: outputs_of(await anext(stream))[0] for name, stream in streams.items()}
@@ -199,8 +189,7 @@ async def test_an_adapter_that_is_lost_while_its_model_sleeps(
                 raise ModelError("adapter 'red': its file is missing")
             return real(self, source)
 
-        with asleep(shelf, "lora"):
-            await put_to_sleep(shelf, "lora")
+        async with sleeping(shelf, "lora"):
             monkeypatch.setattr(RankAdapters, "_find", find)
             if fails == "size":
                 (await engine_of(shelf, "lora")).adapters._sizing.clear()
@@ -213,8 +202,9 @@ async def test_an_adapter_that_is_lost_while_its_model_sleeps(
         await shelf.check_integrity()
 
 
-async def test_a_model_sleeps_while_an_adapter_is_read(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is being read keeps its memory until the read ends; it is read again after the wake."""
+async def test_requests_wait_while_an_adapter_is_read(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: their waits did not count, so that a model that sleeps and has no other requests was never due. What
+    is being read keeps its memory until the read ends; it is read again after the wake."""
     alone = await models.alone("lora", [1, 2], GREEDY, adapter="red")
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -222,33 +212,9 @@ async def test_a_model_sleeps_while_an_adapter_is_read(models: TinyModels, monke
         begun.set()
         assert goes_on.wait(60)
 
-    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
+    async with models.shelf("lora", memory_of=["lora"]) as shelf:
         model = shelf.model("lora")
         engine = await engine_of(shelf, "lora")
-        sizes(monkeypatch, 1000, check)
-        red = asyncio.create_task(outputs(model, [1, 2], GREEDY, adapter="red"))
-        await until_async(begun.is_set)
-        with asleep(shelf, "lora"):
-            await put_to_sleep(shelf, "lora")
-            assert engine.adapter_bytes == 1000
-            await shelf.check_integrity()
-            goes_on.set()
-            await until_async(lambda: engine.adapter_bytes == 0)
-        assert await red == alone
-
-
-async def test_requests_that_wait_for_an_adapter_count(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: their waits did not, so that a model that sleeps and has no other requests was never due."""
-    alone = await models.alone("lora", [1, 2], GREEDY, adapter="red")
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def check() -> None:
-        begun.set()
-        assert goes_on.wait(60)
-
-    async with models.opened([models.config("lora")], models.memory_for("lora", room_bytes=KV_BYTES)) as shelf:
-        model = shelf.model("lora")
-        await model.ready()
         sizes(monkeypatch, 1000, check)
         red = asyncio.create_task(outputs(model, [1, 2], GREEDY, adapter="red"))
         await until_async(begun.is_set)
@@ -256,7 +222,11 @@ async def test_requests_that_wait_for_an_adapter_count(models: TinyModels, monke
         assert (need.num_running, need.num_waiting) == (0, 1)
         assert need.first_bytes == need.waiting_bytes > 0 < need.waited_s
         assert need.weight_bytes == model.weight_bytes + 1000
-        goes_on.set()
+        async with sleeping(shelf, "lora"):
+            assert engine.adapter_bytes == 1000
+            await shelf.check_integrity()
+            goes_on.set()
+            await until_async(lambda: engine.adapter_bytes == 0)
         assert await red == alone
         await shelf.remove("lora")
         assert adapter_bytes(shelf) == 0

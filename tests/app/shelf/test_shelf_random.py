@@ -7,7 +7,7 @@ an earlier shelf, in new ones, in memory, or in the checkpoint only.
 Every request gets the tokens that its model gives alone, or a typed error that a failure of this model explains; memory
 adds up after each rule, and nothing is left at the end.
 
-CI plays a third of 2,000 rules; `pytest --hypothesis-profile=nightly tests/app/shelf/test_shelf_random.py`
+CI plays a quarter of 2,000 rules; `pytest --hypothesis-profile=nightly tests/app/shelf/test_shelf_random.py`
 100,000.
 """
 
@@ -74,7 +74,7 @@ def covered() -> Iterator[Counter[str]]:
         assert not missing, f"the rules covered no {', '.join(missing)}"
 
 
-@pytest.mark.thirds
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_rules_in_any_order(
     models: TinyModels,

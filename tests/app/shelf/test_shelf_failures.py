@@ -233,6 +233,7 @@ async def test_a_load_fails_after_its_request_was_cancelled(
             released.set()
             await until_state(shelf, "llama", "failed")
             await asyncio.sleep(0)
+    del task  # and the frames of its error
     gc.collect()
     assert not [record for record in caplog.records if record.name == "asyncio"]
 

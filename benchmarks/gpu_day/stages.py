@@ -26,7 +26,7 @@ def facts(fake: bool) -> list[Job]:
             "tests/vmem/backends/test_backend_contract.py",
             "",
             fake,
-            tiny="page and (fake or stand_in)",
+            tiny="page and stand_in",
             limit_s=60,
         ),
         _pytest("decode", tests, "test_splits", fake, tiny="test_splits and dtype0-3", limit_s=120),
@@ -82,9 +82,7 @@ def shelf(fake: bool) -> list[Job]:
     """Under two minutes in all: the rates, then what a driver may refuse, then the engine."""
     return [
         _program("wakes", "gpu_shelf", fake, 90, "--measure", "wakes"),
-        _pytest(
-            "weight ranges", "tests/vmem/test_uploads.py", "real_device", fake, tiny="same_tensor and Fake", limit_s=40
-        ),
+        _pytest("weight ranges", "tests/vmem/test_uploads.py", "real_device", fake, tiny="same_tensor", limit_s=40),
         _program("turns", "gpu_shelf", fake, 110, "--measure", "turns"),
     ]
 

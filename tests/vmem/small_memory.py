@@ -1,4 +1,4 @@
-"""Small KV memories over the host and over the fake CUDA driver, and a plain model to compare them with."""
+"""Small KV memories over the host and over the stand-in CUDA driver, and a plain model to compare them with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 
 from folio.vmem import (
@@ -31,16 +30,12 @@ from folio.vmem import (
     StateLayout,
     StepDemand,
     TokenChain,
-    key_of,
     plan_layout,
 )
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.layout import Row
-from folio.vmem.mapping.mapper import Mapper
-from folio.vmem.prefix.prefix_tree import Hash, stable_hash
 from folio.vmem.tensor_parallel.mirror import MirroredContents
-from tests.vmem.backends.fake_driver import CUresult, FakeDriver
-from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
+from tests.vmem.backends.stand_in_driver import StandInDriver
 from tests.vmem.direct_peers import DirectPeers
 
 BLOCK_TOKENS = 16
@@ -120,15 +115,13 @@ class FlakyHost(HostBackend):
 
 
 class FlakyCuda(CudaBackend):
-    """The CUDA backend over a fake driver with pages of 4 KiB, perhaps of another backend; driver call number `fail_at`
-    fails."""
-
-    driver_type: type[FakeDriver | StandInDriver] = FakeDriver
+    """The CUDA backend over a stand-in driver with pages of 4 KiB, perhaps of another backend; driver call number
+    `fail_at` fails."""
 
     def __init__(
-        self, capacity_bytes: int, pages: DevicePages | None = None, fake: FakeDriver | StandInDriver | None = None
+        self, capacity_bytes: int, pages: DevicePages | None = None, fake: StandInDriver | None = None
     ) -> None:
-        self.fake = fake or self.driver_type(capacity_bytes)
+        self.fake = fake or StandInDriver(capacity_bytes, may_follow_leftovers=True)
         self.fake.granularity_bytes = PAGE_BYTES
         # Without a clock, so that the same calls are made each time: `fail_at` counts them.
         super().__init__(driver=self.fake, tensor_device=CPU, clock=lambda: 0.0, pages=pages)
@@ -144,17 +137,7 @@ class FlakyCuda(CudaBackend):
     @fail_at.setter
     def fail_at(self, call: int) -> None:
         self.fake.fail_at = call
-        self.fake.fail_status = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-
-
-class FlakyStandIn(FlakyCuda):
-    """The same over the real `cuda.bindings` and the stand-in library: one at a time in a process."""
-
-    driver_type = StandInDriver
-
-    def __init__(self, capacity_bytes: int) -> None:
-        skip_without_stand_in()
-        super().__init__(capacity_bytes)
+        self.fake.fail_status = self.fake.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
 
 class FlakyMirror(MirroredBackend):
@@ -228,7 +211,7 @@ def make_memory(
     floor_pages: int = 0,
     prefix_cache: bool = True,
     swap_pages: int = 0,
-    hash: Hash = stable_hash,
+    hash: Callable[[bytes, bytes], bytes] | None = None,
     pin_quota: float = 0.25,
     retain_quota: float = 0.25,
     clock: Callable[[], float] = time.monotonic,
@@ -246,6 +229,7 @@ def make_memory(
         local = LocalContents(tensors)
         return MirroredContents(local, tensors, device) if isinstance(device, FlakyMirror) else local
 
+    given: dict[str, Any] = {} if hash is None else {"hash": hash}
     memory = KVMemory(
         device,
         layer_groups or groups(kind, windowed=windowed, window_block_tokens=window_block_tokens, stateful=stateful),
@@ -258,7 +242,7 @@ def make_memory(
         max_tokens=max_tokens,
         prefix_cache=prefix_cache,
         swap_bytes=swap_pages * PAGE_BYTES,
-        hash=hash,
+        **given,
         pin_quota=pin_quota,
         retain_quota=retain_quota,
         clock=clock,
@@ -268,24 +252,6 @@ def make_memory(
         ),
     )
     return memory, device
-
-
-@pytest.fixture
-def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mapper has no thread; its work is done where the test says `do_background`."""
-    monkeypatch.setattr(Mapper, "start", lambda self: None)
-
-
-def cache(memory: KVMemory, token_ids: list[int]) -> list[bytes]:
-    """Let a sequence compute these tokens and end; returns the keys of their prefixes."""
-    chain, sequence = memory.prefixes.chain(), memory.create_sequence("block_table")
-    found = memory.share_prefix(sequence, chain, token_ids)
-    memory.append(sequence, len(token_ids))
-    memory.prefixes.stage_prefix(sequence, token_ids, found, len(token_ids))
-    memory.ensure([StepDemand(sequence, found, len(token_ids))])
-    memory.prefixes.commit_prefixes()
-    memory.free(sequence)
-    return [key_of(digest) for digest in chain.digests]
 
 
 def do_background(memory: KVMemory, most: int = 1000) -> int:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from folio.vmem import KVMemory, OutOfPages, PrefixUse, ReturnOrder
+from folio.vmem import OutOfPages, PrefixUse, ReturnOrder
 from folio.vmem.blocks.return_times import BAND_ENDS, ReturnTimes
 from folio.vmem.blocks.segments import Segment
-from tests.vmem.small_memory import PAGE_BYTES, Tokens, do_background, make_memory, no_thread
-from tests.vmem.test_prefix_tree import compute, prompt
-
-__all__ = ["no_thread"]  # a fixture
+from tests.vmem.conftest import Make
+from tests.vmem.sequences import prompt, serve
+from tests.vmem.small_memory import PAGE_BYTES, do_background
 
 
 @dataclass(eq=False)
@@ -24,6 +23,10 @@ class Unit:
     depth: int
     segment: Segment
     block_id: int
+
+
+def digests_of(names: list[int]) -> list[bytes]:
+    return [b"".join(n.to_bytes(4, "big") for n in names[: i + 1]) for i in range(len(names))]
 
 
 @dataclass
@@ -43,7 +46,7 @@ class Cache:
     def run(self, names: list[int], use: PrefixUse | None = None, num_output: int = 0) -> int:
         """Serve a prompt in no time; returns how many of its units were cached."""
         use = use or PrefixUse()
-        digests = [b"".join(n.to_bytes(4, "big") for n in names[: i + 1]) for i in range(len(names))]
+        digests = digests_of(names)
         nodes: list[Unit] = []
         for digest in digests:
             if digest not in self.units:
@@ -79,8 +82,7 @@ class Cache:
         del self.units[digest]
 
     def has(self, names: list[int]) -> int:
-        digests = [b"".join(n.to_bytes(4, "big") for n in names[: i + 1]) for i in range(len(names))]
-        return sum(digest in self.units for digest in digests)
+        return sum(digest in self.units for digest in digests_of(names))
 
 
 def teach(cache: Cache, kind: str, *, returns: bool, first: int, after_s: float = 2.0, count: int = 40) -> None:
@@ -316,28 +318,15 @@ class Clock:
         return self.now
 
 
-def serve(memory: KVMemory, ids: list[int], use: PrefixUse | None = None) -> int:
-    tokens = Tokens(memory.prefixes.chain(), ids)
-    sequence = memory.create_sequence("block_table")
-    found = memory.share_prefix(sequence, tokens.chain, tokens.ids, use)
-    memory.append(sequence, len(ids), start=found)
-    memory.prefixes.stage_prefix(sequence, ids, found, len(ids))
-    compute(memory, (sequence, tokens, found))
-    memory.free(sequence)
-    memory.check_integrity()
-    return found
-
-
-def test_retained_blocks_outlive_pressure_and_yield_to_need() -> None:
+def test_retained_blocks_outlive_pressure_and_yield_to_need(make: Make) -> None:
     clock = Clock()
-    memory, _ = make_memory(num_pages=12, retain_quota=0.5, clock=clock)
-    serve(memory, prompt(64), PrefixUse(retain_s=60))
+    memory = make(num_pages=12, retain_quota=0.5, clock=clock)
+    serve(memory, prompt(64), use=PrefixUse(retain_s=60))
     for seed in range(1, 6):
         clock.now += 1
         serve(memory, prompt(96, seed))
-    assert serve(memory, prompt(65)) == 64
-    free = memory.num_free_pages
-    assert free == 12, "retained blocks count as free"
+    serve(memory, prompt(65), found=64)
+    assert memory.num_free_pages == 12, "retained blocks count as free"
     sequences = [memory.create_sequence("block_table") for _ in range(2)]
     memory.append(sequences[0], 96)
     memory.append(sequences[1], 96)  # all pages: the retained ones as well
@@ -346,17 +335,13 @@ def test_retained_blocks_outlive_pressure_and_yield_to_need() -> None:
     for sequence in sequences:
         memory.free(sequence)
     memory.check_integrity()
-    assert serve(memory, prompt(64)) == 0
-    memory.close()
+    serve(memory, prompt(64), found=0)
 
 
-@pytest.mark.usefixtures("no_thread")
-def test_idle_memory_goes_back_when_the_time_is_up_and_not_before() -> None:
+def test_idle_memory_goes_back_when_the_time_is_up_and_not_before(still: Make) -> None:
     clock = Clock()
-    memory, _ = make_memory(
-        num_pages=12, retain_quota=0.5, clock=clock, idle_release_s=1.0, cache_release_s=1.0, eager_allocation=False
-    )
-    serve(memory, prompt(64), PrefixUse(retain_s=60))
+    memory = still(num_pages=12, retain_quota=0.5, clock=clock, idle_release_s=1.0, cache_release_s=1.0)
+    serve(memory, prompt(64), use=PrefixUse(retain_s=60))
     serve(memory, prompt(64, 1))
     clock.now += 10
     do_background(memory)
@@ -365,5 +350,3 @@ def test_idle_memory_goes_back_when_the_time_is_up_and_not_before() -> None:
     clock.now += 51
     do_background(memory)
     assert memory.held_bytes == 0
-    memory.check_integrity()
-    memory.close()

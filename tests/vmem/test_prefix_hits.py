@@ -8,15 +8,15 @@ import pytest
 
 from folio.vmem import KVMemory, PinError, TokenChain
 from folio.vmem.prefix.prefix_summary import HotNodes
-from tests.vmem.small_memory import make_memory
-from tests.vmem.test_prefix_tree import prompt, run
+from tests.vmem.conftest import Make
+from tests.vmem.sequences import prompt, run, serve
 
 UNIT = 16
 
 
 def ask(memory: KVMemory, ids: list[int], times: int = 1, keys: tuple[str, ...] = ()) -> None:
     for _ in range(times):
-        memory.free(run(memory, ids, keys=keys))
+        serve(memory, ids, keys=keys)
 
 
 def hot(memory: KVMemory, most_tokens: int = 10_000) -> list[tuple[int, tuple[str, ...], int]]:
@@ -25,24 +25,24 @@ def hot(memory: KVMemory, most_tokens: int = 10_000) -> list[tuple[int, tuple[st
     return [(len(p.token_ids), p.keys, p.hits) for p in memory.prefixes.hot_prefixes(most_tokens)]
 
 
-def test_hot_prefixes_are_ordered_by_hits_then_latest_first() -> None:
-    memory, _ = make_memory()
+def test_hot_prefixes_are_ordered_by_hits_then_latest_first(make: Make) -> None:
+    memory = make()
     for seed, times in ((1, 2), (2, 4), (3, 2), (4, 1)):  # the first time nothing is found
         ask(memory, prompt(33, seed), times)
     assert [(p.token_ids[0], p.hits) for p in memory.prefixes.hot_prefixes(10_000)] == [(2000, 3), (3000, 1), (1000, 1)]
     assert memory.prefixes.hot_prefixes(10_000)[0].token_ids == tuple(prompt(32, 2))
 
 
-def test_hot_prefixes_have_their_keys() -> None:
-    memory, _ = make_memory()
+def test_hot_prefixes_have_their_keys(make: Make) -> None:
+    memory = make()
     ask(memory, prompt(20), 2, ("tenant:a", "salt:b"))
     ask(memory, prompt(20), 3, ("tenant:ab",))
     assert hot(memory) == [(16, ("tenant:ab",), 2), (16, ("tenant:a", "salt:b"), 1)]
 
 
-def test_common_units_of_hot_prefixes_count_once() -> None:
+def test_common_units_of_hot_prefixes_count_once(make: Make) -> None:
     """Two prefixes continue the same 32 tokens, which have the most hits."""
-    memory, _ = make_memory()
+    memory = make()
     common = prompt(32)
     ask(memory, [*common, 7], 5)
     for seed in (1, 2):
@@ -53,17 +53,16 @@ def test_common_units_of_hot_prefixes_count_once() -> None:
     assert hot(memory, 31) == []
 
 
-def test_evicted_prefixes_are_not_hot() -> None:
-    memory, _ = make_memory()
+def test_evicted_prefixes_are_not_hot(make: Make) -> None:
+    memory = make()
     ask(memory, prompt(20), 3)
     memory.tree.clear()
     assert hot(memory) == []
-    memory.check_integrity()
 
 
-def test_hits_are_counted_for_the_latest_prefixes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_are_counted_for_the_latest_prefixes_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("folio.vmem.prefix.prefix_summary._MOST_HOT", 2)
-    memory, _ = make_memory()
+    memory = make()
     for seed in (1, 2, 3):
         ask(memory, prompt(20, seed), 2)
     assert [p.token_ids[0] for p in memory.prefixes.hot_prefixes(10_000)] == [3000, 2000]
@@ -93,16 +92,16 @@ def test_long_chains_that_do_not_fit_are_walked_once() -> None:
     assert nodes.best(1100, units_of, lambda _: True) == [((0, 100), 2), ((19, 1000), 1)]
 
 
-def test_prefixes_are_evicted_by_their_keys() -> None:
-    memory, _ = make_memory()
+def test_prefixes_are_evicted_by_their_keys(make: Make) -> None:
+    memory = make()
     ask(memory, prompt(40), 2)
     ask(memory, prompt(40), 2, ("warm-up",))
     memory.prefixes.evict_prefixes(("warm-up",))
     assert hot(memory) == [(32, (), 1)]
     memory.prefixes.reset_counts()
     assert memory.report().queried_tokens == memory.report().hit_tokens == 0
-    memory.free(run(memory, prompt(40), 0, ("warm-up",)))
-    memory.free(run(memory, prompt(40), 32))
+    serve(memory, prompt(40), 0, ("warm-up",))
+    serve(memory, prompt(40), 32)
 
 
 def pin(memory: KVMemory, name: str, ids: list[int], keys: tuple[str, ...] = ()) -> None:
@@ -115,8 +114,8 @@ def pin(memory: KVMemory, name: str, ids: list[int], keys: tuple[str, ...] = ())
         memory.check_integrity()
 
 
-def test_pinning_the_same_prefix_again_changes_nothing() -> None:
-    memory, _ = make_memory(num_pages=64)
+def test_pinning_the_same_prefix_again_changes_nothing(make: Make) -> None:
+    memory = make(num_pages=64)
     pin(memory, "p", prompt(32), ("tenant:a",))
     before = memory.report()
     pin(memory, "p", prompt(32), ("tenant:a",))
@@ -127,26 +126,24 @@ def test_pinning_the_same_prefix_again_changes_nothing() -> None:
         memory.pin("p", longer, 32)
         memory.free(longer)
     memory.unpin("p")
-    memory.check_idle()
 
 
 @pytest.mark.parametrize(
     ("ids", "keys"),
     [(prompt(48), ("tenant:a",)), (prompt(16), ("tenant:a",)), (prompt(32), ()), (prompt(32, 1), ("tenant:a",))],
 )
-def test_a_pin_name_belongs_to_one_prefix(ids: list[int], keys: tuple[str, ...]) -> None:
-    memory, _ = make_memory(num_pages=64)
+def test_a_pin_name_belongs_to_one_prefix(make: Make, ids: list[int], keys: tuple[str, ...]) -> None:
+    memory = make(num_pages=64)
     pin(memory, "p", prompt(32), ("tenant:a",))
     with pytest.raises(PinError, match="another prefix named 'p'"):
         memory.pins.check_pin("p", memory.prefixes.chain(keys), ids)
     sequence = run(memory, [*ids, 7], keys=keys)
     with pytest.raises(PinError, match="another prefix named 'p'"):
         memory.pin("p", sequence, len(ids))
-    memory.free(sequence)
 
 
-def test_pinned_prefixes_are_listed() -> None:
-    memory, _ = make_memory(num_pages=64)
+def test_pinned_prefixes_are_listed(make: Make) -> None:
+    memory = make(num_pages=64)
     pin(memory, "first", prompt(32), ("salt:s",))
     pin(memory, "second", prompt(16, 1))
     found = [(p.pin_name, p.token_ids, p.keys) for p in memory.pins.pinned_prefixes()]

@@ -8,7 +8,8 @@ import pytest
 
 from folio.vmem import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, IntegrityError, key_of
 from folio.vmem.prefix.prefix_summary import MOST_CHANGES, PrefixSummary
-from tests.vmem.small_memory import cache, make_memory
+from tests.vmem.conftest import Make
+from tests.vmem.sequences import serve
 
 UNIT = 16
 
@@ -128,11 +129,9 @@ def test_the_stride_does_not_flutter() -> None:
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-def test_cached_keys_name_the_prefixes_that_a_prompt_would_hit(windowed: bool) -> None:
-    memory, _ = make_memory(windowed=windowed)
-    keys = cache(memory, list(range(5 * UNIT)))
+def test_cached_keys_name_the_prefixes_that_a_prompt_would_hit(make: Make, windowed: bool) -> None:
+    memory = make(windowed=windowed)
+    keys = serve(memory, list(range(5 * UNIT)))
     assert split(memory.prefixes.cached_keys(100).keys) == set(keys)
-    cache(memory, list(range(1000, 1000 + 9 * UNIT)))
-    cache(memory, list(range(2000, 2000 + 9 * UNIT)))
-    memory.check_integrity()
-    memory.close()
+    serve(memory, list(range(1000, 1000 + 9 * UNIT)))
+    serve(memory, list(range(2000, 2000 + 9 * UNIT)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from folio.vmem import (
     plan_layout,
 )
 from tests.nightly import examples
-from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver
 from tests.vmem.small_memory import (
     BLOCK_TOKENS,
     DOCUMENTS,
@@ -94,38 +95,31 @@ class Model:
 
 
 class SharedMachine(RuleBasedStateMachine):
-    """With `threaded` each memory has its mapper's thread. A fake GPU may have less memory than the account says."""
+    """With `background` each memory has its mapper's thread. A GPU may have less memory than the account says."""
 
     @initialize(
         on_cuda=st.booleans(),
-        threaded=st.booleans(),
         capacity_pages=st.integers(24, 80),
         missing_pages=st.sampled_from([0, 0, 8]),
         page_sizes=st.lists(st.sampled_from([1, 1, 2]), min_size=2, max_size=3),
-        eager=st.booleans(),
-        idle_s=st.sampled_from([1e9, 0.0]),
-        max_mappings=st.sampled_from([70, 1000]),
+        options=st.fixed_dictionaries(
+            {
+                "background": st.booleans(),
+                "eager_allocation": st.booleans(),
+                "idle_release_s": st.sampled_from([1e9, 0.0]),
+                "max_mappings": st.sampled_from([70, 1000]),
+            }
+        ),
     )
     def start(
-        self,
-        on_cuda: bool,
-        threaded: bool,
-        capacity_pages: int,
-        missing_pages: int,
-        page_sizes: list[int],
-        eager: bool,
-        idle_s: float,
-        max_mappings: int,
+        self, on_cuda: bool, capacity_pages: int, missing_pages: int, page_sizes: list[int], options: dict[str, Any]
     ) -> None:
         self.pages = DevicePages(capacity_pages * PAGE_BYTES, swap_bytes=80 * PAGE_BYTES)
-        self.driver = FakeDriver((capacity_pages - missing_pages) * PAGE_BYTES) if on_cuda else None
-        self.threaded = threaded
-        self.options = {
-            "background": threaded,
-            "eager_allocation": eager,
-            "idle_release_s": idle_s,
-            "max_mappings": max_mappings,
-        }
+        self.driver = None
+        if on_cuda:
+            device_bytes = (capacity_pages - missing_pages) * PAGE_BYTES
+            self.driver = StandInDriver(device_bytes, may_follow_leftovers=True)
+        self.threaded, self.options = options["background"], options
         self.budget_pages = max(capacity_pages, 40)
         self.next_token = 10_000
         self.charged = 0
@@ -374,8 +368,7 @@ class SharedMachine(RuleBasedStateMachine):
         assert self.pages.used_bytes == owned
         assert self.pages.mappings.total >= sum(model.device.num_mappings for model in models)
         if self.driver is not None:
-            free, total = self.driver._num_free_bytes, self.driver._capacity_bytes
-            assert total - free == self.pages.used_bytes + self.pages.idle_bytes
+            assert self.driver.used_bytes == self.pages.used_bytes + self.pages.idle_bytes
 
     def teardown(self) -> None:
         if not hasattr(self, "pages"):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
-import pytest
+from concurrent.futures import ThreadPoolExecutor
 
 from folio.vmem import BlockState, KVMemory, StepDemand, take_snapshot
-from tests.vmem.small_memory import cache, make_memory, no_thread
-
-__all__ = ["no_thread"]
+from tests.vmem.conftest import Make
+from tests.vmem.sequences import run, serve
 
 
 def counts(memory: KVMemory) -> dict[BlockState, int]:
@@ -19,15 +16,14 @@ def counts(memory: KVMemory) -> dict[BlockState, int]:
     return {state: int((states == state).sum()) for state in BlockState}
 
 
-@pytest.mark.usefixtures("no_thread")
-def test_states_add_up_with_the_report() -> None:
-    memory, _ = make_memory(num_pages=40)
-    cache(memory, list(range(96)))  # 6 cached blocks
+def test_states_add_up_with_the_report(still: Make) -> None:
+    memory = still(num_pages=40)
+    serve(memory, list(range(96)))  # 6 cached blocks
     chain, reader = memory.prefixes.chain(), memory.create_sequence("region")
     shared = memory.share_prefix(reader, chain, [*range(48), *range(900, 920)])
     memory.append(reader, 68)
     memory.ensure([StepDemand(reader, shared, 68)])
-    fork = memory.fork(reader, 64)
+    memory.fork(reader, 64)
     parking = memory.create_sequence("region")
     memory.append(parking, 32)
     memory.ensure([StepDemand(parking, 0, 32)])
@@ -50,21 +46,11 @@ def test_states_add_up_with_the_report() -> None:
     assert by_length[68].num_mapped == 5
     assert len(by_length[68].block_ids) == 5
     assert by_length[64].block_ids == by_length[68].block_ids[:4]
-    for sequence in (fork, reader):
-        memory.free(sequence)
-    memory.close()
 
 
-@pytest.mark.usefixtures("no_thread")
-def test_pinned_blocks_are_pinned_also_while_others_read_them() -> None:
-    memory, _ = make_memory(num_pages=40)
-    chain, sequence = memory.prefixes.chain(), memory.create_sequence()
-    tokens = list(range(32))
-    memory.share_prefix(sequence, chain, tokens)
-    memory.append(sequence, 32)
-    memory.prefixes.stage_prefix(sequence, tokens, 0, 32)
-    memory.ensure([StepDemand(sequence, 0, 32)])
-    memory.prefixes.commit_prefixes()
+def test_pinned_blocks_are_pinned_also_while_others_read_them(still: Make) -> None:
+    memory = still(num_pages=40)
+    sequence = run(memory, list(range(32)))
     memory.pin("rules", sequence, 32)
     assert counts(memory)[BlockState.PINNED] == 2
     memory.free(sequence)
@@ -72,12 +58,10 @@ def test_pinned_blocks_are_pinned_also_while_others_read_them() -> None:
     assert memory.report().pinned_bytes == 2 * 4096
     memory.unpin("rules")
     assert counts(memory)[BlockState.PINNED] == 0
-    memory.close()
 
 
-@pytest.mark.usefixtures("no_thread")
-def test_a_wanted_sequence_is_shown_however_short_it_is() -> None:
-    memory, _ = make_memory(num_pages=40)
+def test_a_wanted_sequence_is_shown_however_short_it_is(still: Make) -> None:
+    memory = still(num_pages=40)
     sequences = [memory.create_sequence() for _ in range(5)]
     for number, sequence in enumerate(sequences):
         memory.append(sequence, 16 * (number + 1))
@@ -88,25 +72,9 @@ def test_a_wanted_sequence_is_shown_however_short_it_is() -> None:
     for sequence in sequences:
         memory.free(sequence)
     assert take_snapshot(memory, wanted=[sequences[0]], most_sequences=2).sequences == ()  # type: ignore[union-attr]
-    memory.close()
 
 
-@pytest.mark.usefixtures("no_thread")
-def test_a_busy_memory_is_not_waited_for() -> None:
-    memory, _ = make_memory(num_pages=40)
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with memory.lock.turn():
-            held.set()
-            done.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(60)
-    try:
-        assert take_snapshot(memory) is None
-    finally:
-        done.set()
-        thread.join()
-    memory.close()
+def test_a_busy_memory_is_not_waited_for(still: Make) -> None:
+    memory = still(num_pages=40)
+    with memory.lock.turn(), ThreadPoolExecutor(1) as other:
+        assert other.submit(take_snapshot, memory).result(60) is None

@@ -7,24 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from folio.vmem import DevicePages, IntegrityError, KVMemory, LocalContents, OutOfSwap, SequenceMemory, StepDemand
+from folio.vmem import DevicePages, IntegrityError, LocalContents, OutOfSwap
+from tests.vmem.sequences import begin
 from tests.vmem.small_memory import BLOCK_TOKENS, PAGE_BYTES, FlakyHost, make_memory
 
 CAPACITY = 200 * PAGE_BYTES
-
-
-def filled(memory: KVMemory) -> SequenceMemory:
-    sequence = memory.create_sequence("auto")
-    memory.append(sequence, 8 * BLOCK_TOKENS)
-    memory.ensure([StepDemand(sequence, 0, 8 * BLOCK_TOKENS)])
-    return sequence
 
 
 def test_memories_of_one_device_share_a_bound() -> None:
     """Regression: each had `swap_bytes` for itself, so that sixty models could take sixty times as much."""
     pages = DevicePages(CAPACITY, swap_bytes=0)
     memories = [make_memory(device=FlakyHost(CAPACITY, pages), pages=pages, swap_pages=60)[0] for _ in range(2)]
-    sequences = [filled(memory) for memory in memories]
+    sequences = [begin(memory, 8 * BLOCK_TOKENS, "auto") for memory in memories]
     num_bytes = memories[0].swapping.num_bytes(sequences[:1])
     pages.swap_space.most_bytes = num_bytes * 3 // 2
     swapped = memories[0].swap_out(sequences[:1])

@@ -10,28 +10,27 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from folio.vmem import KVMemory, MapError, MemoryReport, OutOfPages, SequenceMemory, StepDemand, VmemError
+pytest.importorskip("hypothesis")
+from folio.vmem import LayoutKind, MemoryReport, PrefixUse, StepDemand
 from tests.nightly import examples
 from tests.processes import until
-from tests.vmem.small_memory import (
-    DOCUMENTS,
-    MAX_TOKENS,
-    PAGE_BYTES,
-    FlakyCuda,
-    FlakyHost,
-    FlakyStandIn,
-    Tokens,
-    make_memory,
-    pages_read,
-    read,
-    write,
-)
+from tests.vmem.memory_machine import MemoryMachine
+from tests.vmem.small_memory import FlakyCuda, FlakyHost, make_memory
 
 LEAST_S, MOST_S = examples(4, nightly=15), 120
 FAIL_RATE, SLOW_RATE = 0.002, 0.05
 NO_PROGRESS_S = 20
-NUM_PAGES = 120
 MOST_RUNNING_STEPS = 3
+SETTINGS = {
+    "background": True,
+    "windowed": True,
+    "num_regions": 6,
+    "eager_allocation": True,
+    "reclaim_threshold": 0.3,
+    "idle_release_s": 0.003,
+    "cache_release_s": 0.02,
+    "max_mappings": 300,
+}
 
 
 class Device(threading.Thread):
@@ -49,24 +48,14 @@ class Device(threading.Thread):
             self.driver.finish_work(1)
 
 
-@pytest.mark.parametrize(("kind", "device"), [("interleaved", FlakyStandIn), ("per_layer", FlakyCuda)])
-def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str, device: type[FlakyCuda]) -> None:
-    memory, backend = make_memory(
-        device,
-        num_pages=NUM_PAGES,
-        kind=kind,  # type: ignore[arg-type]
-        windowed=True,
-        num_regions=6,
-        eager_allocation=True,
-        reclaim_threshold=0.3,
-        idle_release_s=0.003,
-        cache_release_s=0.02,
-        max_mappings=300,
-    )
+@pytest.mark.parametrize("kind", ["interleaved", "per_layer"])
+def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: LayoutKind) -> None:
+    engine = Engine()
+    engine.begin(FlakyCuda, 120, SETTINGS | {"kind": kind})
+    memory, backend = engine.memory, engine.backend
     assert isinstance(backend, FlakyCuda)
     device = Device(backend)
     device.start()
-    engine = _Engine(memory, backend)
     running = ThreadPoolExecutor(1).submit(engine.run)
     last, began_at = -1, time.monotonic()
     seen_at, least, most = began_at, began_at + LEAST_S, began_at + MOST_S
@@ -84,15 +73,13 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str, device: type[F
     device.join()
 
     backend.fake.fail_rate = 0.0
-    engine.free_all()
+    while engine.written:
+        memory.free(engine.written.popitem()[0])
     backend.fake.finish_work()
     # Without notifications: the mapper must wake up by itself.
     until(lambda: not memory.report().physical_bytes, NO_PROGRESS_S, memory.report)
     report = memory.report()
-    memory.check_idle()
-    memory.close()
-    assert backend.fake.leftovers == (0, 0, 0, 0, 0)
-    assert not backend.fake.violations
+    engine.teardown()
     assert _is_enough(engine, report), (engine.num_steps, report)
 
 
@@ -117,7 +104,7 @@ def test_closing_waits_for_the_work_in_hand() -> None:
     assert ended[0] == "folio-mapper"
 
 
-def _is_enough(engine: _Engine, report: MemoryReport) -> bool:
+def _is_enough(engine: Engine, report: MemoryReport) -> bool:
     """Whether every mechanism was exercised."""
     return (
         report.num_hidden > 100
@@ -129,127 +116,40 @@ def _is_enough(engine: _Engine, report: MemoryReport) -> bool:
     )
 
 
-class _Engine:
-    """Submits, steps, forks, truncates, cancels and changes the budget at random; checks what it reads."""
+class Engine(MemoryMachine):
+    """Plays the machine's rules at random until it is stopped; what is read is checked."""
 
-    def __init__(self, memory: KVMemory, backend: FlakyCuda) -> None:
-        self.memory = memory
-        self.backend = backend
-        self.random = random.Random(0)
-        self.written: dict[SequenceMemory, Tokens] = {}
-        self.next_token = 10_000
-        self.coming: dict[SequenceMemory, list[int]] = {}
-        self.num_steps = 0
-        self.revision = 0
-        self.stopping = False
+    num_steps = 0
+    stopping = False
 
     def run(self) -> None:
+        self.random = random.Random(0)
+        driver = self.backend.fake  # type: ignore[union-attr]
         while not self.stopping:
-            self.backend.fake.fail_rate = self.random.choice([0.0, FAIL_RATE])
-            self.backend.fake.slow_rate = SLOW_RATE
+            driver.fail_rate = self.random.choice([0.0, FAIL_RATE])
+            driver.slow_rate = SLOW_RATE
             self._churn()
-            self._step()
+            while driver.num_running > MOST_RUNNING_STEPS:
+                time.sleep(0.0001)
+            self.step({self.random.randrange(8) for _ in range(4)}, self.random.choice([1, 1, 20]), "home")
+            self.num_steps += 1
             if self.random.random() < 0.02:
                 self.memory.check_integrity()
             if self.random.random() < 0.01:
                 time.sleep(0.01)  # idle: memory begins to go back
 
-    def free_all(self) -> None:
-        while self.written:
-            self.memory.free(self.written.popitem()[0])
-
     def _churn(self) -> None:
-        rng, memory = self.random, self.memory
+        pick, which = self.random, self.random.randrange(8)
         if len(self.written) < 8:
-            self._open()
-        if rng.random() < 0.2:
-            memory.free(self.written.popitem()[0] if rng.random() < 0.5 else self._pop_oldest())
-        victim = rng.choice([*self.written]) if self.written else None
-        if victim is not None and rng.random() < 0.15 and self.written[victim].ids and len(self.written) < 8:
-            tokens = self.written[victim].first(len(self.written[victim].ids) - rng.choice([0, 0, 3, 20]))
-            try:
-                child = memory.fork(victim, len(tokens.ids), "auto", tokens.chain)
-                self.written[child] = tokens
-            except VmemError:
-                pass
-        if victim is not None and rng.random() < 0.1:
-            ids = self.written[victim].ids
-            try:
-                memory.truncate(victim, max(0, len(ids) - rng.choice([1, 5, 17])))
-                del ids[victim.num_tokens :]
-            except VmemError:
-                pass
-        if rng.random() < 0.02:
-            self.revision += 1
-            pages = rng.randint(memory.least_budget_bytes // PAGE_BYTES, NUM_PAGES)
-            memory.set_budget(pages * PAGE_BYTES, self.revision)
-        while memory.num_free_pages < 0 and self.written:
-            memory.free(self.written.popitem()[0])
-
-    def _open(self) -> None:
-        """Create a sequence that begins with the cached prefix of a document."""
-        ids = DOCUMENTS[self.random.randrange(2)][: self.random.choice([20, 50, 100])]
-        tokens = Tokens(self.memory.prefixes.chain(), ids)
-        sequence = self.memory.create_sequence(
-            self.random.choice(["auto", "auto", "block_table"]), expected_tokens=len(ids)
-        )
-        try:
-            found = self.memory.share_prefix(sequence, tokens.chain, ids)
-        except VmemError:
-            self.memory.free(sequence)
-            return
-        self.written[sequence] = Tokens(tokens.chain, ids[:found])
-        self.coming[sequence] = ids[found:]
-
-    def _pop_oldest(self) -> SequenceMemory:
-        sequence = next(iter(self.written))
-        del self.written[sequence]
-        return sequence
-
-    def _step(self) -> None:
-        memory, demands = self.memory, []
-        for sequence, tokens in self.written.items():
-            start = len(tokens.ids)
-            end = min(start + self.random.choice([1, 1, 1, 30]), MAX_TOKENS)
-            if end == start:
-                continue
-            try:  # as for a prompt of which this step computes a part
-                memory.append(sequence, min(end + self.random.choice([0, 0, 60]), MAX_TOKENS))
-            except (OutOfPages, MapError):
-                continue
-            demands.append(StepDemand(sequence, start, end))
-            memory.prefixes.stage_prefix(sequence, tokens.ids + self._next(sequence, end - start), start, end)
-        while self.backend.fake.num_running > MOST_RUNNING_STEPS:
-            time.sleep(0.0001)
-        try:
-            memory.ensure(demands)
-        except (OutOfPages, MapError):
-            memory.prefixes.abort_prefixes()
-            return
-        memory.plan([StepDemand(d.sequence, d.end, max(d.end + 1, d.sequence.num_tokens)) for d in demands])
-        self.backend.fake.launch(pages_read(memory, demands))
-        for demand in demands:
-            tokens = self.written[demand.sequence]
-            tokens.ids += self._next(demand.sequence, demand.end - demand.start)
-            del self.coming[demand.sequence][: demand.end - demand.start]
-            values = tokens.contents[demand.start :]
-            write(memory, demand, values, "own")
-        memory.launched()
-        memory.prefixes.commit_prefixes()
-        if demands:
-            demand = self.random.choice(demands)
-            for layer in (0, 1):
-                first = demand.sequence.groups[layer].first * 16
-                expected = self.written[demand.sequence].contents[first:]
-                assert read(memory, demand, layer, "home") == expected
-                if demand.sequence.view == "region":
-                    assert read(memory, demand, layer, "region") == expected
-        self.num_steps += 1
-
-    def _next(self, sequence: SequenceMemory, count: int) -> list[int]:
-        """The next tokens, the same until they are computed: of the document, then unique ones."""
-        coming = self.coming.setdefault(sequence, [])
-        while len(coming) < count:
-            self.next_token += 1
-            coming.append(self.next_token)
-        return coming[:count]
+            documents, common = [pick.randrange(2)], pick.choice([20, 50, 100])
+            self.submit(
+                pick.choice(["auto", "auto", "block_table"]), documents, common, 5, "", "home", PrefixUse(), False
+            )
+        if pick.random() < 0.3 or len(self.written) > 8:
+            self.finish(which)
+        if pick.random() < 0.15:
+            self.fork(which, pick.choice([0, 0, 3, 20]), "auto", True)
+        if pick.random() < 0.1:
+            self.truncate(which, pick.choice([1, 5, 17]))
+        if pick.random() < 0.02:
+            self.set_budget(pick.random())

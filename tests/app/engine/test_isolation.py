@@ -19,7 +19,7 @@ from folio.vmem.backends.cuda import CPU
 from tests.app.engine.all_kinds import prompt, small_engine, work
 from tests.app.engine.engines import greedy, run, tokens_of
 from tests.conftest import MakeCheckpoint
-from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver
 
 # (model, view, backend)
 CASES = [
@@ -102,7 +102,7 @@ class Poisoned:
 
 
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = FakeDriver(16 << 20)
+    driver = StandInDriver(16 << 20)
     monkeypatch.setattr(kv_plan, "select_backend", lambda *_, **__: CudaBackend(driver=driver, tensor_device=CPU))
 
 

@@ -1,4 +1,4 @@
-"""A shelf on CUDA, over the fake driver: weights and KV caches are pages of one device."""
+"""A shelf on CUDA, over the stand-in driver: weights and KV caches are pages of one device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.app.shelf.shelves import TinyModels, control_of, in_step_thread, outp
 from tests.conftest import tokens
 from tests.fakes.recorded_graph import RecordedGraph
 from tests.processes import until_async
-from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver
 
 NAMES = ("llama", "gemma2", "bamba", "draft")
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -44,11 +44,11 @@ PAGE = 4096
 
 
 @pytest.fixture
-def driver(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+def driver(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInDriver]:
     """Shelves are on this device, with small pages; models still compute on the CPU."""
     for name in NAMES:
         models.reference(name)  # whose memory stays on the CPU
-    made = FakeDriver(DEVICE_BYTES)
+    made = StandInDriver(DEVICE_BYTES)
     made.granularity_bytes = PAGE
 
     def backend(*_: object, pages: DevicePages | None = None, **__: object) -> CudaBackend:
@@ -72,7 +72,7 @@ async def found(model: Any, name: str) -> list[Any]:
     return await asyncio.gather(*(outputs(model, *case) for case in cases(name)))
 
 
-async def test_models_take_turns_in_memory_for_some_of_them(models: TinyModels, driver: FakeDriver) -> None:
+async def test_models_take_turns_in_memory_for_some_of_them(models: TinyModels, driver: StandInDriver) -> None:
     """Each gives the tokens that it gives alone."""
     alone = {name: [await models.alone(name, *case) for case in cases(name)] for name in NAMES}
     memory_bytes = models.memory_for("draft", "llama", room_bytes=KV_BYTES, beside=NAMES)
@@ -94,7 +94,7 @@ async def test_graphs_are_charged_and_leave_with_their_model(
     mixed: str,
     room: int,
     models: TinyModels,
-    driver: FakeDriver,
+    driver: StandInDriver,
     without_compiler: None,  # noqa: F811
     replays: list[RecordedGraph],  # noqa: F811
     tmp_path: Path,
@@ -136,7 +136,7 @@ async def test_graphs_are_charged_and_leave_with_their_model(
 
 async def test_graphs_give_way_to_requests(
     models: TinyModels,
-    driver: FakeDriver,
+    driver: StandInDriver,
     without_compiler: None,  # noqa: F811
     replays: list[RecordedGraph],  # noqa: F811
     tmp_path: Path,
@@ -169,7 +169,7 @@ async def test_graphs_give_way_to_requests(
         await shelf.check_integrity()
 
 
-async def test_sleeps_and_wakes_while_calls_of_the_driver_fail(models: TinyModels, driver: FakeDriver) -> None:
+async def test_sleeps_and_wakes_while_calls_of_the_driver_fail(models: TinyModels, driver: StandInDriver) -> None:
     """Requests give their tokens or end with the reason, and memory adds up."""
     names = NAMES[:2]
     alone = {name: [await models.alone(name, *case) for case in cases(name)] for name in names}
@@ -205,7 +205,7 @@ async def test_sleeps_and_wakes_while_calls_of_the_driver_fail(models: TinyModel
 
 
 async def test_steps_go_on_while_a_checkpoint_is_read(
-    models: TinyModels, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    models: TinyModels, driver: StandInDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: engines are created by the thread of all steps, which read the files, too. If these did not answer,
     no model did."""
@@ -241,12 +241,11 @@ class FakeTorch:
 
     total, cached, num_emptied = 2 * DEVICE_BYTES, 1 << 16, 0
 
-    def __init__(self, driver: FakeDriver) -> None:
+    def __init__(self, driver: StandInDriver) -> None:
         self._driver = driver
 
     def free_and_total(self) -> tuple[int, int]:
-        in_pages = sum(size for _, size in self._driver._handles.values())
-        return self.total - in_pages - self.reserved() - 1000, self.total
+        return self.total - self._driver.used_bytes - self.reserved() - 1000, self.total
 
     def reserved(self) -> int:
         return self.cached
@@ -259,7 +258,7 @@ class FakeTorch:
 
 
 async def test_the_devices_memory_is_told_by_part_and_leaves_with_the_models(
-    models: TinyModels, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    models: TinyModels, driver: StandInDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While models sleep no page is left but anchors, once idle pages have gone back; and what torch has kept of a load
     beyond a step's workspace is given back."""
@@ -308,7 +307,7 @@ async def test_the_devices_memory_is_told_by_part_and_leaves_with_the_models(
 
 
 async def test_replicas_of_a_machine_pin_no_more_than_a_share_together(
-    models: TinyModels, driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    models: TinyModels, driver: StandInDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """What another one has pinned counts; without a copy in pinned memory a model wakes from its file."""
     monkeypatch.setattr(device, "default_folder", lambda: tmp_path / "pinned")
@@ -331,7 +330,7 @@ async def test_replicas_of_a_machine_pin_no_more_than_a_share_together(
     assert caplog.text.count("wakes from the file of its weights") == 1
 
 
-def test_more_memory_than_the_device_has(models: TinyModels, driver: FakeDriver) -> None:
+def test_more_memory_than_the_device_has(models: TinyModels, driver: StandInDriver) -> None:
     with pytest.raises(ConfigError, match=rf"device_memory_bytes is {DEVICE_BYTES + 1}; .* set at most {DEVICE_BYTES}"):
         device.ShelfDevice([models.config("llama")], DEVICE_BYTES + 1, 0, models.weights_dir, None)
     device.ShelfDevice([models.config("llama")], DEVICE_BYTES, 0, models.weights_dir, None).close()

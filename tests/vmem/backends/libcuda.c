@@ -2,8 +2,7 @@
 //
 // A handle is a piece of the memfd, a reservation is PROT_NONE memory, cuMemMap is mmap(MAP_FIXED | MAP_SHARED) and
 // cuMemSetAccess is mprotect: the MMU itself catches access to holes and to memory without access rights. Signatures,
-// structs and status codes are those of cuda.h 13.0; where the documentation names several statuses, or none, they are
-// those of fake_driver.py, the same device in Python. `standin` and the functions `standin_...` are for tests.
+// structs and status codes are those of cuda.h 13.0. `standin` and the functions `standin_...` are for tests.
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -62,6 +61,7 @@ API struct {
     int64_t num_handles, num_reservations, num_mappings, num_events, num_contexts;  // of the contexts, one is torch's
     int64_t num_running, num_calls, num_violations, num_set_current;
     int64_t num_pinned, num_streams, num_copies;  // of the streams, those that were created
+    u64 used_bytes;
 } standin;
 
 struct handle { u64 size, offset; int64_t num_mappings; bool held; };
@@ -76,7 +76,7 @@ struct copy { u64 stream, moment, target, source, size; };  // done when its str
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static bool initialised;
 static int memfd;
-static u64 epoch, used_bytes, next_offset, now, random_state, context_number;
+static u64 epoch, next_offset, now, random_state, context_number;
 static _Thread_local u64 current_context, current_epoch;
 
 #define ARRAY(type, name) static type *name; static size_t num_##name, room_##name
@@ -140,7 +140,7 @@ static void reset(u64 capacity_bytes) {
     for (size_t i = 0; i < num_steps; i++) free(steps[i].addresses);
     num_handles = num_reservations = num_mappings = num_events = num_steps = num_calls = num_streams = 0;
     num_pinned = num_copies = 0;
-    used_bytes = next_offset = now = 0;
+    next_offset = now = 0;
     random_state = 88172645463325252;
     initialised = false;
     memset(&standin, 0, sizeof standin);
@@ -356,7 +356,7 @@ API CUresult cuMemGetAllocationGranularity(size_t *bytes, const struct allocatio
 API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
     ENTER;
     CHECK_CONTEXT;
-    *total_bytes = (size_t)standin.capacity_bytes, *free_bytes = *total_bytes - used_bytes;
+    *total_bytes = (size_t)standin.capacity_bytes, *free_bytes = *total_bytes - standin.used_bytes;
     return CUDA_SUCCESS;
 }
 
@@ -404,10 +404,10 @@ API CUresult cuMemAddressFree(u64 address, size_t size) {
 API CUresult cuMemCreate(u64 *handle, size_t size, const struct allocation_properties *properties, u64 flags) {
     COUNTED("cuMemCreate");
     CHECK(size && is_whole(size) && is_pinned_device_memory(properties) && !flags, CUDA_ERROR_INVALID_VALUE);
-    CHECK(size <= (u64)standin.capacity_bytes - used_bytes, CUDA_ERROR_OUT_OF_MEMORY);
+    CHECK(size <= (u64)standin.capacity_bytes - standin.used_bytes, CUDA_ERROR_OUT_OF_MEMORY);
     GROW(handles);
     handles[num_handles - 1] = (struct handle){size, next_offset, 0, true};
-    next_offset += size, used_bytes += size;
+    next_offset += size, standin.used_bytes += size;
     standin.num_handles++;
     *handle = opaque(HANDLE, num_handles - 1);
     return CUDA_SUCCESS;
@@ -417,7 +417,7 @@ API CUresult cuMemCreate(u64 *handle, size_t size, const struct allocation_prope
 static void free_if_unused(struct handle *handle) {
     if (handle->held || handle->num_mappings) return;
     fallocate(memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)handle->offset, (off_t)handle->size);
-    used_bytes -= handle->size;
+    standin.used_bytes -= handle->size;
 }
 
 static struct handle *find_handle(u64 value) {

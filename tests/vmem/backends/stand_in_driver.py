@@ -1,8 +1,16 @@
 """The real `cuda.bindings.driver` over a stand-in for `libcuda.so.1` (libcuda.c), for tests on machines without a GPU.
 
-`StandInDriver` gives tests what `FakeDriver` gives them: `launch`, `finish_work`, `fail_at`, `leftovers`, `violations`
-and so on. The stand-in is one device per process, so there is one driver at a time. A process that has no use for these
-controls needs only `build()` on its `LD_LIBRARY_PATH`.
+Breaking a rule gives the status the real driver gives: a page maps at offset 0 and whole, no address twice, unmap takes
+whole mappings, access must be granted before use, released handles are gone, events need a context in the calling
+thread. Work takes as long as the test likes: `launch` says what a step reads and on which stream, events pass when
+`finish_work` has finished what was before them on their stream. A copy from host memory reads its source only when it
+is finished, so a buffer that is used again too early shows. Violations are unmapping what an unfinished step reads or
+an unfinished copy writes, launching a step that reads what is not mapped, copying from memory that is not pinned or
+freeing it before the copy is finished, releasing a mapped handle, and giving up the last reference on the primary
+context, of which torch holds one from the start. Calls may come from several threads.
+
+The stand-in is one device per process, so there is one driver at a time. A process that has no use for these controls
+needs only `build()` on its `LD_LIBRARY_PATH`.
 """
 
 from __future__ import annotations
@@ -23,8 +31,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vmem.backends.fake_driver import FakeDriver
-
+GRANULARITY_BYTES = 65536
 _SOURCE = Path(__file__).with_name("libcuda.c")
 _FLAGS = ["-std=gnu11", "-O2", "-fvisibility=hidden", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
 _MOST_VIOLATIONS_KEPT = 64
@@ -65,6 +72,7 @@ class _Controls(ctypes.Structure):
         *((f"num_{name}", ctypes.c_int64) for name in ("handles", "reservations", "mappings", "events", "contexts")),
         *((f"num_{name}", ctypes.c_int64) for name in ("running", "calls", "violations", "set_current")),
         *((f"num_{name}", ctypes.c_int64) for name in ("pinned", "streams", "copies")),
+        ("used_bytes", ctypes.c_uint64),
     )
 
 
@@ -86,11 +94,17 @@ def _load() -> ctypes.CDLL:
 class StandInDriver:
     """`cuda.bindings.driver` over the stand-in with `capacity_bytes` of memory, and a test's controls over that.
 
-    Raises:
-        AssertionError: the device was not left empty by the driver before.
+    Settings: call number `fail_at` fails with `fail_status`, and so does each with probability `fail_rate`; with
+    probability `slow_rate` a call takes a millisecond. With `refuse_run_unmap` an unmap takes one mapping only. A test
+    may put a function of its own in the place of a call.
+
+    Args:
+        may_follow_leftovers: do not insist that the driver before has left the device empty. Hypothesis, which repeats
+            a failed example, would see another failure.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, may_follow_leftovers: bool = False) -> None:
+        skip_without_stand_in()
         library = _load()
         vars(self).update(
             _library=library,
@@ -101,16 +115,21 @@ class StandInDriver:
         )
         left = self.leftovers
         library.standin_reset(capacity_bytes)
-        self.granularity_bytes = FakeDriver.granularity_bytes
-        assert not any(left), f"the test before left {left} handles, reservations, mappings, events and contexts"
+        self.granularity_bytes = GRANULARITY_BYTES
+        assert may_follow_leftovers or not any(left), (
+            f"the test before left {left} handles, reservations, mappings, events and contexts"
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._controls if hasattr(_Controls, name) else self._bindings, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not hasattr(_Controls, name):
-            raise AttributeError(f"{name} is no setting of the stand-in")
-        setattr(self._controls, name, value if isinstance(value, float) else int(value))
+        if hasattr(_Controls, name):
+            setattr(self._controls, name, value if isinstance(value, float) else int(value))
+        elif hasattr(self._bindings, name):
+            vars(self)[name] = value
+        else:
+            raise AttributeError(f"{name} is neither a setting of the stand-in nor a call of the driver")
 
     def launch(self, addresses: set[int], stream: Any = 0) -> None:
         """Run a step that reads these pages on the stream until `finish_work`."""

@@ -1,4 +1,4 @@
-"""Contract of all backends: host, and CUDA over the fake, the stand-in and the real driver (marker gpu)."""
+"""Contract of all backends: host, and CUDA over the stand-in and the real driver (marker gpu)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from folio.vmem import (
     OutOfPages,
 )
 from folio.vmem.backends.cuda import CPU
-from tests.vmem.backends.fake_driver import FakeDriver
-from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
+from tests.vmem.backends.stand_in_driver import GRANULARITY_BYTES, StandInDriver
 from tests.vmem.direct_peers import DirectPeers
 
 NUM_PAGES = 8
@@ -32,15 +31,9 @@ def host() -> tuple[Backend, int]:
     return HostBackend(NUM_PAGES * page_bytes), page_bytes
 
 
-def fake_cuda() -> tuple[Backend, int]:
-    page_bytes = FakeDriver.granularity_bytes
-    return CudaBackend(driver=FakeDriver(NUM_PAGES * page_bytes), tensor_device=CPU), page_bytes
-
-
 def stand_in_cuda() -> tuple[Backend, int]:
-    skip_without_stand_in()
-    page_bytes = FakeDriver.granularity_bytes
-    return CudaBackend(driver=StandInDriver(NUM_PAGES * page_bytes), tensor_device=CPU), page_bytes
+    driver = StandInDriver(NUM_PAGES * GRANULARITY_BYTES)
+    return CudaBackend(driver=driver, tensor_device=CPU), GRANULARITY_BYTES
 
 
 def mirrored_host() -> tuple[Backend, int]:
@@ -52,9 +45,8 @@ def mirrored_host() -> tuple[Backend, int]:
 
 
 def mirrored_cuda() -> tuple[Backend, int]:
-    """Closing a rank's fake device checks that nothing is left."""
-    local, page_bytes = fake_cuda()
-    peers = DirectPeers(lambda _: fake_cuda()[0])
+    local, page_bytes = stand_in_cuda()
+    peers = DirectPeers(HostBackend)
     return MirroredBackend(local, peers, capacity_bytes=NUM_PAGES * page_bytes), page_bytes
 
 
@@ -64,9 +56,8 @@ def shared_host() -> tuple[Backend, int]:
 
 
 def shared_cuda() -> tuple[Backend, int]:
-    page_bytes = FakeDriver.granularity_bytes
-    driver, pages = FakeDriver(1 << 30), DevicePages(NUM_PAGES * page_bytes)
-    return CudaBackend(driver=driver, tensor_device=CPU, pages=pages), page_bytes
+    driver, pages = StandInDriver(1 << 30), DevicePages(NUM_PAGES * GRANULARITY_BYTES)
+    return CudaBackend(driver=driver, tensor_device=CPU, pages=pages), GRANULARITY_BYTES
 
 
 def real_cuda() -> tuple[Backend, int]:
@@ -77,7 +68,7 @@ def real_cuda() -> tuple[Backend, int]:
     return backend, backend.granularity_bytes
 
 
-WITHOUT_A_DEVICE = [host, fake_cuda, stand_in_cuda, mirrored_host, mirrored_cuda, shared_host, shared_cuda]
+WITHOUT_A_DEVICE = [host, stand_in_cuda, mirrored_host, mirrored_cuda, shared_host, shared_cuda]
 
 
 @pytest.fixture(params=[*WITHOUT_A_DEVICE, pytest.param(real_cuda, marks=pytest.mark.gpu)])
@@ -87,7 +78,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[tuple[Backend, int]]:
     yield backend, page_bytes
     close(backend)
     driver = driver_of(backend)
-    if isinstance(driver, FakeDriver | StandInDriver):
+    if isinstance(driver, StandInDriver):
         assert (driver.leftovers, driver.violations) == ((0, 0, 0, 0, 0), [])
 
 
@@ -160,7 +151,7 @@ def test_fences_pass(case: tuple[Backend, int]) -> None:
     backend, _ = case
     first, second = backend.fence(), backend.fence()
     driver = driver_of(backend)
-    if isinstance(driver, FakeDriver | StandInDriver):
+    if isinstance(driver, StandInDriver):
         assert not backend.completed(first)
         driver.finish_work()
     elif driver is not None:

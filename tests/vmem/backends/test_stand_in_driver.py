@@ -1,10 +1,9 @@
-"""The stand-in libcuda.so.1 under the real cuda.bindings: rules, faults, and its agreement with FakeDriver."""
+"""The stand-in libcuda.so.1 under the real cuda.bindings: rules and faults."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,19 +13,17 @@ from typing import Any
 
 import pytest
 
-from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import GRANULARITY_BYTES as PAGE
 from tests.vmem.backends.stand_in_driver import StandInDriver, build, skip_without_stand_in
 
-PAGE = FakeDriver.granularity_bytes
 NUM_PAGES = 12
 OK, INVALID, OUT_OF_MEMORY, NOT_INITIALIZED, NO_CONTEXT, ALREADY_MAPPED = 0, 1, 2, 3, 201, 208
-INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CONTEXT_IS_DESTROYED = 400, 600, 700, 709
+INVALID_HANDLE, NOT_READY, CONTEXT_IS_DESTROYED = 400, 600, 709
 
 
 @pytest.fixture
 def driver() -> Iterator[StandInDriver]:
     """An initialised device whose primary context is current in this thread."""
-    skip_without_stand_in()
     driver = StandInDriver(NUM_PAGES * PAGE)
     value(driver.cuInit(0))
     value(driver.cuCtxSetCurrent(value(driver.cuDevicePrimaryCtxRetain(0))))
@@ -44,19 +41,17 @@ def value(result: tuple[Any, ...]) -> Any:
 
 def properties(driver: Any, *, kind: int = 1, location: int = 1, ordinal: int = 0) -> Any:
     made = driver.CUmemAllocationProp()
-    real = isinstance(driver, StandInDriver)
-    made.type = driver.CUmemAllocationType(kind) if real else kind
-    made.location.type = driver.CUmemLocationType(location) if real else location
+    made.type = driver.CUmemAllocationType(kind)
+    made.location.type = driver.CUmemLocationType(location)
     made.location.id = ordinal
     return made
 
 
 def access(driver: Any, *, flags: int = 3, ordinal: int = 0) -> Any:
     made = driver.CUmemAccessDesc()
-    real = isinstance(driver, StandInDriver)
-    made.location.type = driver.CUmemLocationType(1) if real else 1
+    made.location.type = driver.CUmemLocationType(1)
     made.location.id = ordinal
-    made.flags = driver.CUmemAccess_flags(flags) if real else flags
+    made.flags = driver.CUmemAccess_flags(flags)
     return made
 
 
@@ -89,7 +84,6 @@ def put_back(driver: Any, base: int, num_pages: int, *handles: int) -> None:
 
 
 def test_nothing_works_before_the_driver_is_initialised() -> None:
-    skip_without_stand_in()
     driver = StandInDriver(PAGE)
     for result in (
         driver.cuDeviceGet(0),
@@ -383,7 +377,6 @@ def test_call_k_fails_and_changes_nothing(driver: StandInDriver, fail_at: int) -
 
 
 def test_leftovers_of_a_test_are_reported_once_to_the_next() -> None:
-    skip_without_stand_in()
     driver = StandInDriver(PAGE)
     value(driver.cuInit(0))
     value(driver.cuCtxSetCurrent(value(driver.cuDevicePrimaryCtxRetain(0))))
@@ -464,226 +457,3 @@ def test_the_mmu_catches_access_in_a_process_that_finds_the_stand_in_by_path(sta
     told = done.stdout.split()
     expected = (0, ["touching", "touched"]) if state == "mapped" else (-signal.SIGSEGV, ["touching"])
     assert (done.returncode, told) == expected, done.stderr
-
-
-class Player:
-    """Plays a sequence of calls on one driver. Ranges, pages, events and streams are named by their order."""
-
-    def __init__(self, driver: Any, side_stream: Any) -> None:
-        self.driver = driver
-        self.bases: list[int] = []
-        self.handles: list[int] = [4242]  # the first is none
-        self.events: list[Any] = []
-        self.streams = [0, side_stream]
-        self.pinned = int(value(driver.cuMemHostAlloc(NUM_PAGES * PAGE, 0)))
-
-    def play(self, name: str, *arguments: Any) -> Any:
-        """The status as an int, and what the sequence sees of the result."""
-        driver, (status, *values) = self.driver, getattr(self, name)(*arguments)
-        state = driver.leftovers, driver.host_leftovers, driver.num_running, len(driver.violations), len(driver.calls)
-        return int(status), [int(v) for v in values if v is not None], state
-
-    def reserve(self, size: int) -> Any:
-        status, base = self.driver.cuMemAddressReserve(size, PAGE, 0, 0)
-        if status == OK:
-            self.bases.append(int(base))
-        return (status,)
-
-    def free(self, base: int, offset: int, size: int) -> Any:
-        return self.driver.cuMemAddressFree(self.bases[base] + offset, size)
-
-    def create(self, size: int, kind: int, ordinal: int) -> Any:
-        status, handle = self.driver.cuMemCreate(size, properties(self.driver, kind=kind, ordinal=ordinal), 0)
-        if status == OK:
-            self.handles.append(int(handle))
-        return (status,)
-
-    def release(self, handle: int) -> Any:
-        return self.driver.cuMemRelease(self.handles[handle])
-
-    def map(self, base: int, at: int, size: int, offset: int, handle: int, flags: int) -> Any:
-        return self.driver.cuMemMap(self.bases[base] + at, size, offset, self.handles[handle], flags)
-
-    def set_access(self, base: int, at: int, size: int, flags: int) -> Any:
-        return self.driver.cuMemSetAccess(self.bases[base] + at, size, [access(self.driver, flags=flags)], 1)
-
-    def unmap(self, base: int, at: int, size: int, refuse_runs: bool) -> Any:
-        self.driver.refuse_run_unmap = refuse_runs
-        return self.driver.cuMemUnmap(self.bases[base] + at, size)
-
-    def touch(self, base: int, at: int, byte: int) -> Any:
-        """Write a byte where it is allowed, and return what was there before."""
-        address = self.bases[base] + at
-        status = pointer_status(self.driver, address)
-        if status != OK:
-            return (status,)
-        before = ctypes.string_at(address, 1)[0]
-        ctypes.memset(address, byte, 1)
-        return status, before
-
-    def copy(self, base: int, at: int, size: int, stream: int, byte: int) -> Any:
-        """Copies that are not finished yet read this byte, too."""
-        ctypes.memset(self.pinned, byte, NUM_PAGES * PAGE)
-        return self.driver.cuMemcpyHtoDAsync(self.bases[base] + at, self.pinned, size, self.streams[stream])
-
-    def memory_info(self) -> Any:
-        return self.driver.cuMemGetInfo()
-
-    def launch(self, stream: int, places: list[tuple[int, int]]) -> Any:
-        self.driver.launch({self.bases[base] + at for base, at in places}, self.streams[stream])
-        return (OK,)
-
-    def finish_work(self, num_steps: int | None) -> Any:
-        self.driver.finish_work(num_steps)
-        return (OK,)
-
-    def create_event(self) -> Any:
-        status, event = self.driver.cuEventCreate(2)
-        if status == OK:
-            self.events.append(event)
-        return (status,)
-
-    def record(self, event: int, stream: int) -> Any:
-        return self.driver.cuEventRecord(self.events[event], self.streams[stream])
-
-    def query(self, event: int) -> Any:
-        return self.driver.cuEventQuery(self.events[event])
-
-    def synchronize(self, event: int) -> Any:
-        return self.driver.cuEventSynchronize(self.events[event])
-
-    def synchronize_stream(self, stream: int) -> Any:
-        return self.driver.cuStreamSynchronize(self.streams[stream])
-
-    def destroy_event(self, event: int) -> Any:
-        return self.driver.cuEventDestroy(self.events[event])
-
-    def fail_next(self, status: int) -> Any:
-        self.driver.fail_at = len(self.driver.calls) + 1 if status != OK else -1
-        self.driver.fail_status = self.driver.CUresult(status)
-        return (OK,)
-
-
-class Author:
-    """Draws random calls, most of them valid, from the state that the calls before have left."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.ranges: list[int] = []  # pages of each
-        self.freed: set[int] = set()
-        self.pages: list[int] = [1]  # size of each, in pages
-        self.held: set[int] = set()
-        self.mapped: dict[tuple[int, int], int] = {}  # (range, place) → page
-        self.num_events = 0
-        self.destroyed: set[int] = set()
-
-    def call(self) -> tuple[Any, ...]:
-        pick = self.random
-        # A range that is gone is not named again: a new one may lie at its address, in one driver and not in the other.
-        there = [base for base in range(len(self.ranges)) if base not in self.freed]
-        if not there or pick.random() < 0.03:
-            return "reserve", pick.choice([PAGE, 4 * PAGE, 8 * PAGE, PAGE + 4096, 0])
-        base = pick.choice(there)
-        at = pick.randrange(self.ranges[base] + 1) * PAGE + pick.choice([0] * 9 + [4096])
-        # The fake knows what a step reads by where pages begin: pages of two granules are in ranges that no step reads.
-        wide_too = base % 2 == 1
-        handle = pick.choice([h for h in range(len(self.pages)) if self.pages[h] == 1 or wide_too])
-        handle = pick.choice([*(h for h in self.held if self.pages[h] == 1 or wide_too), handle])
-        event = pick.choice([e for e in range(self.num_events) if e not in self.destroyed] or [-1])
-        loose = [h for h in range(len(self.pages)) if h not in self.mapped.values()]
-        run = pick.choice([1, 1, 1, 2, 3]) * PAGE
-        calls: list[tuple[int, tuple[Any, ...]]] = [
-            (1, ("free", base, pick.choice([0, 0, PAGE]), self.ranges[base] * PAGE)),
-            (8, ("create", pick.choice([PAGE] * 6 + [2 * PAGE, 100 * PAGE, 100]), pick.choice([1] * 9 + [0]), 0)),
-            (1, ("create", PAGE, 1, 1)),
-            (4, ("release", pick.choice(loose))),
-            (16, ("map", base, at, self.pages[handle] * PAGE, 0, handle, 0)),
-            (2, ("map", base, at, run, pick.choice([0, PAGE]), handle, pick.choice([0, 1]))),
-            (16, ("set_access", base, at, run, pick.choice([3] * 9 + [1]))),
-            (16, ("unmap", base, at, run, pick.random() < 0.3)),
-            (12, ("touch", base, at, pick.randrange(256))),
-            (8, ("copy", base, at, pick.choice([1, PAGE, run]), pick.randrange(2), pick.randrange(256))),
-            (3, ("memory_info",)),
-            (6, ("launch", pick.randrange(2), [(base, at - at % PAGE)] * (not wide_too))),
-            (4, ("finish_work", pick.choice([0, 1, 1, 2, None]))),
-            (4, ("create_event",)),
-            (3, ("synchronize_stream", pick.randrange(2))),
-            (3, ("fail_next", pick.choice([INVALID, OUT_OF_MEMORY, ILLEGAL_ADDRESS]))),
-        ]
-        if event >= 0:
-            calls += [(6, ("record", event, pick.randrange(2))), (8, ("query", event)), (2, ("synchronize", event))]
-            calls += [(1, ("destroy_event", pick.randrange(self.num_events)))]
-        if self.mapped and pick.random() < 0.5:  # some place where there is something
-            (base, place), handle = pick.choice(list(self.mapped.items()))
-            size, at = self.pages[handle] * PAGE, place * PAGE
-            calls += [(30, ("set_access", base, at, size, 3)), (20, ("touch", base, at, pick.randrange(256)))]
-            calls += [(10, ("unmap", base, at, size, False))]
-            calls += [(10, ("copy", base, at, size, pick.randrange(2), pick.randrange(256)))]
-            calls += [(10, ("launch", pick.randrange(2), [(base, at)] * (base % 2 == 0)))]
-        return pick.choices([call for _, call in calls], [weight for weight, _ in calls])[0]
-
-    def learn(self, name: str, *arguments: Any) -> None:
-        """Note the effect of a call that succeeded."""
-        if name == "reserve":
-            self.ranges.append(arguments[0] // PAGE)
-        elif name == "free":
-            self.freed.add(arguments[0])
-        elif name == "create":
-            self.held.add(len(self.pages))
-            self.pages.append(arguments[0] // PAGE)
-        elif name == "release":
-            self.held.discard(arguments[0])
-        elif name == "map":
-            self.mapped[arguments[0], arguments[1] // PAGE] = arguments[4]
-        elif name == "unmap":
-            first = arguments[1] // PAGE
-            for place in range(first, first + arguments[2] // PAGE):
-                self.mapped.pop((arguments[0], place), None)
-        elif name == "create_event":
-            self.num_events += 1
-        elif name == "destroy_event":
-            self.destroyed.add(arguments[0])
-
-    def put_back(self) -> Iterator[tuple[Any, ...]]:
-        yield "fail_next", OK
-        for (base, place), handle in list(self.mapped.items()):
-            yield "unmap", base, place * PAGE, self.pages[handle] * PAGE, False
-        for handle in list(self.held):
-            yield "release", handle
-        for event in set(range(self.num_events)) - self.destroyed:
-            yield "destroy_event", event
-        for base in set(range(len(self.ranges))) - self.freed:
-            yield "free", base, 0, self.ranges[base] * PAGE
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_fake_and_the_stand_in_agree_call_by_call(driver: StandInDriver, seed: int) -> None:
-    """Folio's tests rest on the fake; the stand-in shows that the real bindings agree with it."""
-    fake = FakeDriver(NUM_PAGES * PAGE)
-    value(fake.cuCtxSetCurrent(value(fake.cuDevicePrimaryCtxRetain(0))))
-    players = [Player(device, value(device.cuStreamCreate(1))) for device in (driver, fake)]
-    author = Author(seed)
-    seen: dict[str, set[int]] = {}
-
-    def play(call: tuple[Any, ...]) -> None:
-        real, pretended = (player.play(*call) for player in players)
-        assert real == pretended, call
-        seen.setdefault(call[0], set()).add(real[0])
-        if real[0] == OK:
-            author.learn(*call)
-
-    for _ in range(800):
-        play(author.call())
-    for call in author.put_back():
-        play(call)
-    for player in players:
-        player.driver.finish_work()
-        value(player.driver.cuMemFreeHost(player.pinned))
-        value(player.driver.cuStreamDestroy(player.streams[1]))
-        assert player.driver.host_leftovers == (0, 0, 0)
-    assert driver.leftovers == (0, 0, 0, 0, 1)
-    assert {INVALID, OK} <= seen["copy"]
-    assert {INVALID, OK} <= seen["map"] & seen["unmap"] & seen["set_access"] & seen["touch"]
-    assert {INVALID_HANDLE, ALREADY_MAPPED} <= seen["map"]
-    assert OUT_OF_MEMORY in seen["create"]
-    assert NOT_READY in seen["query"]

@@ -1,4 +1,4 @@
-"""The engine over the CUDA backend: on the fake driver everywhere, on a real device with marker gpu."""
+"""The engine over the CUDA backend: on the stand-in driver everywhere, on a real device with marker gpu."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from tests.app.engine.tensor_parallel import test_decoding
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.processes import until
-from tests.vmem.backends.fake_driver import FakeDriver
-from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
+from tests.vmem.backends.stand_in_driver import StandInDriver
 from tests.vmem.small_memory import pages_read
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -41,20 +40,15 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in (1, 17, 63, 200, 300)]
 
 
-Driver = FakeDriver | StandInDriver
+@pytest.fixture
+def use_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], StandInDriver]]:
+    """A function that makes engines use a device without a GPU, over the real bindings and a stand-in for the library.
+    Its steps finish late, one after the other: what a step may still read must stay mapped. No kernel may be given a
+    tensor whose address is a hole, which Triton refuses."""
+    drivers: list[StandInDriver] = []
 
-
-@pytest.fixture(params=[FakeDriver, StandInDriver])
-def use_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Driver]]:
-    """A function that makes engines use a device without a GPU, over a fake of the driver's bindings or over the real
-    bindings and a stand-in for the library. Its steps finish late, one after the other: what a step may still read must
-    stay mapped. No kernel may be given a tensor whose address is a hole, which Triton refuses."""
-    if request.param is StandInDriver:
-        skip_without_stand_in()
-    drivers: list[Driver] = []
-
-    def use() -> Driver:
-        drivers.append(request.param(32 << 20))
+    def use() -> StandInDriver:
+        drivers.append(StandInDriver(32 << 20))
         _install(drivers[-1], monkeypatch)
         return drivers[-1]
 
@@ -65,7 +59,7 @@ def use_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     assert driver.violations == []
 
 
-def _install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def _install(driver: StandInDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(*_: object, **__: object) -> CudaBackend:
         return CudaBackend(driver=driver, tensor_device=CPU)
 
@@ -96,7 +90,7 @@ def _install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lowers", [False, True])
 def test_memory_that_nobody_uses_goes_back_to_the_driver(
-    lowers: bool, make_checkpoint: MakeCheckpoint, use_device: Callable[[], Driver]
+    lowers: bool, make_checkpoint: MakeCheckpoint, use_device: Callable[[], StandInDriver]
 ) -> None:
     """Counted in the driver's handles: of an idle engine the anchor page is left; of one whose budget is lowered what
     that allows at most, although prefixes are cached."""
@@ -141,7 +135,7 @@ def test_the_fake_device_gives_the_same_tokens(
     num_layers: int,
     async_scheduling: str,
     make_checkpoint: MakeCheckpoint,
-    use_device: Callable[[], Driver],
+    use_device: Callable[[], StandInDriver],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In every layout. Sliced blocks of one layer group share handles unless regions are asked for."""
@@ -165,7 +159,7 @@ def test_the_fake_device_gives_the_same_tokens(
 @pytest.mark.thirds
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
 def test_no_kernel_is_given_the_address_of_a_hole(
-    view: Any, make_checkpoint: MakeCheckpoint, use_device: Callable[[], Driver]
+    view: Any, make_checkpoint: MakeCheckpoint, use_device: Callable[[], StandInDriver]
 ) -> None:
     """Triton refuses a tensor that begins at a hole. Homes and regions began with one when block 0 or slot 0 had given
     its page back: after a window had moved on, and after idle release."""

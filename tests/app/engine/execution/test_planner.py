@@ -29,8 +29,8 @@ from tests.app.engine.all_kinds import small_engine, work
 from tests.app.engine.execution.plain_batch import check_batch
 from tests.conftest import MakeCheckpoint
 from tests.nightly import examples
+from tests.vmem.memory_machine import MemoryMachine
 from tests.vmem.small_memory import FlakyHost, make_memory
-from tests.vmem.test_memory_machine import MemoryMachine
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from folio.vmem import CudaBackend
 from folio.vmem.backends.cuda import CPU
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
-from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver
 
 GIB = 1 << 30
 CONFIG = EngineConfig(model="builtin").on_device("cuda")
@@ -220,7 +220,7 @@ def test_the_kv_memory_keeps_to_the_plan(
     capacity: int, share: float, most: int, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And to what the device has: of several ranks, one may have less than the plan's."""
-    driver = FakeDriver(capacity)
+    driver = StandInDriver(capacity)
     monkeypatch.setattr(kv_plan, "select_backend", lambda *_, **__: CudaBackend(driver=driver, tensor_device=CPU))
     executor = make_executor(str(make_checkpoint("llama", **SMALL)))
     plan = DevicePlan(64 << 20, 1.0, 30 << 20, 8 << 20, graph_bytes=4 << 20, headroom_bytes=6 << 20)

@@ -1,4 +1,4 @@
-"""The choice of the device: every step that can fail gives its reason, over the fake driver."""
+"""The choice of the device: every step that can fail gives its reason, over the stand-in driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from folio.kernels.reference import ReferenceProvider
 from folio.vmem import Backend, CudaBackend, MapError
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.backends.probe import check_mapping
-from tests.vmem.backends.fake_driver import CUresult, FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver
 
 AUTO = EngineConfig(model="builtin")
 
@@ -34,7 +34,7 @@ class WrongAttention(ReferenceProvider):
 
 
 def probes(
-    driver: FakeDriver,
+    driver: StandInDriver,
     *,
     available: bool = True,
     provider: Callable[[], AttentionProvider] = lambda: select_provider("sdpa", torch.device("cpu")),
@@ -46,7 +46,7 @@ def probes(
 
 
 def test_a_device_that_works_is_taken() -> None:
-    driver = FakeDriver(8 << 20)
+    driver = StandInDriver(8 << 20)
     for device in ("auto", "cuda"):
         resolved = resolve(replace(AUTO, device=device), probes(driver))
         assert (resolved.device, resolved.max_num_seqs) == ("cuda", 256)
@@ -56,7 +56,9 @@ def test_a_device_that_works_is_taken() -> None:
 
 
 def test_cpu_is_not_probed() -> None:
-    assert resolve(replace(AUTO, device="cpu"), probes(FakeDriver(0))) == replace(AUTO, device="cpu").on_device("cpu")
+    assert resolve(replace(AUTO, device="cpu"), probes(StandInDriver(0))) == replace(AUTO, device="cpu").on_device(
+        "cpu"
+    )
 
 
 def no_provider() -> AttentionProvider:
@@ -67,16 +69,16 @@ def no_compiler() -> AttentionProvider:
     raise OSError("no C compiler")
 
 
-def small(driver: FakeDriver) -> None:
-    driver._capacity_bytes = 0
+def small(driver: StandInDriver) -> None:
+    driver.capacity_bytes = 0
 
 
-def refuse(name: str) -> Callable[[FakeDriver], None]:
+def refuse(name: str) -> Callable[[StandInDriver], None]:
     """Let every call of this name fail."""
     num_values = {"cuInit": 0, "cuMemMap": 0, "cuMemSetAccess": 0}.get(name, 1)
 
-    def spoil(driver: FakeDriver) -> None:
-        setattr(driver, name, lambda *_: (CUresult.CUDA_ERROR_INVALID_VALUE, *[0] * num_values))
+    def spoil(driver: StandInDriver) -> None:
+        setattr(driver, name, lambda *_: (driver.CUresult.CUDA_ERROR_INVALID_VALUE, *[0] * num_values))
 
     return spoil
 
@@ -101,7 +103,7 @@ def refuse(name: str) -> Callable[[FakeDriver], None]:
 )
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_each_step_that_fails_gives_the_reason(
-    spoil: Callable[[FakeDriver], None] | None,
+    spoil: Callable[[StandInDriver], None] | None,
     options: dict[str, object],
     reason: str,
     has_gpu: bool,
@@ -111,7 +113,7 @@ def test_each_step_that_fails_gives_the_reason(
     machine = replace(Machine.detect(), has_gpu=has_gpu)
     monkeypatch.setattr(Machine, "detect", lambda: machine)
     caplog.set_level(logging.INFO, "folio.app.engine.model.device")
-    driver = FakeDriver(8 << 20)
+    driver = StandInDriver(8 << 20)
     if spoil is not None:
         spoil(driver)
     resolved = resolve(AUTO, probes(driver, **options))  # type: ignore[arg-type]
@@ -130,11 +132,11 @@ def test_each_step_that_fails_gives_the_reason(
 
 def test_every_failing_call_leaves_nothing_behind() -> None:
     """Call by call: a failure that cannot be undone is the reason, too, and undoable ones leave nothing."""
-    driver = FakeDriver(8 << 20)
+    driver = StandInDriver(8 << 20)
     assert probes(driver).fault() is None
     num_calls, num_faults = len(driver.calls), 0
     for fail_at in range(1, num_calls + 1):
-        driver = FakeDriver(8 << 20)
+        driver = StandInDriver(8 << 20)
         driver.fail_at = fail_at
         num_faults += probes(driver).fault() is not None
         assert driver.leftovers[:4] == (0, 0, 0, 0), driver.calls[fail_at - 1]
@@ -151,7 +153,7 @@ def test_a_page_must_show_the_same_bytes_at_both_addresses() -> None:
             super()._map(address, [handles[0], other])
             self._destroy(other, self.page_bytes)
 
-    driver = FakeDriver(8 << 20)
+    driver = StandInDriver(8 << 20)
     backend = Copying(driver=driver, tensor_device=CPU)
     with pytest.raises(MapError, match="does not show the same bytes at both"):
         check_mapping(backend)

@@ -20,9 +20,9 @@ from folio.vmem import CudaBackend, DevicePages, MapError, OutOfPages, VmemError
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.uploads import Uploads
 from tests.app.models.weights.stored import KEY, Model, is_right
-from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import GRANULARITY_BYTES as GRANULE
+from tests.vmem.backends.stand_in_driver import StandInDriver
 
-GRANULE = FakeDriver.granularity_bytes
 PAGE, PIECE, CAPACITY = 2 * GRANULE, 4 * GRANULE, 64 * GRANULE
 
 
@@ -34,7 +34,7 @@ class Device:
     """Stores of one fake device, whose models are made of seeds."""
 
     def __init__(self) -> None:
-        self.driver, self.pages = FakeDriver(CAPACITY), DevicePages(CAPACITY)
+        self.driver, self.pages = StandInDriver(CAPACITY), DevicePages(CAPACITY)
         backend = CudaBackend(driver=self.driver, tensor_device=CPU, pages=self.pages)
         self.uploads = Uploads(backend, page_bytes=PAGE, piece_bytes=PIECE)
         self.made: list[int] = []

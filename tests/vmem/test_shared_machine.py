@@ -10,8 +10,6 @@ CI runs about 3,000 rules; `pytest --hypothesis-profile=nightly tests/vmem/test_
 from __future__ import annotations
 
 import contextlib
-import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -30,33 +28,27 @@ from folio.vmem import (
     LayerSpec,
     MapError,
     OutOfPages,
-    OutOfSwap,
     PinError,
-    SequenceMemory,
+    PrefixUse,
     StepDemand,
-    SwappedGroup,
     VmemError,
     plan_layout,
 )
 from tests.nightly import examples
 from tests.vmem.backends.stand_in_driver import StandInDriver
+from tests.vmem.memory_machine import POLICY, USES, MemoryMachine
 from tests.vmem.small_memory import (
     BLOCK_TOKENS,
-    DOCUMENTS,
-    MAX_TOKENS,
     PAGE_BYTES,
     FlakyCuda,
     FlakyHost,
-    Tokens,
-    do_background,
     make_memory,
-    pages_read,
     read,
-    write,
 )
 
 # What is drawn must not depend on what happened, or threads would make examples impossible to repeat.
 CHOICE = st.integers(0, 5)
+USE = st.one_of(*(st.tuples(st.just(name), st.fixed_dictionaries(arguments)) for name, arguments in USES.items()))
 PINS = st.sampled_from([0, 0, 17, 32])
 _STEPS = 50
 
@@ -71,23 +63,14 @@ def groups_of(page_bytes: int) -> list[LayerGroup]:
     return [LayerGroup((0,), layout)]
 
 
-@dataclass
-class Model:
-    """A memory, and what should be in it."""
+class Model(MemoryMachine):
+    """A memory over shared pages, and what should be in it."""
 
-    memory: KVMemory
-    device: FlakyHost | FlakyCuda
-    written: dict[SequenceMemory, Tokens] = field(default_factory=dict)
-    swapped: list[tuple[SwappedGroup, list[Tokens]]] = field(default_factory=list)
-    pinned: dict[str, list[int]] = field(default_factory=dict)
-    revision: int = 0
-
-    def at(self, which: int) -> SequenceMemory | None:
-        return list(self.written)[which % len(self.written)] if self.written else None
-
-    def free_all(self) -> None:
-        while self.written:
-            self.memory.free(self.written.popitem()[0])
+    def __init__(self, memory: KVMemory, device: FlakyHost | FlakyCuda, threaded: bool, number: int) -> None:
+        super().__init__()
+        self.open(memory, device, threaded)
+        self.salt = "x" * number  # models write different values for the same tokens
+        self.pinned: dict[str, list[int]] = {}
 
     @property
     def owned_bytes(self) -> int:
@@ -115,13 +98,12 @@ class SharedMachine(RuleBasedStateMachine):
         self, on_cuda: bool, capacity_pages: int, missing_pages: int, page_sizes: list[int], options: dict[str, Any]
     ) -> None:
         self.pages = DevicePages(capacity_pages * PAGE_BYTES, swap_bytes=80 * PAGE_BYTES)
-        self.driver = None
+        self.driver: StandInDriver | None = None
         if on_cuda:
             device_bytes = (capacity_pages - missing_pages) * PAGE_BYTES
             self.driver = StandInDriver(device_bytes, may_follow_leftovers=True)
         self.threaded, self.options = options["background"], options
         self.budget_pages = max(capacity_pages, 40)
-        self.next_token = 10_000
         self.charged = 0
         self.models: list[Model | None] = [None] * len(page_sizes)
         self.page_sizes = [size * PAGE_BYTES for size in page_sizes]
@@ -138,15 +120,12 @@ class SharedMachine(RuleBasedStateMachine):
         m %= len(self.models)
         if (model := self.models[m]) is None:
             self._add(m)
-        if model is None or not removes:
-            return
-        model.device.fail_at = -1
-        model.free_all()
-        for swapped, _ in model.swapped:
-            model.memory.swapping.discard_swapped(swapped)
-        self.finish_steps()
-        model.memory.close()
-        self.models[m] = None
+        elif removes:
+            model.backend.fail_at = -1
+            model.free_all()
+            self.finish_steps()
+            model.memory.close()
+            self.models[m] = None
 
     @rule(
         m=CHOICE,
@@ -159,18 +138,19 @@ class SharedMachine(RuleBasedStateMachine):
         """A model falls asleep, perhaps after some prompts; what it should remember is in host memory."""
         if (model := self._model(m)) is None:
             return
-        memory = model.memory
-        self.submit(m, documents, 64, 20, "auto", pins)
-        if swaps and model.written:
-            self._swap_out(model, list(model.written))
-        self._free(model, list(model.written))
+        memory, device = model.memory, model.backend
+        self.submit(m, documents, 64, 20, "auto", "home", pins)
+        if swaps:
+            model.swap_out(set(range(len(model.written))))
+        while model.written:
+            model.finish(0)
         if fails_after is not None:
-            model.device.fail_at = model.device.num_calls + fails_after
+            device.fail_at = device.num_calls + fails_after
         try:
             pinned = memory.release_all()
         except MapError:
             memory.check_integrity()
-            model.device.fail_at = -1
+            device.fail_at = -1
             pinned = memory.release_all()
         found = [(prefix.pin_name, list(prefix.token_ids)) for prefix in pinned]
         assert found == [(name, ids[: len(ids) // BLOCK_TOKENS * BLOCK_TOKENS]) for name, ids in model.pinned.items()]
@@ -186,13 +166,8 @@ class SharedMachine(RuleBasedStateMachine):
 
     @rule(m=CHOICE, fraction=st.sampled_from([0.0, 0.2, 0.5, 1.0, 1.0]))
     def set_budget(self, m: int, fraction: float) -> None:
-        if (model := self._model(m)) is None:
-            return
-        least, most = model.memory.least_budget_bytes, model.memory.most_budget_bytes
-        model.revision += 1
-        model.memory.set_budget(least + math.floor(fraction * (most - least)), model.revision)
-        while model.memory.num_free_pages < 0 and model.written:  # as the scheduler does: the latest gives way
-            self._free(model, [list(model.written)[-1]])
+        if (model := self._model(m)) is not None:
+            model.set_budget(fraction)
 
     # ---- memory that is not of a KV cache ----
 
@@ -244,97 +219,31 @@ class SharedMachine(RuleBasedStateMachine):
         documents=st.lists(st.integers(0, 1), min_size=1, max_size=3),
         common=st.sampled_from([0, 16, 33, 64, 97]),
         own=st.sampled_from([0, 1, 20, 60]),
-        policy=st.sampled_from(["auto", "region", "block_table"]),
+        policy=POLICY,
+        view=st.sampled_from(["home", "region"]),
         pins=PINS,
     )
-    def submit(self, m: int, documents: list[int], common: int, own: int, policy: str, pins: int) -> None:
-        """Prompts, one after the other, of which the beginning may be pinned. They wake the model."""
+    def submit(self, m: int, documents: list[int], common: int, own: int, policy: str, view: str, pins: int) -> None:
+        """Prompts, of which the beginning may be pinned. They wake the model."""
         if (model := self._model(m)) is None:
             return
         if not model.memory.pages.budget:
-            model.revision += 1
-            model.memory.set_budget(model.memory.most_budget_bytes, model.revision)
-        for document in documents:
-            ids = DOCUMENTS[document][:common] + self._fresh(max(own, 1 - common))
-            if (sequence := self._begin(model, ids, policy)) is not None and pins:
-                self._pin(model, sequence, pins)
+            model.set_budget(1.0)
+        before = set(model.written)
+        model.submit(policy, documents, common, own, model.salt, view, PrefixUse(), False)
+        for sequence in [s for s in model.written if pins and s not in before]:
+            ids, name = model.written[sequence].ids, f"pin {len(model.pinned) % 2}"
+            with contextlib.suppress(PinError, VmemError):
+                model.memory.pin(name, sequence, min(pins, len(ids)))
+                model.pinned.setdefault(name, ids[:pins])
 
-    def _begin(self, model: Model, ids: list[int], policy: str) -> SequenceMemory | None:
-        memory = model.memory
-        tokens = Tokens(memory.prefixes.chain(), ids)
-        sequence = memory.create_sequence(policy, expected_tokens=len(ids))  # type: ignore[arg-type]
-        try:
-            found = memory.share_prefix(sequence, tokens.chain, ids)
-            memory.append(sequence, len(ids), start=found)
-        except VmemError:
-            memory.free(sequence)
-            return None
-        memory.prefixes.stage_prefix(sequence, ids, found, len(ids))
-        model.written[sequence] = Tokens(tokens.chain, ids[:found])
-        if self._step(model, sequence, ids):
-            return sequence
-        self._free(model, [sequence])
-        return None
-
-    @rule(m=CHOICE, growth=st.integers(1, 40))
-    def step(self, m: int, growth: int) -> None:
-        """Each sequence of a model grows."""
-        if (model := self._model(m)) is not None:
-            for sequence in list(model.written):
-                self._grow(model, sequence, growth)
-
-    def _grow(self, model: Model, sequence: SequenceMemory, growth: int) -> None:
-        tokens = model.written[sequence]
-        ids = (tokens.ids + self._fresh(growth))[:MAX_TOKENS]
-        if len(ids) == len(tokens.ids):
-            return
-        try:
-            model.memory.append(sequence, len(ids), start=len(tokens.ids))
-        except (OutOfPages, MapError):
-            return
-        model.memory.prefixes.stage_prefix(sequence, ids, len(tokens.ids), len(ids))
-        if not self._step(model, sequence, ids):
-            model.memory.truncate(sequence, len(tokens.ids))
-
-    @rule(m=CHOICE, which=CHOICE)
-    def finish(self, m: int, which: int) -> None:
-        if (model := self._model(m)) is not None and (sequence := model.at(which)) is not None:
-            self._free(model, [sequence])
-
-    def _pin(self, model: Model, sequence: SequenceMemory, count: int) -> None:
-        ids, name = model.written[sequence].ids, f"pin {len(model.pinned) % 2}"
-        with contextlib.suppress(PinError, VmemError):
-            model.memory.pin(name, sequence, min(count, len(ids)))
-            model.pinned.setdefault(name, ids[:count])
-
-    @rule(m=CHOICE, which=CHOICE)
-    def swap_out(self, m: int, which: int) -> None:
-        if (model := self._model(m)) is not None and (sequence := model.at(which)) is not None:
-            self._swap_out(model, [sequence])
-
-    @rule(m=CHOICE)
-    def swap_in(self, m: int) -> None:
-        if (model := self._model(m)) is None or not model.swapped:
-            return
-        swapped, tokens = model.swapped[0]
-        try:
-            sequences = model.memory.swap_in(swapped)
-        except VmemError:
-            return
-        model.written.update(zip(sequences, tokens, strict=True))
-        del model.swapped[0]
+    @rule(m=CHOICE, uses=st.lists(USE, min_size=1, max_size=3))
+    def use(self, m: int, uses: list[tuple[str, dict[str, Any]]]) -> None:
+        for name, arguments in uses:
+            if (model := self._model(m)) is not None:
+                getattr(model, name)(**arguments)
 
     # ---- time and trouble ----
-
-    @rule(m=CHOICE, units=st.integers(1, 30))
-    def background(self, m: int, units: int) -> None:
-        if (model := self._model(m)) is None:
-            return
-        if self.threaded:
-            model.memory.wait_for_progress(0.001)
-            return
-        with contextlib.suppress(MapError, OutOfPages):
-            do_background(model.memory, units)
 
     @rule()
     def finish_steps(self) -> None:
@@ -343,9 +252,8 @@ class SharedMachine(RuleBasedStateMachine):
 
     @rule(m=CHOICE, calls=st.integers(1, 12))
     def fail_soon(self, m: int, calls: int) -> None:
-        """Make one of the next calls of the device fail."""
         if (model := self._model(m)) is not None:
-            model.device.fail_at = model.device.num_calls + calls
+            model.fail_soon(calls)
 
     # ---- checks ----
 
@@ -355,18 +263,16 @@ class SharedMachine(RuleBasedStateMachine):
             return
         models = [model for model in self.models if model is not None]
         for model in models:
-            model.memory.check_integrity()
+            model.adds_up()
         self.pages.check_integrity()
         assert self.pages.charged_bytes == self.charged
         assert self.pages.swap_space.used_bytes == sum(model.memory.swapping.used_bytes for model in models)
         assert self.pages.swap_space.used_bytes <= 80 * PAGE_BYTES
-        if self.driver is not None:
-            assert not self.driver.violations
         if self.threaded:  # else mappers take and give back pages meanwhile
             return
         owned = sum(model.owned_bytes for model in models) + len(self.layers) * self.weights.page_bytes
         assert self.pages.used_bytes == owned
-        assert self.pages.mappings.total >= sum(model.device.num_mappings for model in models)
+        assert self.pages.mappings.total >= sum(model.backend.num_mappings for model in models)
         if self.driver is not None:
             assert self.driver.used_bytes == self.pages.used_bytes + self.pages.idle_bytes
 
@@ -394,7 +300,7 @@ class SharedMachine(RuleBasedStateMachine):
         return FlakyHost(0, self.pages) if self.driver is None else FlakyCuda(0, self.pages, self.driver)
 
     def _never_fail(self) -> None:
-        for device in (self.weights, *(model.device for model in self.models if model is not None)):
+        for device in (self.weights, *(model.backend for model in self.models if model is not None)):
             device.fail_at = -1
 
     def _add(self, m: int) -> None:
@@ -413,44 +319,10 @@ class SharedMachine(RuleBasedStateMachine):
         except OutOfPages:
             device.close()
             return
-        self.models[m] = Model(memory, device)
+        self.models[m] = Model(memory, device, self.threaded, m)
 
     def _model(self, m: int) -> Model | None:
         return self.models[m % len(self.models)]
-
-    def _free(self, model: Model, sequences: list[SequenceMemory]) -> None:
-        for sequence in sequences:
-            del model.written[sequence]
-            model.memory.free(sequence)
-
-    def _swap_out(self, model: Model, sequences: list[SequenceMemory]) -> None:
-        with contextlib.suppress(OutOfSwap):
-            swapped = model.memory.swap_out(sequences)
-            model.swapped.append((swapped, [model.written.pop(sequence) for sequence in sequences]))
-
-    def _fresh(self, count: int) -> list[int]:
-        """Tokens of no other sequence."""
-        self.next_token += count
-        return list(range(self.next_token - count, self.next_token))
-
-    def _step(self, model: Model, sequence: SequenceMemory, ids: list[int]) -> bool:
-        """Write the new tokens and read all of them; the step runs on. False if it failed before."""
-        memory, tokens = model.memory, model.written[sequence]
-        demand = StepDemand(sequence, len(tokens.ids), len(ids))
-        try:
-            memory.ensure([demand])
-        except (MapError, OutOfPages):
-            memory.prefixes.abort_prefixes()
-            return False
-        if self.driver is not None:
-            self.driver.launch(pages_read(memory, [demand]))
-        tokens.ids = ids
-        write(memory, demand, tokens.contents[demand.start :], "own")
-        assert read(memory, demand, 0, "own") == tokens.contents
-        memory.launched()
-        memory.prefixes.commit_prefixes()
-        memory.plan([StepDemand(sequence, demand.end, min(demand.end + 5, MAX_TOKENS))], len(ids) % 3 * MAX_TOKENS // 2)
-        return True
 
     def _look(self) -> None:
         """Read everything that the open sequences of all memories have written."""

@@ -18,7 +18,7 @@ from tests.vmem.memory_machine import MemoryMachine
 from tests.vmem.small_memory import FlakyCuda, FlakyHost, make_memory
 
 LEAST_S, MOST_S = examples(4, nightly=15), 120
-FAIL_RATE, SLOW_RATE = 0.002, 0.05
+FAIL_RATE, SLOW_RATE = 0.005, 0.05
 NO_PROGRESS_S = 20
 MOST_RUNNING_STEPS = 3
 SETTINGS = {
@@ -73,8 +73,7 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: LayoutKind) -> None
     device.join()
 
     backend.fake.fail_rate = 0.0
-    while engine.written:
-        memory.free(engine.written.popitem()[0])
+    engine.free_all()
     backend.fake.finish_work()
     # Without notifications: the mapper must wake up by itself.
     until(lambda: not memory.report().physical_bytes, NO_PROGRESS_S, memory.report)
@@ -123,19 +122,19 @@ class Engine(MemoryMachine):
     stopping = False
 
     def run(self) -> None:
-        self.random = random.Random(0)
+        pick = self.random = random.Random(0)
         driver = self.backend.fake  # type: ignore[union-attr]
         while not self.stopping:
-            driver.fail_rate = self.random.choice([0.0, FAIL_RATE])
+            driver.fail_rate = pick.choice([0.0, FAIL_RATE])
             driver.slow_rate = SLOW_RATE
             self._churn()
             while driver.num_running > MOST_RUNNING_STEPS:
                 time.sleep(0.0001)
-            self.step({self.random.randrange(8) for _ in range(4)}, self.random.choice([1, 1, 20]), "home")
+            self.step({pick.randrange(8) for _ in range(3)}, pick.choice([1, 1, 20]), pick.choice(["home", "region"]))
             self.num_steps += 1
-            if self.random.random() < 0.02:
+            if pick.random() < 0.02:
                 self.memory.check_integrity()
-            if self.random.random() < 0.01:
+            if pick.random() < 0.01:
                 time.sleep(0.01)  # idle: memory begins to go back
 
     def _churn(self) -> None:

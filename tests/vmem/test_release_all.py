@@ -111,6 +111,7 @@ def test_each_call_that_fails_can_be_repeated(shared: Make, backend: type, pages
     device = memory.backend
     for number in itertools.count(1):
         sequence = run(memory, DOCUMENT, policy="auto")
+        memory.map_home(sequence)
         memory.pin("system", sequence, 64)
         memory.free(sequence)
         device.fail_at = device.num_calls + number

@@ -131,11 +131,14 @@ class Engine(MemoryMachine):
             while driver.num_running > MOST_RUNNING_STEPS:
                 time.sleep(0.0001)
             self.step({pick.randrange(8) for _ in range(3)}, pick.choice([1, 1, 20]), pick.choice(["home", "region"]))
-            self.num_steps += 1
             if pick.random() < 0.02:
                 self.memory.check_integrity()
             if pick.random() < 0.01:
                 time.sleep(0.01)  # idle: memory begins to go back
+
+    def _step(self, demands: list[StepDemand], view: str, *, fails: bool = False) -> bool:
+        self.num_steps += bool(demands)
+        return super()._step(demands, view, fails=fails)
 
     def _churn(self) -> None:
         pick, which = self.random, self.random.randrange(8)

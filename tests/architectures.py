@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.conftest import DELTA, DELTA_TYPES, EXPERTS, GPT2, IDS, SMALL
+from tests.conftest import ARCHITECTURES, DELTA, DELTA_TYPES, EXPERTS, GPT2, HYBRIDS, IDS, SMALL
 
 Settings = dict[str, Any]
 
@@ -133,3 +133,6 @@ FURTHER: dict[str, tuple[str, Settings]] = {
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
 }
+ALL: dict[str, tuple[str, dict[str, Any]]] = (
+    ARCHITECTURES | {name: (name, settings) for name, settings in HYBRIDS.items()} | FURTHER
+)

@@ -11,7 +11,9 @@ import pytest
 from folio.app.engine.engine import Engine
 from folio.app.engine.ranks.processes import Launch, spawn_ranks
 from tests.app.engine.engines import MakeEngine, engine_of, folder_of
+from tests.architectures import ALL
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint
+
 
 
 @pytest.fixture
@@ -39,3 +41,14 @@ def engine(make_engine: MakeEngine) -> Engine:
 @pytest.fixture
 def llama(make_checkpoint: MakeCheckpoint) -> Path:
     return folder_of(make_checkpoint, "llama")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(make_checkpoint: MakeCheckpoint) -> MakeCheckpoint:
+    """`checkpoint(name, **changes)` → folder of a small random checkpoint of that architecture."""
+
+    def make(name: str, **changes: Any) -> Path:
+        model_type, settings = ALL[name]
+        return make_checkpoint(model_type, **settings | changes)
+
+    return make

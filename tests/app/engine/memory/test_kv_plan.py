@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from folio.app.engine.memory import kv_plan
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import ConfigError
 from folio.vmem import DevicePages, PeerRanks
-from tests.conftest import SMALL, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import VOCAB_SIZE, MakeCheckpoint
 
 GIB = 1 << 30
 BLOCK_BYTES = 16 * 768
@@ -25,17 +26,22 @@ SAMPLING_BYTES, TOKEN_BYTES = 40 << 21, 4 * (2 * 64 + 3 * 96 + VOCAB_SIZE)
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
 
-def set_machine(
-    monkeypatch: pytest.MonkeyPatch, memory_bytes: int, available_bytes: int, max_map_count: int = 65_530
-) -> None:
-    machine = Machine(memory_bytes, available_bytes, limited=True, num_cores=8, max_map_count=max_map_count)
-    monkeypatch.setattr(Machine, "detect", lambda: machine)
-    monkeypatch.setattr(kv_plan, "resident_bytes", lambda: WEIGHT_BYTES)
+@pytest.fixture
+def set_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`set_machine(memory_bytes, available_bytes)`: engines start on such a machine from now on."""
+
+    def change(memory_bytes: int, available_bytes: int, max_map_count: int = 65_530) -> None:
+        machine = Machine(memory_bytes, available_bytes, limited=True, num_cores=8, max_map_count=max_map_count)
+        monkeypatch.setattr(Machine, "detect", lambda: machine)
+        monkeypatch.setattr(kv_plan, "resident_bytes", lambda: WEIGHT_BYTES)
+
+    return change
 
 
-def make_engine(make_checkpoint: MakeCheckpoint, **settings: Any) -> Engine:
+@pytest.fixture
+def make_engine(checkpoint: MakeCheckpoint) -> Callable[..., Engine]:
     defaults = {"skip_tokenizer_init": True, "num_threads": 1, "max_num_batched_tokens": 64}
-    return Engine(EngineConfig(model=str(make_checkpoint("llama", **SMALL)), **(defaults | settings)))
+    return lambda **settings: Engine(EngineConfig(model=str(checkpoint("llama")), **(defaults | settings)))
 
 
 def taken_bytes(memory_bytes: int) -> int:
@@ -63,14 +69,16 @@ def run(engine: Engine) -> list[list[int]]:
     return outputs
 
 
-def test_a_small_container_meets_out_of_pages(monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint) -> None:
+def test_a_small_container_meets_out_of_pages(
+    set_machine: Callable[..., None], make_engine: Callable[..., Engine]
+) -> None:
     """The default ignored the container's limit, and the process was killed for memory. Now requests are preempted and
     recomputed, with the same tokens."""
-    engine = make_engine(make_checkpoint)
+    engine = make_engine()
     expected = run(engine)
     engine.close()
-    set_machine(monkeypatch, 256 << 20, taken_bytes(256 << 20) + 14 * BLOCK_BYTES)
-    engine = make_engine(make_checkpoint)
+    set_machine(256 << 20, taken_bytes(256 << 20) + 14 * BLOCK_BYTES)
+    engine = make_engine()
     assert run(engine) == expected
     assert sum(engine.load.take_activity().num_preempted.values()) > 0
     budget, swap = ceilings(engine)
@@ -89,8 +97,8 @@ def test_a_small_container_meets_out_of_pages(monkeypatch: pytest.MonkeyPatch, m
     ],
 )
 def test_ceilings(
-    monkeypatch: pytest.MonkeyPatch,
-    make_checkpoint: MakeCheckpoint,
+    set_machine: Callable[..., None],
+    make_engine: Callable[..., Engine],
     memory_bytes: int,
     available_bytes: int,
     settings: dict[str, int],
@@ -98,8 +106,8 @@ def test_ceilings(
     swap_bytes: int,
 ) -> None:
     """By default a quarter of the memory, and the remainder for swap space; a configured ceiling is kept."""
-    set_machine(monkeypatch, memory_bytes, available_bytes)
-    budget, swap = ceilings(make_engine(make_checkpoint, **settings))
+    set_machine(memory_bytes, available_bytes)
+    budget, swap = ceilings(make_engine(**settings))
     assert budget_bytes - BLOCK_BYTES < budget <= budget_bytes
     assert swap == swap_bytes
 
@@ -114,17 +122,17 @@ def test_ceilings(
     ],
 )
 def test_models_on_one_device(
-    monkeypatch: pytest.MonkeyPatch,
-    make_checkpoint: MakeCheckpoint,
+    set_machine: Callable[..., None],
+    make_engine: Callable[..., Engine],
     settings: dict[str, int],
     most_bytes: int | None,
     budget_bytes: int,
 ) -> None:
     """Each may have what the device gives it at most, and gives all of it back; mappings are counted together, and
     swap space leaves the others their part."""
-    set_machine(monkeypatch, GIB, GIB)
+    set_machine(GIB, GIB)
     pages = DevicePages(600 << 20)
-    engines = [make_engine(make_checkpoint, **settings) for _ in range(2)]
+    engines = [make_engine(**settings) for _ in range(2)]
     memories = []
     for engine in engines:
         layers = engine.executor.layers
@@ -144,32 +152,27 @@ def test_models_on_one_device(
         engine.close()
 
 
-def test_ranks_do_not_share_a_device(monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint) -> None:
-    engine = make_engine(make_checkpoint)
+def test_ranks_do_not_share_a_device(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    peers = cast(PeerRanks, object())
     with pytest.raises(ConfigError, match="one rank"):
-        kv_plan.build_memory(
-            engine.config,
-            engine.model,
-            engine.executor.layers,
-            cast(PeerRanks, object()),
-            pages=DevicePages(GIB),
-        )
+        kv_plan.build_memory(engine.config, engine.model, engine.executor.layers, peers, pages=DevicePages(GIB))
     engine.close()
 
 
 def test_the_log_names_the_limit_of_the_default_ceiling(
-    monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture
+    set_machine: Callable[..., None], make_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The ceiling was 750 MiB of 23 GiB instead of the documented quarter, without a reason in the log."""
     caplog.set_level(logging.INFO, "folio.app.engine.memory.kv_plan")
     for count, num_pages in ((65_530, 24_000), (131_060, 48_000), (10**9, 200_000)):
         caplog.clear()
-        set_machine(monkeypatch, 24 * GIB, 20 * GIB, count)
-        assert ceilings(make_engine(make_checkpoint))[0] == num_pages * BLOCK_BYTES
+        set_machine(24 * GIB, 20 * GIB, count)
+        assert ceilings(make_engine())[0] == num_pages * BLOCK_BYTES
         assert f"vm.max_map_count, {count}, has mappings for {num_pages} pages" in caplog.text
     caplog.clear()
-    set_machine(monkeypatch, 256 << 20, 20 * GIB)
-    ceilings(make_engine(make_checkpoint))
+    set_machine(256 << 20, 20 * GIB)
+    ceilings(make_engine())
     assert "max_map_count" not in caplog.text
 
 
@@ -191,12 +194,12 @@ def test_the_log_names_the_limit_of_the_default_ceiling(
     ],
 )
 def test_settings_that_do_not_fit_are_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint, settings: dict[str, int], messages: list[str]
+    set_machine: Callable[..., None], make_engine: Callable[..., Engine], settings: dict[str, int], messages: list[str]
 ) -> None:
     """They were accepted, and the process was killed for memory later; some depend on the model."""
-    set_machine(monkeypatch, 256 << 20, 200 << 20)
+    set_machine(256 << 20, 200 << 20)
     with pytest.raises(ConfigError) as refused:
-        make_engine(make_checkpoint, **({"swap_bytes": 0} | settings))
+        make_engine(**({"swap_bytes": 0} | settings))
     lines = str(refused.value).splitlines()
     assert len(lines) == len(settings)
     assert all(part in str(refused.value) for part in messages), lines

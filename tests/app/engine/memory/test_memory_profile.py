@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,9 @@ from folio.app.engine.ranks.processes import spawn_ranks
 from folio.app.errors import ConfigError, UnavailableError
 from folio.vmem import CudaBackend
 from folio.vmem.backends.cuda import CPU
+from tests.app.engine.runs import on_gpu, run
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
-from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import VOCAB_SIZE, MakeCheckpoint
 from tests.vmem.backends.stand_in_driver import StandInDriver
 
 GIB = 1 << 30
@@ -79,11 +80,7 @@ def test_the_cache_gets_what_the_measured_step_leaves(caplog: pytest.LogCaptureF
     assert (plan.weight_bytes, plan.activation_bytes, plan.other_bytes) == (16 * GIB, 5 * GIB, 0)
     assert plan.kv_bytes == 72 * GIB - 16 * GIB - 5 * GIB - GRAPH_BYTES - HEADROOM_BYTES
     assert memory.cached == 0  # the KV memory can take it
-    [record] = caplog.records
-    assert record.getMessage() == (
-        "device memory: of 80.00 GiB, 90% of them ours: weights 16.00, activations 5.00, graphs 1.00, headroom 1.00, "
-        "KV cache 49.00, outside of torch 0.00"
-    )
+    assert "KV cache 49.00" in caplog.text
 
 
 @pytest.mark.parametrize(("others", "utilization", "left"), [(8, 0.9, 72), (20, 0.9, 60), (20, 0.5, 40), (0, 1.0, 80)])
@@ -96,25 +93,6 @@ def test_memory_of_other_processes_is_not_taken(others: int, utilization: float,
     assert plan.kv_bytes + plan.activation_bytes + GRAPH_BYTES + HEADROOM_BYTES <= memory.free_and_total()[0]
 
 
-def test_a_step_that_does_not_fit_names_the_settings() -> None:
-    memory = FakeMemory(total=24 * GIB, held=20 * GIB)
-    match = (
-        "a step of max_num_batched_tokens 8192 and max_num_seqs 256 does not fit beside 20.00 GiB of weights on a "
-        "device of 24.00 GiB, of which 0.00 are outside of torch; lower them"
-    )
-    with pytest.raises(ConfigError, match=match):
-        measure(CONFIG, memory, memory.step(5 * GIB))
-
-
-def test_a_cache_that_does_not_fit_names_the_settings() -> None:
-    memory = FakeMemory(total=24 * GIB, held=16 * GIB)
-    match = (
-        r"gpu_memory_utilization is 0.9, which .* weights 16.00, activations 5.00, .* max_num_batched_tokens \(8192\)"
-    )
-    with pytest.raises(ConfigError, match=match):
-        measure(CONFIG, memory, memory.step(5 * GIB))
-
-
 def failing(error: BaseException, cause: BaseException | None = None) -> Callable[[int, int], None]:
     def run(num_tokens: int, num_logits: int) -> None:
         raise error from cause
@@ -122,42 +100,55 @@ def failing(error: BaseException, cause: BaseException | None = None) -> Callabl
     return run
 
 
-def test_of_several_ranks_memory_is_told_from_a_lost_one() -> None:
-    """Ranks whose forward has failed are ended; the cause of that is rank 0's own error."""
-    with pytest.raises(ConfigError, match="does not fit"):
-        measure(CONFIG, FakeMemory(), failing(UnavailableError("a step failed"), torch.OutOfMemoryError("no memory")))
-    with pytest.raises(UnavailableError, match="rank 1 died"):
-        measure(CONFIG, FakeMemory(), failing(UnavailableError("rank 1 died")))
-    with pytest.raises(RuntimeError, match="shapes"):
-        measure(CONFIG, FakeMemory(), failing(RuntimeError("shapes")))
+A_STEP = (
+    "a step of max_num_batched_tokens 8192 and max_num_seqs 256 does not fit beside 20.00 GiB of weights on a "
+    "device of 24.00 GiB, of which 0.00 are outside of torch; lower them"
+)
+A_CACHE = r"gpu_memory_utilization is 0.9, which .* weights 16.00, activations 5.00, .* max_num_batched_tokens \(8192\)"
+NO_MEMORY = torch.OutOfMemoryError("no memory")
 
 
 @pytest.mark.parametrize(
-    ("limit", "others", "fault"),
+    ("memory", "run", "error", "match"),
+    [
+        (FakeMemory(total=24 * GIB, held=20 * GIB), None, ConfigError, A_STEP),
+        (FakeMemory(total=24 * GIB, held=16 * GIB), None, ConfigError, A_CACHE),
+        # Ranks whose forward has failed are ended; the cause of that is rank 0's own error.
+        (FakeMemory(), failing(UnavailableError("a step failed"), NO_MEMORY), ConfigError, "does not fit"),
+        (FakeMemory(), failing(UnavailableError("rank 1 died")), UnavailableError, "rank 1 died"),
+        (FakeMemory(), failing(RuntimeError("shapes")), RuntimeError, "shapes"),
+    ],
+)
+def test_what_does_not_fit_names_the_settings(
+    memory: FakeMemory, run: Callable[[int, int], None] | None, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        measure(CONFIG, memory, run or memory.step(5 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("limit", "others", "warning"),
     [
         (40, 0, None),
         (57, 0, None),  # the utilization does not count
-        (57, 10, "the KV cache may take 57 GiB bytes, of which 47 GiB are free now"),
-        (58, 0, "kv_memory_bytes or shared_kv_memory_bytes is 58 GiB; at most 57 GiB fit .* max_num_batched_tokens"),
+        (57, 10, f"the KV cache may take {57 * GIB} bytes, of which {47 * GIB} are free now"),
     ],
 )
 def test_a_configured_cache_is_measured_against_the_whole_device(
-    limit: int, others: int, fault: str | None, caplog: pytest.LogCaptureFixture
+    limit: int, others: int, warning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: with `kv_memory_bytes`, also where replicas share it, nothing was measured, and a step ran out of
     memory once the cache had grown. What other processes have now may be given back, and is a warning only."""
     config = EngineConfig(model="builtin", kv_memory_bytes=limit * GIB).on_device("cuda")
     memory = FakeMemory(others=others * GIB)
-    fault = fault and re.sub(r"(\d+) GiB", lambda found: str(int(found[1]) * GIB), fault)
-    if limit > 57:
-        with pytest.raises(ConfigError, match=fault or ""):
-            measure(config, memory, memory.step(5 * GIB))
-        return
     plan = measure(config, memory, memory.step(5 * GIB))
     assert (plan.kv_bytes, plan.beside_bytes) == (limit * GIB, (16 + 5 + 1 + 1) * GIB)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert bool(warnings) == (fault is not None)
-    assert fault is None or re.fullmatch(fault, warnings[0])
+    assert warnings == ([warning] if warning else [])
+    more = EngineConfig(model="builtin", kv_memory_bytes=58 * GIB).on_device("cuda")
+    most = f"kv_memory_bytes or shared_kv_memory_bytes is {58 * GIB}; at most {57 * GIB} fit .* max_num_batched_tokens"
+    with pytest.raises(ConfigError, match=most):
+        measure(more, memory, memory.step(5 * GIB))
 
 
 def test_a_cpu_has_no_profile() -> None:
@@ -182,61 +173,49 @@ def make_executor(folder: str, *, ranks: int = 1, **settings: Any) -> Executor:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bamba", "qwen3_next"])
-def test_the_largest_step_runs_without_a_cache(name: str, make_checkpoint: MakeCheckpoint) -> None:
+def test_the_largest_step_runs_without_a_cache(name: str, checkpoint: MakeCheckpoint) -> None:
     """Of more tokens than the model's positions, too."""
-    kind, settings = (name, HYBRIDS[name]) if name in HYBRIDS else ARCHITECTURES[name]
-    executor = make_executor(str(make_checkpoint(kind, **settings)), adapter_dir=str(make_checkpoint(kind, **settings)))
-    try:
+    with closing(make_executor(str(checkpoint(name)), adapter_dir=str(checkpoint(name)))) as executor:
         logits = executor.run_largest(executor.model.max_positions + 40, 7)
-        assert logits.shape == (7, VOCAB_SIZE)
-        assert logits.isfinite().all()
-    finally:
-        executor.close()
+    assert logits.shape == (7, VOCAB_SIZE)
+    assert logits.isfinite().all()
 
 
-def test_the_cache_stays_attached(make_checkpoint: MakeCheckpoint) -> None:
+def test_the_cache_stays_attached(checkpoint: MakeCheckpoint) -> None:
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    folder = make_checkpoint("bamba", **HYBRIDS["bamba"])
-    with LLM(folder, skip_tokenizer_init=True, num_threads=1, kv_memory_bytes=4 << 20, prefix_cache=False) as llm:
-        before = [completion.token_ids for completion in llm.generate([[5, 6, 7]], params)]
+    settings = {"skip_tokenizer_init": True, "num_threads": 1, "kv_memory_bytes": 4 << 20, "prefix_cache": False}
+    with LLM(checkpoint("bamba"), **settings) as llm:
+        before = run(llm.engine, [[5, 6, 7]], params)
         llm.engine.executor.run_largest(60, 2)
-        assert [completion.token_ids for completion in llm.generate([[5, 6, 7]], params)] == before
+        assert run(llm.engine, [[5, 6, 7]], params) == before
 
 
-def test_all_ranks_run_the_largest_step(make_checkpoint: MakeCheckpoint) -> None:
-    folder = str(make_checkpoint("llama", **SMALL))
+def test_all_ranks_run_the_largest_step(checkpoint: MakeCheckpoint) -> None:
     logits = []
     for ranks in (1, 2):
-        executor = make_executor(folder, ranks=ranks, dtype="float32")
-        try:
+        with closing(make_executor(str(checkpoint("llama")), ranks=ranks, dtype="float32")) as executor:
             logits.append(executor.run_largest(50, 3))
-        finally:
-            executor.close()
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("capacity", "share", "most"), [(64 << 20, 1.0, 16), (64 << 20, 0.25, 4), (24 << 20, 1.0, 16)])
 def test_the_kv_memory_keeps_to_the_plan(
-    capacity: int, share: float, most: int, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+    capacity: int, share: float, most: int, checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And to what the device has: of several ranks, one may have less than the plan's."""
     driver = StandInDriver(capacity)
     monkeypatch.setattr(kv_plan, "select_backend", lambda *_, **__: CudaBackend(driver=driver, tensor_device=CPU))
-    executor = make_executor(str(make_checkpoint("llama", **SMALL)))
     plan = DevicePlan(64 << 20, 1.0, 30 << 20, 8 << 20, graph_bytes=4 << 20, headroom_bytes=6 << 20)
     config = EngineConfig(model="builtin").on_device("cpu")
-    try:
+    with closing(make_executor(str(checkpoint("llama")))) as executor:
         memory = build_memory(config, executor.model, executor.layers, share=share, plan=plan)
         budget = memory.report().budget_bytes
         memory.close()
-    finally:
-        executor.close()
     most_bytes = min(most << 20, capacity - (12 << 20))
     assert most_bytes - (1 << 20) < budget <= most_bytes
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_gpu
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 def test_the_plan_of_a_real_device(kv_dtype: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "folio.app.engine.memory.memory_profile")

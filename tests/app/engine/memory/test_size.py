@@ -13,19 +13,16 @@ from folio.app.engine.engine import Engine
 from folio.app.engine.memory import kv_plan
 from folio.app.engine.memory.size import GRANULARITY_BYTES, ModelSize, replicas_that_fit
 from folio.app.errors import ConfigError, ModelError
-from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, MakeCheckpoint
+from tests.conftest import MakeCheckpoint
 
 GIB = 1 << 30
 
 
 @pytest.mark.thirds
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "bamba", "qwen3_next"])
-def test_the_plan_is_that_of_the_engine(
-    name: str, monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint
-) -> None:
-    kind, settings = (name, HYBRIDS[name]) if name in HYBRIDS else ARCHITECTURES[name]
+def test_the_plan_is_that_of_the_engine(name: str, monkeypatch: pytest.MonkeyPatch, checkpoint: MakeCheckpoint) -> None:
     config = EngineConfig(
-        model=str(make_checkpoint(kind, **settings)),
+        model=str(checkpoint(name)),
         dtype="float32",
         skip_tokenizer_init=True,
         num_threads=1,
@@ -49,14 +46,14 @@ def test_the_plan_is_that_of_the_engine(
     assert size.weight_bytes == 4 * stored
 
 
-def test_weights_of_half_precision_take_half(make_checkpoint: MakeCheckpoint) -> None:
-    folder = str(make_checkpoint("llama", **SMALL))
+def test_weights_of_half_precision_take_half(checkpoint: MakeCheckpoint) -> None:
+    folder = str(checkpoint("llama"))
     single, half = (ModelSize(EngineConfig(model=folder, dtype=dtype)) for dtype in ("float32", "bfloat16"))
     assert single.weight_bytes == 2 * half.weight_bytes == 4 * single.num_parameters
 
 
-def test_ranks_share_weights_and_heads(make_checkpoint: MakeCheckpoint) -> None:
-    folder = str(make_checkpoint("llama", **SMALL))
+def test_ranks_share_weights_and_heads(checkpoint: MakeCheckpoint) -> None:
+    folder = str(checkpoint("llama"))
     one, two = (ModelSize(EngineConfig(model=folder, device="cuda", tensor_parallel_size=ranks)) for ranks in (1, 2))
     assert one.num_parameters == two.num_parameters
     assert two.weight_bytes < 0.6 * one.weight_bytes
@@ -66,8 +63,8 @@ def test_ranks_share_weights_and_heads(make_checkpoint: MakeCheckpoint) -> None:
         ModelSize(EngineConfig(model=folder, tensor_parallel_size=3))
 
 
-def test_pages_are_whole_granules_of_the_device(make_checkpoint: MakeCheckpoint) -> None:
-    folder = str(make_checkpoint("llama", **SMALL))
+def test_pages_are_whole_granules_of_the_device(checkpoint: MakeCheckpoint) -> None:
+    folder = str(checkpoint("llama"))
     for device, granularity in GRANULARITY_BYTES.items():
         room = ModelSize(EngineConfig(model=folder, device=device)).room(16 * GIB)
         assert all(group.layout.handle_bytes % granularity == 0 for group in room.groups)
@@ -76,16 +73,16 @@ def test_pages_are_whole_granules_of_the_device(make_checkpoint: MakeCheckpoint)
     assert room.device_plan.kv_bytes == pytest.approx((0.9 * 16 - 2.1) * GIB, rel=0.01)
 
 
-def test_8_bit_floats_take_half_the_cache(make_checkpoint: MakeCheckpoint) -> None:
-    folder = str(make_checkpoint("llama", **SMALL, head_dim=32))
+def test_8_bit_floats_take_half_the_cache(checkpoint: MakeCheckpoint) -> None:
+    folder = str(checkpoint("llama", head_dim=32))
     shared = {"model": folder, "dtype": "bfloat16", "device": "cuda"}
     own, fp8 = (ModelSize(EngineConfig(**shared, kv_dtype=kind)).room(16 * GIB) for kind in ("auto", "fp8_e5m2"))  # type: ignore[arg-type]
     assert 2 * fp8.groups[0].layout.payload_bytes == own.groups[0].layout.payload_bytes
     assert fp8.longest_tokens == pytest.approx(2 * own.longest_tokens, rel=0.01)
 
 
-def test_utilization_is_of_the_whole_device(make_checkpoint: MakeCheckpoint) -> None:
-    folder = str(make_checkpoint("llama", **SMALL))
+def test_utilization_is_of_the_whole_device(checkpoint: MakeCheckpoint) -> None:
+    folder = str(checkpoint("llama"))
     rooms = [
         ModelSize(EngineConfig(model=folder, device="cuda", gpu_memory_utilization=share)).room(16 * GIB)
         for share in (0.5, 1.0)
@@ -95,8 +92,8 @@ def test_utilization_is_of_the_whole_device(make_checkpoint: MakeCheckpoint) -> 
         ModelSize(EngineConfig(model=folder, device="cuda", gpu_memory_utilization=0.1)).room(16 * GIB)
 
 
-def test_replicas_share_the_memory(make_checkpoint: MakeCheckpoint) -> None:
-    folder = str(make_checkpoint("llama", **SMALL))
+def test_replicas_share_the_memory(checkpoint: MakeCheckpoint) -> None:
+    folder = str(checkpoint("llama"))
     size = ModelSize(EngineConfig(model=folder, device="cuda"))
     rooms = replicas_that_fit(size, 16 * GIB, 1000)
     assert len(rooms) == 6  # each needs 2.1 GiB for steps, graphs and headroom, of 0.9 of its part
@@ -116,8 +113,8 @@ def test_replicas_share_the_memory(make_checkpoint: MakeCheckpoint) -> None:
     ],
 )
 def test_what_does_not_fit_is_said(
-    settings: dict[str, Any], memory_bytes: int, message: str, make_checkpoint: MakeCheckpoint
+    settings: dict[str, Any], memory_bytes: int, message: str, checkpoint: MakeCheckpoint
 ) -> None:
-    config = EngineConfig(model=str(make_checkpoint("llama", **SMALL)), **settings)
+    config = EngineConfig(model=str(checkpoint("llama")), **settings)
     with pytest.raises(ConfigError, match=message):
         ModelSize(config).room(memory_bytes)

@@ -7,13 +7,23 @@ import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from folio.kernels import CpuLinear
+from folio.kernels.cpu.ops import AVX512_PRODUCTS
 from folio.kernels.cpu.provider import CpuProvider
 
 # This processor, and lesser ones whose instructions it has: with AVX2 only, and AVX-512 without products of bfloat16.
 _NEEDED = {"native": set[str](), "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl"}}
 MARCHES = [march for march, needed in _NEEDED.items() if needed <= set(Path("/proc/cpuinfo").read_text().split())]
 WITHOUT_AVX2 = "x86-64-v2"
+
+
+def has_layers(dtype: torch.dtype) -> bool:
+    """Whether layers run in one call: with weights in the order of the products of AVX-512."""
+    linear = CpuLinear()
+    return not linear.unsupported(dtype) and linear.pack(torch.zeros(16, 16).to(dtype)).library == AVX512_PRODUCTS
+
 
 if __name__ == "__main__":
     lesser = [WITHOUT_AVX2] if platform.machine() == "x86_64" else []

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 from typing import Any
 
 import pytest
@@ -51,16 +50,12 @@ def test_sums(size: int, dtype: torch.dtype) -> None:
 
 
 def test_infinite_and_undefined_values() -> None:
-    groups = make_groups(2)
-    values = [
-        torch.tensor([float("inf"), float("inf"), float("nan"), -0.0]),
-        torch.tensor([1.0, -float("inf"), 1.0, 0.0]),
-    ]
+    groups, inf, nan = make_groups(2), float("inf"), float("nan")
     for dtype in DTYPES:
-        tensors = [value.to(dtype) for value in values]
+        tensors = [torch.tensor(values, dtype=dtype) for values in ([inf, inf, nan, -0.0], [1.0, -inf, 1.0, 0.0])]
         on_all(groups, lambda rank, group, tensors=tensors: group.all_reduce(tensors[rank]))
         for tensor in tensors:
-            assert tensor[0] == float("inf")
+            assert tensor[0] == inf
             assert tensor[1:3].isnan().all()
             assert tensor[3] == 0
 
@@ -69,13 +64,8 @@ def test_infinite_and_undefined_values() -> None:
 def test_gathers(dtype: torch.dtype) -> None:
     """With unequal columns, none on a rank, no rows, and rows that are larger than a slot."""
     groups = make_groups(3)
-    for rows, sizes in [
-        (5, [7, 1, 300]),
-        (2, [50_000, 0, 200_000]),
-        (400, [1000, 999, 1]),
-        (0, [3, 3, 3]),
-        (1, [0, 1, 0]),
-    ]:
+    unequal = (5, [7, 1, 300]), (2, [50_000, 0, 200_000]), (400, [1000, 999, 1]), (0, [3, 3, 3]), (1, [0, 1, 0])
+    for rows, sizes in unequal:
         parts = [torch.randint(0, 2, (1, rows, size)).to(dtype) for size in sizes]
         for result in on_all(groups, lambda rank, group, parts=parts, sizes=sizes: group.gather(parts[rank], sizes)):
             assert torch.equal(result, torch.cat(parts, dim=-1))
@@ -150,15 +140,11 @@ def test_the_end_of_a_group_ends_its_waits() -> None:
         for waiting in waits:
             with pytest.raises(ConnectionAbortedError):
                 waiting.result()
-        own = torch.ones(5)
-        for call in (
-            partial(groups[2].all_reduce, own),
-            partial(groups[2].gather, own, [5, 5, 5]),
-            partial(groups[2].give, own, [5, 5, 5]),
-            partial(groups[2].broadcast, own, 2),
-        ):
+        group, own, sizes = groups[2], torch.ones(5), ([5, 5, 5],)
+        calls = (group.all_reduce, ()), (group.gather, sizes), (group.give, sizes), (group.broadcast, (2,))
+        for call, arguments in calls:
             with pytest.raises(ConnectionAbortedError):
-                call()
+                call(own, *arguments)
 
 
 def test_waiting_ranks_sleep() -> None:

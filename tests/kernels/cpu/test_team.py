@@ -11,11 +11,8 @@ import torch
 
 from folio.kernels import CpuLinear
 from folio.kernels.cpu.layer import CpuLayer, Workspace
-from folio.kernels.elementwise import ACTIVATIONS
-from tests.kernels.cases import Lengths
-from tests.kernels.cpu.test_layer import SIZE, Step, make_step, make_weights, prepared, random_hidden
-from tests.kernels.cpu.test_ops import has_layers
-from tests.kernels.marches import MARCHES
+from tests.kernels.cpu.layers import SIZE, Layer, make_step, make_weights, prepared
+from tests.kernels.marches import MARCHES, has_layers
 
 THREADS = (2, 3, 4, 8)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -40,39 +37,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture
 def layer_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if has_layers(dtype) else pytest.skip(f"no layers in one call with {dtype} here")
-
-
-def random_lengths(rng: random.Random) -> Lengths:
-    """At most 70 rows: decodes, a prompt, or both; sometimes a sequence of two parts."""
-    lengths: Lengths = [(1, rng.randint(1, 90)) for _ in range(rng.choice([0, 1, 1, 2, 5, 16]))]
-    if not lengths or rng.random() < 0.5:
-        queries = rng.randint(1, 70 - len(lengths))
-        lengths.append((queries, queries + rng.randint(0, 40)))
-    if rng.random() < 0.1:
-        lengths[0] = (1, 1100 + rng.randint(0, 1100))
-    return lengths
-
-
-class Layer:
-    """A random layer, and a step of one or two parts."""
-
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        rng = random.Random(seed)
-        flags = {name: rng.random() < 0.5 for name in ("int8", "norms", "biases")}
-        weights = make_weights(dtype, **flags, activation=rng.choice(ACTIVATIONS))
-        self.description = f"seed {seed}, {flags}"
-        self._run = CpuLayer(weights, Workspace())
-        parts = [random_lengths(rng) for _ in range(rng.choice([1, 1, 2]))]
-        self._steps = [make_step(lengths, weights, dtype, seed=seed + i) for i, lengths in enumerate(parts)]
-        self._hidden = random_hidden(sum(len(step.rotary.heads) for step in self._steps), dtype)
-
-    def results(self) -> list[torch.Tensor]:
-        """The layer's output, its queries, keys and values, and the caches after the writes."""
-        steps: list[Step] = [step.copied() for step in self._steps]
-        heads = self._hidden.new_zeros(len(self._hidden), *steps[0].rotary.heads.shape[1:])
-        caches = [step.caches for step in steps]
-        out = self._run(self._hidden, heads, prepared(steps), caches)
-        return [out, heads, *(cache for pair in caches for cache in pair)]
 
 
 def check_repeated(layer: Layer, expected: list[torch.Tensor], num_threads: int, times: int) -> None:

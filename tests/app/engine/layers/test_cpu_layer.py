@@ -13,9 +13,9 @@ from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine
 from folio.app.engine.layers.fused_layer import FusedLayer
 from folio.app.engine.model.loader import load_model
-from tests.app.engine.model.test_models import generate_staggered
-from tests.conftest import ARCHITECTURES, MakeCheckpoint, tokens
-from tests.kernels.cpu.test_ops import has_layers
+from tests.app.engine.runs import generate_staggered
+from tests.conftest import MakeCheckpoint, tokens
+from tests.kernels.marches import has_layers
 
 
 def layers_in_one_call(module: torch.nn.Module) -> int:
@@ -23,30 +23,26 @@ def layers_in_one_call(module: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"),
-    [("llama", 3), ("qwen2", 3), ("qwen3", 3), ("mistral", 3), ("gemma2", 0), ("mixtral", 0), ("opt", 0), ("phi3", 0)],
+    ("name", "settings", "layers"),
+    [
+        *((name, {}, 3) for name in ("llama", "qwen2", "qwen3", "mistral")),
+        ("gemma2", {}, 0),  # norms after attention and MLP
+        ("mixtral", {}, 0),  # experts
+        ("opt", {}, 0),  # not fused, nor is Phi-3
+        ("phi3", {}, 0),
+        ("llama", {"dtype": "float16"}, 0),
+        ("llama", {"adapter_dir": "adapters"}, 0),
+    ],
 )
-def test_which_layers_run_in_one_call(make_checkpoint: MakeCheckpoint, name: str, layers: int) -> None:
-    """Gemma has norms after attention and MLP, Mixtral experts; OPT's and Phi-3's layers are not fused. All need
-    AVX-512."""
-    model_type, settings = ARCHITECTURES[name]
-    folder = str(make_checkpoint(model_type, **settings))
-    assert layers_in_one_call(
-        load_model(EngineConfig(model=folder, skip_tokenizer_init=True).on_device("cpu")).module
-    ) == (layers if has_layers(torch.float32) else 0)
-    assert (
-        layers_in_one_call(
-            load_model(EngineConfig(model=folder, dtype="float16", skip_tokenizer_init=True).on_device("cpu")).module
-        )
-        == 0
-    )
-
-
-def test_layers_that_adapters_change_do_not_run_in_one_call(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    model_type, settings = ARCHITECTURES["llama"]
-    folder = str(make_checkpoint(model_type, **settings))
-    config = EngineConfig(model=folder, adapter_dir=str(tmp_path), skip_tokenizer_init=True)
-    assert layers_in_one_call(load_model(config.on_device("cpu")).module) == 0
+def test_which_layers_run_in_one_call(
+    checkpoint: MakeCheckpoint, name: str, settings: dict[str, Any], layers: int, tmp_path: Path
+) -> None:
+    """On a processor with AVX-512."""
+    if "adapter_dir" in settings:
+        settings = {"adapter_dir": str(tmp_path)}
+    config = EngineConfig(model=str(checkpoint(name)), skip_tokenizer_init=True, **settings)
+    found = layers_in_one_call(load_model(config.on_device("cpu")).module)
+    assert found == (layers if has_layers(torch.float32) else 0)
 
 
 @pytest.mark.thirds
@@ -55,19 +51,16 @@ def test_layers_that_adapters_change_do_not_run_in_one_call(make_checkpoint: Mak
     "settings", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_view": "region"}], ids=str
 )
 def test_same_tokens(
-    make_checkpoint: MakeCheckpoint, name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefills meet decodes, in both views, over windows and norms of heads."""
-    monkeypatch.setattr(
-        "folio.app.engine.layers.linear.has_matrix_tiles", lambda: False
-    )  # products that oneDNN would take
+    # Products that oneDNN would take.
+    monkeypatch.setattr("folio.app.engine.layers.linear.has_matrix_tiles", lambda: False)
     if not has_layers(torch.bfloat16 if "dtype" in settings else torch.float32):
         pytest.skip("no layers in one call here")
-    model_type, of_model = ARCHITECTURES[name]
     prompts = [tokens(length, seed) for seed, length in enumerate((1, 17, 129, 300))]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    folder = str(make_checkpoint(model_type, **of_model))
-    config = EngineConfig(model=folder, skip_tokenizer_init=True, **settings)
+    config = EngineConfig(model=str(checkpoint(name)), skip_tokenizer_init=True, **settings)
     outputs = []
     for in_one_call in (True, False):
         engine = Engine(config)

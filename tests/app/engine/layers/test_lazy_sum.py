@@ -11,15 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from folio.app.engine.layers import attention, fused_layer
-from folio.app.engine.layers.attention import GeometryProbe
+from folio.app.engine.layers import fused_layer
 from folio.app.engine.layers.fused_layer import FusedLayer, fuse_layers
 from folio.app.engine.layers.fusion import FusedRMSNorm, fuse_attention, fuse_modules
 from folio.app.engine.layers.lazy_sum import LazySum, evaluated
 from folio.kernels import CpuElementwise, Elementwise
-from folio.kernels.reference import ReferenceProvider
-from tests.app.engine.model.test_fusion import make_model
-from tests.app.engine.model.test_launches import CountedElementwise, Launches
+from tests.app.engine.layers.models import CountedElementwise, Launches, bind_reference, logits_of, make_model
 from tests.fakes.recorded_graph import Recorder
 
 
@@ -111,7 +108,7 @@ def fused_model(ops: Elementwise, between: str) -> Any:
         model.states = []
         for layer in layers:
             layer.register_forward_hook(lambda _, __, out: model.states.append(out))
-    attention.bind_attention(model, GeometryProbe(ReferenceProvider()))
+    bind_reference(model)
     return model
 
 
@@ -124,14 +121,13 @@ def _doubled(layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 @torch.inference_mode()
 def test_a_model_computes_the_same_bits(between: str) -> None:
     """Code between two layers may read, change or keep what passes."""
-    tokens = torch.randint(400, (1, 30), generator=torch.Generator().manual_seed(1))
     model = fused_model(CpuElementwise(), between)
-    lazy = model(tokens, use_cache=False).logits
+    lazy = logits_of(model)
     states = [state + 0 for state in getattr(model, "states", [])]
     getattr(model, "states", []).clear()
     with patch.object(fused_layer, "LazySum", lambda update, residual: residual + update):
-        attention.bind_attention(model, GeometryProbe(ReferenceProvider()))
-        plain = model(tokens, use_cache=False).logits
+        bind_reference(model)
+        plain = logits_of(model)
     assert torch.equal(lazy, plain)
     assert len(states) == (3 if between == "captured" else 0)
     for state, expected in zip(states, getattr(model, "states", []), strict=True):

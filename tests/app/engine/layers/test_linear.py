@@ -10,8 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from folio.app.compat.torch import onednn_linear, onednn_supports
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.layers import attention, linear
-from folio.app.engine.layers.attention import GeometryProbe
+from folio.app.engine.layers import linear
 from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
 from folio.app.engine.layers.linear import (
     PackedLinear,
@@ -24,9 +23,8 @@ from folio.app.engine.layers.linear import (
 from folio.app.engine.model.loader import load_model
 from folio.app.errors import ConfigError
 from folio.kernels import CpuElementwise, CpuLinear, KernelError
-from folio.kernels.reference import ReferenceProvider
-from tests.app.engine.model.test_fusion import make_model
-from tests.kernels.cpu.test_ops import has_layers
+from tests.app.engine.layers.models import bind_reference, make_model
+from tests.kernels.marches import has_layers
 
 
 def products(dtype: torch.dtype) -> list[Product]:
@@ -101,11 +99,11 @@ def test_few_rows_of_attention_have_their_own_product() -> None:
     fuse_modules(model, ops)
     assert fuse_attention(model, ops) == 3
     paths, merged = [path for path, _ in model.named_parameters()], model.model.layers[0].self_attn.qkv_proj.merged
-    attention.bind_attention(model, GeometryProbe(ReferenceProvider()))
+    bind_reference(model)
     tokens = [torch.randint(400, (1, count)) for count in (1, 16, 17)]
     expected = [model(ids, use_cache=False).logits for ids in tokens]
     assert use_few_row_products(model, Counted()) == 6
-    attention.bind_attention(model, GeometryProbe(ReferenceProvider()))
+    bind_reference(model)
     for ids, logits in zip(tokens, expected, strict=True):
         off = (model(ids, use_cache=False).logits - logits).abs().max() / logits.abs().max()
         assert off < 0.03

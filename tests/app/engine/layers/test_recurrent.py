@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from folio.app.engine.execution.model_runner import forward
 from folio.app.engine.layers import attention, recurrent
@@ -23,7 +23,8 @@ from folio.app.engine.layers.recurrent import (
 from folio.app.errors import ModelError
 from folio.kernels import Masking, VarlenBatch
 from folio.kernels.reference import ReferenceProvider
-from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE
+from tests.app.engine.layers import models
+from tests.conftest import HYBRIDS, VOCAB_SIZE
 
 # Every path of a mixer: chunks below and beyond the kernel width and the scan's own chunk, decodes alone and together.
 STEPS = ((0, 7, 64, 0), (1, 1, 3, 65), (0, 3, 1, 1), (1, 1, 1, 1), (1, 1, 1, 37), (0, 27, 5, 7))
@@ -32,23 +33,17 @@ BLOCKS = (4, 0, 3, 5)
 NUM_BLOCKS = 7
 TOLERANCE = 1e-4  # of a token's norm, in float32
 
-# (each sequence's new tokens, their batch) → outputs `[num_tokens, size]`
-Packed = Callable[[list[torch.Tensor], StateBatch], torch.Tensor]
-
 
 def sequences_of(batch: StateBatch) -> Iterator[tuple[int, int, int, bool]]:
     return zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], batch.blocks, batch.fresh, strict=True)
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    attention.register()
-    torch.manual_seed(11)
-    config = AutoConfig.for_model(name, **HYBRIDS[name])
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION)
+    model: PreTrainedModel = models.make_model(name, dtype)
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
             nn.init.normal_(parameter, std=0.25 if "embed" not in parameter_name else 1.0)
-    return model.eval().requires_grad_(False)
+    return model
 
 
 @torch.inference_mode()
@@ -56,7 +51,7 @@ def observe(model: PreTrainedModel) -> dict[int, RecurrentLayer]:
     installed = recurrent.install(model)
     probe = StateProbe()
     recurrent.bind_mixers(model, probe)
-    attention.bind_attention(model, attention.GeometryProbe(ReferenceProvider()))
+    models.bind_reference(model)
     forward(model, torch.arange(6), torch.arange(6), torch.tensor([5]))
     return probe.layers(installed)
 
@@ -73,8 +68,7 @@ class PackedModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        layers = observe(model)
-        self.resumes = all(layer.resumes for layer in layers.values())
+        self.layers = layers = observe(model)
         self.memory = make_memory(layers)
         self.states = CachedStates(self.memory, layers)
         self.cached: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -119,7 +113,7 @@ def batch_of(counts: Sequence[int], blocks: Sequence[int], fresh: Sequence[bool]
     return StateBatch([sum(counts[:i]) for i in range(len(counts) + 1)], list(blocks), list(fresh))
 
 
-def in_steps(packed: Packed, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def in_steps(packed: PackedModel, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Each sequence's outputs after all of `STEPS`."""
     outs: list[list[torch.Tensor]] = [[] for _ in inputs]
     done = [0] * len(inputs)
@@ -155,64 +149,20 @@ def make_prompts(lengths: Sequence[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_mixers(name: str) -> None:
-    model = make_model(name)
-    layers = observe(model)
-    memory = make_memory(layers)
-    states = CachedStates(memory, layers)
-    generator = torch.Generator().manual_seed(4)
-    inputs = [torch.randn(length, SMALL["hidden_size"], generator=generator) for length in LENGTHS]
-    mixers = [module for module in model.modules() if isinstance(module, PackedMixer)]
-    assert [mixer.layer for mixer in mixers] == sorted(layers)
-    for mixer in mixers:
-
-        def packed(rows: list[torch.Tensor], batch: StateBatch, mixer: PackedMixer = mixer) -> torch.Tensor:
-            states.set_batch(batch)
-            out: torch.Tensor = mixer(hidden_states=torch.cat(rows)[None])[0]
-            return out
-
-        with torch.inference_mode():
-            recurrent.bind_mixers(model, states)
-            actual = in_steps(packed, inputs)
-            recurrent.bind_mixers(model, None)
-            for i, hidden_states in enumerate(inputs):
-                expected = mixer(hidden_states=hidden_states[None])[0]
-                assert_close(actual[i], expected, f"layer {mixer.layer}, sequence {i}")
-    untouched = [block for block in range(NUM_BLOCKS) if block not in BLOCKS]
-    assert memory[untouched].eq(255).all()
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
 def test_model(name: str) -> None:
-    """No other layer of these models mixes the sequences of a packed row."""
+    """No other layer of these models mixes the sequences of a packed row, and no state is written to other rows."""
     model = make_model(name)
     prompts = make_prompts(LENGTHS)
     expected = [alone(model, prompt) for prompt in prompts]
     packed = PackedModel(model)
+    assert [m.layer for m in model.modules() if isinstance(m, PackedMixer)] == sorted(packed.layers)
     for prompt, logits in zip(prompts, expected, strict=True):
         assert alone(model, prompt).equal(logits), "an unbound wrapper changes the logits"
     actual = in_steps(packed, prompts)
     for i in range(len(prompts)):
         assert_close(actual[i], expected[i], f"sequence {i}")
-
-
-@pytest.mark.parametrize("name", ["bamba", "qwen3_next", "lfm2", "jamba"])
-def test_chunks_equal_those_of_transformers(name: str) -> None:
-    """The same chunks with a cache of transformers' own."""
-    model = make_model(name)
-    packed = PackedModel(model)
-    # transformers computes Mamba-1 wrongly from the second chunk on.
-    counts = [2, 1, 40, 1, 26] if packed.resumes else [66, 1, 1, 1, 1]
-    chunks = make_prompts([70])[0].split(counts)
-    actual = [packed([chunk], batch_of([len(chunk)], [2], [i == 0])) for i, chunk in enumerate(chunks)]
-
-    recurrent.bind_mixers(model, None)
-    model.set_attn_implementation("eager")
-    cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        for i, (chunk, positions) in enumerate(zip(chunks, torch.arange(70).split(counts), strict=True)):
-            out = model(input_ids=chunk[None], position_ids=positions[None], past_key_values=cache, use_cache=True)
-            assert_close(actual[i], out.logits[0], f"chunk {i}")
+    untouched = [block for block in range(NUM_BLOCKS) if block not in BLOCKS]
+    assert packed.memory[untouched].eq(255).all()
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -220,7 +170,7 @@ def test_a_row_is_reused_and_copied(name: str) -> None:
     """A fresh sequence does not read the state of the row's last owner, and a copy continues like the original."""
     model = make_model(name)
     packed = PackedModel(model)
-    first, second = make_prompts([30, 45])
+    first, second = make_prompts((30, 45))
     packed([first], batch_of([30], [1], [True]))
     packed([second[:21]], batch_of([21], [1], [True]))
     packed.fork(1, 6)
@@ -244,11 +194,7 @@ def test_observed_layers() -> None:
     assert layers == dict.fromkeys((0, 2), RecurrentLayer((conv, scan), resumes=True))
     assert recurrent.state_bytes(layers) == 2 * (conv.num_bytes + scan.num_bytes)
     assert not any(layer.resumes for layer in observe(make_model("jamba")).values())
-
-
-def test_a_model_without_mixers() -> None:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL))
-    assert recurrent.install(model) == frozenset()
+    assert recurrent.install(models.make_model("llama")) == frozenset()
 
 
 def test_views_are_aligned_and_apart() -> None:
@@ -270,22 +216,17 @@ def test_views_are_aligned_and_apart() -> None:
             recurrent.state_views(wrong, layers)
 
 
-def test_invalid_batches() -> None:
-    with pytest.raises(ValueError, match="one more"):
-        StateBatch([0, 3], [1, 2], [True, True])
-    with pytest.raises(ValueError, match="share"):
-        StateBatch([0, 3, 5], [1, 1], [True, True])
-
-
-def test_unsupported_mixers() -> None:
+def test_what_is_refused() -> None:
     class Mixer(nn.Module):
         layer_idx = 3
 
         def forward(self, hidden_states: torch.Tensor, cache_params: Any = None) -> torch.Tensor:
             return hidden_states
 
-    model = nn.Sequential(Mixer())
     with pytest.raises(ModelError, match=r"\[3\].*once"):
-        StateProbe().layers(recurrent.install(model))
+        StateProbe().layers(recurrent.install(nn.Sequential(Mixer())))
     with pytest.raises(ModelError, match="layer 3 keeps state in 0 and in 1"):
         recurrent.find_recurrent_layers(nn.Sequential(Mixer(), Mixer()))
+    for cu_seqlens, blocks, message in (([0, 3], [1, 2], "one more"), ([0, 3, 5], [1, 1], "share")):
+        with pytest.raises(ValueError, match=message):
+            StateBatch(cu_seqlens, blocks, [True, True])

@@ -5,22 +5,20 @@ The engine's self-test cannot see a mistake in sharding, because it compares a s
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+import mmap
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.model.loader import load_model
-from folio.app.engine.tensor_parallel.communicator import Communicator
-from tests.conftest import SMALL, VOCAB_SIZE
+from folio.app.engine.tensor_parallel.communicator import MemoryCommunicator
+from folio.kernels import shared_group_bytes
+from tests.conftest import IDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 
-IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -66,61 +64,14 @@ MODELS: dict[str, dict[str, Any]] = {
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
 
-class Together:
-    """Shared state of the `Communicator`s of several threads."""
+class Counted(MemoryCommunicator):
+    """Collectives of threads, with a count of sums."""
 
-    def __init__(self, size: int) -> None:
-        self.tensors: list[torch.Tensor] = [torch.empty(0)] * size
-        self.barrier = threading.Barrier(size, timeout=60)
-
-
-class ThreadCommunicator(Communicator):
-    """Collectives of threads, with a count."""
-
-    def __init__(self, rank: int, size: int, together: Together) -> None:
-        self.rank, self.size = rank, size
-        self._together = together
-        self.num_calls = 0
+    num_sums = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._exchange(tensor)).sum(dim=0)
-
-    def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        parts = self._exchange(tensor)
-        assert [part.shape[-1] for part in parts] == list(sizes)
-        return torch.cat(parts, dim=-1)
-
-    def gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        return self.all_gather(tensor, sizes)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        return self._exchange(tensor)[source]
-
-    def close(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.num_calls += 1
-        self._together.tensors[self.rank] = tensor.clone()
-        self._together.barrier.wait()
-        parts = list(self._together.tensors)
-        self._together.barrier.wait()
-        return parts
-
-
-def make_lively(name: str, settings: dict[str, Any], folder: Path) -> None:
-    """A checkpoint with random biases and norms."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **(SMALL | IDS | settings))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for path, parameter in model.named_parameters():
-        if parameter.ndim >= 2:
-            torch.nn.init.normal_(parameter, std=0.25 if "embed" not in path else 1.0)
-        else:
-            parameter.data += torch.randn_like(parameter) * 0.3
-    model.generation_config = GenerationConfig(eos_token_id=VOCAB_SIZE - 1, pad_token_id=0)
-    model.save_pretrained(folder)
+        self.num_sums += 1
+        return super().all_reduce(tensor)
 
 
 @torch.inference_mode()
@@ -134,22 +85,22 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
     ("name", "dtype"),
     [*((name, "float32") for name in MODELS), *((name, "bfloat16") for name in ("llama", "qwen2", "gemma2", "phi3"))],
 )
-def test_shares_add_up(name: str, dtype: str, tmp_path: Path) -> None:
+def test_shares_add_up(name: str, dtype: str, make_checkpoint: MakeCheckpoint) -> None:
     """In half precision sums of parts round differently; mixtures, which may choose other experts there, are left
     out."""
-    make_lively(name, MODELS[name], tmp_path)
-    shared = {"model": str(tmp_path), "dtype": dtype, "skip_tokenizer_init": True}
+    folder = make_checkpoint(name, **SMALL | IDS | MODELS[name])
+    shared = {"model": str(folder), "dtype": dtype, "skip_tokenizer_init": True}
     expected = logits_of(load_model(EngineConfig(**shared).on_device("cpu")).module)
     for size in (2, 4):
-        together = Together(size)
-        comms = [ThreadCommunicator(rank, size, together) for rank in range(size)]
+        memory = mmap.mmap(-1, shared_group_bytes(size))
+        comms = [Counted(memory, rank, size) for rank in range(size)]
 
-        def run(comm: ThreadCommunicator) -> torch.Tensor:
+        def run(comm: Counted) -> torch.Tensor:
             model = load_model(EngineConfig(**shared, tensor_parallel_size=comm.size).on_device("cpu"), comm)
             return logits_of(model.module)
 
         with ThreadPoolExecutor(size) as pool:
-            found = list(pool.map(run, comms))
+            found = list(pool.map(run, comms, timeout=120))
         difference = (found[0] - expected).norm() / expected.norm()
         assert difference < TOLERANCE[dtype], f"{size} ranks: relative difference {difference:.2g}"
-        assert comms[0].num_calls >= SMALL["num_hidden_layers"]
+        assert comms[0].num_sums >= SMALL["num_hidden_layers"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from folio.app.engine.execution.model_runner import forward
 from folio.app.engine.layers import attention
@@ -16,61 +15,13 @@ from folio.app.engine.layers.attention import CachedAttention
 from folio.app.engine.layers.batch import BatchPart, StepBatch
 from folio.app.engine.layers.fused_layer import fuse_layers
 from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
-from folio.kernels import Activation, CpuElementwise, Elementwise, RotaryWrite, VarlenBatch
-from folio.kernels.elementwise import WriteLayer
+from folio.kernels import VarlenBatch
 from folio.kernels.provider import AttendLayer, AttentionCall, CacheWrite, StoreLayer
 from folio.kernels.reference import ReferenceProvider
-from tests.architectures import FURTHER
-from tests.conftest import ARCHITECTURES
+from tests.app.engine.layers.models import CountedElementwise, Launches, make_model
+from tests.architectures import ALL
 
 NUM_SEQS, BLOCK_TOKENS = 3, 16
-
-
-class Launches(TorchDispatchMode):
-    """Counts operators that compute, and calls of fused kernels, inside of which nothing is counted. Views and
-    allocations launch nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.inside = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        launches = not func.is_view and "empty" not in func.__name__ and func.__name__ != "_unsafe_view.default"
-        if launches and not self.inside:
-            self.names.append(func.__name__.partition(".")[0])
-        return func(*args, **(kwargs or {}))
-
-    def fused(self, name: str, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            self.names.append(name)
-            self.inside = True
-            try:
-                return function(*args)
-            finally:
-                self.inside = False
-
-        return call
-
-
-class CountedElementwise(Elementwise):
-    def __init__(self, launches: Launches) -> None:
-        self._ops, self._launches = CpuElementwise(), launches
-
-    def rms_norm(self, *arguments: Any) -> torch.Tensor:
-        return self._launches.fused("rms_norm", self._ops.rms_norm)(*arguments)
-
-    def add_rms_norm(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._launches.fused("add_rms_norm", self._ops.add_rms_norm)(*arguments)
-
-    def rms_norm_add(self, *arguments: Any) -> torch.Tensor:
-        return self._launches.fused("rms_norm_add", self._ops.rms_norm_add)(*arguments)
-
-    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        return self._launches.fused("gate", self._ops.gate)(gate_up, activation)
-
-    def prepare_rotary_write(self, call: RotaryWrite) -> WriteLayer:
-        return self._launches.fused("rotary_write", self._ops.prepare_rotary_write(call))
 
 
 class CountedProvider(ReferenceProvider):
@@ -86,25 +37,15 @@ class CountedProvider(ReferenceProvider):
         return self._launches.fused("attend", super().prepare_attend(call))
 
 
-class _Group:
-    def __init__(self, num_layers: int) -> None:
-        self.layers, self.is_state = tuple(range(num_layers)), False
+def make_caches(num_layers: int, heads: int, dim: int) -> Any:
+    """`KVTensors` of NUM_SEQS sequences, a block each, and layers side by side."""
+    cache = torch.zeros(NUM_SEQS, BLOCK_TOKENS, num_layers, 2, heads, dim)
 
+    def view(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return cache[:, :, layer, 0], cache[:, :, layer, 1]
 
-class _Tensors:
-    """Caches of NUM_SEQS sequences, a block each, and layers side by side."""
-
-    def __init__(self, num_layers: int, heads: int, dim: int) -> None:
-        self.groups = (_Group(num_layers),)
-        self._cache = torch.zeros(NUM_SEQS, BLOCK_TOKENS, num_layers, 2, heads, dim)
-
-    def group_of(self, layer: int) -> int:
-        return 0
-
-    def home_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache[:, :, layer, 0], self._cache[:, :, layer, 1]
-
-    region_view = home_view
+    group = SimpleNamespace(layers=tuple(range(num_layers)), is_state=False)
+    return SimpleNamespace(groups=(group,), group_of=lambda layer: 0, home_view=view, region_view=view)
 
 
 def decode_batch() -> StepBatch:
@@ -120,24 +61,20 @@ def decode_batch() -> StepBatch:
 @torch.inference_mode()
 def launches_of(name: str, num_layers: int) -> list[str]:
     """Launches of a decode step of a fused model with so many layers."""
-    model_type, settings = (ARCHITECTURES | FURTHER)[name]
-    settings = settings | {"num_hidden_layers": num_layers}
-    if "mlp_only_layers" in settings:
+    settings: dict[str, Any] = {"num_hidden_layers": num_layers}
+    if "mlp_only_layers" in ALL[name][1]:
         settings["mlp_only_layers"] = []  # experts in every layer
-    if "layer_types" in settings:
-        settings["layer_types"] = list(settings["layer_types"][:1]) * num_layers
-    attention.register()
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.IMPLEMENTATION)
-    model.eval().requires_grad_(False)
+    if "layer_types" in ALL[name][1]:
+        settings["layer_types"] = list(ALL[name][1]["layer_types"][:1]) * num_layers
+    model = make_model(name, **settings)
     launches = Launches()
     ops = CountedElementwise(launches)
     assert fuse_modules(model, ops)
     assert fuse_attention(model, ops) == fuse_layers(model, ops) == num_layers
-    heads = config.num_key_value_heads
+    config = model.config
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    handler = CachedAttention(_Tensors(num_layers, heads, dim), CountedProvider(launches))  # type: ignore[arg-type]
+    caches = make_caches(num_layers, config.num_key_value_heads, dim)
+    handler = CachedAttention(caches, CountedProvider(launches))
     attention.bind_attention(model, handler)
     handler.batch = batch = decode_batch()
     launches.names.clear()

@@ -7,6 +7,7 @@ import itertools
 import math
 import mmap
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,15 +63,32 @@ def make_case(
     block_tokens: int | None = None,
     spare_columns: int = 0,
     masking: Masking | None = None,
-    leftpad: list[int] | None = None,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = 0,
+    softcap: float = 0.0,
+    alibi: str = "",
+    sinks: bool = False,
+    leftpad: list[int] | bool | None = None,
     slack: int = 0,
     device: str | torch.device = "cpu",
     seed: int = 7,
 ) -> Case:
-    """Random tensors. Tokens that no query sees are NaN, and table entries without visible tokens are `INVALID`."""
+    """Random tensors, sinks, leftpads, and slopes of all "heads", or for each of the "seqs". Tokens that no query sees
+    are NaN, and table entries without visible tokens are `INVALID`."""
     generator = torch.Generator().manual_seed(seed)
     num_q_heads, num_kv_heads = heads
-    masking = masking or Masking(dims[0] ** -0.5)
+    if leftpad is True:
+        leftpad = [int(torch.randint(0, max(1, cached // 2), (), generator=generator)) for _, cached in lengths]
+    slopes = torch.rand(*([len(lengths)] * (alibi == "seqs")), num_q_heads, generator=generator).to(device) * 0.5
+    masking = masking or Masking(
+        dims[0] ** -0.5 if scale is None else scale,
+        window_left,
+        window_right,
+        softcap,
+        slopes if alibi else None,
+        3 * torch.randn(num_q_heads, generator=generator).to(device) if sinks else None,
+    )
     longest = max(cached for _, cached in lengths)
     block_tokens = block_tokens or (longest + 3 if view == "region" else 16)
     width = 1 if view == "region" else max(1, -(-longest // block_tokens)) + spare_columns
@@ -98,53 +116,57 @@ def make_case(
     scales = None
     if cache_dtype in FP8_DTYPES:
         scales = CacheScales(*(0.5 + torch.rand(2, num_kv_heads, generator=generator).to(device)))
-    batch = make_batch(lengths, table, leftpad, slack).to(torch.device(device))
+    batch = make_batch(lengths, table, leftpad or None, slack).to(torch.device(device))
     return Case(query, cache(dims[0]), cache(dims[1]), batch, masking, scales)
 
 
-def random_case(seed: int) -> Case:
-    """A problem that every provider for CPUs supports."""
-    rng = random.Random(seed)
-    num_seqs = rng.randint(1, 6)
-    lengths = []
-    for _ in range(num_seqs):
-        cached = rng.choice([0, 1, 2, 15, 16, 17, 63, 64, 65, rng.randint(1, 200), rng.randint(1, 1200)])
-        queries = rng.choice([0, 1, 1, 1, 2, rng.randint(0, max(1, cached)), cached + 1])
-        lengths.append((queries, cached))
-    if not any(q for q, _ in lengths):
+# Of three coprime lengths, so that all pairs come in turn.
+GROUPS = [1, 2, 3, 4, 5, 6, 7, 9, 16, 33, 64]
+DIMS = [(8, 8), (16, 64), (24, 24), (32, 24), (40, 40), (64, 64), (80, 80), (96, 128), (112, 112)]
+DIMS += [(128, 128), (192, 128), (192, 192), (256, 256)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random_case(
+    seed: int,
+    *,
+    number: int | None = None,
+    longest: int = 1200,
+    cache_dtypes: Sequence[torch.dtype | None] = (None,),
+    device: str | torch.device = "cpu",
+) -> Case:
+    """A problem that every provider supports. Those of the same `number`, by default the seed, differ in lengths."""
+    number = seed if number is None else number
+    shape, rng = random.Random(number), random.Random(1000 + seed)
+    most = shape.choice([20, min(150, longest), longest])
+    lengths: Lengths = []
+    for _ in range(rng.randint(1, 6)):
+        cached = rng.choice([0, 1, 2, 15, 16, 17, 63, 64, 65, rng.randint(1, most), rng.randint(1, most)])
+        lengths.append((rng.choice([0, 1, 1, 1, 2, rng.randint(0, min(cached + 1, 40)), cached, cached + 3]), cached))
+    if not any(num_queries for num_queries, _ in lengths):
         lengths[0] = (1, 5)
-    num_kv_heads = rng.choice([1, 2, 3])
-    group_size = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 9, 16])
-    num_heads = num_kv_heads * group_size
-    key_dim = rng.choice([16, 32, 40, 64, 80, 96, 128, 192, 256])
-    value_dim = rng.choice([key_dim, key_dim, 24, 128])
-    generator = torch.Generator().manual_seed(seed)
-    slopes = None
-    if rng.random() < 0.25:
-        shape = (num_heads,) if rng.random() < 0.5 else (num_seqs, num_heads)
-        slopes = torch.rand(shape, generator=generator) * 0.3
-    masking = Masking(
-        rng.choice([key_dim**-0.5, 0.3]),
-        window_left=rng.choice([-1, -1, 0, 5, 64, 500]),
-        window_right=rng.choice([0, 0, 0, -1, 3]),
-        softcap=rng.choice([0.0, 0.0, 4.0]),
-        alibi_slopes=slopes,
-        sinks=torch.randn(num_heads, generator=generator) * 3 if rng.random() < 0.25 else None,
-    )
-    leftpad = None
-    if rng.random() < 0.25:
-        leftpad = [rng.randint(0, cached) for _, cached in lengths]
-    view = rng.choice(["region", "block_table"])
+    group = GROUPS[number % len(GROUPS)]
+    num_kv_heads = shape.choice([1, 2, 3]) if group < 16 else 1
+    is_region = shape.random() < 0.3
     return make_case(
         lengths,
-        (num_heads, num_kv_heads),
-        (key_dim, value_dim),
-        rng.choice([torch.float32, torch.bfloat16, torch.float16]),
-        view,
-        block_tokens=None if view == "region" else rng.choice([1, 3, 16, 64, 256]),
-        masking=masking,
-        leftpad=leftpad,
+        (group * num_kv_heads, num_kv_heads),
+        DIMS[number % len(DIMS)],
+        DTYPES[number % len(DTYPES)],
+        "region" if is_region else "block_table",
+        cache_dtype=shape.choice(cache_dtypes),
+        block_tokens=shape.choice([None, 1203]) if is_region else shape.choice([1, 3, 16, 48, 64, 128, 256, 700]),
+        spare_columns=shape.choice([0, 1]),
+        scale=shape.choice([None, None, 0.3]),
+        window_left=shape.choice([-1, -1, 0, 5, 64, shape.randint(0, most)]),
+        window_right=shape.choice([0, 0, 0, -1, shape.randint(0, 30)]),
+        softcap=shape.choice([0.0, 0.0, 3.0, 30.0]),
+        alibi=shape.choice(["", "", "heads", "seqs"]),
+        sinks=shape.random() < 0.3,
+        leftpad=shape.random() < 0.3,
+        slack=rng.choice([0, 0, 100]),
         seed=seed,
+        device=device,
     )
 
 

@@ -34,21 +34,6 @@ def test_random_problem_without_a_compiler(seed: int) -> None:
     check(select_provider("sdpa", CPU), random_case(seed))
 
 
-@pytest.mark.parametrize("view", ["region", "block_table"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", ["auto", "cpu", "sdpa", "reference"])
-def test_ragged_batch_equals_reference(name: str, dtype: torch.dtype, view: str) -> None:
-    check(select_provider(name, CPU), make_case(RAGGED, (14, 2), (64, 64), dtype, view))
-
-
-@pytest.mark.thirds
-@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (6, 2), (32, 1), (64, 1)])
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (16, 16), (24, 24), (8, 8), (192, 128), (256, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cpu_heads_and_dims(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
-    check(select_provider("cpu", CPU), make_case([(1, 40), (9, 30), (20, 20), (1, 131)], heads, dims, dtype, "region"))
-
-
 @pytest.mark.parametrize("block_tokens", [1, 2, 16, 37, 512])
 @pytest.mark.parametrize("num_splits", [0, 1, 2, 7])
 def test_long_sequences_are_split(block_tokens: int, num_splits: int) -> None:
@@ -68,26 +53,6 @@ def test_result_does_not_depend_on_the_rest_of_the_batch() -> None:
         one = make_batch([length], case.batch.block_table[i : i + 1])
         alone = provider.attend(case.query[rows], case.key_cache, case.value_cache, one, case.masking)
         assert torch.equal(alone, together[rows])
-
-
-@pytest.mark.parametrize("name", ["cpu", "sdpa"])
-@pytest.mark.parametrize(
-    "masking",
-    [
-        Masking(0.125, window_left=0),
-        Masking(0.125, window_left=31),
-        Masking(0.125, window_right=-1),
-        Masking(0.125, window_left=9, window_right=2),
-        Masking(0.125, softcap=5.0),
-        Masking(0.125, alibi_slopes=torch.linspace(0, 0.5, 8)),
-        Masking(0.3, 100, 0, 2.0, torch.linspace(0, 0.5, 8), torch.linspace(-3, 5, 8)),
-        Masking(0.125, sinks=torch.linspace(-3, 50, 8)),
-    ],
-    ids=["own token", "window", "not causal", "both sides", "softcap", "alibi", "all", "sinks"],
-)
-def test_masking(name: str, masking: Masking) -> None:
-    for view in ("region", "block_table"):
-        check(select_provider(name, CPU), make_case(RAGGED, (8, 2), view=view, masking=masking))
 
 
 def test_large_scores_do_not_overflow() -> None:

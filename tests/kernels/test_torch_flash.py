@@ -7,6 +7,7 @@ kernels, so that NaN in them reaches the result.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from folio.kernels import KernelError, Masking
 from folio.kernels.provider import AttentionCall
 from folio.kernels.torch_flash import TorchFlashProvider
 from tests.kernels import cases
-from tests.kernels.cases import Case, Lengths, check
+from tests.kernels.cases import Case, Lengths
 
 LSE_TOLERANCE_CUDA = 2e-2
 TILE = 64
@@ -257,57 +258,81 @@ def torch_flash_2_11() -> TorchFlashProvider:
     return TorchFlashProvider(varlen_attn_2_11, OPERATOR_2_11, device_type="cpu")
 
 
+def cuda_provider() -> TorchFlashProvider:
+    try:
+        return TorchFlashProvider()
+    except KernelError as error:
+        pytest.skip(str(error))
+
+
+on_cuda = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 everywhere = pytest.mark.parametrize("make", [torch_flash, torch_flash_2_11])
-in_both_views = pytest.mark.parametrize(
-    ("make", "view"), [(torch_flash, "region"), (torch_flash, "block_table"), (torch_flash_2_11, "region")]
+in_regions = pytest.mark.parametrize(
+    "make", [torch_flash, torch_flash_2_11, pytest.param(cuda_provider, marks=on_cuda)]
 )
+in_both_views = pytest.mark.parametrize(
+    ("make", "view"),
+    [
+        (torch_flash, "region"),
+        (torch_flash, "block_table"),
+        (torch_flash_2_11, "region"),
+        pytest.param(cuda_provider, "region", marks=on_cuda),
+        pytest.param(cuda_provider, "block_table", marks=on_cuda),
+    ],
+)
+of_all_lengths = pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
+
+
+def check(
+    make: Callable[[], TorchFlashProvider],
+    lengths: Lengths,
+    view: str,
+    *,
+    with_lse: bool = True,
+    num_splits: int = 0,
+    **options: Any,
+) -> torch.Tensor:
+    """The provider's result, which is the reference's."""
+    provider, on_device = make(), make is cuda_provider
+    case = make_case(lengths, view, device="cuda" if on_device else "cpu", **options)
+    if on_device and (reason := provider.unsupported(AttentionCall(*case.arguments))):
+        pytest.skip(f"{provider.name}: {reason}")
+    tolerance = LSE_TOLERANCE_CUDA if on_device else None
+    return cases.check(provider, case, lse_tolerance=tolerance, with_lse=with_lse, num_splits=num_splits)
 
 
 @pytest.mark.thirds
 @in_both_views
-@pytest.mark.parametrize("with_lse", [False, True])
-@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
+@of_all_lengths
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"with_lse": False, "num_splits": 1},
+        *({"heads": heads, "dim": 128, "dtype": torch.float16} for heads in ((1, 1), (4, 4), (6, 2), (7, 1))),
+        *({"heads": heads, "num_splits": 1} for heads in ((1, 1), (4, 4), (6, 2), (7, 1))),
+        *({"masking": Masking(0.125, window_right=right)} for right in (-1, 4)),
+    ],
+    ids=str,
+)
 def test_ragged_batch_equals_reference(
-    make: Callable[[], TorchFlashProvider], view: str, with_lse: bool, lengths: Lengths
+    make: Callable[[], TorchFlashProvider], view: str, lengths: Lengths, options: dict[str, Any]
 ) -> None:
-    check(make(), make_case(lengths, view), with_lse=with_lse)
+    check(make, lengths, view, **options)
 
 
 @pytest.mark.thirds
-@in_both_views
-@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (7, 1)])
-@pytest.mark.parametrize("lengths", [DECODE, MIXED, NO_QUERIES], ids=["decode", "mixed", "no queries"])
-def test_heads(make: Callable[[], TorchFlashProvider], view: str, heads: tuple[int, int], lengths: Lengths) -> None:
-    check(make(), make_case(lengths, view, heads=heads, dim=128, dtype=torch.float16))
-    check(make(), make_case(lengths, view, heads=heads), num_splits=1)
-
-
-@pytest.mark.thirds
-@everywhere
-@pytest.mark.parametrize("window_left", [0, 31, 100, 10_000])
-@pytest.mark.parametrize("lengths", [DECODE, PREFILL, MIXED, NO_QUERIES], ids=["decode", "prefill", "mixed", "none"])
-def test_window_over_a_hole(make: Callable[[], TorchFlashProvider], window_left: int, lengths: Lengths) -> None:
+@in_regions
+@pytest.mark.parametrize("window", [(-1, 0), (0, 0), (31, 0), (100, 0), (10_000, 0), (9, -1), (9, 4)], ids=str)
+@of_all_lengths
+def test_windows_and_leftpads_over_a_hole(
+    make: Callable[[], TorchFlashProvider], window: tuple[int, int], lengths: Lengths
+) -> None:
     """Tiles would reach into the hole before the window; reading must begin with the window."""
-    for leftpad in (None, [min(5, cached) for _, cached in lengths]):
-        masking = Masking(0.125, window_left=window_left)
-        check(make(), make_case(lengths, "region", masking=masking, leftpad=leftpad))
-
-
-@everywhere
-@pytest.mark.parametrize("lengths", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
-def test_leftpad(make: Callable[[], TorchFlashProvider], lengths: Lengths) -> None:
-    leftpad = [min(3 * i, cached) for i, (_, cached) in enumerate(lengths)]
-    check(make(), make_case(lengths, "region", leftpad=leftpad))
-
-
-@in_both_views
-@pytest.mark.parametrize("window_right", [-1, 4])
-def test_not_causal(make: Callable[[], TorchFlashProvider], view: str, window_right: int) -> None:
-    for lengths in (DECODE, MIXED, NO_QUERIES):
-        check(make(), make_case(lengths, view, masking=Masking(0.125, window_right=window_right)))
-    if view == "region":
-        masking = Masking(0.125, window_left=9, window_right=window_right)
-        check(make(), make_case(MIXED, view, masking=masking))
+    for pads in (itertools.repeat(0), itertools.repeat(5), itertools.count(0, 3)):
+        leftpad = [min(pad, cached) for pad, (_, cached) in zip(pads, lengths, strict=False)]
+        if window[1] == 0 or not any(leftpad):
+            check(make, lengths, "region", masking=Masking(0.125, *window), leftpad=leftpad if any(leftpad) else None)
 
 
 @everywhere
@@ -317,7 +342,7 @@ def test_regions_within_a_larger_cache(make: Callable[[], TorchFlashProvider]) -
     num_regions, *shape = case.key_cache.shape
     cache = torch.full((num_regions, 3, 2, *shape), torch.nan, dtype=case.query.dtype)
     cache[:, 1, 0], cache[:, 1, 1] = case.key_cache, case.value_cache
-    check(make(), replace(case, key_cache=cache[:, 1, 0], value_cache=cache[:, 1, 1]))
+    cases.check(make(), replace(case, key_cache=cache[:, 1, 0], value_cache=cache[:, 1, 1]))
 
 
 @everywhere
@@ -333,9 +358,8 @@ def test_unequally_spaced_regions_are_refused(make: Callable[[], TorchFlashProvi
 
 @everywhere
 def test_no_queries_at_all(make: Callable[[], TorchFlashProvider]) -> None:
-    assert check(make(), make_case([(0, 5), (0, 0)], "region")).shape == (0, 8, 64)
-    view = "region" if make is torch_flash_2_11 else "block_table"
-    assert not check(make(), make_case([(1, 0), (1, 0)], view)).any()
+    assert check(make, [(0, 5), (0, 0)], "region").shape == (0, 8, 64)
+    assert not check(make, [(1, 0), (1, 0)], "region" if make is torch_flash_2_11 else "block_table").any()
 
 
 @everywhere
@@ -438,49 +462,8 @@ def test_tensors_elsewhere_are_refused(make: Callable[[], TorchFlashProvider]) -
     assert make().unsupported(replace(call, **elsewhere)) == "runs on cpu, not on meta"
 
 
-def cuda_provider() -> TorchFlashProvider:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    try:
-        return TorchFlashProvider()
-    except KernelError as error:
-        pytest.skip(str(error))
-
-
-def check_cuda(provider: TorchFlashProvider, case: Case, *, with_lse: bool = True, num_splits: int = 0) -> None:
-    reason = provider.unsupported(AttentionCall(*case.arguments))
-    if reason is not None:
-        pytest.skip(f"{provider.name}: {reason}")
-    check(provider, case, lse_tolerance=LSE_TOLERANCE_CUDA, with_lse=with_lse, num_splits=num_splits)
-
-
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_operator_agrees_with_the_reference() -> None:
-    """Where the comparison at the start fails, the tests below skip, and this one fails."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    """Where the comparison at the start fails, the tests above skip on CUDA, and this one fails."""
     assert TorchFlashProvider().name == "torch-flash"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("view", ["region", "block_table"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
-def test_cuda_ragged_batch_equals_reference(dtype: torch.dtype, view: str, lengths: Lengths) -> None:
-    provider = cuda_provider()
-    for heads, dim in (((8, 2), 64), ((4, 4), 128), ((7, 1), 64)):
-        case = make_case(lengths, view, heads=heads, dim=dim, dtype=dtype, device="cuda")
-        check_cuda(provider, case)
-        check_cuda(provider, case, with_lse=False, num_splits=1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
-def test_cuda_window_over_a_hole(lengths: Lengths) -> None:
-    provider = cuda_provider()
-    options: dict[str, Any] = {"dtype": torch.float16, "device": "cuda"}
-    for window_left in (0, 31, 100):
-        masking = Masking(0.125, window_left=window_left)
-        check_cuda(provider, make_case(lengths, "region", masking=masking, **options))
-    leftpad = [min(5, cached) for _, cached in lengths]
-    check_cuda(provider, make_case(lengths, "region", leftpad=leftpad, **options))

@@ -24,8 +24,9 @@ from folio.app.engine.layers.batch import BatchPart, StepBatch
 from folio.app.errors import ConfigError, ModelError
 from folio.kernels import Elementwise, Masking, VarlenBatch, num_compilations
 from folio.vmem import DevicePages, KVMemory, View
-from tests.app.engine.execution.test_cuda import Driver, use_device  # noqa: F401 (a fixture)
-from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
+from tests.app.engine.execution.conftest import Driver
+from tests.app.engine.runs import on_gpu
+from tests.conftest import ARCHITECTURES, MakeCheckpoint, tokens
 from tests.fakes.recorded_graph import RecordedGraph
 from tests.vmem.small_memory import MAX_TOKENS, FlakyHost, make_memory
 
@@ -38,18 +39,13 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 
 def test_buckets() -> None:
-    assert decode_buckets(256)[:12] == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80)
-    assert decode_buckets(256)[-2:] == (240, 256)
-    assert len(decode_buckets(256)) == 23
-    assert decode_buckets(1) == (1,)
-    assert decode_buckets(3) == (1, 2, 3)
-    assert decode_buckets(64)[-1] == 64
-    assert decode_buckets(70)[-2:] == (64, 70)
+    assert decode_buckets(256) == (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
     assert decode_buckets(1000)[-2:] == (992, 1000)
     for most in range(1, 300):
         buckets = decode_buckets(most)
         assert list(buckets) == sorted(set(buckets))
         assert buckets[-1] == most
+        assert set(buckets[:-1]) <= set(decode_buckets(512))
 
 
 # ---- inputs ----
@@ -136,7 +132,8 @@ def test_only_decodes_in_one_view_without_adapters_are_replayed() -> None:
 
 
 class FakeGraph:
-    """A graph of a given size that refuses, or runs its work at each replay."""
+    """A graph of a given size that refuses, or runs its work at each replay, and launches what lies between its pieces
+    as it comes."""
 
     def __init__(self, num_bytes: int, error: Exception | None = None) -> None:
         self.num_bytes = 0
@@ -149,12 +146,28 @@ class FakeGraph:
         work()
         self.replay = work
 
+    def launch_between(self, call: Callable[[], object]) -> None:
+        call()
+
+
+class Graphs:
+    """Makes graphs of a size. Each takes the first of the errors; `made` has weak references."""
+
+    def __init__(self, num_bytes: int = 10, *errors: Exception | None) -> None:
+        self.num_bytes, self.errors = num_bytes, list(errors)
+        self.made: list[weakref.ref[FakeGraph]] = []
+
+    def __call__(self) -> FakeGraph:
+        graph = FakeGraph(self.num_bytes, self.errors.pop(0) if self.errors else None)
+        self.made.append(weakref.ref(graph))
+        return graph
+
 
 class Runner:
     """Graphs over a small memory; `seen` has the slots and lengths of each forward, `pauses` counts the mapper's."""
 
     def __init__(
-        self, memory: KVMemory, sizes: Callable[[], FakeGraph], charges: DeviceCharges | None = None, **plan: Any
+        self, memory: KVMemory, graphs: Graphs | None = None, pages: DevicePages | None = None, **plan: Any
     ) -> None:
         self.seen: list[tuple[list[int], list[int]]] = []
         self.pauses = 0
@@ -167,14 +180,21 @@ class Runner:
                 yield
 
         memory.mapper.paused = paused  # type: ignore[method-assign]
-        fields: dict[str, Any] = {"buckets": decode_buckets(32), "new_graph": sizes, "budget_bytes": 1_000_000} | plan
-        self.plan = GraphPlan(**fields)
-        self.graphs = CapturedGraphs(self.plan, memory, CPU, charges)
+        fields: dict[str, Any] = {"budget_bytes": 1_000_000 if pages is None else 1 << 19} | plan
+        self.plan = GraphPlan(buckets=decode_buckets(32), new_graph=graphs or Graphs(), **fields)
+        self.charges = None if pages is None else DeviceCharges(pages, lambda: self.promised_bytes)
+        self.promised_bytes = 0
+        self.graphs = CapturedGraphs(self.plan, memory, CPU, self.charges)
         self.decode = DecodeGraphs(self.plan, self.graphs, memory.tensors, CPU, self.forward)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor | None:
         return self.decode.run(batch)
+
+    @property
+    def captured(self) -> list[int]:
+        """Buckets, in the order of their captures."""
+        return [bucket for _, bucket in self.graphs.captured]
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         [part], *_ = batch.parts
@@ -184,7 +204,7 @@ class Runner:
 
 def test_a_graph_is_captured_at_its_first_use_with_padding_rows_alone(memory: KVMemory) -> None:
     """Regression: the rows of the step before were computed again, and written to blocks that others own by now."""
-    runner = Runner(memory, lambda: FakeGraph(10))
+    runner = Runner(memory)
     for lengths, captured in (((17, 40, 3), {4}), ((5, 6), {2, 4}), ((9,) * 5, {2, 4, 8}), ((7, 8, 9), {2, 4, 8})):
         before = len(runner.seen)
         logits = runner.run(decodes(lengths))
@@ -196,71 +216,51 @@ def test_a_graph_is_captured_at_its_first_use_with_padding_rows_alone(memory: KV
             assert cached == [1] * len(slots)
         padding = len(replay[0]) - len(lengths)
         assert replay[1] == [*lengths] + [1] * padding
-        assert {bucket for _, bucket in runner.graphs.captured} == captured
+        assert set(runner.captured) == captured
     assert runner.pauses == 3
     assert runner.run(decodes((1,) * 33)) is None  # more than the largest bucket
     assert runner.graphs.num_bytes == 30
-
-
-def test_each_view_has_its_graphs(memory: KVMemory) -> None:
-    runner = Runner(memory, lambda: FakeGraph(10))
-    for view in ("region", "block_table", "region"):
-        assert runner.run(decodes((9, 9), view)) is not None
-    assert set(runner.graphs.captured) == {("region", 2), ("block_table", 2)}
+    assert runner.run(decodes((9, 9), "region")) is not None  # each view has its own
+    assert {view for view, bucket in runner.graphs.captured if bucket == 2} == {"region", "block_table"}
 
 
 def test_the_start_takes_half_of_the_budget(memory: KVMemory) -> None:
-    runner = Runner(memory, lambda: FakeGraph(200_000))
+    runner = Runner(memory, Graphs(200_000))
     runner.decode.capture_all("region")
-    assert [bucket for _, bucket in runner.graphs.captured] == [32, 24]
+    assert runner.captured == [32, 24]
     assert runner.run(decodes((9,) * 3, "region")) is not None  # captured now
     assert runner.run(decodes((9,) * 2, "region")) is not None
     assert runner.run(decodes((9,), "region")) is not None
     assert runner.graphs.num_bytes == 1_000_000
     assert runner.run(decodes((9,) * 13, "region")) is not None  # no room: that of 24 does
     assert runner.run(decodes((9,) * 7, "region")) is None  # it would be padded threefold
-    assert [bucket for _, bucket in runner.graphs.captured] == [32, 24, 4, 2, 1]
-
-
-def test_all_buckets_are_captured_the_largest_first(memory: KVMemory) -> None:
-    runner = Runner(memory, lambda: FakeGraph(1))
-    runner.decode.capture_all("block_table")
-    assert [bucket for _, bucket in runner.graphs.captured] == [32, 24, 16, 8, 4, 2, 1]
-    assert runner.run(decodes((9,) * 7)) is not None
-    assert len(runner.graphs.captured) == 7
+    assert runner.captured == [32, 24, 4, 2, 1]
+    smaller = Runner(memory)
+    smaller.decode.capture_all("block_table")
+    assert smaller.captured == [32, 24, 16, 8, 4, 2, 1]
+    assert smaller.run(decodes((9,) * 7)) is not None
+    assert len(smaller.captured) == 7
 
 
 def test_without_memory_no_more_is_captured(memory: KVMemory) -> None:
-    made: list[FakeGraph] = []
-
-    def graph() -> FakeGraph:
-        made.append(FakeGraph(10, torch.OutOfMemoryError("out of memory") if made else None))
-        return made[-1]
-
-    runner = Runner(memory, graph, required=True)
-    assert runner.run(decodes((9,) * 8)) is not None
-    assert runner.run(decodes((9,))) is None
-    assert runner.run(decodes((9,))) is None
-    assert runner.run(decodes((9,) * 7)) is not None
-    assert len(made) == 2
+    graphs = Graphs(10, None, torch.OutOfMemoryError("out of memory"))
+    runner = Runner(memory, graphs, required=True)
+    for count, is_replayed in ((8, True), (1, False), (1, False), (7, True)):
+        assert (runner.run(decodes((9,) * count)) is not None) == is_replayed
+    assert len(graphs.made) == 2
 
 
 def test_a_model_that_cannot_be_captured_is_launched_kernel_by_kernel(
     memory: KVMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made: list[FakeGraph] = []
-
-    def graph() -> FakeGraph:
-        made.append(FakeGraph(10, CaptureError("it reads a value")))
-        return made[-1]
-
-    runner = Runner(memory, graph)
+    graphs = Graphs(10, *[CaptureError("it reads a value")] * 2)
+    runner = Runner(memory, graphs)
     runner.decode.capture_all("region")
     assert runner.run(decodes((9,) * 8, "region")) is None
-    assert len(made) == 1
+    assert len(graphs.made) == 1
     assert "it reads a value" in caplog.text
     with pytest.raises(ModelError, match=r"decode_graphs is 'on'.*it reads a value; use 'auto'"):
-        Runner(memory, graph, required=True).decode.capture_all("region")
+        Runner(memory, graphs, required=True).decode.capture_all("region")
 
 
 # ---- memory ----
@@ -275,25 +275,18 @@ def charged(runner: Runner, pages: DevicePages) -> int:
 def test_a_sleeping_model_gives_its_graphs_back(memory: KVMemory) -> None:
     """Regression: `sleep` kept them, up to 1 GiB for each model of a shelf. Those wanted again are captured again, but
     not for a few steps, and count as no late compilations."""
-    pages = DevicePages(1 << 20)
-    graphs: list[weakref.ref[FakeGraph]] = []
-
-    def graph() -> FakeGraph:
-        made = FakeGraph(1000)
-        graphs.append(weakref.ref(made))
-        return made
-
-    runner = Runner(memory, graph, DeviceCharges(pages), budget_bytes=1 << 19)
+    pages, graphs = DevicePages(1 << 20), Graphs(1000)
+    runner = Runner(memory, graphs, pages)
     for is_first in (True, False, False):
         for lengths in ((9,) * 7, (9,)):
             for _ in range(STEPS_TO_RECAPTURE + 1):
                 runner.run(decodes(lengths))
         num_compiled = num_compilations()
-        assert {bucket for _, bucket in runner.graphs.captured} == {8, 1}
+        assert set(runner.captured) == {8, 1}
         assert charged(runner, pages) > 2000
         runner.graphs.release()
         assert charged(runner, pages) == runner.graphs.num_bytes == 0
-        assert not any(made() for made in graphs), "their memory is theirs while anything refers to them"
+        assert not any(made() for made in graphs.made), "their memory is theirs while anything refers to them"
         for step in range(1, STEPS_TO_RECAPTURE + 1):
             assert runner.run(decodes((9,) * 6)) is None
             assert not runner.graphs.captured, step
@@ -308,24 +301,23 @@ def test_a_sleeping_model_gives_its_graphs_back(memory: KVMemory) -> None:
 
 def test_graphs_take_no_memory_that_others_have(memory: KVMemory) -> None:
     """Of a shared device: neither what is used nor what is promised. Those that do not fit are captured later."""
-    pages, promised = DevicePages(1 << 20), [0]
-    charges = DeviceCharges(pages, lambda: promised[0])
-    runner = Runner(memory, lambda: FakeGraph(100_000), charges, budget_bytes=1 << 19)
+    pages = DevicePages(1 << 20)
+    runner = Runner(memory, Graphs(100_000), pages)
     pages.charge(1 << 19)
-    promised[0] = (1 << 19) - 50_000
+    runner.promised_bytes = (1 << 19) - 50_000
     assert runner.run(decodes((9, 9))) is None
     assert (pages.charged_bytes, runner.graphs.held_bytes) == (1 << 19, 0)
     wanted = runner.graphs.wanted_bytes  # with the buffers
     assert 100_000 < wanted < 150_000
     num_captures = len(runner.seen)
-    promised[0] = (1 << 19) - wanted + 1
+    runner.promised_bytes = (1 << 19) - wanted + 1
     assert runner.run(decodes((9, 9))) is None
     assert len(runner.seen) == num_captures, "its size is known"
-    promised[0] -= 1
+    runner.promised_bytes -= 1
     assert runner.run(decodes((9, 9))) is not None
     assert (pages.charged_bytes, runner.graphs.wanted_bytes) == ((1 << 19) + wanted, 0)
     runner.graphs.limit_bytes = 199_999
-    promised[0] = 0
+    runner.promised_bytes = 0
     assert runner.run(decodes((9,) * 8)) is not None  # its size is not known; from now on the bound is passed
     assert runner.run(decodes((9,) * 4)) is not None  # by the graph of 8
     assert set(runner.graphs.captured) == {("block_table", 2), ("block_table", 8)}
@@ -337,7 +329,7 @@ def test_graphs_take_no_memory_that_others_have(memory: KVMemory) -> None:
 def test_a_graph_beyond_the_bound_is_not_wanted(memory: KVMemory) -> None:
     """Regression: a shelf kept memory for a graph that there was no memory for, and that no longer fitted its bound."""
     pages = DevicePages(1 << 20)
-    runner = Runner(memory, lambda: FakeGraph(100_000), DeviceCharges(pages), budget_bytes=1 << 19)
+    runner = Runner(memory, Graphs(100_000), pages)
     pages.charge(others := pages.available_bytes - 10)
     assert runner.run(decodes((9, 9))) is None
     assert runner.graphs.wanted_bytes > 100_000
@@ -351,16 +343,13 @@ def test_a_graph_beyond_the_bound_is_not_wanted(memory: KVMemory) -> None:
 def test_the_first_graph_of_another_view_may_not_fit(memory: KVMemory, error: Exception | None) -> None:
     """Regression: its buffers stayed and were not charged, so that the step failed with more bytes held than charged.
     The graphs of the first view stay, if there is memory for what is left in their pool."""
-    pages, failing = DevicePages(1 << 20), list[Exception]()
-    charges = DeviceCharges(pages)
-    runner = Runner(memory, lambda: FakeGraph(1000, *failing), charges, budget_bytes=1 << 19)
+    pages, graphs = DevicePages(1 << 20), Graphs(1000)
+    runner = Runner(memory, graphs, pages)
     assert runner.run(decodes((9, 9))) is not None
     held_bytes = charged(runner, pages)
-    if error is None:
-        pages.charge(others := pages.available_bytes - 10)
-    else:
-        failing.append(error)
-        others = 0
+    graphs.errors.append(error)
+    others = pages.available_bytes - 10 if error is None else 0
+    pages.charge(others)
     if isinstance(error, ValueError):
         with pytest.raises(ValueError, match="a bug"):
             runner.run(decodes((9, 9), "region"))
@@ -368,7 +357,8 @@ def test_the_first_graph_of_another_view_may_not_fit(memory: KVMemory, error: Ex
         assert runner.run(decodes((9, 9), "region")) is None
     pages.discharge(others)
     left_bytes = {type(None): -held_bytes, torch.OutOfMemoryError: 1000}.get(type(error), 0)
-    assert charged(runner, pages) == charges.charged_bytes == held_bytes + left_bytes
+    assert runner.charges is not None
+    assert charged(runner, pages) == runner.charges.charged_bytes == held_bytes + left_bytes
     assert (runner.run(decodes((9, 9))) is None) == (error is None)
     runner.graphs.release()
     pages.close()
@@ -382,7 +372,7 @@ def test_there_may_be_no_memory_for_the_buffers_of_a_view(memory: KVMemory, monk
         raise torch.OutOfMemoryError("no memory")
 
     pages = DevicePages(1 << 20)
-    runner = Runner(memory, lambda: FakeGraph(1000), DeviceCharges(pages), budget_bytes=1 << 19)
+    runner = Runner(memory, Graphs(1000), pages)
     assert runner.run(decodes((9, 9), "region")) is not None
     held_bytes = charged(runner, pages)
     with monkeypatch.context() as patched:
@@ -428,48 +418,59 @@ def generate(folder: Any, *, capture: bool = False, **settings: Any) -> list[lis
     return outputs
 
 
+MIXED = {"max_num_batched_tokens": 70, "mixed_graphs": "on"}
+
+
 @pytest.mark.thirds
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_gives_the_same_tokens(
-    name: str, make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
-) -> None:
-    model_type, architecture = ARCHITECTURES[name]
-    folder = make_checkpoint(model_type, **architecture)
-    expected = generate(folder, decode_graphs="off")
-    assert not replays
-    assert generate(folder, decode_graphs="on") == expected
-    assert len(replays) >= 16  # all steps but those with a prompt
-    assert len(set(replays)) >= 3  # of 4, 2 and 1 sequences, at least
-
-
-@pytest.mark.parametrize("view", ["region", "block_table"])
-@pytest.mark.parametrize("async_scheduling", ["off", "on"])
-def test_both_views_and_overlapped_steps_give_the_same_tokens(
-    view: str,
-    async_scheduling: str,
-    make_checkpoint: MakeCheckpoint,
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {}) for name in ARCHITECTURES),
+        *(
+            ("gemma2", {"kv_view": view, "block_tokens": 16, "async_scheduling": overlaps})
+            for view in ("region", "block_table")
+            for overlaps in ("off", "on")
+        ),
+        ("llama", {"kv_view": "region", **MIXED}),
+        ("gemma2", {"kv_view": "region", **MIXED}),
+        ("qwen3", {"kv_view": "block_table", **MIXED}),
+    ],
+    ids=str,
+)
+def test_replayed_steps_give_the_same_tokens(
+    name: str,
+    settings: dict[str, Any],
+    checkpoint: MakeCheckpoint,
     replays: list[RecordedGraph],
     without_compiler: None,
 ) -> None:
-    folder = make_checkpoint("gemma2", **ARCHITECTURES["gemma2"][1])
-    settings = {"kv_view": view, "block_tokens": 16, "async_scheduling": async_scheduling}
-    expected = generate(folder, decode_graphs="off", **settings)
-    assert generate(folder, decode_graphs="on", **settings) == expected
-    assert len(replays) >= 15
+    """Mixed graphs replay steps with prompts, too: chunks beside decodes, some of them padded; attention sees the real
+    tokens only."""
+    folder, plain = checkpoint(name), {key: value for key, value in settings.items() if key != "mixed_graphs"}
+    expected = generate(folder, decode_graphs="off", **plain)
+    assert not replays
+    assert generate(folder, decode_graphs="on", **plain) == expected
+    num_decodes = len(replays)
+    assert num_decodes >= 15  # all steps but those with a prompt
+    assert len(set(replays)) >= 3  # of 4, 2 and 1 sequences, at least
+    if plain != settings:
+        replays.clear()
+        assert generate(folder, decode_graphs="on", **settings) == expected
+        assert len(replays) >= num_decodes + 4
 
 
 @pytest.mark.thirds
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
 def test_graphs_stay_valid_while_pages_come_and_go(
     view: Any,
-    make_checkpoint: MakeCheckpoint,
-    use_device: Callable[[], Driver],  # noqa: F811
+    checkpoint: MakeCheckpoint,
+    use_device: Callable[[], Driver],
     replays: list[RecordedGraph],
     without_compiler: None,
 ) -> None:
     """Over the fake driver: regions grow, windows move on and idle pages go back between replays. Nothing is mapped
     during a capture, and no kernel is given the address of a hole."""
-    folder = make_checkpoint("gemma2", **ARCHITECTURES["gemma2"][1])
+    folder = checkpoint("gemma2")
     shared = {"kv_view": view, "max_num_batched_tokens": 96, "kv_memory_bytes": 4 << 20}
     expected = generate(folder, decode_graphs="off", **shared)
     driver = use_device()
@@ -492,13 +493,13 @@ def test_graphs_stay_valid_while_pages_come_and_go(
 
 
 def test_blocks_that_share_handles_are_captured_by_block_table(
-    make_checkpoint: MakeCheckpoint,
-    use_device: Callable[[], Driver],  # noqa: F811
+    checkpoint: MakeCheckpoint,
+    use_device: Callable[[], Driver],
     replays: list[RecordedGraph],
     without_compiler: None,
 ) -> None:
     """Regression: graphs of regions were captured, which there are none of, and on a GPU wrote to address 0."""
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    folder = checkpoint("llama")
     shared = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 200, "kv_memory_bytes": 8 << 20}
     use_device()
     with LLM(folder, kv_layout="sliced", decode_graphs="on", **shared) as llm:
@@ -509,26 +510,13 @@ def test_blocks_that_share_handles_are_captured_by_block_table(
         assert {view for view, _ in graphs.captured} == {"block_table"}
 
 
-def test_a_row_is_the_same_in_every_bucket(
-    make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
-) -> None:
-    """Sequences that are equal, alone and with others."""
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
-    shared = {"skip_tokenizer_init": True, "kv_memory_bytes": 16 << 20, "prefix_cache": False}
-    with LLM(folder, decode_graphs="on", max_num_seqs=12, **shared) as llm:
-        [alone] = llm.generate([tokens(30)], GREEDY)
-        for count in (2, 3, 5, 9):
-            together = llm.generate([tokens(30)] * count, GREEDY)
-            assert [c.token_ids for c in together] == [alone.token_ids] * count
-
-
 def test_models_with_states_and_steps_with_drafts_are_not_replayed(
-    make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
+    checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
 ) -> None:
-    hybrid = make_checkpoint("bamba", **HYBRIDS["bamba"])
+    hybrid = checkpoint("bamba")
     assert generate(hybrid, decode_graphs="on") == generate(hybrid, decode_graphs="off")
     assert not replays
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    folder = checkpoint("llama")
     assert generate(folder, decode_graphs="on", speculation="ngram") == generate(folder, decode_graphs="off")
 
 
@@ -542,17 +530,14 @@ def test_ranks_and_processors_have_no_graphs() -> None:
 # ---- on a device ----
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
 @pytest.mark.parametrize(("name", "mixed"), [("llama", "off"), ("llama", "on"), ("gemma2", "off"), ("gemma2", "on")])
 def test_a_real_device_gives_the_same_tokens_with_graphs(
-    name: str, mixed: Any, view: Any, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+    name: str, mixed: Any, view: Any, checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All buckets are captured; between replays pages come and go."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    model_type, architecture = ARCHITECTURES[name]
-    folder = make_checkpoint(model_type, **architecture)
+    folder = checkpoint(name)
     shared = {"device": "cuda", "dtype": "float32", "kv_view": view, "kv_memory_bytes": 1 << 30}
     released = {"kv_idle_release_s": 0.0, "prefix_cache_release_s": 0.0}
     expected = generate(folder, decode_graphs="off", **shared, **released)
@@ -563,13 +548,11 @@ def test_a_real_device_gives_the_same_tokens_with_graphs(
     assert len(replayed) >= (15 if mixed == "off" else 18)
 
 
-@pytest.mark.gpu
-def test_experts_on_a_real_device_are_replayed(make_checkpoint: MakeCheckpoint) -> None:
+@on_gpu
+def test_experts_on_a_real_device_are_replayed(checkpoint: MakeCheckpoint) -> None:
     """In bfloat16: torch's product over experts reads their counts on the host in others, which is refused. Padded
     products are rounded in another way there, so that an output may leave the other at a near tie."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    folder = make_checkpoint("gpt_oss", **ARCHITECTURES["gpt_oss"][1])
+    folder = checkpoint("gpt_oss")
     shared = {"device": "cuda", "kv_memory_bytes": 1 << 30, "dtype": "bfloat16"}
     expected = generate(folder, decode_graphs="off", **shared)
     actual = generate(folder, decode_graphs="on", capture=True, **shared)
@@ -580,10 +563,8 @@ def test_experts_on_a_real_device_are_replayed(make_checkpoint: MakeCheckpoint) 
     assert sum(equal) >= sum(map(len, expected)) / 2, (actual, expected)
 
 
-@pytest.mark.gpu
+@on_gpu
 def test_work_that_cannot_be_captured_leaves_the_device_usable() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     device = torch.device("cuda")
     new_graph = cuda_graphs(device)
     x, out = torch.ones(4, device=device), torch.zeros(4, device=device)
@@ -662,27 +643,9 @@ def test_the_error_of_the_work_is_the_error_of_a_capture(
 # ---- mixed graphs ----
 
 
-@pytest.mark.thirds
-@pytest.mark.parametrize(("name", "view"), [("llama", "region"), ("gemma2", "region"), ("qwen3", "block_table")])
-def test_steps_with_prompts_are_replayed_in_pieces(
-    name: str, view: str, make_checkpoint: MakeCheckpoint, replays: list[RecordedGraph], without_compiler: None
-) -> None:
-    """Chunks of prompts beside decodes, some of them padded; attention sees the real tokens only."""
-    folder = make_checkpoint(ARCHITECTURES[name][0], **ARCHITECTURES[name][1])
-    settings = {"kv_view": view, "max_num_batched_tokens": 70}
-    expected = generate(folder, decode_graphs="off", **settings)
-    assert generate(folder, decode_graphs="on", **settings) == expected
-    num_decodes = len(replays)
-    replays.clear()
-    assert generate(folder, decode_graphs="on", mixed_graphs="on", **settings) == expected
-    assert len(replays) >= num_decodes + 4
-
-
-@pytest.mark.gpu
+@on_gpu
 def test_the_memory_of_graphs_that_are_gone_goes_back_to_a_real_device() -> None:
     """All of it, each time, and a graph's size is what it takes."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     device = torch.device("cuda")
     new_graph, step_bytes = cuda_graphs(device), 256 << 20
     x, out = torch.ones(step_bytes // 4 // 64, device=device), torch.zeros(step_bytes // 4 // 64, device=device)
@@ -757,13 +720,6 @@ class Attention:
     def forget_calls(self) -> None: ...
 
 
-class Pieces(FakeGraph):
-    """Launches what lies between pieces as it comes, and holds only what a replay needs."""
-
-    def launch_between(self, call: Callable[[], object]) -> None:
-        call()
-
-
 class MixedRunner(Runner):
     """With mixed graphs beside: their one layer has `HEADS` query heads and as many of keys and values."""
 
@@ -794,13 +750,8 @@ def prompt(count: int) -> StepBatch:
 def test_all_graphs_are_charged_with_their_buffers_and_given_back(memory: KVMemory) -> None:
     """Regression: the places of mixed graphs' tensors, and graphs of steps with prompts, were outside of the bound and
     of a device's charges, and a sleeping model kept them."""
-    pages, made = DevicePages(1 << 20), list[weakref.ref[FakeGraph]]()
-
-    def graph() -> FakeGraph:
-        made.append(weakref.ref(new := Pieces(1000)))
-        return new
-
-    runner = MixedRunner(memory, graph, DeviceCharges(pages), new_mixed_graph=graph)
+    pages, graphs = DevicePages(1 << 20), Graphs(1000)
+    runner = MixedRunner(memory, graphs, pages, new_mixed_graph=graphs, budget_bytes=1_000_000)
     places = TOKEN_BUCKETS[-1] * (3 * 8 + 4 * MixedRunner.HEADS * MixedRunner.DIM * 4)  # inputs; q, k, v and the result
     logits = 32 * VOCAB_SIZE * 4  # of both kinds
     for _ in range(2):
@@ -819,7 +770,7 @@ def test_all_graphs_are_charged_with_their_buffers_and_given_back(memory: KVMemo
         runner.graphs.release()
         assert charged(runner, pages) == 0
         gc.collect()  # these graphs keep their work, which refers to them
-        assert not any(graph() for graph in made)
+        assert not any(graph() for graph in graphs.made)
     runner.graphs.limit_bytes = places + logits + 1500
     for _ in range(STEPS_TO_RECAPTURE + 1):
         decoded = runner.run(decodes((9, 9)))
@@ -837,10 +788,8 @@ def test_what_a_discarded_graph_leaves_in_a_pool_is_charged(
 ) -> None:
     """Regression: other graphs keep the pool, and so its memory, which nothing was charged for. Where it cannot be
     charged, they are dropped, too."""
-    pages, errors = DevicePages(1 << 20), [None, error]
-    runner = MixedRunner(
-        memory, lambda: FakeGraph(1000, errors.pop(0)), DeviceCharges(pages), new_mixed_graph=lambda: Pieces(500)
-    )
+    pages = DevicePages(1 << 20)
+    runner = MixedRunner(memory, Graphs(1000, None, error), pages, new_mixed_graph=Graphs(500), budget_bytes=1_000_000)
     for batch in (decodes((9,) * 2), prompt(5)):
         assert runner.run(batch) is not None
     held_bytes = charged(runner, pages)
@@ -859,14 +808,10 @@ def test_what_a_discarded_graph_leaves_in_a_pool_is_charged(
 
 
 def test_steps_that_cannot_be_replayed_in_pieces_are_launched(memory: KVMemory) -> None:
-    pages, made = DevicePages(1 << 20), list[FakeGraph]()
-
-    def graph() -> FakeGraph:
-        made.append(FakeGraph(10, CaptureError("it reads a value")))
-        return made[-1]
+    pages, graphs = DevicePages(1 << 20), Graphs(10, *[CaptureError("it reads a value")] * 9)
 
     def runner(**plan: Any) -> MixedRunner:
-        return MixedRunner(memory, lambda: FakeGraph(10), DeviceCharges(pages), new_mixed_graph=graph, **plan)
+        return MixedRunner(memory, None, pages, new_mixed_graph=graphs, **plan)
 
     refusing = runner()
     for _ in range(2):
@@ -878,8 +823,8 @@ def test_steps_that_cannot_be_replayed_in_pieces_are_launched(memory: KVMemory) 
     with pytest.raises(ModelError, match=r"mixed_graphs is 'on'.*it reads a value; use 'off'"):
         runner(required=True).run(prompt(3))
     assert pages.charged_bytes == 0
-    made.clear()
+    graphs.made.clear()
     for batch in (decodes((9,) * 33), prompt(641), decodes((9,), adapters=object()), decodes((9,), states=())):
         assert runner(required=True).run(batch) is None
-    assert not made
+    assert not graphs.made
     pages.close()

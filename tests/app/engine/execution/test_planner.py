@@ -27,6 +27,7 @@ from folio.app.engine.schedule.scheduled import Scheduled
 from folio.vmem import KVMemory, SequenceMemory, StepDemand, ViewPolicy
 from tests.app.engine.all_kinds import small_engine, work
 from tests.app.engine.execution.plain_batch import check_batch
+from tests.app.engine.runs import on_gpu
 from tests.conftest import MakeCheckpoint
 from tests.nightly import examples
 from tests.vmem.memory_machine import MemoryMachine
@@ -234,23 +235,6 @@ def test_rows_in_use_stay_the_first_ones(memory: KVMemory) -> None:
     assert not plan.runs[0].adjacent, "a part of the sequences: their tables are gathered"
 
 
-def test_a_block_table_moves_and_changes_in_one_step(memory: KVMemory) -> None:
-    """A row that moves, new blocks, a block copied on write and a table cut short, all between two steps."""
-    ranks = Ranks(memory, num_rows=8)
-    scheduled = make_sequences(memory, (16, 32, 90, 40, 48))
-    ranks.check(list(scheduled))
-    fork = memory.fork(memory_of(scheduled[3]), 40)  # the next token of either is written to a block of its own
-    memory.free(memory_of(scheduled.pop(0)))
-    memory.truncate(memory_of(scheduled[1]), 32)
-    scheduled[1].sequence.token_ids[32:] = []
-    scheduled = [grow(memory, s) for s in scheduled]
-    scheduled.append(grow(memory, scheduled_of(memory, fork, list(range(40)), 39, 40)))
-    for _ in range(20):  # some tables have one more block in most of these
-        plan = ranks.check(list(scheduled))
-        scheduled = [grow(memory, s) for s in scheduled]
-    assert len(plan.changed) <= len(scheduled)
-
-
 def test_batches_last_until_the_one_after_the_next(memory: KVMemory) -> None:
     """A step may run while the next one is built; a longer one moves the numbers to a new buffer."""
     ranks = Ranks(memory)
@@ -298,8 +282,7 @@ def test_adapters_are_adjacent(memory: KVMemory) -> None:
     assert not len(ranks.check(scheduled).adapters)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_gpu
 @pytest.mark.parametrize("view", ["region", "block_table"])
 def test_on_a_device(view: ViewPolicy, memory: KVMemory) -> None:
     """While the device is steps behind, plans and pinned buffers are overwritten."""

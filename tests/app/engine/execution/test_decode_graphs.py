@@ -24,7 +24,7 @@ from folio.app.engine.layers.batch import BatchPart, StepBatch
 from folio.app.errors import ConfigError, ModelError
 from folio.kernels import Elementwise, Masking, VarlenBatch, num_compilations
 from folio.vmem import DevicePages, KVMemory, View
-from tests.app.engine.execution.conftest import Driver
+from tests.vmem.backends.stand_in_driver import StandInDriver
 from tests.app.engine.runs import on_gpu
 from tests.conftest import ARCHITECTURES, MakeCheckpoint, tokens
 from tests.fakes.recorded_graph import RecordedGraph
@@ -464,7 +464,7 @@ def test_replayed_steps_give_the_same_tokens(
 def test_graphs_stay_valid_while_pages_come_and_go(
     view: Any,
     checkpoint: MakeCheckpoint,
-    use_device: Callable[[], Driver],
+    use_device: Callable[[], StandInDriver],
     replays: list[RecordedGraph],
     without_compiler: None,
 ) -> None:
@@ -494,7 +494,7 @@ def test_graphs_stay_valid_while_pages_come_and_go(
 
 def test_blocks_that_share_handles_are_captured_by_block_table(
     checkpoint: MakeCheckpoint,
-    use_device: Callable[[], Driver],
+    use_device: Callable[[], StandInDriver],
     replays: list[RecordedGraph],
     without_compiler: None,
 ) -> None:

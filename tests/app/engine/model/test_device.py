@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from folio.kernels.reference import ReferenceProvider
 from folio.vmem import Backend, CudaBackend, MapError
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.backends.probe import check_mapping
+from tests.app.engine.runs import on_gpu
 from tests.vmem.backends.stand_in_driver import StandInDriver
 
 AUTO = EngineConfig(model="builtin")
@@ -61,6 +63,10 @@ def test_cpu_is_not_probed() -> None:
     )
 
 
+CALLS = ["cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+CALLS += ["cuMemGetAllocationGranularity", "cuMemAddressReserve", "cuMemCreate"]
+
+
 def no_provider() -> AttentionProvider:
     raise KernelError("attention triton needs the package triton")
 
@@ -88,11 +94,7 @@ def refuse(name: str) -> Callable[[StandInDriver], None]:
     [
         (None, {"available": False}, "torch sees no CUDA device here"),
         (refuse("cuInit"), {}, "cuInit failed: CUDA_ERROR_INVALID_VALUE (1)"),
-        (refuse("cuDeviceGet"), {}, "cuDeviceGet failed"),
-        (refuse("cuDevicePrimaryCtxRetain"), {}, "cuDevicePrimaryCtxRetain failed"),
-        (refuse("cuMemGetAllocationGranularity"), {}, "cuMemGetAllocationGranularity failed"),
-        (refuse("cuMemAddressReserve"), {}, "cuMemAddressReserve failed"),
-        (refuse("cuMemCreate"), {}, "cuMemCreate failed"),
+        *((refuse(name), {}, f"{name} failed") for name in CALLS),
         (refuse("cuMemMap"), {}, "cuMemMap at 0x"),
         (refuse("cuMemSetAccess"), {}, "cuMemSetAccess at 0x"),
         (small, {}, "the device has no memory for a page of 65536 bytes"),
@@ -104,28 +106,27 @@ def refuse(name: str) -> Callable[[StandInDriver], None]:
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_each_step_that_fails_gives_the_reason(
     spoil: Callable[[StandInDriver], None] | None,
-    options: dict[str, object],
+    options: dict[str, Any],
     reason: str,
     has_gpu: bool,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """On a machine with a GPU the CPU is a surprise."""
     machine = replace(Machine.detect(), has_gpu=has_gpu)
     monkeypatch.setattr(Machine, "detect", lambda: machine)
     caplog.set_level(logging.INFO, "folio.app.engine.model.device")
     driver = StandInDriver(8 << 20)
     if spoil is not None:
         spoil(driver)
-    resolved = resolve(AUTO, probes(driver, **options))  # type: ignore[arg-type]
-    assert resolved == AUTO.on_device("cpu")
-    [record] = [record for record in caplog.records if record.name == "folio.app.engine.model.device"]
-    assert record.getMessage().startswith("device auto is the CPU: ")
-    assert reason in record.getMessage()
-    assert "\n" not in record.getMessage()
-    # On a machine with a GPU the CPU is a surprise.
-    assert record.levelno == (logging.WARNING if has_gpu else logging.INFO)
+    assert resolve(AUTO, probes(driver, **options)) == AUTO.on_device("cpu")
+    [(level, message)] = [(r.levelno, r.getMessage()) for r in caplog.records if r.name.endswith("model.device")]
+    assert message.startswith("device auto is the CPU: ")
+    assert reason in message
+    assert "\n" not in message
+    assert level == (logging.WARNING if has_gpu else logging.INFO)
     with pytest.raises(ConfigError, match=r"^device is cuda, but .*; use cpu$") as error:
-        resolve(replace(AUTO, device="cuda"), probes(driver, **options))  # type: ignore[arg-type]
+        resolve(replace(AUTO, device="cuda"), probes(driver, **options))
     assert reason in str(error.value)
     assert driver.leftovers[4] == 0
 
@@ -170,8 +171,7 @@ def test_an_engine_is_resolved_once() -> None:
         engine.close()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_gpu
 @pytest.mark.parametrize("attention", ["auto", "triton", "sdpa"])
 def test_a_real_device_works(attention: str) -> None:
     assert CudaProbes.here(attention).fault() is None

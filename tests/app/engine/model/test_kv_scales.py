@@ -23,36 +23,30 @@ from folio.app.engine.model.kv_scales import ScaleProbe, stored_scales
 from folio.app.engine.model.loader import LoadedModel, load_model
 from folio.app.engine.ranks.processes import spawn_ranks
 from folio.kernels import CacheScales, Masking, select_provider
+from tests.app.engine.runs import run
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
-from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import MakeCheckpoint, tokens
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-TEXTS = [
-    "The moon is",
-    "Once upon a time",
-    "How do I bake bread?",
-    "Stars are",
-    "The telescope",
-    "What is a river?",
-    "In winter",
-    "She said that",
-]
+TEXTS = ["The moon is", "Once upon a time", "How do I bake bread?", "Stars are"]
+TEXTS += ["The telescope", "What is a river?", "In winter", "She said that"]
 REFERENCE = select_provider("reference", torch.device("cpu"))
 
 
 def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(4)
-    return [torch.randint(1, VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in lengths]
+    return [tokens(length, seed) for seed, length in enumerate(lengths)]
+
+
+def settings_of(**settings: Any) -> dict[str, Any]:
+    shared = {"skip_tokenizer_init": True, "num_threads": 1, "kv_memory_bytes": 4 << 20, "dtype": "float32"}
+    return shared | settings
 
 
 def tokens_of(folder: str | Path, asked: list[list[int]], **settings: Any) -> list[list[int]]:
-    """Greedy tokens, with a check of the memory at the end."""
-    shared = {"skip_tokenizer_init": True, "num_threads": 1, "kv_memory_bytes": 4 << 20, "dtype": "float32"}
-    with LLM(folder, **(shared | settings)) as llm:
-        tokens = [completion.token_ids for completion in llm.generate(asked, GREEDY)]
-        llm.engine.check_integrity()
-    return tokens
+    """Greedy tokens, with a check of the memory after each step."""
+    with LLM(folder, **settings_of(**settings)) as llm:
+        return run(llm.engine, asked, GREEDY)
 
 
 class Rounding(AttentionHandler):
@@ -87,11 +81,9 @@ def naive_tokens(model: LoadedModel, scales: Mapping[int, CacheScales], prompt: 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("layout", ["interleaved", "per_layer"])
 @pytest.mark.parametrize("view", ["region", "block_table"])
-def test_the_cache_holds_rounded_keys_and_values(
-    kind: Any, layout: Any, view: Any, make_checkpoint: MakeCheckpoint
-) -> None:
+def test_the_cache_holds_rounded_keys_and_values(kind: Any, layout: Any, view: Any, checkpoint: MakeCheckpoint) -> None:
     """Token for token what rounding keys and values in a forward without a cache gives."""
-    folder = make_checkpoint("llama", **SMALL)
+    folder = checkpoint("llama")
     asked = prompts(3, 40, 150)
     settings = {"kv_dtype": kind, "kv_layout": layout, "kv_view": view, "max_num_batched_tokens": 64}
     found = tokens_of(folder, asked, attention="reference", **settings)
@@ -106,18 +98,16 @@ def test_the_cache_holds_rounded_keys_and_values(
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "bamba", "qwen3_next"])
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 def test_architectures_pass_their_self_test(
-    name: str, kind: Any, make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture
+    name: str, kind: Any, checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Windows, sinks, experts, recurrent states. The difference shows that the cache is rounded."""
     caplog.set_level(logging.INFO, "folio.app.engine")
-    architecture, settings = (name, HYBRIDS[name]) if name in HYBRIDS else ARCHITECTURES[name]
-    folder = make_checkpoint(architecture, **settings)
+    folder = checkpoint(name)
     for dtype in ("float32", "bfloat16"):
         caplog.clear()
         tokens_of(folder, prompts(5, 90), kv_dtype=kind, dtype=dtype)
         [rounding] = re.findall(r"relative difference of logits (\S+)", caplog.text)
         [packing] = re.findall(r"self-test passed: relative difference (\S+)", caplog.text)
-        print(name, kind, dtype, rounding, packing)
         assert 1e-3 < float(rounding) < (0.4 if kind == "fp8_e4m3" else 0.8)
         assert float(packing) < 0.1
         assert "scales of 0 layers from the checkpoint" in caplog.text
@@ -131,10 +121,7 @@ def test_most_tokens_of_the_built_in_model_stay(kind: Any, least: float) -> None
     for kv_dtype in ("auto", kind):
         with LLM("builtin", kv_memory_bytes=16 << 20, dtype="float32", kv_dtype=kv_dtype, num_threads=1) as llm:
             outputs.append([completion.token_ids for completion in llm.generate(TEXTS, params)])
-    pairs = [(a, b) for own, fp8 in zip(*outputs, strict=True) for a, b in zip(own, fp8, strict=True)]
-    equal = sum(a == b for a, b in pairs)
-    print(f"{kind}: {equal} of {len(pairs)} tokens")
-    assert equal >= least * len(pairs)
+    assert share_of_equal(outputs[1], outputs[0]) >= least
 
 
 def share_of_equal(found: list[list[int]], expected: list[list[int]]) -> float:
@@ -142,55 +129,31 @@ def share_of_equal(found: list[list[int]], expected: list[list[int]]) -> float:
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
-def test_prefixes_and_swapped_blocks_keep_their_bytes(make_checkpoint: MakeCheckpoint) -> None:
+def test_prefixes_and_swapped_blocks_keep_their_bytes(checkpoint: MakeCheckpoint) -> None:
     """Other chunks give other last bits, of which a few round to other 8-bit floats; other bytes change every token."""
-    folder = make_checkpoint("llama", **SMALL)
+    folder = checkpoint("llama")
     common = prompts(96)[0]
     asked = [common + prompt for prompt in prompts(9, 40, 70, 30, 50, 60)]
     expected = tokens_of(folder, asked, kv_dtype="fp8_e4m3", prefix_cache=False)
     assert share_of_equal(tokens_of(folder, asked + asked, kv_dtype="fp8_e4m3"), expected * 2) > 0.9
     asked, params = prompts(*[60] * 6), replace(GREEDY, max_tokens=40)
-    shared = {"skip_tokenizer_init": True, "num_threads": 1, "dtype": "float32", "kv_dtype": "fp8_e4m3"}
-    with LLM(folder, **shared, kv_memory_bytes=4 << 20) as llm:
-        expected = [completion.token_ids for completion in llm.generate(asked, params)]
-    engine = Engine(EngineConfig(model=str(folder), **shared, kv_memory_bytes=88 << 10, preemption="swap"))  # type: ignore[arg-type]
-    try:
-        outputs: dict[str, list[int]] = {str(i): [] for i in range(len(asked))}
-        for name, prompt in zip(outputs, asked, strict=True):
-            engine.submit(name, prompt, params)
-        while engine.has_work:
-            for delta in engine.step():
-                outputs[delta.request_id] += delta.token_ids
-        assert engine.load.take_activity().num_preempted["swap"] > 0
-        engine.check_integrity()
-    finally:
-        engine.close()
-    assert share_of_equal(list(outputs.values()), expected) > 0.9
+    with LLM(folder, **settings_of(kv_dtype="fp8_e4m3")) as llm:
+        expected = run(llm.engine, asked, params)
+    with LLM(folder, **settings_of(kv_dtype="fp8_e4m3", kv_memory_bytes=88 << 10, preemption="swap")) as llm:
+        assert share_of_equal(run(llm.engine, asked, params), expected) > 0.9
+        assert llm.engine.load.take_activity().num_preempted["swap"] > 0
 
 
-def test_ranks_have_the_scales_of_their_heads(make_checkpoint: MakeCheckpoint) -> None:
-    config = EngineConfig(
-        model=str(make_checkpoint("llama", **SMALL)),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        kv_dtype="fp8_e4m3",
-        kv_memory_bytes=4 << 20,
-        num_threads=1,
-        attention="reference",
-    )
+def test_ranks_have_the_scales_of_their_heads(checkpoint: MakeCheckpoint) -> None:
+    config = EngineConfig(model=str(checkpoint("llama")), **settings_of(kv_dtype="fp8_e4m3", attention="reference"))
     outputs = []
     for ranks, launch in ((1, spawn_ranks), (2, thread_ranks)):
         engine = Engine(replace(config, tensor_parallel_size=ranks), launch)
         try:
-            outputs.append([])
-            for i, prompt in enumerate(prompts(7, 60)):
-                engine.submit(str(i), prompt, GREEDY)
-                while engine.has_work:
-                    for delta in engine.step():
-                        outputs[-1] += delta.token_ids
+            outputs.append(run(engine, prompts(7, 60), GREEDY))
         finally:
             engine.close()
-    assert share_of_equal([outputs[1]], [outputs[0]]) > 0.8  # sums of two ranks differ in the last bits
+    assert share_of_equal(outputs[1], outputs[0]) > 0.8  # sums of two ranks differ in the last bits
 
 
 def probe_of(*layers: tuple[list[float], list[float]]) -> ScaleProbe:
@@ -203,19 +166,16 @@ def probe_of(*layers: tuple[list[float], list[float]]) -> ScaleProbe:
 
 
 def test_scales_leave_a_factor_of_two() -> None:
-    probe = probe_of(([448.0, -7.0], [0.5, 1.0]), ([1.0], [2.0]))
-    scales = probe.scales(E4M3)
-    assert scales[0].key.tolist() == pytest.approx([2.0, 7 / 224])
-    assert scales[0].value.tolist() == pytest.approx([0.5 / 224, 1 / 224])
-    assert scales[1].value.tolist() == pytest.approx([2 / 224])
-    assert scales[1].key.dtype == torch.float32
+    """Heads without a size have scale 1."""
+    probe = probe_of(([448.0, -7.0], [0.5, 1.0]), ([1.0], [2.0]), ([0.0, torch.inf, torch.nan], [1e-3, 0.0, 0.0]))
+    found = [[side.tolist() for side in (scales.key, scales.value)] for scales in probe.scales(E4M3).values()]
+    assert found == [
+        [pytest.approx([2.0, 7 / 224]), pytest.approx([0.5 / 224, 1 / 224])],
+        [pytest.approx([1 / 224]), pytest.approx([2 / 224])],
+        [[1.0] * 3, pytest.approx([1e-3 / 224, 1.0, 1.0])],
+    ]
+    assert probe.scales(E4M3)[1].key.dtype == torch.float32
     assert probe.scales(E5M2)[0].key.tolist() == pytest.approx([448 * 2 / 57344, 14 / 57344])
-
-
-def test_heads_without_a_size_have_scale_1() -> None:
-    scales = probe_of(([0.0, torch.inf, torch.nan, 224.0], [1e-3, 0.0, 0.0, 0.0])).scales(E4M3)[0]
-    assert scales.key.tolist() == [1.0, 1.0, 1.0, 1.0]
-    assert scales.value.tolist() == pytest.approx([1e-3 / 224, 1.0, 1.0, 1.0])
 
 
 def test_scales_of_checkpoints(tmp_path: Path) -> None:
@@ -239,10 +199,10 @@ def test_scales_of_checkpoints(tmp_path: Path) -> None:
 
 
 def test_scales_of_a_checkpoint_come_first(
-    tmp_path: Path, make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "folio.app.engine")
-    folder = shutil.copytree(make_checkpoint("llama", **SMALL), tmp_path / "scaled")  # others use the original
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "scaled")  # others use the original
     weights = load_file(folder / "model.safetensors")
     stored = {
         f"model.layers.1.self_attn.{side}_scale": torch.tensor(scale) for side, scale in (("k", 0.5), ("v", 0.25))

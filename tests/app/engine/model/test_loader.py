@@ -19,9 +19,10 @@ from folio.app.config.engine import EngineConfig
 from folio.app.config.machine import Machine
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.model.checkpoint_module import random_model
-from folio.app.engine.model.loader import load_model
+from folio.app.engine.model.loader import LoadedModel, load_model
 from folio.app.errors import ConfigError, ModelError
-from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint
+from tests.architectures import ALL
+from tests.conftest import MakeCheckpoint
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[(7 * i + 3 * j) % 500 for j in range(90)] for i in range(2)]
@@ -29,10 +30,14 @@ PROMPTS = [[(7 * i + 3 * j) % 500 for j in range(90)] for i in range(2)]
 
 def config_folder(folder: Path, name: str, **settings: Any) -> Path:
     """A folder with a `config.json` and nothing else, of a model whose logits differ by more than they are rounded."""
-    model_type, defaults = ARCHITECTURES[name] if name in ARCHITECTURES else (name, HYBRIDS[name])
+    model_type, defaults = ALL[name]
     AutoConfig.for_model(model_type, **(defaults | {"initializer_range": 0.2} | settings)).save_pretrained(folder)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     return folder
+
+
+def load(folder: Path, **settings: Any) -> LoadedModel:
+    return load_model(EngineConfig(model=str(folder), skip_tokenizer_init=True, **settings).on_device("cpu"))
 
 
 def greedy_tokens(folder: Path, load_format: str, dtype: str) -> list[list[int]]:
@@ -63,15 +68,12 @@ def test_weights_are_in_the_dtype_of_the_config_and_tied(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process's random state does not change."""
-    monkeypatch.setattr(
-        "folio.app.engine.model.checkpoint_module.optimise", lambda *_, **__: None
-    )  # packs weights, and unties them
+    # Which packs weights, and unties them.
+    monkeypatch.setattr("folio.app.engine.model.checkpoint_module.optimise", lambda *_, **__: None)
     folder = config_folder(tmp_path, "qwen2", dtype="bfloat16", tie_word_embeddings=True)
     state = torch.random.get_rng_state()
     with caplog.at_level(logging.WARNING):
-        model = load_model(
-            EngineConfig(model=str(folder), load_format="dummy", skip_tokenizer_init=True).on_device("cpu")
-        ).module
+        model = load(folder, load_format="dummy").module
     assert "random weights" in caplog.text
     assert torch.equal(state, torch.random.get_rng_state())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -103,15 +105,15 @@ def saved_as_bin(folder: Path) -> None:
 
 @pytest.mark.parametrize("form", [None, saved_as_bin], ids=["safetensors", "bin"])
 def test_a_loaded_model_does_not_read_its_checkpoint_any_more(
-    form: Callable[[Path], None] | None, make_checkpoint: MakeCheckpoint, tmp_path: Path
+    form: Callable[[Path], None] | None, checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
     """Its files were mapped: a truncated one ended the process (SIGBUS), one overwritten in place changed the model."""
     folder = tmp_path / "model"
-    shutil.copytree(make_checkpoint("llama", **ARCHITECTURES["llama"][1]), folder)
+    shutil.copytree(checkpoint("llama"), folder)
     expected = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
     if form is not None:
         form(folder)
-    model = load_model(EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu"))
+    model = load(folder)
     assert str(folder) not in Path("/proc/self/maps").read_text()
     for path in folder.iterdir():
         os.truncate(path, 100)
@@ -119,24 +121,24 @@ def test_a_loaded_model_does_not_read_its_checkpoint_any_more(
 
 
 def test_files_stay_mapped_where_memory_is_short(
-    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A copy might end the process, too: weights of 14 GB that are quantised to 7 GB load on a machine with 12 GB."""
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    folder = checkpoint("llama")
     machine = replace(Machine.detect(), available_bytes=1000)
     monkeypatch.setattr(Machine, "detect", lambda: machine)
     with caplog.at_level(logging.INFO):
-        model = load_model(EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu"))
+        model = load(folder)
     assert "model.safetensors stays mapped, as memory is short" in caplog.text
     assert torch.isfinite(model.module.get_input_embeddings().weight).all()
 
 
 def test_a_checkpoint_that_is_truncated_while_it_is_read(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended the process, with the other models (SIGBUS)."""
     folder, opened = tmp_path / "model", modeling_utils.safe_open
-    shutil.copytree(make_checkpoint("llama", **ARCHITECTURES["llama"][1]), folder)
+    shutil.copytree(checkpoint("llama"), folder)
 
     def open_and_truncate(path: str, **options: Any) -> Any:
         file = opened(path, **options)
@@ -145,6 +147,6 @@ def test_a_checkpoint_that_is_truncated_while_it_is_read(
 
     monkeypatch.setattr(modeling_utils, "safe_open", open_and_truncate)
     with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged"):
-        load_model(EngineConfig(model=str(folder), skip_tokenizer_init=True).on_device("cpu"))
+        load(folder)
     monkeypatch.undo()
     assert modeling_utils.safe_open is opened

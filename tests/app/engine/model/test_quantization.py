@@ -13,7 +13,7 @@ from folio.app.engine.layers.linear import PackedLinear
 from folio.app.engine.model.loader import load_model
 from folio.app.errors import ConfigError
 from folio.kernels import CpuLinear
-from tests.conftest import ARCHITECTURES, MakeCheckpoint
+from tests.conftest import MakeCheckpoint
 
 needs_products = pytest.mark.usefixtures("products")
 
@@ -37,10 +37,9 @@ def load(folder: Path, quantization: str) -> tuple[torch.Tensor, int]:
 
 @needs_products
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
-def test_logits_are_nearly_the_same(name: str, make_checkpoint: MakeCheckpoint) -> None:
+def test_logits_are_nearly_the_same(name: str, checkpoint: MakeCheckpoint) -> None:
     """Random weights are the hard case: no logits stand out."""
-    model_type, settings = ARCHITECTURES[name]
-    folder = make_checkpoint(model_type, **settings)
+    folder = checkpoint(name)
     (expected, whole_bytes), (actual, quantized_bytes) = load(folder, "none"), load(folder, "int8")
     difference = ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
     assert 1e-4 < difference < 0.05, f"relative difference {difference:.3f}"
@@ -59,26 +58,21 @@ def test_the_builtin_model_answers_the_same() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_outputs_are_independent_of_the_batch_in_half_precision(
-    quantization: str, make_checkpoint: MakeCheckpoint
-) -> None:
+def test_outputs_are_independent_of_the_batch_in_half_precision(quantization: str, checkpoint: MakeCheckpoint) -> None:
     """Rounding depended on the number of rows, which changed tokens with nearly equal logits."""
     if CpuLinear().unsupported(torch.bfloat16):
         pytest.skip("the products that torch has depend on the number of rows")
     prompts = [[(i * 37 + j * 11) % 500 for j in range(5 + i)] for i in range(20)]
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    folder = checkpoint("llama")
     settings = {"dtype": "bfloat16", "quantization": quantization, "prefix_cache": False, "skip_tokenizer_init": True}
     with LLM(folder, kv_memory_bytes=8 << 20, **settings) as llm:  # type: ignore[arg-type]
         crowd = [completion.token_ids for completion in llm.generate(prompts, params)]
         assert [llm.generate([prompt], params)[0].token_ids for prompt in prompts[::3]] == crowd[::3]
 
 
-def test_a_dtype_without_8_bit_products_is_refused(make_checkpoint: MakeCheckpoint) -> None:
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+def test_a_dtype_without_8_bit_products_is_refused(checkpoint: MakeCheckpoint) -> None:
+    folder = checkpoint("llama")
+    config = EngineConfig(model=str(folder), dtype="float16", quantization="int8", skip_tokenizer_init=True)
     with pytest.raises(ConfigError, match=r"'int8'.*float16.*use 'none'"):
-        load_model(
-            EngineConfig(model=str(folder), dtype="float16", quantization="int8", skip_tokenizer_init=True).on_device(
-                "cpu"
-            )
-        )
+        load_model(config.on_device("cpu"))

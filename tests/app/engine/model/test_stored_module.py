@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.model import checkpoint_files, checkpoint_module, stored_module
@@ -19,20 +21,18 @@ from folio.app.errors import ModelError
 from folio.app.models.weights.arena import WeightArena
 from folio.app.models.weights.model_parts import find_tensors, fingerprint
 from folio.app.models.weights.store import WeightStore
-from tests.app.engine.model.test_models import ALL
 from tests.conftest import MakeCheckpoint
 
 Load = Callable[..., LoadedModel]
 
 
 @pytest.fixture
-def load(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> Iterator[Load]:
+def load(checkpoint: MakeCheckpoint, tmp_path: Path) -> Iterator[Load]:
     """`load(name, **settings)` in a store of its own, as a new process would."""
     arenas: list[WeightArena] = []
 
     def load(name: str, **settings: Any) -> LoadedModel:
-        model_type, of_model = ALL[name]
-        settings = {"model": str(make_checkpoint(model_type, **of_model)), "skip_tokenizer_init": True} | settings
+        settings = {"model": str(checkpoint(name)), "skip_tokenizer_init": True} | settings
         model = load_model(EngineConfig(**settings).on_device("cpu"), weights=WeightStore(tmp_path / "weights"))
         assert model.weights is not None
         arenas.append(model.weights)
@@ -99,11 +99,11 @@ def test_the_same_in_every_bit(
 
 
 def test_weights_are_read_before_the_load(
-    make_checkpoint: MakeCheckpoint, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoints of a model and its draft model, or their files once there are some, which the load then need not
     check."""
-    models = [str(make_checkpoint(ALL[name][0], **ALL[name][1])) for name in ("llama", "qwen2")]
+    models = [str(checkpoint(name)) for name in ("llama", "qwen2")]
     settings = {"model": models[0], "draft_model": models[1], "speculation": "draft", "skip_tokenizer_init": True}
     config, read = EngineConfig(**settings).on_device("cpu"), []  # type: ignore[arg-type,var-annotated]
     real = checkpoint_files._read
@@ -202,18 +202,11 @@ def test_a_file_that_cannot_be_mapped_is_closed_once(
 
 
 def test_the_file_of_a_model_without_output_layer_is_not_for_generation(
-    make_checkpoint: MakeCheckpoint, load: Load, tmp_path: Path
+    checkpoint: MakeCheckpoint, load: Load, tmp_path: Path
 ) -> None:
     """It has a file of its own, as a model that pools."""
-    from safetensors.torch import load_file, save_file
-
-    model_type, settings = ALL["llama"]
-    folder = make_checkpoint(model_type, **settings)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in folder.iterdir():
-        if path.suffix == ".json":
-            (copy / path.name).write_bytes(path.read_bytes())
+    folder, copy = checkpoint("llama"), tmp_path / "copy"
+    shutil.copytree(folder, copy)
     weights = load_file(folder / "model.safetensors")
     save_file({name: w for name, w in weights.items() if "lm_head" not in name}, copy / "model.safetensors")
     model = load("llama", model=str(copy), pooling="last")

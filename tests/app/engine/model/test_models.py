@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 
 import pytest
@@ -12,29 +11,15 @@ from transformers import AutoModelForCausalLM
 
 from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine, EngineConfig
-from folio.app.engine.schedule.mixed_steps import MixedSteps
 from folio.vmem import LayoutKind, ViewPolicy
-from tests.architectures import FURTHER
-from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.app.engine.runs import generate_staggered
+from tests.architectures import ALL, FURTHER
+from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
 
-LENGTHS = (1, 2, 16, 17, 63, 129, 300, 700)
-NEW_TOKENS = 24
+__all__ = ["ALL", "generate_staggered"]
 
-
-def generate_staggered(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    """Outputs of prompts that arrive two steps apart, so that prefills meet decodes. Chunks of prompts do not follow
-    measured times here: bfloat16 rounds each division of a prompt differently."""
-    engine.scheduler.mixed_steps = MixedSteps(engine.recovery, math.inf)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    arriving = list(enumerate(prompts))
-    while arriving or engine.has_work:
-        if arriving:
-            i, prompt = arriving.pop(0)
-            engine.submit(str(i), prompt, params)
-        for _ in range(2):
-            for delta in engine.step():
-                outputs[int(delta.request_id)].extend(delta.token_ids)
-    return outputs
+LENGTHS = (1, 2, 16, 63, 129, 700)
+NEW_TOKENS = 12
 
 
 def own_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -56,7 +41,6 @@ def own_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 _own_tokens: dict[Path, list[list[int]]] = {}
-ALL = ARCHITECTURES | {name: (name, settings) for name, settings in HYBRIDS.items()} | FURTHER
 CASES = [
     *itertools.product(
         ARCHITECTURES, [("region", "interleaved"), ("block_table", "interleaved"), ("auto", "per_layer")]
@@ -71,31 +55,25 @@ CASES = [
 @pytest.mark.thirds
 @pytest.mark.parametrize(("name", "memory"), CASES)
 def test_greedy_equals_transformers(
-    name: str, memory: tuple[ViewPolicy, LayoutKind], make_checkpoint: MakeCheckpoint
+    name: str, memory: tuple[ViewPolicy, LayoutKind], checkpoint: MakeCheckpoint
 ) -> None:
-    model_type, settings = ALL[name]
-    view, layout = memory
-    folder = make_checkpoint(model_type, **settings)
-    generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(1, VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in LENGTHS]
-
-    engine = Engine(
-        EngineConfig(
-            model=str(folder),
-            kv_memory_bytes=64 << 20,
-            max_num_seqs=16,
-            max_num_batched_tokens=96,
-            kv_view=view,
-            kv_layout=layout,
-            skip_tokenizer_init=True,
-        )
+    folder, (view, layout) = checkpoint(name), memory
+    prompts = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    config = EngineConfig(
+        model=str(folder),
+        kv_memory_bytes=64 << 20,
+        max_num_seqs=16,
+        max_num_batched_tokens=96,
+        kv_view=view,
+        kv_layout=layout,
+        skip_tokenizer_init=True,
     )
+    engine = Engine(config)
     try:
-        params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-        actual = generate_staggered(engine, prompts, params)
-        engine.check_integrity()
+        actual = generate_staggered(
+            engine, prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+        )
     finally:
         engine.close()
-
-    for prompt, tokens, expected in zip(prompts, actual, own_tokens(folder, prompts), strict=True):
-        assert tokens == expected, f"prompt of {len(prompt)} tokens"
+    for prompt, found, expected in zip(prompts, actual, own_tokens(folder, prompts), strict=True):
+        assert found == expected, f"prompt of {len(prompt)} tokens"

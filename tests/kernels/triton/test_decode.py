@@ -10,7 +10,7 @@ import torch
 from folio.kernels.provider import FP8_DTYPES, VarlenBatch
 from folio.kernels.triton.provider import TritonProvider
 from tests.kernels.cases import Lengths
-from tests.kernels.triton.test_triton import ALL_MASKS, CUDA, DEVICE, check, make_case
+from tests.kernels.triton.problems import ALL_MASKS, CUDA, DEVICE, check, make_case
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -30,6 +30,7 @@ def provider(request: pytest.FixtureRequest) -> TritonProvider:
     return provider
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize(
     ("features", "heads", "dim", "num_splits"),
     [
@@ -47,8 +48,8 @@ def test_ragged_decodes(
     provider: TritonProvider, features: dict[str, Any], heads: tuple[int, int], dim: int, num_splits: int
 ) -> None:
     region = num_splits > 4
-    options = {"block_tokens": 600 if region else 64, "region": region} | features
-    check(provider, make_case(RAGGED, heads, (dim, dim), torch.bfloat16, **options), num_splits)
+    case = make_case(RAGGED, heads, (dim, dim), torch.bfloat16, region=region, block_tokens=64, **features)
+    check(provider, case, num_splits)
 
 
 @pytest.mark.parametrize("provider", ["five programs", "short splits"], indirect=True)
@@ -59,7 +60,7 @@ def test_padding_rows_and_loose_bounds_change_no_bit(provider: TritonProvider, r
     for bucket, features in ((1, {}), (4, {"window_left": 150}), (16, {"softcap": 2.0})):
         for count in {bucket // 2 + 1, bucket}:
             rows = (lengths * 2)[:count]
-            case = make_case(rows, (2, 1), block_tokens=600 if region else 16, region=region, **features)
+            case = make_case(rows, (2, 1), region=region, **features)
             expected = provider.attend(*case.arguments)
             padding, batch = bucket - count, case.batch
             table = torch.nn.functional.pad(batch.block_table, (0, 0 if region else 40, 0, padding))

@@ -59,6 +59,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thirds
 @pytest.mark.parametrize("params", CASES, ids=str)
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,8 +70,8 @@ def test_equals_the_choice_on_cpus(
     not whole."""
     monkeypatch.setattr(sampling, "_TILE_TOKENS", 256)
     generator = torch.Generator().manual_seed(1)
-    logits = (scale * torch.randn(4, 1001, generator=generator)).to(dtype)
-    settings = settings_of(4, **params)  # type: ignore[arg-type]
+    logits = (scale * torch.randn(3, 601, generator=generator)).to(dtype)
+    settings = settings_of(3, **params)  # type: ignore[arg-type]
     assert chosen(logits, settings) == expected(logits, settings)
 
 
@@ -87,7 +88,7 @@ def test_forbidden_tokens_and_broken_rows() -> None:
     logits[0] = -torch.inf
     logits[1, 3:] = -torch.inf
     logits[2], logits[3, 5], logits[4, 9] = torch.nan, torch.nan, torch.inf
-    for params in CASES:
+    for params in CASES[::2]:
         tokens, possible = chosen(logits, settings_of(6, **params))  # type: ignore[arg-type]
         assert possible[:2] == [False, True]
         assert possible[5]

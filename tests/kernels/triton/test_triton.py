@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 from dataclasses import replace
 from typing import Any
@@ -11,113 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from folio.kernels import flash_attn_with_kvcache
 from folio.kernels.provider import FP8_DTYPES, AttentionCall, CacheScales, KernelError, Masking, VarlenBatch
 from folio.kernels.reference import ReferenceProvider
 from folio.kernels.triton.provider import TritonProvider
 from tests.kernels import cases
-from tests.kernels.cases import GuardedMemory, Lengths
+from tests.kernels.cases import GuardedMemory
+from tests.kernels.triton.problems import ALL_MASKS, CUDA, DEVICE, TOLERANCE, check, make_case
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu if CUDA else pytest.mark.thirds]
-
-# Largest difference allowed, divided by 1 + |expected|. The interpreter cuts bfloat16 off instead of rounding.
-TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-LSE_TOLERANCE = 1e-4
-# (queries, cached): prompts of one token and more, decodes, chunks, a sequence without queries, one without a cache.
-RAGGED: Lengths = [(1, 1), (1, 17), (5, 5), (3, 64), (0, 9), (1, 65), (40, 130), (0, 0), (33, 33), (1, 150)]
-ALL_MASKS = {"window_left": 21, "window_right": 4, "softcap": 3.0, "alibi": "seqs", "sinks": True, "leftpad": True}
 
 
 @pytest.fixture(scope="module")
 def provider() -> TritonProvider:
     return TritonProvider()
-
-
-def make_case(
-    lengths: Lengths,
-    heads: tuple[int, int] = (4, 2),
-    dims: tuple[int, int] = (64, 64),
-    dtype: torch.dtype = torch.float32,
-    *,
-    block_tokens: int = 16,
-    region: bool = False,
-    scale: float | None = None,
-    window_left: int = -1,
-    window_right: int = 0,
-    softcap: float = 0.0,
-    alibi: str = "",
-    sinks: bool = False,
-    leftpad: bool = False,
-    seed: int = 7,
-    **options: Any,
-) -> cases.Case:
-    """A case with random slopes, sinks and leftpads; the table has one column more than the lengths need."""
-    generator = torch.Generator().manual_seed(seed)
-    pads = [int(torch.randint(0, max(1, cached // 2), (), generator=generator)) for _, cached in lengths]
-    slopes = torch.rand(*([len(lengths)] * (alibi == "seqs")), heads[0], generator=generator).to(DEVICE)
-    masking = Masking(
-        dims[0] ** -0.5 if scale is None else scale,
-        window_left,
-        window_right,
-        softcap,
-        slopes if alibi else None,
-        torch.randn(heads[0], generator=generator).to(DEVICE) if sinks else None,
-    )
-    options |= {"masking": masking, "leftpad": pads if leftpad else None, "seed": seed, "device": DEVICE}
-    view = "region" if region else "block_table"
-    return cases.make_case(lengths, heads, dims, dtype, view, block_tokens=block_tokens, spare_columns=1, **options)
-
-
-def check(provider: TritonProvider, case: cases.Case, num_splits: int = 0) -> torch.Tensor:
-    tolerance = TOLERANCE[case.query.dtype]
-    return cases.check(
-        provider, case, tolerance=tolerance, lse_tolerance=LSE_TOLERANCE, relative=True, num_splits=num_splits
-    )
-
-
-@pytest.mark.parametrize(("block_tokens", "region"), [(1, False), (3, False), (16, False), (256, False), (600, True)])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_ragged_batch(provider: TritonProvider, dtype: torch.dtype, block_tokens: int, region: bool) -> None:
-    check(provider, make_case(RAGGED, (3, 1), dtype=dtype, block_tokens=block_tokens, region=region))
-
-
-@pytest.mark.parametrize("dims", [(80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_head_sizes(provider: TritonProvider, dims: tuple[int, int], dtype: torch.dtype) -> None:
-    check(provider, make_case([(1, 140), (9, 30), (20, 20), (1, 1)], (4, 1), dims, dtype))
-
-
-@pytest.mark.parametrize("group", [1, 4, 7, 64])
-def test_group_sizes(provider: TritonProvider, group: int) -> None:
-    for lengths in ([(1, 40), (1, 1)], [(2, 40), (1, 3)], [(11, 70)]):
-        check(provider, make_case(lengths, (group, 1), dtype=torch.float16))
-
-
-@pytest.mark.parametrize(
-    "features",
-    [
-        {"window_left": 0},
-        {"window_left": 31},
-        {"window_left": 5, "window_right": 9},
-        {"window_right": 3},
-        {"window_right": -1},
-        {"softcap": 2.0, "scale": 0.5},
-        {"alibi": "heads"},
-        {"alibi": "seqs", "window_right": -1},
-        {"sinks": True},
-        {"leftpad": True},
-        ALL_MASKS,
-    ],
-    ids=str,
-)
-def test_masking(provider: TritonProvider, features: dict[str, Any]) -> None:
-    lengths = [(1, 17), (5, 5), (3, 64), (0, 9), (1, 90), (40, 70)]
-    for seed, region in enumerate((False, True)):
-        case = make_case(lengths, (3, 1), block_tokens=600 if region else 16, region=region, seed=seed, **features)
-        check(provider, case, num_splits=2)
 
 
 def test_buffers_that_a_graph_may_have_captured_stay(provider: TritonProvider) -> None:
@@ -157,13 +63,7 @@ def test_lengths_at_the_edges(provider: TritonProvider, features: dict[str, Any]
         [(1, 40), (6, 6)],
     ):
         for region in (False, True):
-            options = {"block_tokens": 600 if region else 16, "region": region} | features
-            check(provider, make_case(lengths, (3, 1), dtype=torch.float16, **options))
-
-
-def test_maxima_may_be_overstated(provider: TritonProvider) -> None:
-    for lengths in ([(1, 30), (1, 70)], [(1, 30)], [(4, 30)], [(4, 30), (1, 20)]):
-        check(provider, make_case(lengths, slack=1000))
+            check(provider, make_case(lengths, (3, 1), dtype=torch.float16, region=region, **features))
 
 
 def test_empty_batches(provider: TritonProvider) -> None:
@@ -175,26 +75,13 @@ def test_empty_batches(provider: TritonProvider) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, 20, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_splits(provider: TritonProvider, num_splits: int, dtype: torch.dtype) -> None:
-    lengths = [(1, 300), (1, 0), (0, 4), (1, 129), (1, 64)][: 2 if num_splits == 1000 else 5]
-    features: dict[str, Any]
-    for features in ({}, ALL_MASKS):
-        check(provider, make_case(lengths, (3, 1), dtype=dtype, **features), num_splits)
-
-
-def test_splits_can_be_repeated(provider: TritonProvider) -> None:
+@pytest.mark.parametrize("features", [{}, ALL_MASKS], ids=["plain", "all"])
+def test_splits_can_be_repeated(provider: TritonProvider, num_splits: int, features: dict[str, Any]) -> None:
     """Counters that were not back at zero would make the second call combine partial results before all are stored."""
-    case = make_case([(1, 200), (1, 90), (2, 40)], (6, 2))
-    first = check(provider, case, num_splits=4)
-    for _ in range(3):
-        assert torch.equal(check(provider, case, num_splits=4), first)
-
-
-def test_split_buffers_grow() -> None:
-    provider = TritonProvider()
-    for num_seqs in (1, 3, 2):
-        check(provider, make_case([(1, 100)] * num_seqs), num_splits=3)
+    lengths = [(1, 300), (1, 0), (0, 4), (2, 129), (1, 64)][: 2 if num_splits == 1000 else 5]
+    case = make_case(lengths, (3, 1), dtype=torch.bfloat16, **features)
+    first = check(provider, case, num_splits)
+    assert torch.equal(provider.attend(*case.arguments, num_splits=num_splits), first)
 
 
 @pytest.mark.parametrize("cache_dtype", FP8_DTYPES)
@@ -298,62 +185,14 @@ def test_without_triton_or_a_device_there_is_no_provider(monkeypatch: pytest.Mon
 
 
 # On a GPU most of the time goes into compiling, for which the lengths do not matter.
-PROBLEMS, PROBLEMS_PER_SHAPE = (300, 5) if CUDA else (30, 1)
+PROBLEMS, PROBLEMS_PER_SHAPE = (300, 5) if CUDA else (36, 1)
 
 
 @pytest.mark.parametrize("seed", range(PROBLEMS))
 def test_random_problem(provider: TritonProvider, seed: int) -> None:
-    shape, lengths_of = random.Random(seed // PROBLEMS_PER_SHAPE), random.Random(1000 + seed)
-    num_kv_heads = shape.choice([1, 2, 3])
-    group = shape.choice([1, 2, 3, 4, 6, 7, 8, 16, 33, 64][: 10 if num_kv_heads == 1 else 7])
-    dim = shape.choice([8, 16, 40, 64, 80, 96, 112, 128, 192, 256])
-    most = shape.choice([20, 150, 400 if CUDA else 200])
-    lengths: Lengths = []
-    for _ in range(lengths_of.randint(1, 5)):
-        cached = lengths_of.randint(0, most)
-        several = [2, lengths_of.randint(1, 40), cached, cached + 3]
-        lengths.append((lengths_of.choice([0, 1, 1, 1, *several]), cached))
-    region = shape.random() < 0.3
-    case = make_case(
-        lengths,
-        (group * num_kv_heads, num_kv_heads),
-        (dim, shape.choice([dim, dim, 64, 128])),
-        shape.choice(list(TOLERANCE)),
-        cache_dtype=shape.choice([None, None, None, *FP8_DTYPES]),
-        block_tokens=shape.choice([most, 601]) if region else shape.choice([1, 3, 16, 48, 64, 128, 256, 700]),
-        region=region,
-        window_left=shape.choice([-1, -1, 0, shape.randint(0, most)]),
-        window_right=shape.choice([0, 0, 0, -1, shape.randint(0, 30)]),
-        softcap=shape.choice([0.0, 0.0, 3.0, 30.0]),
-        alibi=shape.choice(["", "", "heads", "seqs"]),
-        sinks=shape.random() < 0.3,
-        leftpad=shape.random() < 0.3,
-        slack=lengths_of.choice([0, 0, 100]),
-        seed=seed,
-    )
-    check(provider, case, num_splits=lengths_of.choice([0, 0, 1, 2, 5, 200]))
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_front(provider: TritonProvider, interleaved: bool) -> None:
-    """The public function over Triton: new keys are rotated, stored and read in the same call."""
-    torch.manual_seed(0)
-    caches = [torch.randn(10, 16, 2, 64, device=DEVICE) for _ in range(2)]
-    others = [cache.clone() for cache in caches]
-    q, k, v = (torch.randn(2, 3, heads, 64, device=DEVICE) for heads in (4, 2, 2))
-    angles = torch.rand(64, 16, device=DEVICE) * 6
-    options: dict[str, Any] = {
-        "cache_seqlens": torch.tensor([20, 0], dtype=torch.int32, device=DEVICE),
-        "block_table": torch.tensor([[3, 1], [4, 5]], dtype=torch.int32, device=DEVICE),
-        "causal": True,
-        "rotary_interleaved": interleaved,
-        "return_softmax_lse": True,
-    }
-    new = k, v, angles.cos(), angles.sin()
-    found = flash_attn_with_kvcache(q, *caches, *new, **options, provider=provider)
-    expected = flash_attn_with_kvcache(q, *others, *new, **options, provider=ReferenceProvider())
-    for a, b in zip((*found, *caches), (*expected, *others), strict=True):
-        torch.testing.assert_close(a, b, atol=3e-5, rtol=3e-5)
+    options = {"longest": 400 if CUDA else 200, "cache_dtypes": [None, None, None, *FP8_DTYPES], "device": DEVICE}
+    case = cases.random_case(seed, number=seed // PROBLEMS_PER_SHAPE, **options)
+    check(provider, case, num_splits=(0, 1, 0, 2, 5, 200)[seed % 6])
 
 
 @pytest.mark.skipif(CUDA, reason="pages of the host cannot be guarded for a GPU")

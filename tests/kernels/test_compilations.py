@@ -33,7 +33,7 @@ def test_each_variant_of_a_triton_kernel_counts_once(tmp_path: Path) -> None:
 import torch
 from folio.kernels import num_compilations
 from folio.kernels.triton.cache import copy_blocks
-from tests.kernels.triton.test_compile import use_no_device
+from tests.kernels.triton.no_device import use_no_device
 use_no_device()
 words, rows = torch.zeros(4, 1024, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
 counts = [num_compilations()]

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from folio.kernels import CacheScales, HeadNorm, Masking, RotaryWrite, VarlenBat
 from folio.kernels.provider import AttentionCall, CacheWrite
 from folio.vmem.backends.host import HostBackend
 from folio.vmem.layout import LayerSpec, LayoutKind, plan_layout
+from tests.kernels.triton.no_device import use_no_device
 
 SHARED_BYTES = 227 * 1024  # the most per program on an H100
 REGISTERS = 255  # the most per thread
@@ -39,7 +39,7 @@ PAGE_BYTES = 2 << 20
 THREADS = 128  # of a program of the write kernel
 NUM_SEQS, NUM_BLOCKS = 3, 8
 VOCAB_SIZE = 128_256
-NUM_PROCESSES, TIMEOUT_S = 2, 600
+NUM_PARTS, NUM_PROCESSES, TIMEOUT_S = 6, 2, 600
 ROOT = Path(__file__).parents[3]
 PTXAS = "backends/nvidia/bin/ptxas"  # in Triton's package
 
@@ -188,8 +188,8 @@ def programs_at_once(registers: int, shared: int, warps: int) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.thirds
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_production_shapes_use_the_gpu_well(part: int, tmp_path: Path) -> None:
     """The interpreter does not show spills, reads of less than 16 bytes per thread, or too much shared memory."""
     triton = importlib.util.find_spec("triton")
@@ -197,7 +197,7 @@ def test_production_shapes_use_the_gpu_well(part: int, tmp_path: Path) -> None:
         pytest.skip("the installed Triton has no ptxas")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    shapes = sorted({*range(part, len(SHAPES), 3), SHAPES.index(MISALIGNED)})
+    shapes = sorted({*range(part, len(SHAPES), NUM_PARTS), SHAPES.index(MISALIGNED)})
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.kernels.triton.test_compile", *map(str, shapes[i::NUM_PROCESSES])],
@@ -282,24 +282,6 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
 
 
 # --- in a process without the interpreter ---------------------------------------------------------------------------
-
-
-def use_no_device() -> None:
-    """Let Triton specialise and compile for an H100 that is not there; launches do nothing."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    device_free = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        launcher_cls=lambda source, metadata: lambda *arguments: None,
-        utils=SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": sys.maxsize},
-            load_binary=lambda *arguments: (1, 0, 0, 0, 1024),
-        ),
-    )
-    triton.runtime.driver.set_active(device_free)
 
 
 def compile_shapes(indexes: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
 """Warm-up covers every variant of a kernel.
 
-`python -m tests.app.engine.execution.test_variants FOLDER` serves a mixed load after the warm-up of a CPU engine whose
+`python -m tests.app.engine.ranks.test_variants FOLDER` serves a mixed load after the warm-up of a CPU engine whose
 attention calls Triton's kernels, too. Triton specialises them as for an H100 and compiles nothing; the launches do
 nothing, and tokens come from torch. It prints a line of JSON: the variants of the warm-up's requests alone, of the
 whole warm-up, of the load, and those of the load that came late. That takes a process without Triton's interpreter,
@@ -46,13 +46,12 @@ def test_shapes_fit_the_engine() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_no_variant_is_left_for_requests(name: str, make_checkpoint: MakeCheckpoint) -> None:
-    from tests.conftest import ARCHITECTURES
-
+def test_no_variant_is_left_for_requests(name: str, checkpoint: MakeCheckpoint) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    folder = make_checkpoint(name, **ARCHITECTURES[name][1])
+    folder = checkpoint(name)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
     done = subprocess.run(
         [sys.executable, "-m", "tests.app.engine.ranks.test_variants", str(folder)],
@@ -82,7 +81,7 @@ def serve(folder: str) -> dict[str, Any]:
     from folio.app.engine.startup import warm_up, warm_up_variants
     from folio.kernels.reference import SdpaProvider
     from folio.kernels.triton.provider import TritonProvider
-    from tests.kernels.triton.test_compile import use_no_device
+    from tests.kernels.triton.no_device import use_no_device
 
     class Both(TritonProvider):
         """Launches Triton's kernels, which do nothing, and gives torch's results."""
@@ -96,30 +95,18 @@ def serve(folder: str) -> dict[str, Any]:
             return None
 
         def run_write(self, new: CacheWrite) -> None:
-            super().run_write(new)
-            self._sdpa.run_write(new)
+            self.prepare_write(new)(new.key, new.value, new.key_cache, new.value_cache)
 
         def run_attend(self, call: AttentionCall) -> torch.Tensor:
-            super().run_attend(call)
-            return self._sdpa.run_attend(call)
+            return self.prepare_attend(call)(call.query, call.key_cache, call.value_cache)
 
         def prepare_write(self, new: CacheWrite) -> StoreLayer:
             launch, store = super().prepare_write(new), self._sdpa.prepare_write(new)
-
-            def both(*tensors: torch.Tensor) -> None:
-                launch(*tensors)
-                store(*tensors)
-
-            return both
+            return lambda *tensors: (launch(*tensors), store(*tensors))[1]
 
         def prepare_attend(self, call: AttentionCall) -> AttendLayer:
             launch, attend = super().prepare_attend(call), self._sdpa.prepare_attend(call)
-
-            def both(*tensors: torch.Tensor) -> torch.Tensor:
-                launch(*tensors)
-                return attend(*tensors)
-
-            return both
+            return lambda *tensors: (launch(*tensors), attend(*tensors))[1]
 
     seen: set[tuple[str, str]] = set()
 

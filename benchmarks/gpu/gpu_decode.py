@@ -145,7 +145,7 @@ def compile_all(index: int, count: int) -> None:
     what they need."""
     from folio.kernels.triton.decode import TUNINGS, SplitDecode
     from folio.vmem.backends.host import HostBackend
-    from tests.kernels.triton.test_compile import use_no_device
+    from tests.kernels.triton.no_device import use_no_device
 
     use_no_device()
     cpu, backend, seen = torch.device("cpu"), HostBackend(GRANULE_BYTES), set[str]()

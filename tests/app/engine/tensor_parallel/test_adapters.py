@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,18 +18,13 @@ from tests.app.engine.engines import engine_of, run
 from tests.app.engine.engines import tokens_of as tokens
 from tests.app.engine.lora.adapters import Merged, make_adapter, one_thread
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
-from tests.conftest import ARCHITECTURES, MakeCheckpoint
+from tests.conftest import MakeCheckpoint
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPT = list(range(3, 40, 2))
 PATTERNS = {"llama": r"_proj$|lm_head", "mixtral": r"self_attn.*_proj$", "gemma2": r"layers.*_proj$", "phi3": r"_proj$"}
-
-
-def make_engine(model: Path, folders: dict[str, Path], **settings: Any) -> Engine:
-    sources = {name: str(folder) for name, folder in folders.items()}
-    return engine_of(model, thread_ranks, adapters=sources, **settings)
 
 
 class PeerElsewhere(RankAdapters):
@@ -44,18 +38,27 @@ class PeerElsewhere(RankAdapters):
         return super().read(replace(source, path=str(self._folder)) if source.name == "a" else source)
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("llama", 4), ("mixtral", 2), ("gemma2", 2), ("phi3", 2)])
-def test_ranks_give_what_merged_models_give(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str, size: int
-) -> None:
-    """Two adapters take turns in one slot, beside the base model. Four ranks share two KV heads."""
-    model = make_checkpoint(ARCHITECTURES[name][0], **ARCHITECTURES[name][1])
-    expected = {"base": Merged(model).generate(PROMPT, 6)}
+def with_adapters(checkpoint: MakeCheckpoint, folder: Path, name: str = "llama") -> Path:
+    """A model and its adapters "a" and "b" in the folder."""
+    model = checkpoint(name)
     for seed, key in enumerate("ab"):
-        make_adapter(tmp_path / key, model, PATTERNS[name], seed=seed)
-        expected[key] = Merged(model, tmp_path / key).generate(PROMPT, 6)
-    settings = {"tensor_parallel_size": size, "max_loaded_adapters": 1}
-    engine = make_engine(model, {key: tmp_path / key for key in "ab"}, **settings)
+        make_adapter(folder / key, model, PATTERNS[name], seed=seed)
+    return model
+
+
+def make_engine(model: Path, folder: Path, size: int) -> Engine:
+    """With one slot for the two adapters."""
+    sources = {key: str(folder / key) for key in "ab"}
+    return engine_of(model, thread_ranks, adapters=sources, tensor_parallel_size=size, max_loaded_adapters=1)
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("llama", 4), ("mixtral", 2), ("gemma2", 2), ("phi3", 2)])
+def test_ranks_give_what_merged_models_give(checkpoint: MakeCheckpoint, tmp_path: Path, name: str, size: int) -> None:
+    """Two adapters take turns in one slot, beside the base model. Four ranks share two KV heads."""
+    model = with_adapters(checkpoint, tmp_path, name)
+    expected = {key: Merged(model, tmp_path / key).generate(PROMPT, 6) for key in "ab"}
+    expected["base"] = Merged(model).generate(PROMPT, 6)
+    engine = make_engine(model, tmp_path, size)
     for key in ("a", "base", "b"):
         engine.submit(key, PROMPT, GREEDY, adapter=None if key == "base" else key)
     outputs = {key: tokens(deltas) for key, deltas in run(engine).items()}
@@ -64,14 +67,11 @@ def test_ranks_give_what_merged_models_give(
 
 
 def test_an_adapter_that_a_peer_cannot_read_is_refused(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
-    for seed, key in enumerate("ab"):
-        make_adapter(tmp_path / key, model, r"_proj$", seed=seed)
+    model = with_adapters(checkpoint, tmp_path)
     monkeypatch.setattr(worker, "RankAdapters", lambda layers: PeerElsewhere(layers, tmp_path / "elsewhere"))
-    settings = {"tensor_parallel_size": 2, "max_loaded_adapters": 1}
-    engine = make_engine(model, {key: tmp_path / key for key in "ab"}, **settings)
+    engine = make_engine(model, tmp_path, 2)
     for key in "ab":
         engine.submit(key, PROMPT, GREEDY, adapter=key)
     outputs = run(engine)
@@ -82,14 +82,11 @@ def test_an_adapter_that_a_peer_cannot_read_is_refused(
 
 
 def test_an_adapter_that_rank_0_cannot_insert_is_on_no_rank(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the peers kept it, and failed when the next adapter came into its slot."""
-    model = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
-    for seed, key in enumerate("ab"):
-        make_adapter(tmp_path / key, model, r"_proj$", seed=seed)
-    settings = {"tensor_parallel_size": 2, "max_loaded_adapters": 1}
-    engine = make_engine(model, {key: tmp_path / key for key in "ab"}, **settings)
+    model = with_adapters(checkpoint, tmp_path)
+    engine = make_engine(model, tmp_path, 2)
     original = LoRALayers.insert
 
     def insert(layers: LoRALayers, slot: int, updates: Updates) -> None:
@@ -107,12 +104,10 @@ def test_an_adapter_that_rank_0_cannot_insert_is_on_no_rank(
 
 
 def test_adapters_are_checked_and_loaded_on_all_ranks(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A check fails if a peer's does, and leaves nothing on any rank. Replaced adapters give the new outputs."""
-    model = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
-    for seed, key in enumerate("ab"):
-        make_adapter(tmp_path / key, model, r"_proj$", seed=seed)
+    model = with_adapters(checkpoint, tmp_path)
     peers: list[RankAdapters] = []
 
     def peer(layers: LoRALayers | None) -> RankAdapters:

@@ -3,7 +3,6 @@ prefixes."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +19,38 @@ from folio.app.engine.ranks import worker
 from folio.app.engine.ranks.processes import Launch, spawn_ranks
 from folio.app.errors import ModelError
 from folio.vmem import Backend, select_backend
+from tests.app.engine.tensor_parallel.decoding import prompts
 from tests.app.engine.tensor_parallel.thread_ranks import socket_ranks, thread_ranks
-from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.nightly import examples
 
 # Of the further ones: experts beside a shared one, and latent attention. `docs/reference/models.md` has the others.
 OF_FURTHER = ("qwen2_moe", "deepseek_v3")
-ALL = ARCHITECTURES | {name: (name, settings) for name, settings in HYBRIDS.items()} | FURTHER
 WITHOUT_PLAN = {"opt", "gpt2", "bamba", "falcon_h1", "lfm2", "gpt_bigcode", "stablelm"}
 PLANNED = [name for name in (ARCHITECTURES | HYBRIDS) if name not in WITHOUT_PLAN]
 # On two ranks and on four: nightly all of them, and each time one of each kind; the others are on two or four in turns.
 BOTH = PLANNED if examples(0, nightly=1) else ["llama", "mixtral", "qwen3_next"]
+SWAP, RECOMPUTE = {"preemption": "swap"}, {"preemption": "recompute"}
+UNEVEN = {"vocab_size": VOCAB_SIZE + 3}
+ONE_HEAD = {"num_key_value_heads": 1, "tie_word_embeddings": True}
+IN_PROCESSES = pytest.param("mixtral", {}, 2, spawn_ranks, SWAP, marks=pytest.mark.processes)
+# name, changes of it, ranks, launch, settings
 CASES = [
-    *((name, size) for i, name in enumerate(PLANNED) for size in (2, 4) if name in BOTH or size == (2, 4)[i % 2]),
-    *itertools.product(OF_FURTHER, (2,)),
+    *(
+        (name, {}, size, thread_ranks, RECOMPUTE if size == 4 else SWAP)
+        for i, name in enumerate(PLANNED)
+        for size in (2, 4)
+        if name in BOTH or size == (2, 4)[i % 2]
+    ),
+    *((name, {}, 2, thread_ranks, SWAP) for name in OF_FURTHER),
+    *(("llama", changes, size, thread_ranks, SWAP) for changes in (UNEVEN, ONE_HEAD) for size in (2, 4)),
+    *((name, {}, 2, thread_ranks, SWAP | {"async_scheduling": "on"}) for name in ("llama", "qwen3_next")),
+    ("mixtral", {}, 2, socket_ranks, SWAP),
+    IN_PROCESSES,
 ]
 NEW_TOKENS = 14
-_expected: dict[str, dict[str, list[int]]] = {}  # of one rank
+_expected: dict[Path, dict[str, list[int]]] = {}  # of one rank
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-
-
-def prompts() -> list[list[int]]:
-    """With and without common prefixes."""
-    generator = torch.Generator().manual_seed(7)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(1, VOCAB_SIZE - 1, (count,), generator=generator).tolist()
-
-    common = tokens(100)
-    return [common + tokens(20), tokens(1), common + tokens(33), tokens(64), common[:70] + tokens(9), tokens(150)]
 
 
 def generate(folder: Path, launch: Launch = thread_ranks, **settings: Any) -> tuple[dict[str, list[int]], Engine]:
@@ -92,42 +93,33 @@ def generate(folder: Path, launch: Launch = thread_ranks, **settings: Any) -> tu
 
 
 @pytest.mark.thirds
-@pytest.mark.parametrize(("name", "size"), CASES)
-def test_greedy_tokens_are_those_of_one_rank(name: str, size: int, make_checkpoint: MakeCheckpoint) -> None:
-    model_type, settings = ALL[name]
-    folder = make_checkpoint(model_type, **settings)
-    if name not in _expected:
-        _expected[name], _ = generate(folder)
-    actual, engine = generate(folder, tensor_parallel_size=size, preemption="swap" if size == 2 else "recompute")
-    assert actual == _expected[name]
+@pytest.mark.parametrize(("name", "changes", "size", "launch", "settings"), CASES)
+def test_greedy_tokens_are_those_of_one_rank(
+    name: str,
+    changes: dict[str, Any],
+    size: int,
+    launch: Launch,
+    settings: dict[str, Any],
+    checkpoint: MakeCheckpoint,
+) -> None:
+    """Over threads, TCP and processes; a vocabulary need not be even, and ranks may share a head. Tokens of a step in
+    flight reach all ranks."""
+    folder = checkpoint(name, **changes)
+    if folder not in _expected:
+        _expected[folder], _ = generate(folder)
+    actual, engine = generate(folder, launch, tensor_parallel_size=size, **settings)
+    assert actual == _expected[folder]
     report = engine.report()
     assert report.hit_tokens > 100
     assert report.copied_blocks > 0
     assert sum(engine.load.take_activity().num_preempted.values()) > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_tokens_of_a_step_in_flight_reach_all_ranks(name: str, make_checkpoint: MakeCheckpoint) -> None:
-    model_type, settings = ALL[name]
-    folder = make_checkpoint(model_type, **settings)
-    expected, _ = generate(folder)
-    actual, _ = generate(folder, tensor_parallel_size=2, preemption="swap", async_scheduling="on")
-    assert actual == expected
-
-
-@pytest.mark.parametrize("launch", [socket_ranks, pytest.param(spawn_ranks, marks=pytest.mark.processes)])
-def test_peers_over_tcp_and_in_processes(launch: Launch, make_checkpoint: MakeCheckpoint) -> None:
-    folder = make_checkpoint("mixtral", **ARCHITECTURES["mixtral"][1])
-    expected, _ = generate(folder)
-    actual, _ = generate(folder, launch, tensor_parallel_size=2, preemption="swap")
-    assert actual == expected
-
-
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", sorted(WITHOUT_PLAN))
-def test_a_model_without_a_plan_is_refused(name: str, make_checkpoint: MakeCheckpoint) -> None:
-    model_type, settings = ALL[name]
+def test_a_model_without_a_plan_is_refused(name: str, checkpoint: MakeCheckpoint) -> None:
     with pytest.raises(ModelError, match="no tensor-parallel plan for its layers"):
-        generate(make_checkpoint(model_type, **settings), tensor_parallel_size=2)
+        generate(checkpoint(name), tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(
@@ -144,32 +136,14 @@ def test_a_model_without_a_plan_is_refused(name: str, make_checkpoint: MakeCheck
     ],
 )
 def test_indivisible_dimensions_are_refused(
-    settings: dict[str, int], size: int, reason: str, make_checkpoint: MakeCheckpoint
+    settings: dict[str, int], size: int, reason: str, checkpoint: MakeCheckpoint
 ) -> None:
-    folder = make_checkpoint("llama", **(ARCHITECTURES["llama"][1] | settings))
     with pytest.raises(ModelError, match=reason):
-        generate(folder, tensor_parallel_size=size)
+        generate(checkpoint("llama", **settings), tensor_parallel_size=size)
 
 
-def test_a_vocabulary_need_not_be_even(make_checkpoint: MakeCheckpoint) -> None:
-    folder = make_checkpoint("llama", **(ARCHITECTURES["llama"][1] | {"vocab_size": VOCAB_SIZE + 3}))
-    expected, _ = generate(folder)
-    for size in (2, 4):
-        assert generate(folder, tensor_parallel_size=size)[0] == expected
-
-
-def test_tied_embeddings_and_one_kv_head(make_checkpoint: MakeCheckpoint) -> None:
-    settings = ARCHITECTURES["llama"][1] | {"num_key_value_heads": 1, "tie_word_embeddings": True}
-    folder = make_checkpoint("llama", **settings)
-    expected, _ = generate(folder)
-    for size in (2, 4):
-        assert generate(folder, tensor_parallel_size=size)[0] == expected
-
-
-def test_a_rank_has_its_share_of_weights_and_cache(
-    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+def test_a_rank_has_its_share_of_weights_and_cache(checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint("llama")
     loaded: list[LoadedModel] = []
     monkeypatch.setattr(worker, "load_model", lambda *args: loaded.append(load_model(*args)) or loaded[-1])
 
@@ -191,10 +165,10 @@ def test_a_rank_has_its_share_of_weights_and_cache(
 
 
 def test_requests_are_preempted_when_a_peer_lacks_memory(
-    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer's device has half of the budget."""
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    folder = checkpoint("llama")
     expected, _ = generate(folder)
 
     def small_backend(device: torch.device, *, capacity_bytes: int, headroom_bytes: int) -> Backend:

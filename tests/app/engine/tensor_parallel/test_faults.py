@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from folio.app.engine import LLM, AsyncEngine, EngineConfig, SamplingParams
+from folio.app.engine import AsyncEngine, EngineConfig, SamplingParams
 from folio.app.engine.engine import Engine
 from folio.app.engine.execution.model_runner import ModelRunner
 from folio.app.engine.ranks import processes as limits
@@ -25,13 +26,16 @@ from folio.app.engine.ranks.processes import ChildProcesses, RankSpec
 from folio.app.engine.tensor_parallel.shared_memory import MemoryAddress
 from folio.app.errors import ConfigError, ModelError, UnavailableError
 from folio.vmem import KVMemory
+from tests.app.engine.runs import run
 from tests.app.engine.tensor_parallel.thread_ranks import ThreadRanks, thread_ranks
-from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import VOCAB_SIZE, MakeCheckpoint
+from tests.processes import until
 
 pytestmark = pytest.mark.processes
 
 STEP_TIMEOUT_S = 3.0
 DEADLINE_S = 30.0
+GREEDY = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
 
 
 class Children(ChildProcesses):
@@ -73,25 +77,24 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
         model=str(folder),
         skip_tokenizer_init=True,
         tensor_parallel_size=2,
-        step_timeout_s=STEP_TIMEOUT_S,
         **({"kv_memory_bytes": 16 << 20, "max_model_len": 200} | settings),
     )
 
 
 @pytest.fixture
-def folder(make_checkpoint: MakeCheckpoint) -> Path:
-    return make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+def folder(checkpoint: MakeCheckpoint) -> Path:
+    return checkpoint("llama")
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_peer_ends_requests_with_an_error(number: signal.Signals, folder: Path) -> None:
     """In or between steps: waiting requests get an error within the deadline, and memory is consistent."""
 
     async def ask(engine: AsyncEngine, seed: int) -> str:
         prompt = random.Random(seed).choices(range(1, VOCAB_SIZE - 1), k=20)
-        params = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
         try:
-            async for _ in engine.generate(prompt, params):
+            async for _ in engine.generate(prompt, replace(GREEDY, max_tokens=150)):
                 begun.set()
         except UnavailableError:
             return "unavailable"
@@ -103,7 +106,7 @@ def test_a_lost_peer_ends_requests_with_an_error(number: signal.Signals, folder:
         Children.latest.signal(number)
         return list(await asyncio.wait_for(asyncio.gather(*requests), DEADLINE_S))
 
-    engine = AsyncEngine(config(folder), Children)
+    engine = AsyncEngine(config(folder, step_timeout_s=STEP_TIMEOUT_S), Children)
     begun = asyncio.Event()
     assert asyncio.run(ask_and_lose()) == ["unavailable"] * 4
     assert not engine.healthy
@@ -115,14 +118,12 @@ def test_a_lost_peer_ends_requests_with_an_error(number: signal.Signals, folder:
     assert not any(map(is_there, Children.latest.pids))
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_idle_engine_notices_too(number: signal.Signals, folder: Path) -> None:
-    engine = AsyncEngine(config(folder), Children)
+    engine = AsyncEngine(config(folder, step_timeout_s=STEP_TIMEOUT_S), Children)
     Children.latest.signal(number)
-    deadline = time.monotonic() + DEADLINE_S
-    while engine.healthy:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not engine.healthy, DEADLINE_S)
     engine.close()
     assert not any(map(is_there, Children.latest.pids))
 
@@ -144,7 +145,7 @@ def test_a_peer_lost_while_starting(
     monkeypatch.setattr(limits, "START_TIMEOUT_S", 8.0)
     monkeypatch.setattr(limits, "JOIN_TIMEOUT_S", 5.0)
     with suppress(UnavailableError, ModelError):
-        Engine(config(folder), Lost).close()
+        Engine(config(folder, step_timeout_s=STEP_TIMEOUT_S), Lost).close()
     assert time.monotonic() - start < 60
     assert not any(map(is_there, Children.latest.pids))
     assert shared_files() == before
@@ -190,44 +191,38 @@ def test_ranks_that_cannot_be_started(folder: Path) -> None:
 
 def test_an_interrupted_step_ends_the_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step's collectives met those of the step that Ctrl-C had interrupted."""
-    with LLM(
-        folder, skip_tokenizer_init=True, tensor_parallel_size=2, max_model_len=200, kv_memory_bytes=16 << 20
-    ) as llm:
+    forward = ModelRunner.run
 
-        def interrupt(*_: Any) -> Any:
+    def interrupt(*arguments: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():  # the peers go on
             raise KeyboardInterrupt
+        return forward(*arguments)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(ModelRunner, "run", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate([[1, 2, 3]])
-        with pytest.raises(UnavailableError):
-            llm.generate([[1, 2, 3]])
-        llm.engine.check_integrity()
+    engine = Engine(config(folder), thread_ranks)
+    engine.submit("0", [1, 2, 3], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    with pytest.raises(UnavailableError):
+        engine.step()
+    engine.check_integrity()
+    engine.close()
 
 
 def test_two_memories_call_at_once(folder: Path) -> None:
     """The mapper of one took the answers to the self-test's memory for its own."""
-    with LLM(
-        folder,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=2,
-        max_model_len=200,
-        kv_memory_bytes=64 << 20,
-        kv_memory_floor_bytes=64 << 20,
-    ) as llm:
-        llm.generate([[1, 2, 3]])
-        deadline = time.monotonic() + DEADLINE_S
-        while llm.engine.report().physical_bytes < 60 << 20:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        llm.engine.check_integrity()
+    engine = Engine(config(folder, kv_memory_bytes=64 << 20, kv_memory_floor_bytes=64 << 20), thread_ranks)
+    run(engine, [[1, 2, 3]], GREEDY)
+    until(lambda: engine.report().physical_bytes >= 60 << 20, DEADLINE_S)
+    engine.check_integrity()
+    engine.close()
 
 
 def test_memory_goes_on_alone_when_peers_are_lost(folder: Path) -> None:
     """Sequences can be freed and memory be closed after the ranks have ended."""
     engine = Engine(config(folder), thread_ranks)
-    engine.submit("0", [1, 2, 3], SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
+    engine.submit("0", [1, 2, 3], GREEDY)
     for _ in range(3):
         engine.step()
     peers = engine.executor.ranks
@@ -245,17 +240,11 @@ def test_memory_goes_on_alone_when_peers_are_lost(folder: Path) -> None:
     engine.close()
 
 
-def test_defaults_and_conversion(make_checkpoint: MakeCheckpoint) -> None:
+def test_defaults_and_conversion(checkpoint: MakeCheckpoint) -> None:
     """The checkpoint's own dtype is loaded as such, and converted when another is asked for."""
-    folder = make_checkpoint("qwen2", **ARCHITECTURES["qwen2"][1])
-    for dtype in ("auto", "bfloat16"):
-        with LLM(folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=200, kv_memory_bytes=16 << 20) as llm:
-            wanted = llm.engine.model.dtype
-        engine = Engine(config(folder, dtype=dtype), thread_ranks)
-        assert engine.model.dtype == wanted
-        assert {p.dtype for p in engine.model.module.parameters()} == {wanted}
-        engine.submit("0", [1, 2, 3], SamplingParams(max_tokens=2, temperature=0))
-        while engine.has_work:
-            engine.step()
+    for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        engine = Engine(config(checkpoint("qwen2"), dtype=dtype), thread_ranks)
+        assert engine.model.dtype == expected
+        assert {p.dtype for p in engine.model.module.parameters()} == {expected}
+        run(engine, [[1, 2, 3]], replace(GREEDY, max_tokens=2))
         engine.close()
-    assert wanted == torch.bfloat16

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -57,15 +59,10 @@ def on_all(comms: list[Communicator], act: Callable[[Communicator], Any]) -> lis
         ("gloo", 3, "cpu", torch.float32),
         ("gloo", 3, "cpu", torch.bfloat16),
         ("gloo", 1, "cpu", torch.float32),
-        *(
-            pytest.param(*case, marks=pytest.mark.gpu)
-            for case in (
-                ("gloo", 3, "cuda", torch.float32),
-                ("gloo", 3, "cuda", torch.bfloat16),
-                ("NCCL", 1, "cuda", torch.float32),
-                ("NCCL", 1, "cuda", torch.bfloat16),
-            )
-        ),
+        pytest.param("gloo", 3, "cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("gloo", 3, "cuda", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("NCCL", 1, "cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("NCCL", 1, "cuda", torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
 def test_collectives(transport: str, size: int, device: str, dtype: torch.dtype) -> None:
@@ -161,25 +158,27 @@ def open_files() -> int:
     return sum("folio-ranks" in link for link in links)
 
 
-def test_one_rank_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All use gloo if a single one cannot map the memory."""
-    opened, real = [], rendezvous._open_memory
+def fails(_: int) -> int:
+    raise KernelError("no C++ compiler")
 
-    def open_memory(*args: Any) -> Any:
-        opened.append(real(*args))
-        return opened[-1] if len(opened) == 1 else None
 
-    monkeypatch.setattr(rendezvous, "_open_memory", open_memory)
+@pytest.mark.parametrize(
+    ("name", "fake", "tries"), [("_open_memory", lambda *_: None, SIZE - 1), ("shared_group_bytes", fails, 1)]
+)
+def test_all_use_gloo_if_a_single_rank_cannot_map_the_memory(
+    name: str, fake: Callable[..., Any], tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer is on another machine, or rank 0 without a compiler."""
+    lock, calls, real = threading.Lock(), itertools.count(), getattr(rendezvous, name)
+
+    def once(*args: Any) -> Any:
+        with lock:
+            is_first = next(calls) == 0
+        return fake(*args) if is_first else real(*args)
+
+    monkeypatch.setattr(rendezvous, name, once)
     assert {comm.transport for comm in join_all(shares=True)} == {"gloo"}
-    assert len(opened) == SIZE - 1
-
-
-def test_a_rank_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: int) -> int:
-        raise KernelError("no C++ compiler")
-
-    monkeypatch.setattr(rendezvous, "shared_group_bytes", fail)
-    assert {comm.transport for comm in join_all(shares=True)} == {"gloo"}
+    assert next(calls) == tries
 
 
 def test_a_process_of_that_number_on_another_machine() -> None:

@@ -15,7 +15,11 @@ from folio.app.engine.layers.fusion import FusedAttention, FusedGatedMLP, FusedR
 from folio.kernels import CpuElementwise
 from tests.app.engine.layers.models import bind_reference, logits_of, make_model
 
-OPS = CpuElementwise()
+
+@pytest.fixture(scope="module")
+def ops() -> CpuElementwise:
+    """Not at import: that compiles the kernels."""
+    return CpuElementwise()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,7 +40,9 @@ OPS = CpuElementwise()
         ("opt", 0, 0, 0, 0),  # no rotary positions
     ],
 )
-def test_what_is_fused(name: str, norms: int, mlps: int, attentions: int, layers: int, dtype: torch.dtype) -> None:
+def test_what_is_fused(
+    name: str, norms: int, mlps: int, attentions: int, layers: int, dtype: torch.dtype, ops: CpuElementwise
+) -> None:
     """The original attention still runs for transformers' own implementations, with the same weights. In half precision
     it rounds more often."""
     model = make_model(name, dtype)
@@ -47,11 +53,11 @@ def test_what_is_fused(name: str, norms: int, mlps: int, attentions: int, layers
 
     bind_reference(model)
     expected = logits_of(model)
-    assert fuse_modules(model, OPS) == norms + mlps
+    assert fuse_modules(model, ops) == norms + mlps
     check(1e-4, 1e-5)
     kinds = [type(module) for module in model.modules()]
     assert (kinds.count(FusedRMSNorm), kinds.count(FusedGatedMLP)) == (norms, mlps)
-    assert fuse_attention(model, OPS) == attentions
+    assert fuse_attention(model, ops) == attentions
     fused: list[Any] = [module for module in model.modules() if isinstance(module, FusedAttention)]
     assert len(fused) == attentions
     bind_reference(model)
@@ -65,12 +71,12 @@ def test_what_is_fused(name: str, norms: int, mlps: int, attentions: int, layers
         windowed = name in ("mistral", "gemma2", "gemma3", "gpt_oss")
         assert fused[0].rotary.masking.window_left == (47 if windowed else -1)
         assert not any("q_proj" in path for path, _ in model.named_parameters())
-    assert fuse_layers(model, OPS) == layers
+    assert fuse_layers(model, ops) == layers
     bind_reference(model)
     check(1e-3, 1e-4)
 
 
-def test_a_deviating_norm_is_not_fused() -> None:
+def test_a_deviating_norm_is_not_fused(ops: CpuElementwise) -> None:
     class ShiftedRMSNorm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -79,11 +85,11 @@ def test_a_deviating_norm_is_not_fused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.rms_norm(x, (16,), self.weight, self.eps) + 0.01
 
-    assert fuse_modules(nn.Sequential(ShiftedRMSNorm()), OPS) == 0
+    assert fuse_modules(nn.Sequential(ShiftedRMSNorm()), ops) == 0
 
 
 @pytest.mark.parametrize("twist", ["clip", "positions", "scale"])
-def test_deviating_attention_is_not_fused(twist: str) -> None:
+def test_deviating_attention_is_not_fused(twist: str, ops: CpuElementwise) -> None:
     """Clipping shows in large states only, and a dependency on positions only far from the beginning."""
 
     class Twisted(LlamaAttention):
@@ -100,11 +106,11 @@ def test_deviating_attention_is_not_fused(twist: str) -> None:
     model = make_model("llama")
     for layer in model.model.layers[:2]:
         layer.self_attn.__class__ = Twisted
-    assert fuse_attention(model, OPS) == 1
+    assert fuse_attention(model, ops) == 1
 
 
 @pytest.mark.parametrize("twist", ["factor", "order", "swapped"])
-def test_deviating_layers_are_not_fused(twist: str) -> None:
+def test_deviating_layers_are_not_fused(twist: str, ops: CpuElementwise) -> None:
     """A fused one keeps what models read."""
 
     class Twisted(LlamaDecoderLayer):
@@ -120,9 +126,9 @@ def test_deviating_layers_are_not_fused(twist: str) -> None:
     for layer in model.model.layers[:2]:
         layer.__class__ = Twisted
     model.model.layers[2].attention_type = "full_attention"
-    fuse_modules(model, OPS)
-    assert fuse_attention(model, OPS) == 3
-    assert fuse_layers(model, OPS) == 1
+    fuse_modules(model, ops)
+    assert fuse_attention(model, ops) == 3
+    assert fuse_layers(model, ops) == 1
     layer = model.model.layers[2]
     assert isinstance(layer, FusedLayer)
     assert (layer.attention_type, layer.hidden_size, layer.training) == ("full_attention", 64, False)
@@ -132,9 +138,9 @@ def test_deviating_layers_are_not_fused(twist: str) -> None:
     ("activation", "fused"),
     [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("relu", None)],
 )
-def test_gelus_are_told_apart_in_half_precision(activation: str, fused: str | None) -> None:
+def test_gelus_are_told_apart_in_half_precision(activation: str, fused: str | None, ops: CpuElementwise) -> None:
     """Their outputs differ by less than bfloat16's rounding. ReLU is not fused."""
     model = make_model("llama", torch.bfloat16, hidden_act=activation)
-    fuse_modules(model, OPS)
+    fuse_modules(model, ops)
     found = [module.activation for module in model.modules() if isinstance(module, FusedGatedMLP)]
     assert found == ([fused] * 3 if fused else [])

@@ -432,6 +432,7 @@ MIXED = {"max_num_batched_tokens": 70, "mixed_graphs": "on"}
             for overlaps in ("off", "on")
         ),
         ("llama", {"kv_view": "region", **MIXED}),
+        ("llama", {"async_scheduling": "on"}),  # here, so that steps overlap in one case of each day
         ("gemma2", {"kv_view": "region", **MIXED}),
         ("qwen3", {"kv_view": "block_table", **MIXED}),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from ray.serve.config import AutoscalingContext
@@ -25,6 +25,7 @@ from tests.app.compat.ray_types import DeploymentID, TimeSeries, TimeStampedValu
 from tests.app.fleet.reports import report
 
 TICK_S = 0.1  # as Serve's controller
+Loads = Callable[[float, int], Sequence[AutoscalingLoad]]
 IDLE = AutoscalingLoad(
     made_at=0.0,
     free_tokens=10_000.0,
@@ -77,9 +78,7 @@ class Fleet:
         self.history = [self.target]
         self._ready_at = 0.0
 
-    def run(
-        self, seconds: float, load: Callable[[float, int], Sequence[AutoscalingLoad]], requests: float = 0.0
-    ) -> None:
+    def run(self, seconds: float, load: Loads, requests: float = 0.0) -> None:
         """`load`: of all running replicas, from seconds since the beginning and how many they are."""
         start = self.now
         while self.now < start + seconds:
@@ -93,17 +92,9 @@ class Fleet:
                 self.num_running = min(self.target, self.room)
             self.now += TICK_S
 
-    @property
-    def num_events(self) -> int:
-        return len(self.history) - 1
-
 
 def fleet(num_running: int = 1, start_s: float = 0.0, **targets: Any) -> Fleet:
     return Fleet(ScalingPolicy(ScalingTargets(**targets)), num_running, start_s)
-
-
-def spread(load: AutoscalingLoad) -> Callable[[float, int], list[AutoscalingLoad]]:
-    return lambda _, num_running: [load] * num_running
 
 
 class Queues:
@@ -159,54 +150,126 @@ def test_the_demand_of_work() -> None:
     assert replace(IDLE, busy_share=0.5).work_share(tpot_s=0.1) == 0.5
 
 
-# ---- up ----
+# ---- decisions ----
 
 
-def test_a_ramp_is_followed() -> None:
-    """Decodes grow to what needs 6 replicas, and with them the replicas, never far ahead."""
-    ramp = fleet(up_after_s=1.0)
-    ramp.run(120.0, lambda t, n: [decoding(32.0 * 6 * min(t / 100.0, 1.0) / n)] * n)
-    assert ramp.target == 6
-    assert ramp.history == sorted(ramp.history)
+class Phase(NamedTuple):
+    """`load`: of one of `n` replicas from seconds since the phase began, or the same for all. `history`: after it."""
+
+    seconds: float
+    load: AutoscalingLoad | Callable[[float, int], AutoscalingLoad]
+    history: list[int]
+    requests: float = 0.0
 
 
-def test_a_sustained_need_is_answered_within_two_seconds_by_several_replicas() -> None:
-    burst = fleet(2, up_after_s=1.5, up_factor=4.0)
-    burst.run(2.0, spread(prefilling(3.0)))
-    assert burst.history == [2, 6]
+def each(load: AutoscalingLoad | Callable[[float, int], AutoscalingLoad]) -> Loads:
+    return lambda t, n: [load(t, n) if callable(load) else load] * n
 
 
-def test_a_short_need_orders_nothing() -> None:
-    burst = fleet(2, up_after_s=1.5)
-    burst.run(20.0, spread(prefilling(0.05)))
-    burst.run(1.4, spread(prefilling(3.0)))
-    burst.run(20.0, spread(prefilling(0.05)))
-    assert burst.num_events == 0
+SCENARIOS: dict[str, tuple[Fleet, list[Phase]]] = {
+    "a ramp to what needs 6 replicas is followed, never far ahead": (
+        fleet(up_after_s=1.0),
+        [Phase(120.0, lambda t, n: decoding(32.0 * 6 * min(t / 100.0, 1.0) / n), [1, 2, 3, 4, 5, 6])],
+    ),
+    "a sustained need is answered within two seconds by several replicas": (
+        fleet(2, up_after_s=1.5, up_factor=4.0),
+        [Phase(2.0, prefilling(3.0), [2, 6])],
+    ),
+    "a short need orders nothing": (
+        fleet(2, up_after_s=1.5),
+        [Phase(20.0, prefilling(0.05), [2]), Phase(1.4, prefilling(3.0), [2]), Phase(20.0, prefilling(0.05), [2])],
+    ),
+    "a peak within up_after_s does not order for the peak": (
+        fleet(1, up_after_s=1.5, up_factor=8.0),
+        [Phase(1.0, prefilling(1.5), [1]), Phase(0.4, prefilling(7.0), [1]), Phase(0.4, prefilling(7.0), [1, 2])],
+    ),
+    "two models that take turns get another replica, though nothing but memory keeps them waiting": (
+        fleet(up_after_s=1.0),
+        [Phase(60.0, lambda _, n: replace(IDLE, num_waiting=2.0 / n, device_share=1.6 / n), [1, 2])],
+    ),
+    # Its weights counted at each of them, so that every replica that got requests called for further ones.
+    "regression: a model with requests at both replicas orders no third": (
+        fleet(up_after_s=1.0),
+        [Phase(60.0, lambda _, n: shared({"a": 0.7, "b": 0.7}, 0.1 / n, num_running=4.0 / n), [1, 2])],
+    ),
+    "the wait for a replica that never starts is bounded, and one that runs does not grow to more than two": (
+        fleet(start_s=1000.0),
+        [Phase(119.0, prefilling(30.0), [1, 2]), Phase(200.0, prefilling(30.0, num_waiting=50.0), [1, 2])],
+    ),
+    "one request needs one replica: half a minute of prompt in a full cache is no sooner there with two": (
+        fleet(),
+        [Phase(60.0, replace(prefilling(30.0, num_waiting=0.0), num_running=1.0, free_tokens=100.0), [1])],
+    ),
+    "requests shorter than a report period, which no report shows, keep their replicas": (
+        fleet(2, down_after_s=20.0),
+        [Phase(200.0, replace(IDLE, busy_share=0.9), [2])],
+    ),
+    "a queue of 20 s to which hardly anything comes orders nothing": (
+        fleet(2),
+        [Phase(60.0, lambda t, _: prefilling(max(20.0 - t, 0.0)), [2])],
+    ),
+    "a fleet that barely keeps up, with hardly a queue, grows and stays": (
+        fleet(2, down_after_s=20.0),
+        [
+            Phase(
+                200.0,
+                lambda _, n: replace(prefilling(0.1), queued_tokens=1000.0, busy_share=1.9 / n),
+                [2, 3],
+            )
+        ],
+    ),
+    "down is one at a time and after a while": (
+        fleet(5, down_after_s=60.0),
+        [Phase(59.0, IDLE, [5]), Phase(60.0, IDLE, [5, 4]), Phase(1000.0, IDLE, [5, 4, 3, 2, 1])],
+    ),
+    "3 replicas' worth of slots keep 4 replicas, with room to spare": (
+        fleet(4, down_after_s=10.0),
+        [Phase(100.0, lambda _, n: decoding(32.0 * 3 / n), [4])],
+    ),
+    "3 replicas' worth of slots do not keep 5": (
+        fleet(5, down_after_s=10.0),
+        [Phase(100.0, lambda _, n: decoding(32.0 * 3 / n), [5, 4])],
+    ),
+    "regression: a model that any device holds, with a few requests at both replicas, does not keep both": (
+        fleet(2, down_after_s=10.0),
+        [Phase(60.0, lambda _, n: shared({"a": 0.6}, 0.05 / n, num_running=2.0 / n), [2, 1])],
+    ),
+    "models that the other replica could not hold with room to spare keep both": (
+        fleet(2, down_after_s=10.0),
+        [Phase(60.0, lambda _, n: shared({"a": 0.4, "b": 0.4}, 0.05 / n, num_running=2.0 / n), [2])],
+    ),
+    "regression: where the cluster has no room for what was ordered, it is given up, and replicas stop again": (
+        replace(fleet(2, start_s=5.0, down_after_s=10.0), room=2),
+        [Phase(60.0, lambda _, n: decoding(32.0 * 6 / n), [2, 4]), Phase(1000.0, IDLE, [2, 4, 3, 2, 1])],
+    ),
+    "bursts of 20 s with 40 s between them stop no replica for an hour": (
+        fleet(1),
+        [Phase(3600.0, lambda t, n: decoding(96.0 / n) if t % 60.0 < 20.0 else IDLE, [1, 2, 3])],
+    ),
+    "to zero and back": (
+        fleet(1, start_s=20.0, to_zero_after_s=300.0),
+        [
+            Phase(299.0, IDLE, [1]),
+            Phase(10.0, IDLE, [1, 0]),
+            Phase(100.0, IDLE, [1, 0]),
+            Phase(19.0, IDLE, [1, 0, 1], requests=1.0),
+            Phase(100.0, decoding(1.0), [1, 0, 1]),
+        ],
+    ),
+    "the last replica stops only if configured": (fleet(1), [Phase(5000.0, IDLE, [1])]),
+    "the last replica does not stop while requests wait or run": (
+        fleet(1, to_zero_after_s=1.0),
+        [Phase(50.0, IDLE, [1], requests=1.0), Phase(50.0, decoding(1.0), [1])],
+    ),
+}
 
 
-def test_the_least_need_within_the_time_counts() -> None:
-    """A peak within `up_after_s` does not order for the peak."""
-    burst = fleet(1, up_after_s=1.5, up_factor=8.0)
-    burst.run(1.0, spread(prefilling(1.5)))
-    burst.run(0.4, spread(prefilling(7.0)))
-    burst.run(0.4, spread(prefilling(7.0)))
-    assert burst.history == [1, 2]
-
-
-def test_models_that_take_turns_get_another_replica() -> None:
-    """Each of the two has few requests: nothing but memory keeps them waiting."""
-    shelf = fleet(up_after_s=1.0)
-    shelf.run(60.0, lambda t, n: [replace(IDLE, num_waiting=2.0 / n, device_share=1.6 / n)] * n)
-    assert shelf.history == [1, 2]
-
-
-def test_a_model_with_requests_at_both_replicas_orders_no_third() -> None:
-    """Regression: its weights counted at each of them, so that every replica that got requests for the models called
-    for further ones."""
-    shelf = fleet(up_after_s=1.0)
-    weights = {"a": 0.7, "b": 0.7}
-    shelf.run(60.0, lambda t, n: [shared(weights, 0.1 / n, num_running=4.0 / n)] * n)
-    assert shelf.history == [1, 2]
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_decisions(name: str) -> None:
+    scenario, phases = SCENARIOS[name]
+    for phase in phases:
+        scenario.run(phase.seconds, each(phase.load), phase.requests)
+        assert scenario.history == phase.history
 
 
 def test_a_cold_start_orders_no_more() -> None:
@@ -229,161 +292,32 @@ def test_a_flood_takes_few_orders() -> None:
     assert queues.longest_s < 1.0
 
 
-def test_the_wait_for_replicas_that_never_start_is_bounded() -> None:
-    cold = fleet(start_s=1000.0)
-    cold.run(119.0, spread(prefilling(30.0)))
-    assert cold.history == [1, 2]
-    assert cold.num_running == 1
-    cold.run(200.0, spread(prefilling(30.0, num_waiting=50.0)))
-    assert cold.history == [1, 2]  # one that runs does not grow to more than two
-
-
-def test_one_request_needs_one_replica() -> None:
-    """A prompt of half a minute, with a cache full of it, is no sooner there with two."""
-    alone = replace(prefilling(30.0, num_waiting=0.0), num_running=1.0, free_tokens=100.0)
-    single = fleet()
-    single.run(60.0, spread(alone))
-    assert single.num_events == 0
-
-
-def test_requests_shorter_than_a_report_period_keep_their_replicas() -> None:
-    """No report shows a request, and both replicas work all the time."""
-    busy = fleet(2, down_after_s=20.0)
-    busy.run(200.0, spread(replace(IDLE, busy_share=0.9)))
-    assert busy.num_events == 0
-
-
-def test_a_shrinking_queue_orders_nothing() -> None:
-    """20 s of queue, and hardly anything comes any more."""
-    queue = fleet(2)
-    queue.run(60.0, lambda t, n: [prefilling(max(20.0 - t, 0.0))] * n)
-    assert queue.num_events == 0
-
-
-def test_a_fleet_that_barely_keeps_up_grows_and_stays() -> None:
-    """No queue to speak of, but hardly a moment without a prompt."""
-    busy = fleet(2, down_after_s=20.0)
-    work = 1.9
-
-    def loads(t: float, num_running: int) -> list[AutoscalingLoad]:
-        return [replace(prefilling(0.1), queued_tokens=1000.0, busy_share=work / num_running)] * num_running
-
-    busy.run(200.0, loads)
-    assert busy.history == [2, 3]
-
-
-# ---- down ----
-
-
-def test_down_is_one_at_a_time_and_after_a_while() -> None:
-    idle = fleet(5, down_after_s=60.0)
-    idle.run(59.0, spread(IDLE))
-    assert idle.num_events == 0
-    idle.run(60.0, spread(IDLE))
-    assert idle.history == [5, 4]
-    idle.run(1000.0, spread(IDLE))
-    assert idle.history == [5, 4, 3, 2, 1]
-
-
-def test_down_only_when_the_others_have_room_to_spare() -> None:
-    """3 replicas' worth of slots are busy: 4 replicas stay, 5 become 4."""
-    for num_running, history in ((4, [4]), (5, [5, 4])):
-        held = fleet(num_running, down_after_s=10.0)
-        held.run(100.0, lambda _, n: [decoding(32.0 * 3 / n)] * n)
-        assert held.history == history
-
-
-def test_a_model_with_requests_everywhere_keeps_no_replica() -> None:
-    """Regression: a model that any device holds, with a few requests at both replicas, kept both until it was idle."""
-    busy = fleet(2, down_after_s=10.0)
-    busy.run(60.0, lambda _, n: [shared({"a": 0.6}, 0.05 / n, num_running=2.0 / n)] * n)
-    assert busy.history == [2, 1]
-    full = fleet(2, down_after_s=10.0)  # the other replica could not hold both models with room to spare
-    full.run(60.0, lambda _, n: [shared({"a": 0.4, "b": 0.4}, 0.05 / n, num_running=2.0 / n)] * n)
-    assert full.num_events == 0
-
-
 def test_a_silent_replica_stops_no_other() -> None:
     silent = fleet(3, down_after_s=5.0)
     silent.run(60.0, lambda _, n: [IDLE] * (n - 1))
-    assert silent.num_events == 0
     silent.run(60.0, lambda _, n: [])
-    assert silent.num_events == 0
-
-
-def test_replicas_that_never_start_are_given_up() -> None:
-    """Regression: where the cluster had no room for what was ordered, nothing was ever stopped again."""
-    full = fleet(2, start_s=5.0, down_after_s=10.0)
-    full.room = 2
-    full.run(60.0, lambda _, n: [decoding(32.0 * 6 / n)] * n)
-    assert full.target > 2
-    assert full.num_running == 2
-    full.run(1000.0, spread(IDLE))
-    assert full.target == 1
-
-
-# ---- flapping ----
+    assert silent.history == [3]
 
 
 @pytest.mark.parametrize("period_s", [0.2, 1.0, 5.0, 20.0, 45.0])
 def test_a_load_around_a_threshold_moves_the_fleet_once_at_most(period_s: float) -> None:
     """Between 5 % less and 5 % more than what 2 replicas are for, for a quarter of an hour."""
     flapping = fleet(2)
-
-    def loads(t: float, num_running: int) -> list[AutoscalingLoad]:
-        high = int(t / period_s) % 2
-        return [decoding(64.0 * (1.05 if high else 0.95) / num_running)] * num_running
-
-    flapping.run(900.0, loads)
-    assert flapping.num_events <= 1
-
-
-def test_short_idle_times_do_not_stop_replicas() -> None:
-    """Bursts of 20 s with 40 s between them, for an hour."""
-    bursts = fleet(1)
-    bursts.run(3600.0, lambda t, n: [decoding(96.0 / n) if t % 60.0 < 20.0 else IDLE] * n)
-    assert bursts.history == [1, 2, 3]
-
-
-# ---- zero ----
-
-
-def test_to_zero_and_back() -> None:
-    option = fleet(1, to_zero_after_s=300.0)
-    option.run(299.0, spread(IDLE))
-    assert option.target == 1
-    option.run(10.0, spread(IDLE))
-    assert option.history == [1, 0]
-    option.run(100.0, spread(IDLE))
-    assert option.history == [1, 0]
-    option.start_s = 20.0
-    option.run(19.0, spread(IDLE), requests=1.0)
-    assert option.history == [1, 0, 1]
-    option.run(100.0, spread(decoding(1.0)))
-    assert option.history == [1, 0, 1]
+    flapping.run(900.0, each(lambda t, n: decoding(64.0 * (1.05 if int(t / period_s) % 2 else 0.95) / n)))
+    assert len(flapping.history) <= 2
 
 
 def test_models_to_zero_and_back() -> None:
     """Two models on three replicas, then one, then none. Memory of idle models calls for no replica."""
     shelf = fleet(3, to_zero_after_s=30.0, down_after_s=10.0)
-    shelf.run(100.0, lambda _, n: [shared({"a": 0.7, "b": 0.7}, 0.1 / n)] * n)
+    shelf.run(100.0, each(lambda _, n: shared({"a": 0.7, "b": 0.7}, 0.1 / n)))
     assert shelf.history == [3, 2]
     shelf.run(100.0, lambda _, n: [shared({"a": 0.7}, 0.05)] + [IDLE] * (n - 1))
     assert shelf.history == [3, 2, 1]
-    shelf.run(100.0, spread(IDLE))
+    shelf.run(100.0, each(IDLE))
     assert shelf.history == [3, 2, 1, 0]
-    shelf.run(1.0, spread(IDLE), requests=1.0)
+    shelf.run(1.0, each(IDLE), requests=1.0)
     assert shelf.target == 1
-
-
-def test_the_last_replica_stops_only_if_configured_and_idle() -> None:
-    stays = fleet(1)
-    stays.run(5000.0, spread(IDLE))
-    assert stays.num_events == 0
-    waiting = fleet(1, to_zero_after_s=1.0)
-    waiting.run(50.0, spread(IDLE), requests=1.0)
-    waiting.run(50.0, spread(decoding(1.0)))
-    assert waiting.num_events == 0
 
 
 # ---- state, settings ----

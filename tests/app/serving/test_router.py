@@ -7,7 +7,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,10 +66,15 @@ def in_flight(router: FolioRouter, names: Sequence[str]) -> list[float]:
     return router.route().fleet.num_requests(list(names), math.inf)
 
 
-def pending(number: int = 0, prompt: list[int] | None = None, *args: Any) -> PendingRequest:
-    call = GenerateRequest(f"r{number}", PROMPT if prompt is None else prompt, SamplingParams(max_tokens=1))
+def pending(number: int = 0, prompt: list[int] = PROMPT, call: Any = None, **fields: Any) -> PendingRequest:
+    """A request, by default to generate. `fields`: of its call."""
+    call = call or GenerateRequest(f"r{number}", prompt, SamplingParams(max_tokens=1), **fields)
     metadata = RequestMetadata(f"x{number}", f"internal-{number}", call_method="generate_stream")
-    return PendingRequest(list(args) or [call], {}, metadata)
+    return PendingRequest([call], {}, metadata)
+
+
+def fork(number: int = 0) -> PendingRequest:
+    return pending(number, call=ForkCall(f"f{number}", "r", 0, "c", SamplingParams(max_tokens=1)))
 
 
 async def choose(router: FolioRouter, request: PendingRequest) -> str:
@@ -82,24 +87,51 @@ def now_with(keys: list[bytes], **changes: Any) -> dict[str, Any]:
     return reports_as_stats({"": report(time.time(), keys, **changes)})
 
 
-def all_report(replicas: list[Replica], keys: list[bytes] | None = None) -> None:
+def all_report(replicas: list[Replica], keys: Sequence[bytes] = ()) -> None:
     """New reports of all replicas. `keys`: of prefixes cached at "b"."""
     for replica in replicas:
-        replica.routing_stats = now_with(keys or [] if replica.replica_id.unique_id == "b" else [])
+        replica.routing_stats = now_with([*keys] if replica.replica_id.unique_id == "b" else [])
 
 
-def test_reports_pass_through_plain_types() -> None:
-    stats = reports_as_stats({"m": IDLE, "n": replace(IDLE, made_at=1.0)})
-    assert reports_from_stats(stats) == {"m": IDLE, "n": replace(IDLE, made_at=1.0)}
-    assert stats == {"made_at": 1.0, "models": {"m": asdict(IDLE), "n": asdict(IDLE) | {"made_at": 1.0}}}
+def fill(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        replica.num_ongoing = replica.max_ongoing_requests
 
 
-async def test_a_prompt_goes_to_the_replica_that_has_it_cached(replicas: list[Replica]) -> None:
-    all_report(replicas, prompt_keys(PROMPT, UNIT, None))
-    router = router_for(replicas)
-    request = pending()
-    assert await choose(router, request) == "b"
-    assert request.args[0].expected == ExpectedPrefix("b", 10 * UNIT)  # for the replica to compare
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("cached", "call", "is_found", "isolate"),
+    [
+        ((), {}, True, True),
+        (("mine", "pirate"), {"cache_salt": "mine", "adapter": "pirate"}, True, True),
+        (("mine", "pirate"), {"cache_salt": "mine", "adapter": "poet"}, False, True),
+        (("mine", "pirate"), {"adapter": "pirate"}, False, True),
+        # An adapter loaded at run time is known by its version.
+        ((None, "legal@1"), {"adapter": "legal", "adapter_key": "legal@1"}, True, True),
+        ((None, "legal@1"), {"adapter": "legal", "adapter_key": "legal@2"}, False, True),
+        ((None, "legal@1"), {"adapter": "legal"}, False, True),
+        (("b", None, "a"), {"tenant": "a", "cache_salt": "b"}, True, True),
+        (("b", None, "a"), {"tenant": "ab", "cache_salt": ""}, False, True),
+        (("b", None, "a"), {"cache_salt": "b"}, False, True),
+        (("b", None, None), {"tenant": "a", "cache_salt": "b"}, True, False),
+        (("b", None, None), {"tenant": "ab", "cache_salt": ""}, False, False),
+        (("b", None, None), {"cache_salt": "b"}, True, False),
+    ],
+)
+async def test_a_prompt_goes_where_the_engine_has_cached_it(
+    replicas: list[Replica], cached: tuple[Any, ...], call: dict[str, Any], is_found: bool, isolate: bool
+) -> None:
+    """By the engine's own keys: with others the routing audit would be all misses."""
+    all_report(replicas, prompt_keys(PROMPT, UNIT, *(cached or (None,))))
+    request = pending(user="u", **call)
+    chosen = await choose(router_for(replicas, isolate_tenants=isolate), request)
+    assert request.args[0].expected == ExpectedPrefix(chosen, 10 * UNIT * is_found)  # for the replica to compare
+    assert chosen == "b" or not is_found
 
 
 @pytest.fixture
@@ -117,12 +149,9 @@ async def test_decisions_name_the_replica_that_got_the_request(
     """Each look at full replicas was one of its own, and the first choice was named even when another one got it."""
     all_report(replicas, prompt_keys(PROMPT, UNIT, None))
     router = router_for(replicas)
-    for replica in replicas:
-        replica.num_ongoing = replica.max_ongoing_requests
+    fill(replicas)
     waiting = asyncio.create_task(choose(router, pending(1)))
-    async with asyncio.timeout(DEADLINE_S):
-        while sum(replica.num_probes for replica in replicas) < 6:  # two looks
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(replica.num_probes for replica in replicas) >= 6)  # two looks
     assert decisions() == []
     replicas[0].num_ongoing = 0
     assert await waiting == "a"
@@ -144,61 +173,21 @@ def test_a_pickled_log_is_the_process_own() -> None:
     assert cloudpickle.loads(cloudpickle.dumps(DECISIONS)) is DECISIONS
 
 
-async def test_salts_and_adapters_separate(replicas: list[Replica]) -> None:
-    all_report(replicas, prompt_keys(PROMPT, UNIT, "mine", "pirate"))
-    router = router_for(replicas)
-    for adapter, salt, expected in (("pirate", "mine", 10 * UNIT), ("poet", "mine", 0), ("pirate", None, 0)):
-        request = pending()
-        request.args[0] = replace(request.args[0], adapter=adapter, cache_salt=salt)
-        await choose(router, request)
-        assert request.args[0].expected.cached_tokens == expected
-
-
-async def test_an_adapter_loaded_at_run_time_is_known_by_its_version(replicas: list[Replica]) -> None:
-    """Its name alone, and another version of it, find nothing."""
-    all_report(replicas, prompt_keys(PROMPT, UNIT, None, "legal@1"))
-    router = router_for(replicas)
-    for key, expected in (("legal@1", 10 * UNIT), ("legal@2", 0), (None, 0)):
-        request = pending()
-        request.args[0] = replace(request.args[0], adapter="legal", adapter_key=key)
-        await choose(router, request)
-        assert request.args[0].expected.cached_tokens == expected
-
-
-@pytest.mark.parametrize("isolate", [True, False])
-async def test_expectations_use_the_engines_keys(replicas: list[Replica], isolate: bool) -> None:
-    """With other keys than the engine's the routing audit would be all misses."""
-    keys = prompt_keys(PROMPT, UNIT, "b", None, "a" if isolate else None)
-    all_report(replicas, keys)
-    router = router_for(replicas, isolate_tenants=isolate)
-    for tenant, salt, found in (("a", "b", True), ("ab", "", False), (None, "b", not isolate)):
-        request = pending()
-        request.args[0] = replace(request.args[0], tenant=tenant, cache_salt=salt, user="u")
-        await choose(router, request)
-        assert request.args[0].expected.cached_tokens == (10 * UNIT if found else 0)
-
-
 async def test_a_fork_goes_to_its_requests_replica(replicas: list[Replica]) -> None:
     """However busy it is. When it is gone, any replica answers with the error."""
     for replica in replicas:
         busy = replica is replicas[2]
         replica.routing_stats = now_with([], num_waiting=50 * busy, queued_s=60.0 * busy)
     router = router_for(replicas)
-    for i in range(5):
-        call = ForkCall(f"f{i}", "r", 0, "c", SamplingParams(max_tokens=1))
-        assert await choose(router, pending(i, None, call)) == "c"
+    assert [await choose(router, fork(i)) for i in range(5)] == ["c"] * 5
     router.update_replicas(replicas[:2])  # type: ignore[arg-type]
-    call = ForkCall("f9", "r", 0, "c", SamplingParams(max_tokens=1))
-    assert await choose(router, pending(9, None, call)) in "ab"
+    assert await choose(router, fork(9)) in "ab"
 
 
 async def test_a_fork_waits_for_a_full_replica(replicas: list[Replica]) -> None:
-    replicas[2].num_ongoing = replicas[2].max_ongoing_requests
-    router = router_for(replicas)
-    call = ForkCall("f", "r", 0, "c", SamplingParams(max_tokens=1))
-    waiting = asyncio.create_task(choose(router, pending(0, None, call)))
-    while replicas[2].num_probes < 2:
-        await asyncio.sleep(0.01)
+    fill(replicas[2:])
+    waiting = asyncio.create_task(choose(router_for(replicas), fork()))
+    await until(lambda: replicas[2].num_probes >= 2)
     assert not waiting.done()
     replicas[2].num_ongoing = 0
     assert await waiting == "c"
@@ -257,8 +246,8 @@ def shelf_report(replica: Replica, **of_models: ReplicaReport) -> None:
     replica.routing_stats = reports_as_stats({m: replace(load, made_at=made_at) for m, load in of_models.items()})
 
 
-def of_model(model: str, number: int = 0, prompt: list[int] = PROMPT) -> PendingRequest:
-    return pending(number, prompt, GenerateRequest(f"r{number}", prompt, SamplingParams(), model=model))
+def of_model(model: str, number: int = 0) -> PendingRequest:
+    return pending(number, model=model)
 
 
 async def test_prefixes_of_one_model_are_none_of_another(replicas: list[Replica]) -> None:
@@ -314,7 +303,7 @@ async def test_a_call_about_a_model_goes_where_it_is_awake(replicas: list[Replic
     for replica in replicas:
         shelf_report(replica, m=IDLE, n=replace(IDLE, wake_s=0.0 if replica is replicas[2] else 5.0))
     router = router_for(replicas, first_model="m")
-    assert [await choose(router, pending(number, None, "n")) for number in range(3)] == ["c"] * 3
+    assert [await choose(router, pending(number, call="n")) for number in range(3)] == ["c"] * 3
 
 
 async def test_calls_of_one_client_request_have_one_id(replicas: list[Replica]) -> None:
@@ -379,7 +368,7 @@ async def test_every_policy_serves_everything(replicas: list[Replica], policy: s
 
 async def test_a_full_replica_is_skipped(replicas: list[Replica]) -> None:
     all_report(replicas, prompt_keys(PROMPT, UNIT, None))
-    replicas[1].num_ongoing = replicas[1].max_ongoing_requests
+    fill(replicas[1:2])
     router = router_for(replicas)
     request = pending()
     chosen = await choose(router, request)
@@ -390,12 +379,10 @@ async def test_a_full_replica_is_skipped(replicas: list[Replica]) -> None:
 
 
 async def test_waiting_for_full_replicas_does_not_spin(replicas: list[Replica]) -> None:
-    for replica in replicas:
-        replica.num_ongoing = replica.max_ongoing_requests
+    fill(replicas)
     router = router_for(replicas)
     waiting = asyncio.create_task(choose(router, pending()))
-    while replicas[0].num_probes < 4:
-        await asyncio.sleep(0.01)
+    await until(lambda: replicas[0].num_probes >= 4)
     assert not waiting.done()
     replicas[2].num_ongoing = 0
     assert await waiting == "c"
@@ -418,15 +405,6 @@ async def test_a_replica_that_vanishes_while_it_is_chosen(replicas: list[Replica
     assert await choose(router, pending()) in "bc"
 
 
-async def test_a_request_waits_for_the_first_replica() -> None:
-    router = router_for([])
-    waiting = asyncio.create_task(choose(router, pending()))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    router.update_replicas([Replica("late")])  # type: ignore[list-item]
-    assert await waiting == "late"
-
-
 async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> None:
     """Completed requests, cancelled ones, and those of a replica that died."""
     monkeypatch.setattr("folio.app.fleet.fleet._LEAST_LAG_S", 0.0)  # the last reports are made when all is over
@@ -437,8 +415,8 @@ async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkey
         chosen = await choose(router, pending(i))
         if chosen != "c":
             router.on_request_completed(ReplicaID(chosen, DEPLOYMENT), f"internal-{i}")
+    fill(replicas)
     for replica in replicas:
-        replica.num_ongoing = replica.max_ongoing_requests
         router.on_new_queue_len_info(replica.replica_id, replica.num_ongoing)
     waiting = asyncio.create_task(choose(router, pending(100)))
     await asyncio.sleep(0.05)
@@ -468,47 +446,51 @@ async def test_a_failing_policy_does_not_hold_requests(
     assert "the routing policy failed" in caplog.text
 
 
-async def test_full_replicas_come_last_and_refusing_or_stopped_ones_never(replicas: list[Replica]) -> None:
+@pytest.mark.parametrize(
+    ("known", "chosen"),
+    [
+        ({"crowded": ("b",), "stopped": ("a",)}, "c"),
+        ({"refused_by": ("b", "c")}, "a"),
+        ({"crowded": ("a", "b", "c")}, "b"),  # where its prompt is, as if none were
+        ({"crowded": ("a", "c"), "refused_by": ("b", "c")}, "a"),
+        ({"refused_by": ("a", "b"), "stopped": ("c",)}, None),
+    ],
+)
+async def test_full_replicas_come_last_and_refusing_or_stopped_ones_never(
+    replicas: list[Replica], known: dict[str, Any], chosen: str | None
+) -> None:
     all_report(replicas, prompt_keys(PROMPT, UNIT, None))
     router = router_for(replicas)
-
-    async def chosen(**changes: tuple[str, ...]) -> str:
-        request = pending(len(router._placed))
-        request.args[0] = replace(request.args[0], **changes)
-        return await choose(router, request)
-
-    assert await chosen(crowded=("b",), stopped=("a",)) == "c"
-    assert await chosen(refused_by=("b", "c")) == "a"
-    assert await chosen(crowded=("a", "b", "c")) == "b"  # where its prompt is, as if none were
-    assert await chosen(crowded=("a", "c"), refused_by=("b", "c")) == "a"
+    if chosen is not None:
+        assert await choose(router, pending(**known)) == chosen
+        return
     with pytest.raises(OverloadedError, match="all engine replicas"):
-        await chosen(refused_by=("a", "b"), stopped=("c",))
+        await choose(router, pending(**known))
 
 
 @pytest.mark.parametrize("all_have_stopped", [True, False])
 async def test_the_wait_for_a_replica_is_bounded(replicas: list[Replica], all_have_stopped: bool) -> None:
     """Regression: without a replica requests hung until one came."""
     router = router_for(replicas if all_have_stopped else [], wait_for_replica_s=0.05)
-    request = pending()
-    request.args[0] = replace(request.args[0], stopped=("a", "b", "c"))
     with pytest.raises(NoReplicaError, match="no engine replica") as error:
-        await choose(router, request)
+        await choose(router, pending(stopped=("a", "b", "c")))
     assert error.value.retry_after_s == 0.05
     await asyncio.sleep(0)  # the future's callbacks run
     assert not router._waiting
-    request = pending(1)
-    request.args[0] = replace(request.args[0], stopped=("a", "b", "c"), timeout_s=0.01)
     with pytest.raises(DeadlineError, match="timeout_s"):
-        await choose(router, request)
-    request = pending(2)
-    router._wait_for_replica_s = DEADLINE_S
-    task = asyncio.create_task(choose(router, request))
+        await choose(router, pending(1, stopped=("a", "b", "c"), timeout_s=0.01))
+
+
+async def test_a_request_waits_for_the_first_replica_and_has_the_time_left(replicas: list[Replica]) -> None:
+    router = router_for([])
+    request = pending()
+    waiting = asyncio.create_task(choose(router, request))
     await asyncio.sleep(0)
+    assert not waiting.done()
     router.update_replicas(replicas)  # type: ignore[arg-type]
-    assert await task in "abc"
+    assert await waiting in "abc"
     assert request.args[0].timeout_s is None
-    request = pending(3)
-    request.args[0] = replace(request.args[0], timeout_s=60.0)
+    request = pending(1, timeout_s=60.0)
     request.created_at -= 10.0  # it has waited
     await choose(router, request)
     assert 40.0 < request.args[0].timeout_s <= 50.0

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from folio.app.engine.report import ReplicaReport, StepTimes
+from folio.app.fleet.fleet import Fleet
 
 UNIT = 16
 STEP = StepTimes(fixed_s=0.01, token_s=0.001)
@@ -31,3 +32,12 @@ def keys_of(document: int, num_units: int) -> list[bytes]:
 def report(made_at: float, keys: Sequence[bytes] = (), **changes: Any) -> ReplicaReport:
     joined = b"".join(keys)
     return replace(IDLE, made_at=made_at, keys=joined, keys_version=hash(joined), **changes)
+
+
+def fleet_with(*names: str, reported: bool = True) -> Fleet:
+    """Idle replicas."""
+    fleet = Fleet()
+    fleet.update(names)
+    for name in names if reported else ():
+        fleet.apply_report(name, report(0.0), 0.0)
+    return fleet

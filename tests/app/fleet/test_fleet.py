@@ -6,18 +6,11 @@ import math
 
 import pytest
 
+from folio.app.engine.report import StepTimes
 from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
-from tests.app.fleet.reports import STEP, UNIT, keys_of, report
+from tests.app.fleet.reports import STEP, UNIT, fleet_with, keys_of, report
 
 LATER = math.inf  # no report is fresh then: a fleet counts its own requests
-
-
-def fleet_of(*names: str) -> Fleet:
-    fleet = Fleet()
-    fleet.update(names)
-    for name in names:
-        fleet.apply_report(name, report(0.0), 0.0)
-    return fleet
 
 
 def request(document: int = 1, num_units: int = 10, request_id: str = "r") -> RoutedRequest:
@@ -30,88 +23,79 @@ def send(fleet: Fleet, replica_id: str, now: float) -> SentRequest:
     return sent
 
 
+def cached(fleet: Fleet, names: str) -> list[float]:
+    """Units of the request's prompt at each replica. A name is one letter."""
+    return [tokens / UNIT for tokens in fleet.cached_tokens(request(), [*names])]
+
+
+def num_requests(fleet: Fleet, names: str, now: float) -> list[float]:
+    found: list[float] = fleet.loads([*names], now).num_requests.tolist()
+    return found
+
+
 def test_reported_prefixes_count() -> None:
-    fleet = fleet_of("a", "b")
-    fleet.apply_report("b", report(1.0, keys_of(1, 4)), 1.0)
-    assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 4 * UNIT]
-    fleet.apply_report("b", report(2.0), 2.0)
-    assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 0]
+    """An older report is ignored."""
+    fleet = fleet_with("a", "b")
+    for made_at, num_units, found in ((2.0, 4, 4), (1.0, 0, 4), (3.0, 0, 0)):
+        fleet.apply_report("b", report(made_at, keys_of(1, num_units)), made_at)
+        assert cached(fleet, "ab") == [0, found]
 
 
 def test_a_prompts_last_token_is_never_cached() -> None:
-    fleet = fleet_of("a")
+    fleet = fleet_with("a")
     fleet.apply_report("a", report(1.0, keys_of(1, 10)), 1.0)
     whole = RoutedRequest("r", 10 * UNIT, keys_of(1, 10))
     assert fleet.cached_tokens(whole, ["a"]).tolist() == [9 * UNIT]
     assert fleet.cached_tokens(RoutedRequest("r", 0), ["a"]).tolist() == [0]
 
 
-def test_an_older_report_is_ignored() -> None:
-    fleet = fleet_of("a")
-    fleet.apply_report("a", report(2.0, keys_of(1, 4)), 2.0)
-    fleet.apply_report("a", report(1.0), 1.0)
-    assert fleet.cached_tokens(request(), ["a"]).tolist() == [4 * UNIT]
-
-
 def test_sent_requests_count_until_reports_include_them() -> None:
-    fleet = fleet_of("a", "b")
+    fleet = fleet_with("a", "b")
     sent = send(fleet, "a", 1.0)
-    assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [10 * UNIT, 0]
+    assert cached(fleet, "ab") == [10, 0]
     loads = fleet.loads(["a", "b"], 1.0)
     seconds = STEP.prefill_s(10 * UNIT + 1, 0, 1000)
     assert loads.queued_tokens.tolist() == [10 * UNIT + 1, 0]
     assert loads.queued_s.tolist() == pytest.approx([seconds, 0])
     assert loads.num_requests.tolist() == [1, 0]
 
-    fleet.apply_report(
-        "a", report(2.0, num_running=1, queued_tokens=7, queued_s=0.5), 2.0
-    )  # made after: it is in there
+    fleet.apply_report("a", report(2.0, num_running=1, queued_tokens=7, queued_s=0.5), 2.0)  # it is in there
     loads = fleet.loads(["a", "b"], 2.0)
     assert (loads.queued_tokens[0], loads.queued_s[0], loads.num_requests[0]) == (7, 0.5, 1)
-    assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [10 * UNIT, 0]  # it is still at work on it
+    assert cached(fleet, "ab") == [10, 0]  # it is still at work on it
 
     fleet.note_ended(sent, now=3.0)
-    assert fleet.loads(["a"], 3.0).num_requests.tolist() == [0]
-    assert fleet.cached_tokens(request(), ["a"]).tolist() == [10 * UNIT]
+    assert num_requests(fleet, "a", 3.0) == [0]
+    assert cached(fleet, "a") == [10]
     fleet.apply_report("a", report(4.0, keys_of(1, 6)), 4.0)  # what is left of it now
-    assert fleet.cached_tokens(request(), ["a"]).tolist() == [6 * UNIT]
-    assert fleet.loads(["a"], 4.0).num_requests.tolist() == [0]
+    assert cached(fleet, "a") == [6]
+    assert num_requests(fleet, "a", 4.0) == [0]
 
 
 def test_a_withdrawn_request_leaves_nothing() -> None:
-    fleet = fleet_of("a", "b")
+    fleet = fleet_with("a", "b")
     for i in range(50):
         fleet.withdraw(send(fleet, "a", 1.0 + i / 100), 1.0 + i / 100)
     sent = send(fleet, "b", 1.1)
-    assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 10 * UNIT]
+    assert cached(fleet, "ab") == [0, 10]
     loads = fleet.loads(["a", "b"], 1.5)
     assert loads.num_requests.tolist() == [0, 1]
     assert loads.queued_tokens.tolist() == [0, 10 * UNIT + 1]
     assert loads.assigned_share[0] == pytest.approx(0)
     assert loads.assigned_share[1] > 0
     fleet.withdraw(sent, 1.6)
-    assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 0]
+    assert cached(fleet, "ab") == [0, 0]
     assert fleet.num_requests(["a", "b"], LATER) == [0, 0]
-
-
-def test_several_requests_with_one_id() -> None:
-    """Calls that belong to one request of a client have one id."""
-    fleet = fleet_of("a")
-    sent = [send(fleet, "a", 1.0) for _ in range(3)]
-    assert fleet.num_requests(["a"], LATER) == [3]
-    fleet.note_ended(sent[1], 1.1)
-    assert fleet.num_requests(["a"], LATER) == [2]
-    assert fleet.loads(["a"], 1.2).num_requests.tolist() == [2]
 
 
 def test_nothing_accumulates_without_reports() -> None:
     """Regression: what had ended was kept until the next report, which may never come."""
-    fleet = fleet_of("a")
+    fleet = fleet_with("a")
     for i in range(100):
         fleet.note_ended(send(fleet, "a", 100.0 + i), 100.5 + i)
     assert fleet.num_known_prefixes == 0
     fleet.apply_report("a", report(300.0), 300.0)
-    assert fleet.loads(["a"], 300.0).num_requests.tolist() == [0]
+    assert num_requests(fleet, "a", 300.0) == [0]
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, -1.5, 0.0, 1.5, 3600.0])
@@ -124,16 +108,14 @@ def test_clocks_that_differ(ahead_s: float) -> None:
         fleet.apply_report("a", report(made_at + ahead_s, keys_of(1, 4)), heard_at)
     sent = send(fleet, "a", 12.5)
     fleet.apply_report("a", report(12.4 + ahead_s), 13.3)  # late: made before the request was sent
-    assert fleet.loads(["a"], 13.3).num_requests.tolist() == [1]
+    assert num_requests(fleet, "a", 13.3) == [1]
     fleet.apply_report("a", report(12.6 + ahead_s, num_running=1), 13.4)
-    assert fleet.loads(["a"], 13.4).num_requests.tolist() == [1]
+    assert num_requests(fleet, "a", 13.4) == [1]
     fleet.note_ended(sent, 13.5)
-    fleet.apply_report(
-        "a", report(12.7 + ahead_s, num_running=1), 13.6
-    )  # made before it ended: its prefix is expected still
-    assert fleet.cached_tokens(request(), ["a"]).tolist() == [10 * UNIT]
+    fleet.apply_report("a", report(12.7 + ahead_s, num_running=1), 13.6)  # made before it ended: still expected
+    assert cached(fleet, "a") == [10]
     fleet.apply_report("a", report(14.0 + ahead_s), 14.1)
-    assert fleet.cached_tokens(request(), ["a"]).tolist() == [0]
+    assert cached(fleet, "a") == [0]
     assert fleet.fresh(["a"], 18.9)
     assert not fleet.fresh(["a"], 19.1)
 
@@ -145,7 +127,7 @@ def test_a_report_more_than_two_seconds_late_means_a_clock_that_stood_still(late
     fleet.apply_report("a", report(10.0), 10.1)
     send(fleet, "a", 11.5)
     fleet.apply_report("a", report(11.0), 11.1 + late_s)
-    assert fleet.loads(["a"], 14.0).num_requests.tolist() == [num_unreported]
+    assert num_requests(fleet, "a", 14.0) == [num_unreported]
 
 
 def test_clocks_that_drift_or_stand_still() -> None:
@@ -163,7 +145,7 @@ def test_clocks_that_drift_or_stand_still() -> None:
 
 
 def test_a_replica_that_vanishes() -> None:
-    fleet = fleet_of("a", "b")
+    fleet = fleet_with("a", "b")
     fleet.apply_report("a", report(1.0, keys_of(1, 4)), 1.0)
     ended, withdrawn = send(fleet, "a", 2.0), send(fleet, "a", 2.0)
     fleet.update(["b", "c"])
@@ -172,8 +154,8 @@ def test_a_replica_that_vanishes() -> None:
     assert fleet.note_sent(request(), "a", 0, now=3.0) is None  # chosen before it vanished
     fleet.apply_report("a", report(3.0, keys_of(1, 4)), 3.0)
     assert fleet.num_known_prefixes == 0
-    assert fleet.cached_tokens(request(), ["b", "c"]).tolist() == [0, 0]  # "c" has the slot that was "a"'s
-    assert fleet.loads(["b", "c"], 3.0).num_requests.tolist() == [0, 0]
+    assert cached(fleet, "bc") == [0, 0]  # "c" has the slot that was "a"'s
+    assert num_requests(fleet, "bc", 3.0) == [0, 0]
     assert not fleet.fresh(["a"], 3.0)
 
 
@@ -200,32 +182,26 @@ def test_reports_become_stale() -> None:
 
 def test_a_resync_drops_expectations() -> None:
     """The replica found much less cached than this router had expected: what was expected there is forgotten."""
-    fleet = fleet_of("a")
+    fleet = fleet_with("a")
     sent = send(fleet, "a", 1.0)
-    fleet.apply_report("a", report(2.0, expected_cached_tokens=5000, cached_tokens=4900, missed_tokens=100), 2.0)
-    assert fleet.num_resyncs == 0
-    assert fleet.cached_tokens(request(1), ["a"]).tolist() == [10 * UNIT]
-    fleet.apply_report("a", report(3.0, expected_cached_tokens=10_000, cached_tokens=5900, missed_tokens=4100), 3.0)
-    assert fleet.num_resyncs == 1
-    assert fleet.cached_tokens(request(1), ["a"]).tolist() == [0]
+    much_less = {"expected_cached_tokens": 10_000, "cached_tokens": 5900, "missed_tokens": 4100}
+    a_little_less = {"expected_cached_tokens": 5000, "cached_tokens": 4900, "missed_tokens": 100}
+    for now, audit, num_resyncs, units in ((2.0, a_little_less, 0, 10), (3.0, much_less, 1, 0)):
+        fleet.apply_report("a", report(now, **audit), now)
+        assert (fleet.num_resyncs, cached(fleet, "a")) == (num_resyncs, [units])
     fleet.note_ended(sent, 4.0)
-    fleet.apply_report(
-        "a", report(5.0, keys_of(1, 2), expected_cached_tokens=10_000, cached_tokens=5900, missed_tokens=4100), 5.0
-    )
-    assert fleet.num_resyncs == 1
-    assert fleet.cached_tokens(request(1), ["a"]).tolist() == [2 * UNIT]
+    fleet.apply_report("a", report(5.0, keys_of(1, 2), **much_less), 5.0)
+    assert (fleet.num_resyncs, cached(fleet, "a")) == (1, [2])
     fleet.update([])
     assert fleet.num_resyncs == 1, "a counter never falls"
 
 
 def test_step_times_are_the_median() -> None:
     """A replica that has computed nothing yet reports no times; it must not look as if it were infinitely fast."""
-    fleet = fleet_of("a", "b", "c")
-    fleet.apply_report("a", report(1.0, step=STEP.__class__()), 1.0)
-    fleet.apply_report("b", report(1.0, step=STEP.__class__(0.02, 0.002, 0.0)), 1.0)
-    fleet.apply_report("c", report(1.0, step=STEP.__class__(0.04, 0.004, 0.0)), 1.0)
-    assert fleet.loads(["a", "b", "c"], 1.0).token_s.tolist() == pytest.approx([0.003] * 3)
-    new = Fleet()
-    new.update(["a"])
-    new.apply_report("a", report(1.0, step=STEP.__class__()), 1.0)
+    fleet = fleet_with("a", "b", "c")
+    for name, step in (("a", StepTimes()), ("b", StepTimes(0.02, 0.002, 0.0)), ("c", StepTimes(0.04, 0.004, 0.0))):
+        fleet.apply_report(name, report(1.0, step=step), 1.0)
+    assert fleet.loads([*"abc"], 1.0).token_s.tolist() == pytest.approx([0.003] * 3)
+    new = fleet_with("a")
+    new.apply_report("a", report(1.0, step=StepTimes()), 1.0)
     assert new.loads(["a"], 1.0).token_s[0] > 0

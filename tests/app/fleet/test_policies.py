@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -10,18 +11,14 @@ from folio.app.errors import ConfigError
 from folio.app.fleet.cost import CostWeights
 from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from folio.app.fleet.policies import ConsistentHash, LeastLoaded, Policy, PrefixAware, RoundRobin, make_policy
-from tests.app.fleet.reports import UNIT, keys_of, report
+from tests.app.fleet.reports import UNIT, fleet_with, keys_of, report
 
 NAMES = ["a", "b", "c"]
 EVERY = ["prefix_aware", "least_loaded", "round_robin", "consistent_hash"]
 
 
 def fleet_of(names: list[str] = NAMES, *, reported: bool = True) -> Fleet:
-    fleet = Fleet()
-    fleet.update(names)
-    for name in names if reported else ():
-        fleet.apply_report(name, report(0.0), 0.0)
-    return fleet
+    return fleet_with(*names, reported=reported)
 
 
 def request(
@@ -100,10 +97,34 @@ def test_consistent_hash_skips_overloaded_replicas() -> None:
     assert max(chosen.values()) <= 14
 
 
-def test_prefixes_attract() -> None:
+CACHED = keys_of(1, 10)
+
+
+@pytest.mark.parametrize(
+    ("reports", "weights", "num_units", "chosen"),
+    [
+        ({"b": {"keys": CACHED}}, None, 10, {"b"}),
+        # A long queue outweighs a prefix.
+        ({"b": {"keys": CACHED, "queued_s": 60.0, "queued_tokens": 60_000}}, None, 10, {"a", "c"}),
+        # Where it is a little longer than what the prefix saves, it depends on what work is worth to the others.
+        ({"b": {"keys": CACHED, "queued_s": 0.3, "queued_tokens": 300}}, None, 10, {"b"}),
+        ({"b": {"keys": CACHED, "queued_s": 0.3, "queued_tokens": 300}}, CostWeights(work=0), 10, {"a"}),
+        # Noise is at most a tenth of the harm: replica b computes 3, 6 or 12 percent less.
+        ({"b": {"keys": keys_of(1, 3)}}, None, 100, {"a", "b", "c"}),
+        ({"b": {"keys": keys_of(1, 6)}}, None, 100, {"a", "b", "c"}),
+        ({"b": {"keys": keys_of(1, 12)}}, None, 100, {"b"}),
+        # Regression: noise on the whole cost made a queue of 10.5 s look shorter than one of 10 s.
+        ({"a": {"queued_s": 10.5}, "b": {"queued_s": 10.0}, "c": {"queued_s": 10.5}}, None, 1, {"b"}),
+    ],
+)
+def test_prefixes_attract_and_queues_repel(
+    reports: dict[str, dict[str, Any]], weights: CostWeights | None, num_units: int, chosen: set[str]
+) -> None:
     fleet = fleet_of()
-    fleet.apply_report("b", report(0.1, keys_of(1, 10)), 0.1)
-    assert PrefixAware(fleet).rank_replicas(request(), NAMES, 0.5)[0] == "b"
+    for name, changes in reports.items():
+        fleet.apply_report(name, report(0.1, **changes), 0.1)
+    policy = PrefixAware(fleet, weights) if weights else PrefixAware(fleet)
+    assert {policy.rank_replicas(request(num_units=num_units), NAMES, 0.5)[0] for _ in range(200)} == chosen
 
 
 def test_the_next_turn_follows_its_prefix_before_any_report() -> None:
@@ -112,21 +133,6 @@ def test_the_next_turn_follows_its_prefix_before_any_report() -> None:
     first, sent = place(fleet, policy, request(0))
     fleet.note_ended(sent, 0.6)
     assert [send(fleet, policy, request(1, num_units=12)), send(fleet, policy, request(2, num_units=14))] == [first] * 2
-
-
-def test_a_long_queue_outweighs_a_prefix() -> None:
-    fleet = fleet_of()
-    fleet.apply_report("b", report(0.1, keys_of(1, 10), queued_s=60.0, queued_tokens=60_000), 0.1)
-    assert PrefixAware(fleet).rank_replicas(request(), NAMES, 0.5)[0] != "b"
-
-
-def test_work_weighs_prefixes() -> None:
-    """A queue a little longer than what the prefix saves: it depends on what work is worth to the others."""
-    fleet = fleet_of()
-    fleet.apply_report("b", report(0.1, keys_of(1, 10), queued_s=0.3, queued_tokens=300), 0.1)
-    none = CostWeights(work=0)
-    assert PrefixAware(fleet, none).rank_replicas(request(), NAMES, 0.5)[0] != "b"
-    assert PrefixAware(fleet).rank_replicas(request(), NAMES, 0.5)[0] == "b"
 
 
 def test_without_reports_it_is_least_loaded() -> None:
@@ -177,24 +183,6 @@ def test_a_lone_session_stays_where_its_prefix_is() -> None:
     assert len(chosen) == 1
 
 
-def test_queues_are_compared_without_noise() -> None:
-    """Regression: noise on the whole cost made a queue of 10.5 s look shorter than one of 10 s."""
-    fleet = fleet_of(["a", "b"])
-    for name, queued_s in (("a", 10.5), ("b", 10.0)):
-        fleet.apply_report(name, report(0.1, queued_s=queued_s), 0.1)
-    policy = PrefixAware(fleet)
-    assert {policy.rank_replicas(request(num_units=1), ["a", "b"], 0.2)[0] for _ in range(100)} == {"b"}
-
-
-@pytest.mark.parametrize(("units", "chosen"), [(3, {"a", "b"}), (6, {"a", "b"}), (12, {"b"})])
-def test_noise_is_at_most_a_tenth_of_the_harm(units: int, chosen: set[str]) -> None:
-    """Replica b computes 3, 6 or 12 percent less."""
-    fleet = fleet_of(["a", "b"])
-    fleet.apply_report("b", report(0.1, keys_of(1, units)), 0.1)
-    policy = PrefixAware(fleet)
-    assert {policy.rank_replicas(request(num_units=100), ["a", "b"], 0.2)[0] for _ in range(200)} == chosen
-
-
 def test_stale_reports_are_ignored() -> None:
     fleet = fleet_of()
     fleet.apply_report("b", report(0.1, keys_of(1, 10)), 0.1)
@@ -211,10 +199,9 @@ def test_replicas_without_a_report_come_last() -> None:
 
 def test_a_full_fleet_is_ranked_by_the_wait() -> None:
     fleet = fleet_of()
+    full = {"num_running": 64, "free_tokens": 0, "freed_tokens_per_s": 100.0}
     for name, waiting in zip(NAMES, (30, 10, 20), strict=True):
-        fleet.apply_report(
-            name, report(0.1, num_running=64, num_waiting=waiting, free_tokens=0, freed_tokens_per_s=100.0), 0.1
-        )
+        fleet.apply_report(name, report(0.1, num_waiting=waiting, **full), 0.1)
     assert PrefixAware(fleet).rank_replicas(request(), NAMES, 0.5) == ["b", "c", "a"]
 
 

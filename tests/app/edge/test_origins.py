@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from folio.app.config.http import HttpSettings
 from folio.app.edge.origins import is_loopback
 from tests.app.edge.asgi import Answer, call
-from tests.app.openai.fake_service import FakeService
+from tests.app.api.fake_service import FakeService
 from tests.local_server import guarded_api
 
 LOOPBACK = "127.0.0.1"

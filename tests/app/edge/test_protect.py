@@ -18,7 +18,7 @@ from folio.app.config.http import HttpSettings
 from folio.app.config.logs import WithheldMessages
 from folio.app.errors import ConfigError, EngineError, OverloadedError, RequestError
 from tests.app.edge.asgi import Answer, bearer, call
-from tests.app.openai.fake_service import FakeService
+from tests.app.api.fake_service import FakeService
 from tests.fakes.replicas import TOKENIZER, Engines, ingress_with
 from tests.local_server import guarded_api
 

@@ -19,7 +19,7 @@ from folio.app.errors import RequestError
 from folio.app.proto import folio_pb2 as pb
 from folio.app.proto.folio_pb2_grpc import FolioStub
 from folio.app.serving.grpc_ingress import _client_of, asgi_call, http_scope
-from tests.app.openai.fake_service import FakeService
+from tests.app.api.fake_service import FakeService
 from tests.grpc_server import MAX_MESSAGE_BYTES, grpc_listening
 from tests.local_server import guarded_api, listening
 

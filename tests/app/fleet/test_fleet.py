@@ -171,15 +171,6 @@ def test_many_replicas_come_and_go() -> None:
     assert fleet.num_known_prefixes == 0
 
 
-def test_reports_become_stale() -> None:
-    fleet = Fleet(stale_after_s=5.0)
-    fleet.update(["a"])
-    assert not fleet.fresh(["a"], 0.0)
-    fleet.apply_report("a", report(10.0), 10.0)
-    assert fleet.fresh(["a"], 14.8)
-    assert not fleet.fresh(["a"], 15.0)
-
-
 def test_a_resync_drops_expectations() -> None:
     """The replica found much less cached than this router had expected: what was expected there is forgotten."""
     fleet = fleet_with("a")

@@ -8,7 +8,7 @@ from folio.app.engine.lora.source import AdapterSource
 from folio.app.fleet import loaded as loaded_module
 from folio.app.fleet.loaded import LoadedRegistry, LoadedTable
 
-A, B, NEW_A = AdapterSource("a", "/a", "1"), AdapterSource("b", "/b", "2"), AdapterSource("a", "/new", "3")
+A, B = AdapterSource("a", "/a", "1"), AdapterSource("b", "/b", "2")
 
 
 class Clock:
@@ -23,14 +23,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(loaded_module, "time", clock)
     return clock
-
-
-def test_tables() -> None:
-    table = LoadedTable().with_source(A).with_source(B)
-    assert (table.revision, table.sources, table.ids) == (2, (A, B), {"a": "a@1", "b": "b@2"})
-    assert (table.find("a"), table.find("c")) == (A, None)
-    assert table.with_source(NEW_A) == LoadedTable(3, (B, NEW_A))
-    assert table.without("a") == LoadedTable(3, (B,))
 
 
 def test_one_change_at_a_time(clock: Clock) -> None:

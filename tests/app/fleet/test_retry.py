@@ -11,32 +11,47 @@ from folio.app.fleet import retry
 from folio.app.fleet.retry import DuplicateGuard
 
 
-async def run_until(release: asyncio.Event, guard: DuplicateGuard, key: str, running: list[str], name: str) -> None:
-    async with guard.exclusive(key):
-        running.append(name)
-        try:
-            await release.wait()
-        finally:
-            running.remove(name)
+class Calls:
+    """Calls with a key each, which run until `release`. `running`: their names."""
+
+    def __init__(self) -> None:
+        self.guard, self.release = DuplicateGuard(), asyncio.Event()
+        self.running: list[str] = []
+
+    async def begin(self, name: str, key: str = "k") -> asyncio.Task[None]:
+        task = asyncio.create_task(self._run(name, key))
+        await self.turns()
+        return task
+
+    async def turns(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def _run(self, name: str, key: str) -> None:
+        async with self.guard.exclusive(key):
+            self.running.append(name)
+            try:
+                await self.release.wait()
+            finally:
+                self.running.remove(name)
 
 
-async def test_the_second_begins_after_the_first_is_cancelled() -> None:
-    """Regression: both ran."""
-    guard, running, release = DuplicateGuard(), [], asyncio.Event()
-    first = asyncio.create_task(run_until(release, guard, "k", running, "first"))
-    await asyncio.sleep(0)
-    second = asyncio.create_task(run_until(release, guard, "k", running, "second"))
-    other = asyncio.create_task(run_until(release, guard, "another", running, "other"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert running == ["first", "other"]
-    first.cancel()
-    while "second" not in running:
-        assert "first" not in running or not second.done()
-        await asyncio.sleep(0)
-    assert running == ["other", "second"]
-    release.set()
-    await asyncio.gather(second, other)
+async def test_one_at_a_time_runs_in_turn() -> None:
+    """Regression: a call ran beside another one with its key. Calls with another key run beside."""
+    calls = Calls()
+    tasks = [await calls.begin(str(number)) for number in range(4)]
+    other = await calls.begin("other", "another")
+    for number in range(3):
+        async with asyncio.timeout(10):
+            while str(number) not in calls.running:
+                await asyncio.sleep(0)
+        await calls.turns()
+        assert set(calls.running) == {str(number), "other"}
+        tasks[number].cancel()
+        while str(number) in calls.running:
+            await asyncio.sleep(0)
+    calls.release.set()
+    await asyncio.gather(*tasks, other, return_exceptions=True)
 
 
 async def test_the_second_is_refused_if_the_first_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,20 +65,8 @@ async def test_the_second_is_refused_if_the_first_does_not_end(monkeypatch: pyte
         pass
 
 
-async def test_one_of_several_runs_and_an_error_frees_the_key() -> None:
-    guard, running, release = DuplicateGuard(), [], asyncio.Event()
-    tasks = [asyncio.create_task(run_until(release, guard, "k", running, str(number))) for number in range(4)]
-    for number in range(3):
-        while not running:
-            await asyncio.sleep(0)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert running == [str(number)]
-        tasks[number].cancel()
-        while str(number) in running:
-            await asyncio.sleep(0)
-    release.set()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def test_an_error_frees_the_key() -> None:
+    guard = DuplicateGuard()
     with pytest.raises(ValueError, match="broken"):
         async with guard.exclusive("k"):
             raise ValueError("broken")
@@ -72,16 +75,12 @@ async def test_one_of_several_runs_and_an_error_frees_the_key() -> None:
 
 
 async def test_cancelling_the_second_leaves_the_first() -> None:
-    guard, running, release = DuplicateGuard(), [], asyncio.Event()
-    first = asyncio.create_task(run_until(release, guard, "k", running, "first"))
-    second = asyncio.create_task(run_until(release, guard, "k", running, "second"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    calls = Calls()
+    first, second = await calls.begin("first"), await calls.begin("second")
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert running == ["first"]
-    third = asyncio.create_task(run_until(release, guard, "k", running, "third"))
-    await asyncio.sleep(0)
-    assert running == ["first"]
-    release.set()
+    assert calls.running == ["first"]
+    third = await calls.begin("third")
+    assert calls.running == ["first"]
+    calls.release.set()
     await asyncio.gather(first, third)

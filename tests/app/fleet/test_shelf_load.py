@@ -83,22 +83,11 @@ def test_models_wake_where_memory_is_unused() -> None:
 
 
 def test_wakes() -> None:
-    statuses = [
-        status("awake", "awake", 0.0),
-        status("asleep", "asleep", 0.3),
-        status("waking", "waking", 0.2),
-        status("loading", "loading", 4.0),
-        status("failed", "failed", 1.0),
-    ]
+    states: dict[ModelState, float] = {"awake": 0.0, "asleep": 0.3, "waking": 0.2, "loading": 4.0, "failed": 1.0}
+    statuses = [status(state, state, wake_s) for state, wake_s in states.items()]
     loads = {s.name: unloaded_report(s, 1.0) for s in statuses}
     reports = for_routers(loads, statuses)
-    assert {name: load.wake_s for name, load in reports.items()} == {
-        "awake": 0.0,
-        "asleep": 0.3,
-        "waking": 0.2,
-        "loading": 4.0,
-        "failed": 61.0,
-    }
+    assert {name: load.wake_s for name, load in reports.items()} == states | {"failed": 61.0}
     assert [name for name, load in reports.items() if load.is_waking] == ["waking", "loading"]
     fleet = Fleet()
     fleet.update(reports)

@@ -68,23 +68,26 @@ async def test_errors_pass_heartbeats() -> None:
     assert items.closed
 
 
-async def test_a_silent_replica_is_lost() -> None:
+@pytest.mark.parametrize(
+    ("items", "limits"),
+    [
+        ([["a"]], {"silence_s": 0.05, "first_s": 60.0}),
+        ([], {"silence_s": 1.0, "first_s": 0.05}),
+        ([], {"silence_s": 0.05}),
+    ],
+)
+async def test_a_silent_replica_is_lost(items: list[list[str]], limits: dict[str, float]) -> None:
     """Regression: requests at a machine that had lost its network waited for as long as their clients did."""
-    items = Items()
-    stream = without_heartbeats(items(), silence_s=0.05, first_s=60.0)
-    items.queue.put_nowait([])
-    items.queue.put_nowait(["a"])
-    assert await anext(stream) == ["a"]
-    with pytest.raises(UnavailableError, match=r"silent for 0\.05 s"):
-        await anext(stream)
-    assert items.closed
-
-
-@pytest.mark.parametrize("limits", [{"silence_s": 1.0, "first_s": 0.05}, {"silence_s": 0.05}])
-async def test_a_replica_that_is_silent_from_the_start_is_lost(limits: dict[str, float]) -> None:
+    source = Items()
+    stream = without_heartbeats(source(), **limits)
+    for item in ([], *items) if items else ():
+        source.queue.put_nowait(item)
     async with asyncio.timeout(5.0):
+        for item in items:
+            assert await anext(stream) == item
         with pytest.raises(UnavailableError, match=r"silent for 0\.05 s"):
-            await anext(without_heartbeats(Items()(), **limits))
+            await anext(stream)
+    assert source.closed
 
 
 async def test_heartbeats_keep_a_stream_and_are_not_passed_on() -> None:
@@ -95,64 +98,43 @@ async def test_heartbeats_keep_a_stream_and_are_not_passed_on() -> None:
     assert [item async for item in without_heartbeats(beating, silence_s=0.5)] == [["b"]]  # longer than `silence_s`
 
 
-class Source:
-    """A stream whose items are released one by one."""
-
-    def __init__(self, items: list[str], error: Exception | None = None) -> None:
-        self.go = asyncio.Semaphore(0)
-        self.closed = False
-        self._items = items
-        self._error = error
-
-    async def stream(self) -> AsyncGenerator[str, None]:
-        try:
-            for item in self._items:
-                await self.go.acquire()
-                yield item
-            if self._error is not None:
-                raise self._error
-        finally:
-            self.closed = True
+def streams_of(*sources: list[Any]) -> tuple[list[Items], AsyncGenerator[tuple[int, Any], None]]:
+    """Streams with these items already there, and all of them as one."""
+    made = [Items() for _ in sources]
+    for stream, items in zip(made, sources, strict=True):
+        for item in items:
+            stream.queue.put_nowait(item)
+    return made, interleave([stream() for stream in made])
 
 
 @pytest.mark.parametrize("num_streams", [0, 1, 3])
 async def test_all_items_arrive_in_their_streams_order(num_streams: int) -> None:
-    sources = [Source([f"{i}{j}" for j in range(i + 2)]) for i in range(num_streams)]
-    for source in sources:
-        for _ in range(9):
-            source.go.release()
-    arrived: list[list[str]] = [[] for _ in sources]
-    async for number, item in interleave([source.stream() for source in sources]):
+    sent = [[f"{i}{j}" for j in range(i + 2)] for i in range(num_streams)]
+    arrived: list[list[str]] = [[] for _ in sent]
+    async for number, item in streams_of(*([*items, None] for items in sent))[1]:
         arrived[number].append(item)
-    assert arrived == [[f"{i}{j}" for j in range(i + 2)] for i in range(num_streams)]
+    assert arrived == sent
 
 
 async def test_a_ready_item_does_not_wait_for_other_streams() -> None:
-    sources = [Source(["a"]), Source(["b"])]
-    both = interleave([source.stream() for source in sources])
-    sources[1].go.release()
+    sources, both = streams_of([], ["b", None])
     assert await anext(both) == (1, "b")
-    sources[0].go.release()
+    sources[0].queue.put_nowait("a")
+    sources[0].queue.put_nowait(None)
     assert await anext(both) == (0, "a")
     assert await anext(both, None) is None
 
 
+@pytest.mark.parametrize("first", [ValueError("first"), "a"])
 @pytest.mark.parametrize("num_streams", [1, 2])
-async def test_the_first_error_closes_all_streams(num_streams: int) -> None:
-    sources = [Source([], ValueError("first")), Source(["never"])][:num_streams]
-    with pytest.raises(ValueError, match="first"):
-        async for _ in interleave([source.stream() for source in sources]):
-            pass
-    assert all(source.closed for source in sources)
-
-
-@pytest.mark.parametrize("num_streams", [1, 2])
-async def test_closing_closes_all_streams(num_streams: int) -> None:
-    sources = [Source(["a", "b"]) for _ in range(num_streams)]
-    both = interleave([source.stream() for source in sources])
-    sources[0].go.release()
-    await anext(both)
-    await both.aclose()
+async def test_the_first_error_and_closing_close_all_streams(num_streams: int, first: Any) -> None:
+    sources, both = streams_of(*([first], [])[:num_streams])
+    if isinstance(first, ValueError):
+        with pytest.raises(ValueError, match="first"):
+            await anext(both)
+    else:
+        assert await anext(both) == (0, "a")
+        await both.aclose()
     assert all(source.closed for source in sources)
 
 

@@ -51,21 +51,33 @@ KINDS = {
 }
 
 
-def sample(name: str, value: float, **labels: str) -> str:
-    inside = ",".join(f'{label}="{text}"' for label, text in ({"application": "folio"} | labels).items())
-    return f"ray_folio_{name}{{{inside}}} {value}\n"
-
-
-def family(name: str, kind: str, *samples: str) -> str:
-    return f"# HELP ray_folio_{name} X.\n# TYPE ray_folio_{name} {kind}\n" + "".join(samples)
+def family(name: str, kind: str, *samples: tuple[dict[str, str], float]) -> str:
+    """A metric's part of a page. `samples`: labels, of which `part` is the end of the name, and values."""
+    lines = [f"# HELP ray_folio_{name} X.", f"# TYPE ray_folio_{name} {kind}"]
+    for labels, value in samples:
+        inside = {"application": "folio"} | {label: text for label, text in labels.items() if label != "part"}
+        of_series = ",".join(f'{label}="{text}"' for label, text in inside.items())
+        lines.append(f"ray_folio_{name}{labels.get('part', '')}{{{of_series}}} {value}")
+    return "\n".join([*lines, ""])
 
 
 def derived(*pages: str, model: str | None = "toy") -> dict[str, Metric]:
     return {metric.name: metric for metric in vllm_families(merge(["".join(pages)], "folio", model))}
 
 
-def values(metric: Metric) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    return {(s.name, frozenset(s.labels.items())): s.value for s in metric.samples}
+def values(metric: Metric) -> dict[frozenset[tuple[str, str]], float]:
+    """By labels. A counter's samples have a suffix, others have none."""
+    suffix = "_total" if metric.type == "counter" else ""
+    assert {sample.name for sample in metric.samples} == {metric.name + suffix}
+    return {frozenset(sample.labels.items()): sample.value for sample in metric.samples}
+
+
+def labelled(**labels: str) -> frozenset[tuple[str, str]]:
+    return frozenset(({"model_name": "toy"} | labels).items())
+
+
+def of(replica: str, **labels: str) -> dict[str, str]:
+    return {"replica": replica} | labels
 
 
 def test_sources_exist_and_have_vllms_kind() -> None:
@@ -82,79 +94,44 @@ def test_the_documentation_lists_exactly_these_names() -> None:
 
 def test_gauges_of_an_engine() -> None:
     made = derived(
-        family("running_sequences", "gauge", *(sample("running_sequences", n, replica=f"r{n}") for n in (1, 2))),
-        family("waiting_sequences", "gauge", sample("waiting_sequences", 7, replica="r1", NodeAddress="10.0.0.1")),
+        family("running_sequences", "gauge", (of("r1"), 1), (of("r2"), 2)),
+        family("waiting_sequences", "gauge", (of("r1", NodeAddress="10.0.0.1"), 7)),
         family(
             "kv_bytes",
             "gauge",
-            sample("kv_bytes", 30, replica="r1", kind="active"),
-            sample("kv_bytes", 50, replica="r1", kind="cached"),
-            sample("kv_bytes", 40, replica="r2", kind="active"),  # its budget is not on the page yet
-            sample("kv_bytes", 120, replica="r1", kind="budget"),
+            (of("r1", kind="active"), 30),
+            (of("r1", kind="cached"), 50),
+            (of("r2", kind="active"), 40),  # its budget is not on the page yet
+            (of("r1", kind="budget"), 120),
         ),
-        family(
-            "kv_tokens",
-            "gauge",
-            sample("kv_tokens", 16, replica="r1", kind="block"),
-            sample("kv_tokens", 1000, replica="r1", kind="total"),
-        ),
+        family("kv_tokens", "gauge", (of("r1", kind="block"), 16), (of("r1", kind="total"), 1000)),
     )
-    r1 = {("model_name", "toy"), ("engine", "r1")}
-    running = "vllm:num_requests_running"
-    assert values(made[running])[running, frozenset(r1)] == 1
-    assert len(made[running].samples) == 2
-    waiting, usage = "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
-    assert values(made[waiting]) == {(waiting, frozenset(r1)): 7}
-    assert values(made[usage]) == {(usage, frozenset(r1)): 0.25}
-    info, sizes = "vllm:cache_config_info", {("block_size", "16"), ("num_gpu_blocks", "62")}
-    assert values(made[info]) == {(info, frozenset(r1 | sizes)): 1}
+    r1 = labelled(engine="r1")
+    assert values(made["vllm:num_requests_running"]) == {r1: 1, labelled(engine="r2"): 2}
+    assert values(made["vllm:num_requests_waiting"]) == {r1: 7}
+    assert values(made["vllm:kv_cache_usage_perc"]) == {r1: 0.25}
+    sizes = labelled(engine="r1", block_size="16", num_gpu_blocks="62")
+    assert values(made["vllm:cache_config_info"]) == {sizes: 1}
     assert {name: KINDS[name] for name in made} == {name: metric.type for name, metric in made.items()}
 
 
 def test_counters_are_summed_over_labels_that_vllm_does_not_have() -> None:
     """Each ingress keeps its own series: a sum over ingresses would drop when one of them ends."""
+    chat, completions = of("i1", route="chat"), of("i1", route="completions")
+    tokens = (chat, 3.0), (completions, 4.0), (of("i2", route="chat"), 5.0)
     made = derived(
-        family(
-            "prompt_tokens_total",
-            "counter",
-            sample("prompt_tokens_total", 3, replica="i1", route="chat"),
-            sample("prompt_tokens_total", 4, replica="i1", route="completions"),
-            sample("prompt_tokens_total", 5, replica="i2", route="chat"),
-        ),
-        family(
-            "preemptions_total",
-            "counter",
-            sample("preemptions_total", 1, replica="r1", way="swap"),
-            sample("preemptions_total", 2, replica="r1", way="recompute"),
-        ),
+        family("prompt_tokens_total", "counter", *tokens),
+        family("preemptions_total", "counter", (of("r1", way="swap"), 1), (of("r1", way="recompute"), 2)),
     )
-    assert values(made["vllm:prompt_tokens"]) == {
-        ("vllm:prompt_tokens_total", frozenset({("model_name", "toy"), ("replica", "i1")})): 7,
-        ("vllm:prompt_tokens_total", frozenset({("model_name", "toy"), ("replica", "i2")})): 5,
-    }
-    preemptions = frozenset({("model_name", "toy"), ("engine", "r1")})
-    assert values(made["vllm:num_preemptions"]) == {("vllm:num_preemptions_total", preemptions): 3}
+    assert values(made["vllm:prompt_tokens"]) == {labelled(replica="i1"): 7, labelled(replica="i2"): 5}
+    assert values(made["vllm:num_preemptions"]) == {labelled(engine="r1"): 3}
 
 
 def test_histograms_are_summed_bucket_by_bucket() -> None:
-    name = "request_seconds"
-    made = derived(
-        family(
-            name,
-            "histogram",
-            *(
-                sample(f"{name}{part}", value, replica="i1", route=route, **({"le": le} if le else {}))
-                for route in ("chat", "completions")
-                for part, le, value in (
-                    ("_bucket", "1.0", 2),
-                    ("_bucket", "+Inf", 3),
-                    ("_sum", "", 4.5),
-                    ("_count", "", 3),
-                )
-            ),
-        )
-    )
-    page = render(made.values())
+    parts = [({"part": "_bucket", "le": "1.0"}, 2.0), ({"part": "_bucket", "le": "+Inf"}, 3.0)]
+    parts += [({"part": "_sum"}, 4.5), ({"part": "_count"}, 3.0)]
+    samples = [(of("i1", route=route) | part, value) for route in ("chat", "completions") for part, value in parts]
+    page = render(derived(family("request_seconds", "histogram", *samples)).values())
     [parsed] = text_string_to_metric_families(page)
     assert parsed.name == "vllm:e2e_request_latency_seconds"
     by_part = [(s.name.removeprefix(parsed.name), s.labels.get("le"), s.value) for s in parsed.samples]
@@ -162,54 +139,29 @@ def test_histograms_are_summed_bucket_by_bucket() -> None:
 
 
 def test_finished_reasons() -> None:
+    outputs = [("chat", "stop", 5.0), ("completions", "stop", 6.0), ("chat", "length", 7.0)]
+    requests = [("ok", 9.0), ("cancelled", 2.0), ("failed", 1.0), ("refused", 8.0)]
     made = derived(
-        family(
-            "outputs_total",
-            "counter",
-            sample("outputs_total", 5, replica="i1", route="chat", reason="stop"),
-            sample("outputs_total", 6, replica="i1", route="completions", reason="stop"),
-            sample("outputs_total", 7, replica="i1", route="chat", reason="length"),
-        ),
-        family(
-            "requests_total",
-            "counter",
-            sample("requests_total", 9, replica="i1", route="chat", outcome="ok"),
-            sample("requests_total", 2, replica="i1", route="chat", outcome="cancelled"),
-            sample("requests_total", 1, replica="i1", route="chat", outcome="failed"),
-            sample("requests_total", 8, replica="i1", route="chat", outcome="refused"),
-        ),
+        family("outputs_total", "counter", *((of("i1", route=r, reason=reason), n) for r, reason, n in outputs)),
+        family("requests_total", "counter", *((of("i1", route="chat", outcome=what), n) for what, n in requests)),
     )
-    success = made["vllm:request_success"]
-    assert {s.labels["finished_reason"]: s.value for s in success.samples} == {
-        "stop": 11,
-        "length": 7,
-        "abort": 2,
-        "error": 1,
-    }
+    reasons = {s.labels["finished_reason"]: s.value for s in made["vllm:request_success"].samples}
+    assert reasons == {"stop": 11, "length": 7, "abort": 2, "error": 1}
 
 
 def test_each_model_of_a_shelf_has_its_name() -> None:
-    """Without a model, as in requests for unknown ones, there is no name."""
-
-    def both(name: str, **labels: str) -> str:
-        return "".join(sample(name, v, replica="r1", model=model, **labels) for v, model in ((1, "a"), (2, "b")))
-
-    budget = sample("kv_bytes", 4, replica="r1", model="a", kind="budget")
+    """Without a model, as in requests for unknown ones, there is no name. A metric without a source is left out: a name
+    without a value would be taken for zero."""
+    a, b = of("r1", model="a"), of("r1", model="b")
+    budget = (a | {"kind": "budget"}, 4.0)
+    failed = of("i1", route="chat", outcome="failed")
     made = derived(
-        family("running_sequences", "gauge", both("running_sequences")),
-        family("kv_bytes", "gauge", both("kv_bytes", kind="active"), budget),
-        family(
-            "requests_total",
-            "counter",
-            sample("requests_total", 3, replica="i1", route="chat", model="a", outcome="failed"),
-            sample("requests_total", 4, replica="i1", route="chat", model="", outcome="failed"),
-        ),
+        family("running_sequences", "gauge", (a, 1), (b, 2)),
+        family("kv_bytes", "gauge", (a | {"kind": "active"}, 1), (b | {"kind": "active"}, 2), budget),
+        family("requests_total", "counter", (failed | {"model": "a"}, 3), (failed | {"model": ""}, 4)),
         model=None,
     )
-    found = {
-        name: [(s.labels.get("model_name"), s.value) for s in made[name].samples]
-        for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:request_success")
-    }
+    found = {name: [(s.labels.get("model_name"), s.value) for s in metric.samples] for name, metric in made.items()}
     assert found == {
         "vllm:num_requests_running": [("a", 1), ("b", 2)],
         "vllm:kv_cache_usage_perc": [("a", 0.25)],
@@ -217,22 +169,15 @@ def test_each_model_of_a_shelf_has_its_name() -> None:
     }
 
 
-def test_a_metric_without_a_source_is_left_out() -> None:
-    """Its name without a value would be taken for zero."""
-    assert derived(family("running_sequences", "gauge", sample("running_sequences", 1, replica="r1"))).keys() == {
-        "vllm:num_requests_running"
-    }
-
-
 # ---- the page of endpoint pickers ----
 
 
-def of(name: str, load: ReplicaReport, memory: MemoryReport | None = None) -> ModelReport:
+def model_report(name: str, load: ReplicaReport, memory: MemoryReport | None = None) -> ModelReport:
     return ModelReport(ModelStatus(name=name, state="awake"), load, memory)
 
 
 def one_model(replica: str, load: ReplicaReport, memory: MemoryReport) -> ReplicaStatus:
-    return ReplicaStatus(replica, 1.0, (of("toy", load, memory),))
+    return ReplicaStatus(replica, 1.0, (model_report("toy", load, memory),))
 
 
 @pytest.fixture
@@ -274,8 +219,12 @@ def test_pickers_get_a_series_for_each_model(status: ReplicaStatus) -> None:
     memory, asleep = status.memory, replace(status.memory, active_bytes=0, budget_bytes=0)
     waiting = replace(status.load, num_running=0, num_waiting=5, total_tokens=0)
     new = unloaded_report(ModelStatus(name="c", state="new", num_waiting=2), 0.0)
-    here = ReplicaStatus("r1", 1.0, (of("a", status.load, memory), of("b", waiting, asleep), of("c", new)))
-    there = ReplicaStatus("r2", 1.0, (of("a", new), of("b", status.load, memory), of("c", new)))
+    here = ReplicaStatus(
+        "r1", 1.0, (model_report("a", status.load, memory), model_report("b", waiting, asleep), model_report("c", new))
+    )
+    there = ReplicaStatus(
+        "r2", 1.0, (model_report("a", new), model_report("b", status.load, memory), model_report("c", new))
+    )
     made = {metric.name: metric.samples for metric in load_families([here, there], ["a", "b", "c", "added"])}
     found = {name: {sample.labels["model_name"]: sample.value for sample in samples} for name, samples in made.items()}
     usage = memory.active_bytes / memory.budget_bytes

@@ -36,36 +36,31 @@ def cost(
     return ttft_s.tolist(), harm_s.tolist()
 
 
-def test_an_idle_replica() -> None:
-    ttft_s, harm_s = cost(loads())
-    assert ttft_s == pytest.approx([10 * 0.01 + 1000 * 0.001] * 2)
+@pytest.mark.parametrize(
+    ("columns", "cached", "more_s"),
+    [
+        ({}, 0, 0.0),  # than 1.1 s: 10 steps and 1,000 tokens
+        ({}, 900, -0.99),  # cached tokens are not computed
+        ({"attended_s": 1e-6}, 0, 1000 * 1001 / 2 * 1e-6),
+        ({"attended_s": 1e-6}, 900, -0.99 + (100 * 900 + 100 * 101 / 2) * 1e-6),
+        ({"queued_tokens": 200, "queued_s": 0.22, "decode_s": 0.005}, 0, 0.22 + 12 * 0.005),
+        # A full cache is waited for: 500 tokens too few, 250 are freed a second.
+        ({"free_tokens": 500, "freed_tokens_per_s": 250.0, "num_requests": 4}, 0, 500 / 250),
+        # The ninth of eight: one of the others, 1,000 tokens each, must end; 500 tokens are freed a second.
+        ({"num_requests": 7, "free_tokens": 3000, "freed_tokens_per_s": 500.0}, 0, 0.0),
+        ({"num_requests": 8, "free_tokens": 2000, "freed_tokens_per_s": 500.0}, 0, 1000 / 500),
+        # Other models take turns: a short prompt does not wait for all of another model's queue.
+        ({"others_s": 0.3, "num_others": 1}, 0, 0.3),
+        ({"others_s": 50.0, "num_others": 1}, 0, 1.1),
+    ],
+)
+def test_the_time_to_the_first_token(columns: dict[str, float], cached: int, more_s: float) -> None:
+    """At a replica beside an idle one."""
+    idle = loads()
+    beside = loads(**{name: [getattr(idle, name)[0], value] for name, value in columns.items()})
+    ttft_s, harm_s = cost(beside, cached=[0, cached])
+    assert ttft_s == pytest.approx([1.1, 1.1 + more_s])
     assert harm_s == [0, 0]
-
-
-def test_cached_tokens_are_not_computed() -> None:
-    assert cost(loads(), cached=[0, 900])[0] == pytest.approx([1.1, 0.01 + 0.1])
-
-
-def test_attention_to_what_is_cached_counts() -> None:
-    ttft_s, _ = cost(loads(attended_s=1e-6), cached=[0, 900])
-    assert ttft_s == pytest.approx([1.1 + 1000 * 1001 / 2 * 1e-6, 0.11 + (100 * 900 + 100 * 101 / 2) * 1e-6])
-
-
-def test_the_queue_and_decodes_are_waited_for() -> None:
-    ttft_s, _ = cost(loads(queued_tokens=[0, 200], queued_s=[0, 0.22], decode_s=[0.0, 0.005]))
-    assert ttft_s == pytest.approx([1.1, 1.1 + 0.22 + 12 * 0.005])
-
-
-def test_a_full_cache_is_waited_for() -> None:
-    """500 tokens too few, 100 are freed a second."""
-    ttft_s, _ = cost(loads(free_tokens=[10_000, 500], freed_tokens_per_s=[0, 250.0], num_requests=4))
-    assert ttft_s == pytest.approx([1.1, 1.1 + 500 / 250])
-
-
-def test_a_full_batch_is_waited_for() -> None:
-    """The ninth of eight: one of the others, 1,000 tokens each, must end; 500 tokens are freed a second."""
-    ttft_s, _ = cost(loads(num_requests=[7, 8], free_tokens=[3000, 2000], freed_tokens_per_s=500.0))
-    assert ttft_s == pytest.approx([1.1, 1.1 + 1000 / 500])
 
 
 def test_harm() -> None:
@@ -93,16 +88,9 @@ def test_work_is_spread_evenly() -> None:
     num_requests=st.integers(-1, 10_000),
 )
 def test_any_load_has_a_finite_cost(
-    num_tokens: int,
-    cached_share: float,
-    queued: int,
-    free: int,
-    num_requests: int,
+    num_tokens: int, cached_share: float, queued: int, free: int, num_requests: int
 ) -> None:
-    of = loads(
-        queued_tokens=queued, queued_s=queued / 1000, free_tokens=free,
-        num_requests=num_requests,
-    )  # fmt: skip
+    of = loads(queued_tokens=queued, queued_s=queued / 1000, free_tokens=free, num_requests=num_requests)
     ttft_s, harm_s = cost(of, num_tokens, int(cached_share * num_tokens), CostWeights())
     assert all(np.isfinite(ttft_s + harm_s))
     assert min(ttft_s + harm_s) >= 0
@@ -121,9 +109,3 @@ def test_a_wake_is_waited_for_and_harms_others_only_once() -> None:
     ttft_s, harm_s = cost(loads(3, wake_s=[0.0, 0.4, 0.4], sleeping_s=[0.0, 0.4, 0.0]))
     assert ttft_s == pytest.approx([1.1, 1.5, 1.5])
     assert harm_s == pytest.approx([0.0, 0.4, 0.0])
-
-
-def test_other_models_take_turns() -> None:
-    """A short prompt does not wait for all of another model's queue."""
-    ttft_s, _ = cost(loads(3, others_s=[0.0, 0.3, 50.0], num_others=[0, 1, 1]))
-    assert ttft_s == pytest.approx([1.1, 1.1 + 0.3, 1.1 + 1.1])

@@ -352,11 +352,12 @@ def test_a_clock_set_back_resets_the_state() -> None:
         ({"up_factor": 1}, "up_factor .* is 1; it must be above 1"),
         ({"busy_share": "high"}, "busy_share .* is 'high'; it must be a number"),
         ({"start_s": None}, "start_s .* is None; it must be a number"),
+        ({"ttft": 1.0}, r"\['ttft'\] are no settings of the scaling policy; it has ttft_s, tpot_s"),
     ],
 )
 def test_settings_out_of_bounds(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ScalingTargets(**settings)
+        KVAwareScaling(**settings)
 
 
 def test_settings_that_may_be_none() -> None:
@@ -489,11 +490,6 @@ def test_serve_comes_back_from_zero() -> None:
     policy = KVAwareScaling(to_zero_after_s=1.0)
     assert policy(context(None, {}, target=0, running=()))[0] == 0
     assert policy(context(None, {}, target=0, running=(), num_requests=0.3))[0] == 1
-
-
-def test_unknown_settings() -> None:
-    with pytest.raises(ConfigError, match=r"\['ttft'\] are no settings of the scaling policy; it has ttft_s, tpot_s"):
-        KVAwareScaling(ttft=1.0)
 
 
 def test_two_observations_at_one_time_keep_the_state() -> None:

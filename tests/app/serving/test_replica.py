@@ -18,7 +18,7 @@ from folio.app.errors import UnavailableError, UnknownRequestError
 from folio.app.fleet.messages import HotPrefixes, SharedStreamCall, SharedStreamKey
 from folio.app.serving import replica as replica_module
 from folio.vmem import CachedPrefix
-from tests.app.replica.test_request_streams import DELTAS, REQUEST, Engine
+from tests.app.replica.given_deltas import DELTAS, REQUEST, Engine
 from tests.local_server import replica_of
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from folio.app.fleet.overload import LoadShedder
 from folio.app.serving import shared_streams as shared_module
 from folio.app.serving.calls import ReplicaClient
 from folio.app.serving.shared_streams import SharedReader, SharedStreams
+from tests.processes import until_async
 
 NUM = 8
 
@@ -120,13 +120,6 @@ class Replica:
             self.num_open -= 1
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0)
-
-
 class Crowd:
     """Requests with output, and an open shared stream."""
 
@@ -138,13 +131,13 @@ class Crowd:
         self.tasks = [asyncio.create_task(self._ask(replicas, number)) for number in range(NUM)]
 
     async def begin(self) -> None:
-        await until(lambda: len(self.replica.pieces) == NUM)
+        await until_async(lambda: len(self.replica.pieces) == NUM)
         self.replica.step("a")
-        await until(lambda: bool(self.replica.num_open))
+        await until_async(lambda: bool(self.replica.num_open))
         await self.all_have("a")
 
     async def all_have(self, text: str, requests: range = range(NUM)) -> None:
-        await until(lambda: all(f"{number}{text}" in self.texts[number] for number in requests))
+        await until_async(lambda: all(f"{number}{text}" in self.texts[number] for number in requests))
 
     async def _ask(self, replicas: ReplicaClient, number: int) -> None:
         call = GenerateRequest(f"request {number}", [1], SamplingParams(max_tokens=10))
@@ -177,7 +170,7 @@ async def test_a_single_stream_opens_no_shared_one() -> None:
     call = GenerateRequest("r", [1], SamplingParams(max_tokens=10))
     stream = replicas.stream_calls([call])
     first = asyncio.ensure_future(anext(stream))
-    await until(lambda: bool(replica.pieces))
+    await until_async(lambda: bool(replica.pieces))
     replica.step("a", requests=range(1))
     replica.step("b", end=True, requests=range(1))
     assert [(await first)[1].text, *[piece.text async for _, piece in stream]] == ["0a", "0b"]
@@ -190,7 +183,7 @@ async def test_a_cancelled_request_leaves_the_others() -> None:
     crowd.replica.step("b")
     await crowd.all_have("b")
     crowd.tasks[0].cancel()
-    await until(lambda: crowd.replica.closed == 1)
+    await until_async(lambda: crowd.replica.closed == 1)
     crowd.replica.step("c", end=True, requests=range(1, NUM))
     await asyncio.gather(*crowd.tasks[1:])
     assert [texts[-1] for texts in crowd.texts] == ["0b", *(f"{number}c" for number in range(1, NUM))]
@@ -227,7 +220,7 @@ async def test_a_broken_shared_stream_ends_its_requests(monkeypatch: pytest.Monk
     crowd.replica.step("b")
     await crowd.all_have("b")
     crowd.replica.shared[0].break_off()
-    await until(lambda: not crowd.replica.num_open)
+    await until_async(lambda: not crowd.replica.num_open)
     crowd.replica.step("c")
     results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
     assert [type(result) for result in results] == [UnavailableError] * NUM
@@ -252,11 +245,11 @@ async def test_an_idle_shared_stream_ends(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shared_module, "_IDLE_S", 0.01)
     crowd = Crowd()
     await crowd.begin()
-    await until(lambda: not crowd.replica.num_open)
+    await until_async(lambda: not crowd.replica.num_open)
     crowd.replica.step("b", end=True)
     await asyncio.gather(*crowd.tasks)
     assert crowd.texts == [[f"{number}a", f"{number}b"] for number in range(NUM)]
-    await until(lambda: not crowd.replica.num_open)
+    await until_async(lambda: not crowd.replica.num_open)
     assert not crowd.replica.shared[0].cancelled
     assert not crowd.reader._readers
     assert not crowd.reader._users

@@ -12,6 +12,7 @@ from typing import Any
 from folio.app.config.http import HttpSettings, KeySource
 from folio.app.edge.guard import Guard
 from folio.app.edge.keys import KeyRing
+from folio.app.http.request_context import EdgeObserver
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
 Headers = Iterable[tuple[str, str]]
@@ -100,6 +101,16 @@ async def call(
     return answer
 
 
+class Codes(EdgeObserver):
+    """Codes of refused requests."""
+
+    def __init__(self) -> None:
+        self.codes: list[str] = []
+
+    def on_refused(self, code: str) -> None:
+        self.codes.append(code)
+
+
 def bearer(key: str) -> list[tuple[str, str]]:
     return [("Authorization", f"Bearer {key}")]
 
@@ -110,6 +121,11 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     assert not message["more_body"]
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": message["body"]})
+
+
+async def gone() -> dict[str, Any]:
+    """Receives from a client that has disconnected."""
+    return {"type": "http.disconnect"}
 
 
 def guarded(app: Any = echo, keys: Path | None = None, **settings: Any) -> Guard:

@@ -11,8 +11,8 @@ import pytest
 
 from folio.app.config.http import HttpSettings, RateLimits
 from folio.app.edge.guard import Guard
-from folio.app.http.request_context import EdgeObserver, current_context, request_id
-from tests.app.edge.asgi import ALICE, BOB, answer_of, bearer, call, echo, guarded, scope_of
+from folio.app.http.request_context import current_context, request_id
+from tests.app.edge.asgi import ALICE, BOB, Codes, answer_of, bearer, call, echo, gone, guarded, scope_of
 
 
 @pytest.fixture
@@ -38,23 +38,14 @@ def test_a_valid_key_is_needed(keys: Path) -> None:
         assert answer_of(app, headers=headers).status == 401
 
 
-def test_open_paths_need_no_key(keys: Path) -> None:
-    app = guarded(keys=keys)
+def test_open_paths_and_those_below_need_no_key(keys: Path) -> None:
+    """`/docs` loads `/docs/swagger-ui.css`."""
+    app, more = guarded(keys=keys), guarded(keys=keys, open_paths=["/metrics"])
     assert [answer_of(app, path=path).status for path in ("/health", "/ready", "/metrics")] == [200, 200, 401]
-    assert answer_of(guarded(keys=keys, open_paths=["/metrics"]), path="/metrics").status == 200
     for path in ("//health", "/v1/../health", "/HEALTH"):
         assert answer_of(app, path=path).status == 401, path
-
-
-def test_paths_below_an_open_path_need_no_key(keys: Path) -> None:
-    """`/docs` loads `/docs/swagger-ui.css`."""
-    guard = guarded(keys=keys, open_paths=["/metrics"])
-    assert answer_of(guard, path="/metrics/x").status == 200
-    assert answer_of(guard, path="/metricsx").status == 401
-
-
-def test_open_paths_are_within_the_application(keys: Path) -> None:
-    assert answer_of(guarded(keys=keys), path="/mounted/health", root_path="/mounted").status == 200
+    assert [answer_of(more, path=path).status for path in ("/metrics", "/metrics/x", "/metricsx")] == [200, 200, 401]
+    assert answer_of(app, path="/mounted/health", root_path="/mounted").status == 200
 
 
 def test_operator_paths_need_an_operators_key(tmp_path: Path) -> None:
@@ -87,16 +78,10 @@ def test_limits_are_per_key(keys: Path) -> None:
 
 
 def test_refusals_are_observed() -> None:
-    codes: list[str] = []
-
-    class Recorder(EdgeObserver):
-        def on_refused(self, code: str) -> None:
-            codes.append(code)
-
     settings = HttpSettings(address_limits=RateLimits(requests_per_minute=1), max_url_bytes=100)
-    app = Guard(echo, settings, observer=Recorder())
+    app = Guard(echo, settings, observer=(observer := Codes()))
     assert [answer_of(app, path=path).status for path in ("/a", "/a", "/" + "x" * 100)] == [200, 429, 414]
-    assert codes == ["rate_limit_exceeded", "url_too_long"]
+    assert observer.codes == ["rate_limit_exceeded", "url_too_long"]
 
 
 def test_addresses_have_limits_where_there_are_no_keys() -> None:
@@ -235,29 +220,23 @@ def test_a_long_body_is_not_read_to_its_end() -> None:
     assert num_read == 11
 
 
-def test_a_body_that_does_not_arrive() -> None:
-    async def never() -> dict[str, Any]:
-        await asyncio.Event().wait()
-        raise AssertionError
+async def never() -> dict[str, Any]:
+    await asyncio.Event().wait()
+    raise AssertionError
 
-    refused = answer_of(guarded(body_timeout_s=0.01), "POST", receive=never)
+
+async def trickle() -> dict[str, Any]:
+    await asyncio.sleep(0.001)
+    return {"type": "http.request", "body": b"x", "more_body": True}
+
+
+@pytest.mark.parametrize(("receive", "timeout_s"), [(never, 0.01), (trickle, 0.05)])
+def test_the_timeout_is_for_the_whole_body(receive: Any, timeout_s: float) -> None:
+    refused = answer_of(guarded(body_timeout_s=timeout_s), "POST", receive=receive)
     assert (refused.status, refused.error["code"]) == (408, "timeout")
 
 
-def test_a_body_that_trickles() -> None:
-    """The timeout is for the whole body, not for each part."""
-
-    async def trickle() -> dict[str, Any]:
-        await asyncio.sleep(0.001)
-        return {"type": "http.request", "body": b"x", "more_body": True}
-
-    assert answer_of(guarded(body_timeout_s=0.05), "POST", receive=trickle).status == 408
-
-
 def test_a_client_that_disconnects_while_sending() -> None:
-    async def gone() -> dict[str, Any]:
-        return {"type": "http.disconnect"}
-
     assert answer_of(guarded(), "POST", receive=gone).messages == []
 
 
@@ -297,23 +276,21 @@ async def test_streams_pass_as_they_come_and_disconnects_get_through() -> None:
     assert gone.is_set()
 
 
-def test_an_internal_error_is_answered_without_details() -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_internal_error_is_answered_without_details_or_breaks_the_answer(has_begun: bool) -> None:
     async def fails(scope: Any, receive: Any, send: Any) -> None:
+        if has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ZeroDivisionError("secret detail")
 
+    if has_begun:
+        with pytest.raises(ZeroDivisionError):
+            answer_of(guarded(fails))
+        return
     answer = answer_of(guarded(fails), headers=[("x-request-id", "r1")])
     assert (answer.status, answer.error["code"]) == (500, "internal_error")
     assert "secret" not in answer.body.decode()
     assert answer.error["message"].endswith("request r1")
-
-
-def test_an_internal_error_after_the_status_breaks_the_answer() -> None:
-    async def fails(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        answer_of(guarded(fails))
 
 
 def test_every_request_has_an_id_and_every_answer_security_headers() -> None:
@@ -330,12 +307,15 @@ def test_every_request_has_an_id_and_every_answer_security_headers() -> None:
     assert "x-request-id" not in answer.headers  # Serve's server echoes it
 
 
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="must not be longer"):
-        HttpSettings(default_timeout_s=2, max_timeout_s=1)
-    with pytest.raises(ValueError, match="max_body_bytes"):
-        HttpSettings(max_body_bytes=0)
-    with pytest.raises(ValueError, match="Extra inputs"):
-        HttpSettings.model_validate({"api_key": "x"})
-    assert HttpSettings(key_limits=RateLimits(requests_per_minute=1)).model_dump(mode="json")["cors_origins"] == []
-    json.dumps(HttpSettings().model_dump(mode="json"))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"default_timeout_s": 2, "max_timeout_s": 1}, "must not be longer"),
+        ({"max_body_bytes": 0}, "max_body_bytes"),
+        ({"api_key": "x"}, "Extra inputs"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HttpSettings.model_validate(settings)
+    json.dumps(HttpSettings(key_limits=RateLimits(requests_per_minute=1)).model_dump(mode="json"))

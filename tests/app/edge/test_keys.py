@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from folio.app.config.http import KeyEntry, KeySource, RateLimits
 from folio.app.edge import keys
-from folio.app.edge.keys import KeyRing, read_keys
+from folio.app.edge.keys import ApiKey, KeyRing, read_keys
 from folio.app.errors import ConfigError
 from folio.app.http.request_context import EdgeObserver
 from tests.processes import until_async
@@ -37,17 +37,26 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def has(ring: KeyRing, *found: str) -> bool:
+    """Whether exactly these of Alice's and Bob's keys are valid."""
+    return [ring.find(key) is not None for key in (ALICE, BOB)] == [key in found for key in (ALICE, BOB)]
+
+
+def found(ring: KeyRing, key: str = ALICE) -> ApiKey:
+    caller = ring.find(key)
+    assert caller is not None
+    return caller
+
+
 def ring_of(path: Path) -> KeyRing:
     return KeyRing(KeySource(file=path), LIMITS)
 
 
 def test_lines(tmp_path: Path) -> None:
     ring = ring_of(write(tmp_path / "keys", f"# team\n{ALICE}\n\n  {BOB}  \n"))
-    assert ring.find(BOB) is not None
-    found = ring.find(ALICE)
-    assert found is not None
-    assert found.entry.name == "key-" + hashlib.sha256(ALICE.encode()).hexdigest()[:8]
-    assert found.quota.limits == LIMITS
+    assert has(ring, ALICE, BOB)
+    assert found(ring).entry.name == "key-" + hashlib.sha256(ALICE.encode()).hexdigest()[:8]
+    assert found(ring).quota.limits == LIMITS
     for wrong in ("", ALICE[:-1], ALICE + "x", "# team", "ä" * 20, "\udcff"):
         assert ring.find(wrong) is None
 
@@ -59,10 +68,8 @@ def test_entries(tmp_path: Path, suffix: str) -> None:
         {"name": "bob", "key": BOB, "limits": {"tokens_per_minute": 7}},
     ]
     ring = ring_of(write(tmp_path / f"keys{suffix}", json.dumps({"keys": entries})))  # JSON is YAML
-    alice, bob = ring.find(ALICE), ring.find(BOB)
-    assert alice is not None
-    assert bob is not None
-    assert (alice.entry.name, alice.entry.tenant, alice.entry.models) == ("alice", "a", {"m"})
+    alice, bob = found(ring).entry, found(ring, BOB)
+    assert (alice.name, alice.tenant, alice.models) == ("alice", "a", {"m"})
     assert bob.quota.limits == RateLimits(tokens_per_minute=7)
 
 
@@ -111,9 +118,7 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="FOLIO_TEST_KEYS"):
         KeyRing(source, LIMITS)
     monkeypatch.setenv("FOLIO_TEST_KEYS", f"{ALICE},{BOB}")
-    ring = KeyRing(source, LIMITS)
-    assert ring.find(ALICE) is not None
-    assert ring.find(BOB) is not None
+    assert has(KeyRing(source, LIMITS), ALICE, BOB)
 
 
 def test_one_source_is_needed() -> None:
@@ -124,17 +129,14 @@ def test_one_source_is_needed() -> None:
 
 async def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     ring = ring_of(path := write(tmp_path / "keys", ALICE))
-    alice = ring.find(ALICE)
-    assert alice is not None
+    quota = found(ring).quota
     write(path, f"{ALICE}\n{BOB}")
     await ring.refresh()
-    again = ring.find(ALICE)
-    assert again is not None
-    assert again.quota is alice.quota  # its usage is not forgotten
-    assert ring.find(BOB) is not None
+    assert has(ring, ALICE, BOB)
+    assert found(ring).quota is quota  # its usage is not forgotten
     write(path, BOB)
     await ring.refresh()
-    assert ring.find(ALICE) is None
+    assert has(ring, BOB)
 
 
 async def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(
@@ -161,25 +163,20 @@ async def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(
     with pytest.raises(asyncio.CancelledError):
         await request
     await ring.refresh()  # neither waits nor reads again
-    assert ring.find(ALICE) is not None
+    assert has(ring, ALICE)
     may_end.set()
-    await until_async(lambda: ring.find(ALICE) is None)
-    assert ring.find(BOB) is not None
+    await until_async(lambda: has(ring, BOB))
     assert num_readings == 1
 
 
 async def test_new_limits_count_running_requests(tmp_path: Path) -> None:
     entry = f"keys: [{{name: a, key: {ALICE}, limits: {{concurrent_requests: "
     ring = ring_of(path := write(tmp_path / "keys.yaml", entry + "2}}]"))
-    found = ring.find(ALICE)
-    assert found is not None
-    found.quota.begin()
+    found(ring).quota.begin()
     write(path, entry + "1}}]")
     await ring.refresh()
-    changed = ring.find(ALICE)
-    assert changed is not None
-    assert changed.quota.limits.concurrent_requests == 1
-    changed.quota.end()  # the request that began before
+    assert found(ring).quota.limits.concurrent_requests == 1
+    found(ring).quota.end()  # the request that began before
 
 
 async def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,17 +188,17 @@ async def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.Lo
     write(path, "keys: [")
     await ring.refresh()
     await ring.refresh()
-    assert ring.find(ALICE) is not None
+    assert has(ring, ALICE)
     assert ring.problem is not None
     assert [record.levelname for record in caplog.records].count("ERROR") == 1  # once for each change
     path.unlink()
     await ring.refresh()
-    assert ring.find(ALICE) is not None
+    assert has(ring, ALICE)
     assert "No such file" in ring.problem
     write(path, f"keys: [{{name: b, key: {BOB}}}]")
     await ring.refresh()
     assert ring.problem is None
-    assert ring.find(ALICE) is None
+    assert has(ring, BOB)
     assert [problem is None for problem in problems] == [True, False, False, False, True]
 
 
@@ -216,7 +213,7 @@ async def test_any_error_of_a_reading_is_a_problem(
     write(path, BOB)
     await ring.refresh()
     await ring.refresh()
-    assert ring.find(ALICE) is not None
+    assert has(ring, ALICE)
     assert ring.problem is not None
     assert "ZeroDivisionError" in ring.problem
     assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -229,7 +226,7 @@ async def test_the_file_is_checked_once_a_period(tmp_path: Path, monkeypatch: py
     ring = ring_of(path := write(tmp_path / "keys", ALICE))
     write(path, BOB)
     await ring.refresh()
-    assert ring.find(ALICE) is not None
+    assert has(ring, ALICE)
 
 
 def test_every_key_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,16 +168,6 @@ def test_concurrent_requests_are_counted_over_all_ingresses() -> None:
     assert sum(counts) / 5900 >= 7
 
 
-@pytest.fixture
-def full() -> tuple[Cluster, Quota, Quota]:
-    """Two ingresses; the first one runs as many requests as may run."""
-    cluster = Cluster(2)
-    first, second = quotas_of(cluster, concurrent_requests=4)
-    cluster.run_for(1.0)
-    assert begin_slowly(cluster, first) == 4
-    return cluster, first, second
-
-
 def begin_slowly(cluster: Cluster, quota: Quota) -> int:
     begun = 0
     while begins(quota):
@@ -186,21 +176,22 @@ def begin_slowly(cluster: Cluster, quota: Quota) -> int:
     return begun
 
 
-def test_a_dead_ingress_gives_its_requests_back(full: tuple[Cluster, Quota, Quota]) -> None:
-    cluster, _, second = full
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_dead_ingress_gives_its_requests_back_and_one_taken_for_dead_does_not(dies: bool) -> None:
+    """Two ingresses; the first one runs as many requests as may run. If it lives, it reports everything again."""
+    cluster = Cluster(2)
+    first, second = quotas_of(cluster, concurrent_requests=4)
+    cluster.run_for(1.0)
+    assert begin_slowly(cluster, first) == 4
     assert begin_slowly(cluster, second) == 0
-    cluster.alive.remove(0)
-    cluster.run_for(DEAD_S + 1.0)
-    assert begin_slowly(cluster, second) == 4
-
-
-def test_an_ingress_that_was_taken_for_dead_reports_everything_again(full: tuple[Cluster, Quota, Quota]) -> None:
-    """Its running requests would no longer be counted."""
-    cluster, _, second = full
-    assert cluster.ledger is not None
-    cluster.ledger.remove_ingress("0")
-    cluster.run_for(5.0)
-    assert begin_slowly(cluster, second) == 0
+    if dies:
+        cluster.alive.remove(0)
+        cluster.run_for(DEAD_S + 1.0)
+    else:
+        assert cluster.ledger is not None
+        cluster.ledger.remove_ingress("0")
+        cluster.run_for(5.0)
+    assert begin_slowly(cluster, second) == (4 if dies else 0)
 
 
 def test_the_number_of_accounts_is_bounded() -> None:
@@ -232,13 +223,6 @@ def test_announced_addresses_are_bounded_in_each_ingress() -> None:
     assert sum(int(dict(quota.headers())[b"x-ratelimit-remaining-requests"]) for quota in known) < 20 * 2
 
 
-def test_a_single_ingress_sends_no_early_report() -> None:
-    ingress = IngressLimits(Clock())
-    ingress.on_early_report = lambda: pytest.fail("an early report")
-    quota = Quota(RateLimits(requests_per_minute=100), ingress, "key:a")
-    assert sum(begins(quota) for _ in range(101)) == 100
-
-
 def test_messages_are_few() -> None:
     """A busy caller costs an ingress 4 messages a second, and 20 when leases are short."""
     cluster = Cluster(4)
@@ -248,9 +232,10 @@ def test_messages_are_few() -> None:
     assert all(len(ingress.take_reports()) <= 1 for ingress in cluster.ingresses)
 
 
-def usage(**changes: float) -> LimitUsage:
-    """One request a second, of which nothing has been used yet."""
-    return LimitUsage(60, True, 0.0, 0.0, 0.0, 1.0, 60.0, 0.0)._replace(**changes)
+def settle(ledger: LimitLedger, ingress: str, **changes: float) -> LimitGrant:
+    """Report one request a second, of which nothing has been used yet, but for `changes`."""
+    usage = LimitUsage(60, True, 0.0, 0.0, 0.0, 1.0, 60.0, 0.0)._replace(**changes)
+    return ledger.settle_usage(ingress, next(NUMBERS), {"key": usage}).grants["key"]
 
 
 def test_a_report_has_the_demand_since_the_last_report() -> None:
@@ -280,20 +265,16 @@ def test_a_limit_is_fresh_when_the_ledger_knows_of_its_use() -> None:
     assert limit.is_fresh
 
 
-def test_a_refused_request_is_reported_early() -> None:
-    num_early = 0
-
-    def report_early() -> None:
-        nonlocal num_early
-        num_early += 1
-
+@pytest.mark.parametrize("num_ingresses", [1, 2])
+def test_a_refused_request_is_reported_early_unless_there_is_one_ingress(num_ingresses: int) -> None:
+    early: list[int] = []
     ingress = IngressLimits(Clock())
-    ingress.num_ingresses, ingress.on_early_report = 2, report_early
+    ingress.num_ingresses, ingress.on_early_report = num_ingresses, lambda: early.append(1)
     limit = ingress.add_limit("key", 60)
     limit.charge_usage(59.5)
-    assert num_early == 0
+    assert not early
     assert limit.try_take(1.0) > 0
-    assert num_early == 1
+    assert len(early) == num_ingresses - 1
 
 
 def test_a_ledger_that_does_not_know_the_ingress_gets_the_limits_in_use() -> None:
@@ -307,44 +288,43 @@ def test_a_ledger_that_does_not_know_the_ingress_gets_the_limits_in_use() -> Non
 
 def test_a_changed_limit_keeps_the_part_that_is_left() -> None:
     ledger = LimitLedger(clock=Clock())
-    ledger.settle_usage("a", next(NUMBERS), {"key": usage(level=30.0)})
-    ledger.settle_usage("a", next(NUMBERS), {"key": usage(limit=120, level=120.0)})
+    settle(ledger, "a", level=30.0)
+    settle(ledger, "a", limit=120, level=120.0)
     assert ledger.level("key") == 60.0
 
 
 def test_spare_is_the_level_without_leases_and_demand() -> None:
     """The demand of other ingresses counts for two report periods."""
     ledger = LimitLedger(clock=Clock())
-    assert ledger.settle_usage("a", next(NUMBERS), {"key": usage()}).grants["key"].lease == 0
-    alone = ledger.settle_usage("a", next(NUMBERS), {"key": usage(asked=1.0)}).grants["key"]
+    assert settle(ledger, "a").lease == 0
+    alone = settle(ledger, "a", asked=1.0)
     assert alone.lease > 0
     assert alone.spare == pytest.approx(alone.level - alone.lease)
-    beside = ledger.settle_usage("b", next(NUMBERS), {"key": usage(asked=1.0)}).grants["key"]
+    beside = settle(ledger, "b", asked=1.0)
     assert beside.spare < beside.level - alone.lease - beside.lease
     ledger.remove_ingress("a")
-    alone = ledger.settle_usage("b", next(NUMBERS), {"key": usage(asked=1.0)}).grants["key"]
+    alone = settle(ledger, "b", asked=1.0)
     assert alone.spare == pytest.approx(alone.level - alone.lease)
 
 
 def test_a_new_ledger_trusts_reported_levels_for_five_seconds() -> None:
     clock = Clock()
     ledger = LimitLedger(clock=clock)
-    ledger.settle_usage("a", next(NUMBERS), {"key": usage()})
+    settle(ledger, "a")
     clock.now += 4.5
-    ledger.settle_usage("b", next(NUMBERS), {"key": usage(level=20.0)})
+    settle(ledger, "b", level=20.0)
     assert ledger.level("key") == 20.0
     clock.now += 1.0
-    ledger.settle_usage("b", next(NUMBERS), {"key": usage(level=5.0)})
+    settle(ledger, "b", level=5.0)
     assert ledger.level("key") == 21.0
 
 
 @pytest.mark.parametrize(("level", "announced"), [(30.0, False), (29.0, True)])
 def test_a_limit_of_which_less_than_half_is_left_is_announced(level: float, announced: bool) -> None:
     ledger = LimitLedger(clock=Clock())
-    ledger.settle_usage("a", next(NUMBERS), {"key": usage(level=level)})
-    assert ledger.settle_usage("b", next(NUMBERS), {}).grants == (
-        {"key": LimitGrant(level, 0.0, level)} if announced else {}
-    )
+    settle(ledger, "a", level=level)
+    told = ledger.settle_usage("b", next(NUMBERS), {}).grants
+    assert told == ({"key": LimitGrant(level, 0.0, level)} if announced else {})
 
 
 def test_an_ingress_learns_its_share_of_all_requests() -> None:

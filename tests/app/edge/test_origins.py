@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from folio.app.config.http import HttpSettings
 from folio.app.edge.origins import is_loopback
-from tests.app.edge.asgi import Answer, call
 from tests.app.api.fake_service import FakeService
+from tests.app.edge.asgi import Answer, call
 from tests.local_server import guarded_api
 
 LOOPBACK = "127.0.0.1"
@@ -49,31 +49,18 @@ def test_every_route_refuses_an_unknown_host_and_a_strangers_page() -> None:
                 assert error["type"] == kind
 
 
+KNOWN = ["localhost", "LocalHost:8000", "localhost.", "localhost.:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]", "::1"]
+UNKNOWN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "localhost:evil"]
+UNKNOWN += ["evil@localhost", "10.0.0.7", "[::2]", ""]
+SEVERAL: list[list[str]] = [[], ["localhost"] * 2, ["localhost", "evil.example"], ["evil.example", "localhost"]]
+
+
 @pytest.mark.parametrize(
     ("hosts", "is_known"),
     [
-        (["localhost"], True),
-        (["LocalHost:8000"], True),
-        (["localhost."], True),
-        (["localhost.:8000"], True),
-        (["127.0.0.1:8000"], True),
-        (["[::1]:8000"], True),
-        (["[::1]"], True),
-        (["::1"], True),
-        ([socket.gethostname().upper()], True),
-        (["evil.example"], False),
-        (["evil.example:8000"], False),
-        (["localhost.evil.example"], False),
-        (["127.0.0.1.evil.example"], False),
-        (["localhost:evil"], False),
-        (["evil@localhost"], False),
-        (["10.0.0.7"], False),
-        (["[::2]"], False),
-        ([""], False),
-        ([], False),
-        (["localhost", "localhost"], False),
-        (["localhost", "evil.example"], False),
-        (["evil.example", "localhost"], False),
+        *(([host], True) for host in (*KNOWN, socket.gethostname().upper())),
+        *(([host], False) for host in UNKNOWN),
+        *((hosts, False) for hosts in SEVERAL),
     ],
 )
 def test_names_of_the_host(hosts: list[str], is_known: bool) -> None:

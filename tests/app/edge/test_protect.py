@@ -8,17 +8,19 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from folio.app.api.openai.bodies import CompletionRequest
 from folio.app.api.openai.replies import Completion
+from folio.app.api.operators.replies import PinCard, PinList
 from folio.app.config.http import HttpSettings
 from folio.app.config.logs import WithheldMessages
-from folio.app.errors import ConfigError, EngineError, OverloadedError, RequestError
-from tests.app.edge.asgi import Answer, bearer, call
+from folio.app.errors import EngineError, OverloadedError, RequestError
 from tests.app.api.fake_service import FakeService
+from tests.app.edge.asgi import Answer, bearer, call
 from tests.fakes.replicas import TOKENIZER, Engines, ingress_with
 from tests.local_server import guarded_api
 
@@ -144,11 +146,6 @@ def test_browsers_may_call_from_named_origins(keys: Path) -> None:
     assert "access-control-allow-origin" not in ask("GET", "https://evil.example", *bearer(FREE)).headers
 
 
-def test_missing_keys_stop_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        api_with(Engines(), api_keys={"file": str(tmp_path / "none")})
-
-
 REQUESTS: list[dict[str, Any] | bytes] = [
     {"prompt": MARKER},
     {"prompt": MARKER, "stream": True},
@@ -270,3 +267,42 @@ def test_no_text_of_a_failed_stream_gets_into_the_log(written: StringIO, failure
     assert " ms error request_id=" in written.getvalue()
     assert "the stream of request" in written.getvalue()
     assert MARKER not in written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("key", "tenant", "pinned_for"),
+    [(FREE, None, [None]), (FREE, "b", ["b"]), (BOUND, None, ["a"]), (BOUND, "a", ["a"]), (BOUND, "b", [])],
+)
+async def test_prefixes_are_pinned_for_the_keys_tenant(
+    key: str, tenant: str | None, pinned_for: list[str | None], tmp_path: Path
+) -> None:
+    """A cached prefix is pinned at once: the time would reveal what another tenant has cached."""
+    path = tmp_path / "keys.yaml"
+    keys = [{"name": "f", "key": FREE}, {"name": "b", "key": BOUND, "tenant": "a"}]
+    path.write_text(json.dumps({"keys": [key | {"operator": True} for key in keys]}))
+    asked: list[tuple[Any, ...]] = []
+
+    async def results() -> list[None]:
+        return [None]
+
+    def broadcast(method: str, *args: Any) -> SimpleNamespace:
+        asked.append((method, *args))
+        return SimpleNamespace(results_async=results)
+
+    async def pins() -> PinList:
+        return PinList(
+            data=[PinCard(id="rules", model="m", num_tokens=16, num_bytes=1, num_replicas=1, num_computed=1)]
+        )
+
+    engines: Any = Engines()
+    engines.broadcast = broadcast
+    ingress = ingress_with(engines)
+    ingress.pins = pins
+    api = guarded_api(ingress, HttpSettings.model_validate({"api_keys": {"file": str(path)}}))
+    body = json.dumps({"name": "rules", "prompt": "Be brief. " * 9} | ({} if tenant is None else {"tenant": tenant}))
+    headers = [*bearer(key), ("content-type", "application/json")]
+    answer = await call(api, "POST", "/v1/pins", headers, body.encode())
+    assert answer.status == (200 if pinned_for else 403)
+    assert [(call[:2], call[4]) for call in asked] == [(("pin", "rules"), whose) for whose in pinned_for]
+    if asked:
+        assert asked[0][2] == TOKENIZER.encode("Be brief. " * 9)[: len(asked[0][2])]

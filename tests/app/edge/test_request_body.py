@@ -1,20 +1,24 @@
-"""Refusals of long bodies through real sockets, while the client still sends."""
+"""Bounds of bodies: refusals through real sockets while the client still sends, and bodies read piece by piece."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from folio.app.config.http import HttpSettings
+from folio.app.config.http import BatchSettings, HttpSettings
 from folio.app.edge import request_body as unread
 from folio.app.edge.guard import Guard
-from folio.app.edge.request_body import ReadsRefusedBodies
+from folio.app.edge.request_body import BodyBounds, ReadsRefusedBodies, limited
+from folio.app.http.errors import HttpRefusal
+from tests.app.edge.asgi import scope_of
 from tests.app.http.haproxy_front import as_serve
 from tests.local_server import listening
 
@@ -69,3 +73,77 @@ def test_slow_bodies_are_not_waited_for(address: tuple[str, int], monkeypatch: p
     """Otherwise the client waits for its answer while the server waits for the body."""
     monkeypatch.setattr(unread, "_MAX_DISCARD_S", 0.1)
     assert answer_to(address, b"content-length: %d" % LONG, [b"x"])[1] == "body_too_large"
+
+
+# ---- bodies that a route reads piece by piece ----
+
+
+def receiving(*pieces: bytes, pause_s: float = 0.0) -> Receive:
+    left = list(pieces)
+
+    async def receive() -> Message:
+        await asyncio.sleep(pause_s)
+        if not left:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    return receive
+
+
+async def read(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message["body"]
+        more = message["more_body"]
+    return body
+
+
+def test_only_files_are_streamed_and_only_into_a_store(tmp_path: Path) -> None:
+    settings = HttpSettings(batches=BatchSettings(store=tmp_path, max_file_bytes=100), max_body_bytes=10)
+    assert BodyBounds.of(scope_of("POST", "/v1/files"), settings).is_streamed
+    for scope in (
+        scope_of("POST", "/v1/files/"),
+        scope_of("PUT", "/v1/files"),
+        scope_of("POST", "/v1/batches"),
+        scope_of("POST", "/v1/chat/completions"),
+    ):
+        assert BodyBounds.of(scope, settings) == BodyBounds(10, "max_body_bytes")
+    without = settings.model_copy(update={"batches": BatchSettings()})
+    assert not BodyBounds.of(scope_of("POST", "/v1/files"), without).is_streamed
+
+
+async def test_a_body_may_be_as_long_as_it_said() -> None:
+    for most, is_refused in ((9, False), (8, True)):
+        body = limited(receiving(b"abc", b"def", b"ghi"), BodyBounds(most, "batches.max_file_bytes"), 10, 5.0)
+        if not is_refused:
+            assert await read(body) == b"abcdefghi"
+            continue
+        with pytest.raises(HttpRefusal) as caught:
+            await read(body)
+        assert caught.value.status == 413
+
+
+@pytest.mark.parametrize(("piece", "is_refused"), [(b"x", True), (b"x" * 10, False)])
+async def test_a_body_must_keep_a_least_rate(piece: bytes, is_refused: bool) -> None:
+    """30 pieces take 0.6 s: too long for 30 bytes at 10 bytes in 0.1 s, but not for 300."""
+    receive = limited(receiving(*[piece] * 30, pause_s=0.02), BodyBounds(1000, "batches.max_file_bytes"), 10, 0.1)
+    if not is_refused:
+        assert len(await read(receive)) == 300
+        return
+    with pytest.raises(HttpRefusal) as caught:
+        await read(receive)
+    assert caught.value.status == 408
+
+
+async def test_the_disconnection_after_a_body_is_waited_for() -> None:
+    receive = limited(receiving(b"abc"), BodyBounds(8, "batches.max_file_bytes"), 10, 0.05)
+    await read(receive)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(receive(), 0.2)
+
+
+@pytest.mark.parametrize("store", ["batches", "./batches"])
+def test_the_store_is_an_absolute_path(store: str) -> None:
+    with pytest.raises(ValueError, match="absolute"):
+        BatchSettings(store=Path(store))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from folio.app.http.request_context import current_context, note_error
-from tests.app.edge.asgi import ALICE, answer_of, bearer, call, echo, guarded, scope_of
+from tests.app.edge.asgi import ALICE, answer_of, bearer, call, echo, gone, guarded, scope_of
 
 
 @pytest.fixture
@@ -100,9 +100,6 @@ async def test_disconnected_clients(line: Any) -> None:
     assert line()["end"] == "disconnected"
     await call(guarded(hangs))
     assert line()["end"] == "disconnected"
-
-    async def gone() -> dict[str, Any]:
-        return {"type": "http.disconnect"}
 
     await call(guarded(), "POST", receive=gone)
     assert {"end": "disconnected", "status": "0"}.items() <= line().items()

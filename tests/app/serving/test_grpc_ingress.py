@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,13 @@ def call_at(url: str, method: str, request: Any, metadata: dict[str, str] | None
         return list(answer) if method.endswith("Stream") else answer
 
 
+def refusal(asked: Callable[[], Any]) -> tuple[str, dict[str, Any]]:
+    """The status, and the error in the JSON of HTTP."""
+    with pytest.raises(grpc.RpcError) as caught:
+        asked()
+    return caught.value.code().name, error_of(caught.value)
+
+
 def error_of(error: Any) -> dict[str, Any]:
     detail: dict[str, Any] = json.loads(dict(error.trailing_metadata())["folio-error"])["error"]
     assert error.details() == detail["message"]
@@ -133,21 +140,16 @@ def test_no_bound_of_tokens_is_not_the_default_one() -> None:
 def test_errors_have_their_status_and_the_json(
     method: str, request_: Any, status: str, code: str, param: str | None
 ) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        call(method, request_)
-    assert caught.value.code().name == status
-    detail = error_of(caught.value)
-    assert (detail["code"], detail["param"]) == (code, param)
+    name, detail = refusal(lambda: call(method, request_))
+    assert (name, detail["code"], detail["param"]) == (status, code, param)
     assert "secret" not in detail["message"]
 
 
 def test_json_within_text_is_checked() -> None:
     request = pb.ChatRequest(model="m", messages=[pb.Message(role="user", content="a")])
     request.tools.add(name="f", parameters="{")
-    with pytest.raises(grpc.RpcError) as caught:
-        call("Chat", request)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error_of(caught.value)["param"] == "tools"
+    name, detail = refusal(lambda: call("Chat", request))
+    assert (name, detail["param"]) == ("INVALID_ARGUMENT", "tools")
 
 
 def test_a_stream_that_breaks_has_its_status() -> None:
@@ -157,10 +159,8 @@ def test_a_stream_that_breaks_has_its_status() -> None:
         chunks = FolioStub(channel).GenerateStream(pb.GenerateRequest(model="late", text="a"), timeout=DEADLINE_S)
         assert next(chunks).choices[0].text == "begun"
         assert next(chunks) == pb.Completion()
-        with pytest.raises(grpc.RpcError) as caught:
-            next(chunks)
-    assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert error_of(caught.value)["code"] == "engine_error"
+        name, detail = refusal(lambda: next(chunks))
+    assert (name, detail["code"]) == ("INTERNAL", "engine_error")
 
 
 @pytest.mark.parametrize("metadata", [{}, {"authorization": "Bearer wrong-key-of-nobody"}, {"x-api-key": KEY + "x"}])
@@ -169,10 +169,8 @@ def test_without_a_key_nothing_of_a_call_is_looked_at(tmp_path: Path, method: st
     """gRPC is no way around the keys."""
     service = Service()
     request = pb.GenerateRequest(model="m", text="a", sampling=pb.Sampling(temperature=float("nan")))
-    with pytest.raises(grpc.RpcError) as caught:
-        call(method, request, service, keys_in(tmp_path), metadata)
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert error_of(caught.value)["code"] == "invalid_api_key"
+    name, detail = refusal(lambda: call(method, request, service, keys_in(tmp_path), metadata))
+    assert (name, detail["code"]) == ("UNAUTHENTICATED", "invalid_api_key")
     assert not service.requests
 
 
@@ -182,20 +180,17 @@ def test_bytes_that_are_no_message(tmp_path: Path, capfd: pytest.CaptureFixture[
     read: UNKNOWN without a key, and half a megabyte of log in a second."""
     service, methods = Service(), pb.DESCRIPTOR.services_by_name["Folio"].methods_by_name
     metadata = [("authorization", f"Bearer {OPERATOR_KEY}")] if has_key else []
-    status = grpc.StatusCode.INVALID_ARGUMENT if has_key else grpc.StatusCode.UNAUTHENTICATED
+    expected = ("INVALID_ARGUMENT", "invalid_value") if has_key else ("UNAUTHENTICATED", "invalid_api_key")
     with (
         grpc_listening(guarded_api(service, keys_in(tmp_path))) as url,
         grpc.insecure_channel(url.removeprefix("grpc://")) as channel,
     ):
         for method in methods:
+            ask = channel.unary_stream(f"/folio.v1.Folio/{method}")
             for garbage in (b"\xff\xff\xff\xff", b"\x0a\x05ab", b"{}"):
-                asked = channel.unary_stream(f"/folio.v1.Folio/{method}")(
-                    garbage, metadata=metadata, timeout=DEADLINE_S
-                )
-                with pytest.raises(grpc.RpcError) as caught:
-                    list(asked)
-                assert caught.value.code() is status, (method, garbage)
-                assert error_of(caught.value)["code"] == ("invalid_value" if has_key else "invalid_api_key")
+                asked = ask(garbage, metadata=metadata, timeout=DEADLINE_S)
+                name, detail = refusal(lambda asked=asked: list(asked))  # type: ignore[misc]
+                assert (name, detail["code"]) == expected, (method, garbage)
     assert not service.requests
     assert "Traceback" not in capfd.readouterr().err
 
@@ -238,10 +233,9 @@ def test_limits_are_those_of_http_and_shared_with_it(tmp_path: Path) -> None:
 def test_messages_have_the_bounds_of_bodies() -> None:
     """And what the server is told to refuse by its size alone is refused by gRPC."""
     settings = HttpSettings(max_body_bytes=100_000)
-    with pytest.raises(grpc.RpcError) as caught:
-        call("Generate", pb.GenerateRequest(model="m", text="a" * 200_000), settings=settings)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error_of(caught.value)["code"] == "body_too_large"
+    long = pb.GenerateRequest(model="m", text="a" * 200_000)
+    name, detail = refusal(lambda: call("Generate", long, settings=settings))
+    assert (name, detail["code"]) == ("INVALID_ARGUMENT", "body_too_large")
     with pytest.raises(grpc.RpcError) as caught:
         call("Generate", pb.GenerateRequest(model="m", text="a" * (MAX_MESSAGE_BYTES + 1)))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -277,11 +271,10 @@ def test_an_error_that_quotes_much_fits_into_the_metadata() -> None:
         async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
             raise RequestError(str(request.prompt))
 
-    for text in ("x" * 20_000, "😀" * 20_000):
-        with pytest.raises(grpc.RpcError) as caught:
-            call("Generate", pb.GenerateRequest(model="m", text=text), Quotes())
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert error_of(caught.value)["message"][0] == text[0]
+    for letter in "x😀":
+        request = pb.GenerateRequest(model="m", text=letter * 20_000)
+        name, detail = refusal(lambda request=request: call("Generate", request, Quotes()))  # type: ignore[misc]
+        assert (name, detail["message"][0]) == ("INVALID_ARGUMENT", letter)
 
 
 async def test_an_application_does_not_run_ahead_of_a_slow_reader() -> None:

@@ -22,7 +22,7 @@ from folio.app.models.builtin import resolve_model
 from folio.app.replica.additions import ShelfAdditions
 from folio.app.shelf.shelf import Shelf
 from tests.app.serving.registry import Cluster, patched_cluster
-from tests.app.serving.test_shelf import completion
+from tests.fakes.replicas import completion
 from tests.local_server import LocalHandle, a_model, ingress_of, replica_of_shelf
 
 
@@ -58,14 +58,14 @@ async def test_a_folder_with_other_weights_is_another_model(folder: Path, cluste
     try:
         add = AddModelRequest(name="second", path="small", dtype="float32")
         await ingress.add_model(add)
-        before = (await ingress.generate(completion("second"))).choices[0].text
+        before = (await ingress.generate(completion(model="second", temperature=0))).choices[0].text
         await ingress.add_model(add)
         replace_weights(folder)
         with pytest.raises(RequestError, match="and its files differ; remove it first"):
             await ingress.add_model(add)
         await ingress.remove_model("second")
         await ingress.add_model(add)
-        assert (await ingress.generate(completion("second"))).choices[0].text != before
+        assert (await ingress.generate(completion(model="second", temperature=0))).choices[0].text != before
     finally:
         replica.__del__()
 

@@ -53,6 +53,16 @@ def full(replica: str, retry_after_s: float = 20.0) -> RayTaskError:
     return RayTaskError("generate", "traceback", error)
 
 
+def broken(replica: str) -> RayTaskError:
+    error = ModelUnavailableError("the model 'm' cannot be served now: its files are gone")
+    error.replica = replica
+    return RayTaskError("generate", "traceback", error)
+
+
+NONE_LEFT = OverloadedError("the queues of all engine replicas are full")
+CALLS = [GenerateRequest(str(i), [i], SamplingParams(max_tokens=1)) for i in range(200)]  # their ids are their numbers
+
+
 async def ask(replicas: ReplicaClient, stream: bool, call: GenerateRequest = CALL) -> list[str]:
     """The texts of the pieces."""
     if stream:
@@ -106,18 +116,12 @@ async def test_no_retry_of_a_stream_with_output() -> None:
     assert handle.responses[0].cancelled
 
 
-async def test_a_stream_that_ends_too_early_is_an_error() -> None:
-    replicas, _ = replicas_with([BEGUN])
+async def test_how_streams_end() -> None:
+    """Too early, without any output, and after the last piece."""
     with pytest.raises(UnavailableError, match="was lost"):
-        await ask(replicas, True)
-    replicas, _ = replicas_with([], [END])
-    assert await ask(replicas, True) == ["b"]
-
-
-async def test_a_replica_may_die_after_the_last_piece() -> None:
-    replicas, handle = replicas_with([BEGUN, END, GONE])
-    assert await ask(replicas, True) == ["a", "b"]
-    assert len(handle.calls) == 1
+        await ask(replicas_with([BEGUN])[0], True)
+    assert await ask(replicas_with([], [END])[0], True) == ["b"]
+    assert await ask(replicas_with([BEGUN, END, GONE])[0], True) == ["a", "b"]
 
 
 @STREAM
@@ -130,20 +134,23 @@ async def test_a_failed_step_and_a_deadline_are_final(stream: bool, error: Folio
 
 
 @STREAM
-async def test_a_full_replicas_call_is_offered_to_another_one(stream: bool) -> None:
-    replicas, handle = replicas_with([full("a")], [END], [END])
+@pytest.mark.parametrize(("refusal", "crowded"), [(full("a"), ("a",)), (broken("a"), ())])
+async def test_a_refused_call_is_offered_to_another_replica(
+    stream: bool, refusal: RayTaskError, crowded: tuple[str, ...]
+) -> None:
+    """Its queue is full, or it cannot load the model. The next call asks a full one last."""
+    replicas, handle = replicas_with([refusal], [END], [END])
     assert await ask(replicas, stream) == ["b"]
     assert [call.refused_by for call in handle.calls] == [(), ("a",)]
     await ask(replicas, stream)
-    assert (handle.calls[2].refused_by, handle.calls[2].crowded) == ((), ("a",))  # the next asks `a` last
+    assert (handle.calls[2].refused_by, handle.calls[2].crowded) == ((), crowded)
 
 
 @STREAM
 async def test_the_shortest_wait_of_full_replicas_is_named(stream: bool) -> None:
     """The shortest Retry-After counts, and the ingress sheds load from now on."""
-    none_left = OverloadedError("the queues of all engine replicas are full")
     shedder = LoadShedder()
-    replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [none_left], shedder=shedder)
+    replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [NONE_LEFT], shedder=shedder)
     with pytest.raises(OverloadedError, match="queues of all engine replicas") as error:
         await ask(replicas, stream)
     assert error.value.retry_after_s == pytest.approx(10.0, abs=1.0)
@@ -160,25 +167,11 @@ async def test_one_request_is_offered_to_few_full_replicas() -> None:
     assert shedder.admission_delay_s(time.monotonic()) is not None  # a sample large enough
 
 
-def broken(replica: str) -> RayTaskError:
-    error = ModelUnavailableError("the model 'm' cannot be served now: its files are gone")
-    error.replica = replica
-    return RayTaskError("generate", "traceback", error)
-
-
-@STREAM
-async def test_a_model_that_one_replica_cannot_load_is_served_by_another(stream: bool) -> None:
-    replicas, handle = replicas_with([broken("a")], [END])
-    assert await ask(replicas, stream) == ["b"]
-    assert [call.refused_by for call in handle.calls] == [(), ("a",)]
-
-
 @STREAM
 async def test_a_model_that_no_replica_can_load_is_unavailable_with_the_reason(stream: bool) -> None:
     """The router would wait for another replica, and then say that there is none."""
-    none_left = OverloadedError("the queues of all engine replicas are full")
     shedder = LoadShedder()
-    replicas, handle = replicas_with([broken("a")], [none_left], shedder=shedder)
+    replicas, handle = replicas_with([broken("a")], [NONE_LEFT], shedder=shedder)
     with pytest.raises(UnavailableError, match="its files are gone") as error:
         await ask(replicas, stream)
     assert (type(error.value), error.value.retry_after_s) == (UnavailableError, 5.0)
@@ -187,8 +180,7 @@ async def test_a_model_that_no_replica_can_load_is_unavailable_with_the_reason(s
 
 
 async def test_each_model_sheds_its_own_load() -> None:
-    none_left = OverloadedError("the queues of all engine replicas are full")
-    left: list[list[Any]] = [[full("a", 40.0)], [none_left]]
+    left: list[list[Any]] = [[full("a", 40.0)], [NONE_LEFT]]
     handle: Any = Handle(lambda call: left.pop(0))
     whole, of_m, of_n = LoadShedder(), LoadShedder(), LoadShedder()
     replicas = ReplicaClient(handle, whole, shedders={"m": of_m, "n": of_n})
@@ -218,9 +210,8 @@ async def test_one_call_of_several_is_retried_alone() -> None:
         tries[call.request_id] = tries.get(call.request_id, 0) + 1
         return [GONE] if call.request_id == "1" and tries["1"] == 1 else [BEGUN, END]
 
-    calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(3)]
     replicas, _ = replicas_with(script=script)
-    pieces = [entry async for entry in replicas.stream_calls(calls)]
+    pieces = [entry async for entry in replicas.stream_calls(CALLS[:3])]
     assert sorted(number for number, _ in pieces) == [0, 0, 1, 1, 2, 2]
     assert tries == {"0": 1, "1": 2, "2": 1}
 
@@ -252,12 +243,11 @@ def test_a_request_with_more_prompts_than_the_queue_has_room(stream: bool) -> No
 
     async def run(room: int, window: int) -> Queue:
         replicas = (queue := Queue(room)).replicas(window)
-        calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(20)]
         if stream:
-            entries = [entry async for entry in replicas.stream_calls(calls)]
+            entries = [entry async for entry in replicas.stream_calls(CALLS[:20])]
             assert sorted(number for number, _ in entries) == sorted([*range(20)] * 3)
         else:
-            assert [len(pieces) for pieces in await replicas.complete_calls(calls)] == [3] * 20
+            assert [len(pieces) for pieces in await replicas.complete_calls(CALLS[:20])] == [3] * 20
         assert queue.shedder.admission_delay_s(time.monotonic()) is None
         return queue
 
@@ -268,23 +258,21 @@ def test_a_request_with_more_prompts_than_the_queue_has_room(stream: bool) -> No
 
 @STREAM
 async def test_a_request_without_an_accepted_call_is_refused(stream: bool) -> None:
-    none_left = OverloadedError("the queues of all engine replicas are full")
     shedder = LoadShedder()
-    replicas, _ = replicas_with(script=lambda call: [none_left] if call.refused_by else [full("a")], shedder=shedder)
-    calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(5)]
-    answers = anext(replicas.stream_calls(calls)) if stream else replicas.complete_calls(calls)
+    replicas, _ = replicas_with(script=lambda call: [NONE_LEFT] if call.refused_by else [full("a")], shedder=shedder)
+    answers = anext(replicas.stream_calls(CALLS[:5])) if stream else replicas.complete_calls(CALLS[:5])
     with pytest.raises(OverloadedError, match="queues of all engine replicas"):
         await answers
     assert shedder.admission_delay_s(time.monotonic()) is not None
 
 
+@STREAM
 @pytest.mark.parametrize("failure", [RayTaskError("generate", "traceback", EngineError("x")), "cannot be sent"])
-async def test_when_one_call_fails_the_others_are_cancelled(failure: Any) -> None:
+async def test_when_one_call_fails_the_others_are_cancelled(stream: bool, failure: Any) -> None:
     """Regression: calls before one that could not be sent ran on."""
     replicas, handle = replicas_with(script=lambda call: [failure] if call.request_id == "2" else [None])
-    calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(3)]
     with pytest.raises((EngineError, RuntimeError)):
-        await replicas.complete_calls(calls)
+        await (anext(replicas.stream_calls(CALLS[:3])) if stream else replicas.complete_calls(CALLS[:3]))
     assert [response.cancelled for response in handle.responses[:2]] == [True, True]
 
 
@@ -371,25 +359,20 @@ async def test_a_group_is_sent_again_as_a_whole() -> None:
         return [GONE] if len(tries) == 1 else pooled_pieces(call)
 
     replicas, _ = replicas_with(script=script)
-    calls = [GenerateRequest(str(i), [i], SamplingParams(max_tokens=1)) for i in range(20)]
-    outputs = await replicas.complete_pooled(calls)
+    outputs = await replicas.complete_pooled(CALLS[:20])
     assert [len(pieces) for pieces in outputs] == [1] * 20
     assert sorted(tries) == ["0", "0", "16"]
 
 
 async def test_groups_in_flight_hold_no_more_prompts_than_the_window() -> None:
     most = 0
-    handle: Any = None
 
     def script(call: Any) -> list[Any]:
         nonlocal most
-        running = sum(
-            1 + len(c.more_prompts) for c, r in zip(handle.calls, handle.responses, strict=False) if not r.ended
-        )
-        most = max(most, running + 1 + len(call.more_prompts))
+        calls = [c for c, r in zip(handle.calls, handle.responses, strict=False) if not r.ended]
+        most = max(most, sum(1 + len(c.more_prompts) for c in [*calls, call]))
         return pooled_pieces(call)
 
-    handle = Handle(script)
-    replicas = ReplicaClient(handle, LoadShedder(), 40)
-    await replicas.complete_pooled([GenerateRequest(str(i), [i], SamplingParams(max_tokens=1)) for i in range(200)])
+    handle: Any = Handle(script)
+    await ReplicaClient(handle, LoadShedder(), 40).complete_pooled(CALLS)
     assert most == 32

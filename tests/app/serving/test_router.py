@@ -23,6 +23,7 @@ from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, 
 from folio.app.serving.router import FolioRouter, Route
 from tests.app.compat.ray_types import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from tests.app.fleet.reports import IDLE, UNIT, report
+from tests.processes import until_async
 
 DEPLOYMENT = DeploymentID("EngineReplica", "test")
 PROMPT = list(range(10 * UNIT + 5))
@@ -98,12 +99,6 @@ def fill(replicas: list[Replica]) -> None:
         replica.num_ongoing = replica.max_ongoing_requests
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not is_so():
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("cached", "call", "is_found", "isolate"),
     [
@@ -151,7 +146,7 @@ async def test_decisions_name_the_replica_that_got_the_request(
     router = router_for(replicas)
     fill(replicas)
     waiting = asyncio.create_task(choose(router, pending(1)))
-    await until(lambda: sum(replica.num_probes for replica in replicas) >= 6)  # two looks
+    await until_async(lambda: sum(replica.num_probes for replica in replicas) >= 6)  # two looks
     assert decisions() == []
     replicas[0].num_ongoing = 0
     assert await waiting == "a"
@@ -187,7 +182,7 @@ async def test_a_fork_goes_to_its_requests_replica(replicas: list[Replica]) -> N
 async def test_a_fork_waits_for_a_full_replica(replicas: list[Replica]) -> None:
     fill(replicas[2:])
     waiting = asyncio.create_task(choose(router_for(replicas), fork()))
-    await until(lambda: replicas[2].num_probes >= 2)
+    await until_async(lambda: replicas[2].num_probes >= 2)
     assert not waiting.done()
     replicas[2].num_ongoing = 0
     assert await waiting == "c"
@@ -382,7 +377,7 @@ async def test_waiting_for_full_replicas_does_not_spin(replicas: list[Replica]) 
     fill(replicas)
     router = router_for(replicas)
     waiting = asyncio.create_task(choose(router, pending()))
-    await until(lambda: replicas[0].num_probes >= 4)
+    await until_async(lambda: replicas[0].num_probes >= 4)
     assert not waiting.done()
     replicas[2].num_ongoing = 0
     assert await waiting == "c"

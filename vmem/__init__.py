@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from folio.vmem.backends.base import AddressRange, Backend, MemoryInfo
 from folio.vmem.blocks.eviction import EvictionOrder, EvictionQueue, ReturnOrder
 from folio.vmem.blocks.segments import PrefixUse
+from folio.vmem.blocks.snapshot import BlockState, MemorySnapshot, SequenceSnapshot, TableSnapshot, take_snapshot
 from folio.vmem.budget import BudgetAnswer
 from folio.vmem.device_pages import DevicePages
 from folio.vmem.errors import (
@@ -23,7 +24,7 @@ from folio.vmem.errors import (
 )
 from folio.vmem.group import LayerGroup, longest_sequence
 from folio.vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
-from folio.vmem.mapping.mapper_policy import MappingOptions
+from folio.vmem.mapping.options import MappingOptions
 from folio.vmem.prefix.pins import PinReport
 from folio.vmem.prefix.prefix_summary import (
     CHANGE_BYTES,
@@ -34,10 +35,10 @@ from folio.vmem.prefix.prefix_summary import (
     key_of,
     split_keys,
 )
-from folio.vmem.prefix.prefix_tree import PrefixMatch, PrefixNode, TokenChain
+from folio.vmem.prefix.prefix_tree import PrefixMatch, PrefixNode
+from folio.vmem.prefix.token_chain import TokenChain
 from folio.vmem.report import GroupReport, MemoryReport
 from folio.vmem.sequence import GroupTable, SequenceMemory, StepDemand, View, ViewPolicy
-from folio.vmem.snapshot import BlockState, MemorySnapshot, SequenceSnapshot, TableSnapshot, take_snapshot
 from folio.vmem.swap.swapping import SwappedGroup
 from folio.vmem.tensor_parallel.orders import PeerRanks
 

@@ -348,14 +348,14 @@ class GroupMemory:
 def reserve_groups(
     backend: Backend,
     groups: Sequence[LayerGroup],
-    anchor: int,
     num_pages: int,
     num_regions: int,
     max_tokens: int,
     new_queue: Callable[[], EvictionQueue],
-) -> list[GroupMemory]:
-    """Reserve the memory of all layer groups, or of none, for up to `num_pages` pages in each. States have no regions,
-    and blocks that share handles have none."""
+) -> tuple[int, list[GroupMemory]]:
+    """Create the anchor page and reserve the memory of all layer groups, or neither, for up to `num_pages` pages in
+    each. States have no regions, and blocks that share handles have none."""
+    anchor = backend.create(groups[0].layout.handle_bytes)
     reserved: list[GroupMemory] = []
     try:
         for group in groups:
@@ -374,5 +374,6 @@ def reserve_groups(
     except VmemError:
         for made in reserved:
             made.release()
+        backend.destroy(anchor)
         raise
-    return reserved
+    return anchor, reserved

@@ -247,58 +247,14 @@ def plan_layout(
         raise LayoutError(f"heads and dimensions must be positive: {layers}")
     if expected_tokens < 1:
         raise LayoutError(f"expected_tokens {expected_tokens} must be at least 1")
-    placements = _placements(layers, dtype, kind)
-    payload = sum(sum(spec.row_bytes(dtype)) for spec in layers)
-
-    def layout(rows: _Placement, size: int, tokens: int, extent_blocks: int = 1) -> KVLayout:
-        return KVLayout(
-            tuple(layers),
-            dtype,
-            kind,
-            tokens,
-            size // tokens,
-            payload,
-            rows.num_slices,
-            rows.keys,
-            rows.values,
-            extent_blocks,
-        )
-
-    def in_page(rows: _Placement, size: int) -> KVLayout:
-        tokens = block_tokens or _most_tokens(size, rows.row_bytes, multiple_of)
-        if not tokens or size % (tokens * _ROW_ALIGNMENT_BYTES) or size // tokens < rows.row_bytes:
-            raise LayoutError(f"pages of {size} bytes cannot hold {tokens or 1} tokens of {rows.row_bytes} bytes")
-        return layout(rows, size, tokens)
-
-    def of_tokens(rows: _Placement, tokens: int) -> KVLayout:
-        if tokens < 1 or granularity_bytes % tokens:
-            raise LayoutError(f"block_tokens {tokens} must divide the granularity of {granularity_bytes} bytes")
-        step = max(granularity_bytes // tokens, _ROW_ALIGNMENT_BYTES)
-        return layout(rows, tokens * _round_up(rows.row_bytes, step), tokens)
-
-    def shared(rows: _Placement, tokens: int, num_granules: int) -> KVLayout | None:
-        size = num_granules * granularity_bytes
-        blocks = _most_tokens(size, tokens * rows.row_bytes, alignment=tokens * _ROW_ALIGNMENT_BYTES)
-        return layout(rows, size // blocks, tokens, blocks) if blocks > 1 else None
-
+    planner = _Planner(tuple(layers), dtype, kind, granularity_bytes, _placements(layers, dtype, kind), expected_tokens)
     if page_bytes is not None:
-        if page_bytes % granularity_bytes:
-            raise LayoutError(f"page_bytes {page_bytes} is not a multiple of the granularity {granularity_bytes}")
-        fitting = [rows for rows in placements if _most_tokens(page_bytes, rows.row_bytes, multiple_of)]
-        candidates = [in_page(rows, page_bytes) for rows in fitting or placements[:1]]
+        candidates = planner.in_pages_of(page_bytes, block_tokens, multiple_of)
     elif block_tokens is not None or kind in _TILED:
         lengths = _SLICED_BLOCK_TOKENS if block_tokens is None else (block_tokens,)
-        candidates = [of_tokens(rows, tokens) for rows, tokens in product(placements, lengths)]
-        if kind in _TILED and shares_handles:
-            tried = product(placements, lengths, range(1, _MOST_SHARED_GRANULES + 1))
-            candidates += [made for each in tried if (made := shared(*each)) is not None]
+        candidates = planner.of_lengths(lengths, shares_handles=shares_handles and kind in _TILED)
     else:
-        smallest = _smallest_block(expected_tokens)
-        first = _round_up(smallest * placements[0].row_bytes, granularity_bytes)
-        sizes = [first + i * granularity_bytes for i in range(_MOST_GRANULES_TRIED)]
-        return min(
-            (in_page(placements[0], size) for size in sizes), key=lambda made: made.expected_waste(expected_tokens)
-        )
+        return planner.of_least_waste()
     # Of layouts that waste the same within 0.1 %, pages that are not shared, small extents and few mappings.
     return min(
         candidates,
@@ -352,6 +308,65 @@ class _Placement(NamedTuple):
     values: tuple[Row, ...]
     num_slices: int
     row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """Layouts to choose from, see `plan_layout`."""
+
+    layers: tuple[LayerSpec, ...]
+    dtype: torch.dtype
+    kind: LayoutKind
+    granularity_bytes: int
+    placements: Sequence[_Placement]
+    expected_tokens: int
+
+    def in_pages_of(self, page_bytes: int, block_tokens: int | None, multiple_of: int) -> list[KVLayout]:
+        """Layouts with pages of a given size."""
+        if page_bytes % self.granularity_bytes:
+            raise LayoutError(f"page_bytes {page_bytes} is not a multiple of the granularity {self.granularity_bytes}")
+        fitting = [rows for rows in self.placements if _most_tokens(page_bytes, rows.row_bytes, multiple_of)]
+        return [self._in_page(rows, page_bytes, block_tokens, multiple_of) for rows in fitting or self.placements[:1]]
+
+    def of_lengths(self, lengths: Sequence[int], *, shares_handles: bool) -> list[KVLayout]:
+        """Layouts with blocks of given lengths, whose pages have a handle each, or also share handles."""
+        candidates = [self._of_tokens(rows, tokens) for rows, tokens in product(self.placements, lengths)]
+        if shares_handles:
+            tried = product(self.placements, lengths, range(1, _MOST_SHARED_GRANULES + 1))
+            candidates += [made for each in tried if (made := self._shared(*each)) is not None]
+        return candidates
+
+    def of_least_waste(self) -> KVLayout:
+        """The smallest of the pages that waste least."""
+        smallest = _smallest_block(self.expected_tokens)
+        first = _round_up(smallest * self.placements[0].row_bytes, self.granularity_bytes)
+        sizes = [first + i * self.granularity_bytes for i in range(_MOST_GRANULES_TRIED)]
+        return min(
+            (self._in_page(self.placements[0], size) for size in sizes),
+            key=lambda made: made.expected_waste(self.expected_tokens),
+        )
+
+    def _in_page(self, rows: _Placement, size: int, block_tokens: int | None = None, multiple_of: int = 1) -> KVLayout:
+        tokens = block_tokens or _most_tokens(size, rows.row_bytes, multiple_of)
+        if not tokens or size % (tokens * _ROW_ALIGNMENT_BYTES) or size // tokens < rows.row_bytes:
+            raise LayoutError(f"pages of {size} bytes cannot hold {tokens or 1} tokens of {rows.row_bytes} bytes")
+        return self._layout(rows, size, tokens)
+
+    def _of_tokens(self, rows: _Placement, tokens: int) -> KVLayout:
+        if tokens < 1 or self.granularity_bytes % tokens:
+            raise LayoutError(f"block_tokens {tokens} must divide the granularity of {self.granularity_bytes} bytes")
+        step = max(self.granularity_bytes // tokens, _ROW_ALIGNMENT_BYTES)
+        return self._layout(rows, tokens * _round_up(rows.row_bytes, step), tokens)
+
+    def _shared(self, rows: _Placement, tokens: int, num_granules: int) -> KVLayout | None:
+        size = num_granules * self.granularity_bytes
+        blocks = _most_tokens(size, tokens * rows.row_bytes, alignment=tokens * _ROW_ALIGNMENT_BYTES)
+        return self._layout(rows, size // blocks, tokens, blocks) if blocks > 1 else None
+
+    def _layout(self, rows: _Placement, size: int, tokens: int, extent_blocks: int = 1) -> KVLayout:
+        payload, token_bytes = sum(sum(spec.row_bytes(self.dtype)) for spec in self.layers), size // tokens
+        places = rows.num_slices, rows.keys, rows.values
+        return KVLayout(self.layers, self.dtype, self.kind, tokens, token_bytes, payload, *places, extent_blocks)
 
 
 def _placements(layers: Sequence[LayerSpec], dtype: torch.dtype, kind: LayoutKind) -> list[_Placement]:

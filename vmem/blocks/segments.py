@@ -113,14 +113,12 @@ class SegmentIndex:
             digests: of the prompt's units.
             nodes: those that are cached, from the first one on.
         """
-        known = [segment for digest in digests if (segment := self._by_end.get(digest)) is not None]
-        path, returning = known, known.copy()
-        if use.resumes:
-            returning = []
-        elif nodes:
-            self._cut(nodes, known, returning, use.kind)
-        for segment in () if use.resumes else path:
-            segment.returns += 1
+        path = [segment for digest in digests if (segment := self._by_end.get(digest)) is not None]
+        returning = [] if use.resumes else path.copy()
+        if not use.resumes:
+            self._cut(nodes, path, returning, use.kind)
+            for segment in path:
+                segment.returns += 1
         start = int(path[-1].end) if path else 0
         if len(digests) > start:
             returns = path[-1].returns if path and path[-1].part != "shared" else 0
@@ -135,6 +133,8 @@ class SegmentIndex:
 
     def _cut(self, nodes: Sequence[CachedUnit], known: list[Segment], returning: list[Segment], kind: str) -> None:
         """Let a segment end where the prompt leaves it, if the prompt leaves one midway."""
+        if not nodes:
+            return
         last, segment = nodes[-1], nodes[-1].segment
         if segment in known or last.depth >= segment.end or (known and known[-1].end >= last.depth):
             return

@@ -10,7 +10,7 @@ from folio.vmem.errors import PinError
 from folio.vmem.group import GroupMemory
 from folio.vmem.lock import MemoryLock
 from folio.vmem.prefix.prefix_summary import CachedPrefix
-from folio.vmem.prefix.prefix_tree import TokenChain, decode_tokens
+from folio.vmem.prefix.token_chain import TokenChain, decode_tokens
 from folio.vmem.sequence import SequenceMemory
 
 

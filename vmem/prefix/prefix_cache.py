@@ -14,7 +14,8 @@ from folio.vmem.errors import IntegrityError
 from folio.vmem.group import GroupMemory
 from folio.vmem.lock import MemoryLock
 from folio.vmem.prefix.prefix_summary import NO_KEYS, CachedKeys, CachedPrefix
-from folio.vmem.prefix.prefix_tree import PrefixCursor, PrefixMatch, PrefixNode, PrefixTree, TokenChain
+from folio.vmem.prefix.prefix_tree import PrefixCursor, PrefixMatch, PrefixNode, PrefixTree
+from folio.vmem.prefix.token_chain import TokenChain
 from folio.vmem.sequence import SequenceMemory
 
 # Tokens of a partly matching unit that are worth copying its blocks. A copy of 16 tokens takes about as long as

@@ -218,13 +218,19 @@ class HotNodes(Generic[Node]):
             elif more:
                 taken.update(more)
                 best.append((node, hits))
-        begun: set[Node] = set()
-        for node, _ in best:
-            for unit in islice(units_of(node), 1, None):
-                if unit in begun:  # with all before it
-                    break
-                begun.add(unit)
+        begun = _begun([node for node, _ in best], units_of)
         return [(node, hits) for node, hits in best if node not in begun]
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._hits)
+
+
+def _begun(nodes: Iterable[Node], units_of: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """All units that come before a node."""
+    begun: set[Node] = set()
+    for node in nodes:
+        for unit in islice(units_of(node), 1, None):
+            if unit in begun:  # with all before it
+                break
+            begun.add(unit)
+    return begun

@@ -10,85 +10,19 @@ collision costs a miss and never a wrong answer.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from folio.vmem.blocks.segments import PrefixUse, Segment, output_after
 from folio.vmem.budget import MemoryCounts
 from folio.vmem.errors import IntegrityError
 from folio.vmem.group import GroupMemory
 from folio.vmem.prefix.prefix_summary import CachedPrefix, HotNodes, PrefixSummary, key_of
+from folio.vmem.prefix.token_chain import Digest, Hash, TokenChain, decode_tokens, encode_tokens
 
-Digest = bytes
-Hash = Callable[[Digest, bytes], Digest]
-
-_DIGEST_BYTES = 16
 # Children with the same first token that a partial match compares: it must not cost what it saves.
 _MOST_ALIKE = 4
-
-
-def stable_hash(parent: Digest, content: bytes) -> Digest:
-    """Equal on every machine and in every run, unlike Python's `hash`: replicas and routers compare digests."""
-    return hashlib.blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
-
-
-class TokenChain:
-    """Token ids in units, with the hash of the prefix that ends with each. Used by one thread at a time.
-
-    Args:
-        unit_tokens: tokens of a unit.
-        keys: what must be equal beside the tokens: a cache salt, an adapter's id.
-
-    Attributes:
-        root: the hash of the keys, parent of the first unit's.
-    """
-
-    def __init__(self, unit_tokens: int, keys: tuple[str, ...] = (), hash: Hash = stable_hash) -> None:
-        self.unit_tokens = unit_tokens
-        self.keys = keys
-        self.units: list[bytes] = []
-        self.digests: list[Digest] = []
-        self._hash = hash
-        self.root = hash(b"", b"".join(f"{len(key.encode())}:{key}".encode() for key in keys))
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Hash the whole units of `token_ids` that are new; earlier ones must be unchanged."""
-        done = len(self.units) * self.unit_tokens
-        end = len(token_ids) // self.unit_tokens * self.unit_tokens
-        if end <= done:
-            return
-        content = encode_tokens(token_ids[done:end])
-        size = 4 * self.unit_tokens
-        for start in range(0, len(content), size):
-            unit = content[start : start + size]
-            self.digests.append(self._hash(self.digests[-1] if self.digests else self.root, unit))
-            self.units.append(unit)
-
-    def truncate_chain(self, num_tokens: int) -> None:
-        """Drop the units beyond the first `num_tokens` tokens; other tokens may follow."""
-        del self.units[num_tokens // self.unit_tokens :]
-        del self.digests[num_tokens // self.unit_tokens :]
-
-    def fork(self, num_tokens: int) -> TokenChain:
-        """A chain that begins with the whole units of the first `num_tokens` tokens."""
-        chain = TokenChain(self.unit_tokens, self.keys, self._hash)
-        chain.units = self.units[: num_tokens // self.unit_tokens]
-        chain.digests = self.digests[: num_tokens // self.unit_tokens]
-        return chain
-
-
-def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Four bytes a token, lowest first."""
-    return np.asarray(token_ids, dtype="<i4").tobytes()
-
-
-def decode_tokens(content: bytes) -> tuple[int, ...]:
-    """Inverse of `encode_tokens`."""
-    return tuple(np.frombuffer(content, dtype="<i4").tolist())
 
 
 @dataclass(slots=True, eq=False)
@@ -381,14 +315,8 @@ class PrefixTree:
     def check_integrity(self, cursors: Sequence[PrefixCursor]) -> None:
         """Raise `IntegrityError` unless references, indexed blocks, writers, keys and hits agree."""
         nodes = list(self._nodes.values())
-        expected = Counter(dict.fromkeys(self._roots.values(), 0))
-        expected.update(cursor.nodes[-1] for cursor in cursors if cursor.nodes)
-        for node in nodes:
-            expected[node] += sum(blocks is not None for blocks in node.blocks)
-            assert node.parent is not None
-            expected[node.parent] += 1
-        for node, references in expected.items():
-            if node.references != references or not references:
+        for node, references in self._expected_references(cursors).items():
+            if not node.references == references > 0:
                 raise IntegrityError(f"a prefix has {node.references} references, {references} are known")
         for g, (node_of, group) in enumerate(zip(self._node_of, self._groups, strict=True)):
             held = [b for node in nodes for b in node.blocks[g] or ()]
@@ -399,6 +327,15 @@ class PrefixTree:
         self.summary.check_integrity({(key_of(node.digest), node.depth) for node in nodes if self._is_cached(node)})
         if gone := [node for node in self._hot if self._nodes.get(node.digest) is not node]:
             raise IntegrityError(f"hits are counted for {len(gone)} prefixes that are gone")
+
+    def _expected_references(self, cursors: Sequence[PrefixCursor]) -> Counter[PrefixNode]:
+        expected = Counter(dict.fromkeys(self._roots.values(), 0))
+        expected.update(cursor.nodes[-1] for cursor in cursors if cursor.nodes)
+        for node in self._nodes.values():
+            expected[node] += sum(blocks is not None for blocks in node.blocks)
+            assert node.parent is not None
+            expected[node.parent] += 1
+        return expected
 
     def _is_cached(self, node: PrefixNode) -> bool:
         return all(node.blocks[g] is not None for g in self._deciding)

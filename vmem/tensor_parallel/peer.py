@@ -72,18 +72,16 @@ class PeerMemory:
             case MemoryRequest.RESERVE, (index, num_bytes):
                 memory.ranges[index] = memory.backend.reserve(num_bytes)
             case MemoryRequest.RELEASE, (index,):
-                if index in memory.ranges:  # else the reservation failed here
-                    memory.backend.release(memory.ranges[index])
-                    del memory.ranges[index]
+                memory.release(index)
             case MemoryRequest.DESTROY, (handle,):
                 memory.destroy(handle)
-            case MemoryRequest.MAP, (ranks, index, offset, page_bytes, *handles):
-                if ranks >> self._rank & 1:
-                    memory.map(memory.ranges[index].address + offset, page_bytes, handles)
-            case MemoryRequest.UNMAP, (ranks, index, offset, num_bytes, num_orders):
-                if ranks >> self._rank & 1:
-                    self._wait_until_done(memory, num_orders)
-                    memory.backend.unmap(AddressRange(memory.ranges[index].address + offset, num_bytes))
+            case (MemoryRequest.MAP | MemoryRequest.UNMAP, (ranks, *_)) if not ranks >> self._rank & 1:
+                pass  # other ranks' pages
+            case MemoryRequest.MAP, (_, index, offset, page_bytes, *handles):
+                memory.map(memory.ranges[index].address + offset, page_bytes, handles)
+            case MemoryRequest.UNMAP, (_, index, offset, num_bytes, num_orders):
+                self._wait_until_done(memory, num_orders)
+                memory.backend.unmap(AddressRange(memory.ranges[index].address + offset, num_bytes))
             case MemoryRequest.INFO, ():
                 return (memory.backend.memory_info().available_bytes,)
             case _:
@@ -172,6 +170,11 @@ class _Memory:
             for handle in created:
                 self.destroy(handle)
             raise
+
+    def release(self, index: int) -> None:
+        if index in self.ranges:  # else the reservation failed here
+            self.backend.release(self.ranges[index])
+            del self.ranges[index]
 
     def destroy(self, handle: int) -> None:
         """Destroy a page that was ever mapped. A page that cannot be destroyed is reused with its handle."""

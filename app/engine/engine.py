@@ -15,21 +15,10 @@ from operator import attrgetter
 from typing import Any
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.device.charges import DeviceCharges
 from folio.app.engine.device.shared_device import SharedDevice
-from folio.app.engine.execution.work_queue import ThreadQueue
 from folio.app.engine.lora.source import AdapterSource
 from folio.app.engine.lora.weights import check_sources
-from folio.app.engine.memory.footprint import Footprint
-from folio.app.engine.memory.kv_plan import build_memory
-from folio.app.engine.memory.memory_profile import DevicePlan, plan_device
-from folio.app.engine.model.device import resolve
-from folio.app.engine.model.vocabulary import Vocabulary
-from folio.app.engine.ranks.adapter_store import AdapterStore
-from folio.app.engine.ranks.executor import Executor
 from folio.app.engine.ranks.processes import Launch, spawn_ranks
-from folio.app.engine.ranks.self_test import self_test
-from folio.app.engine.report import StartTimes, process_age_s
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.request.engine_request import EngineRequest
 from folio.app.engine.request.faults import kernel_errors_as_config_errors
@@ -38,17 +27,9 @@ from folio.app.engine.request.request import Request
 from folio.app.engine.request.text_prefix import encode_pinned
 from folio.app.engine.sampling.beam import BeamSearch
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.schedule.load_report import LoadMeter, LoadReporter
 from folio.app.engine.schedule.pin_restorer import PinRestorer
-from folio.app.engine.schedule.preemption import PreemptionCostModel
-from folio.app.engine.schedule.scheduler import Scheduler
-from folio.app.engine.speculation import Speculation
-from folio.app.engine.step.decoding import Decoder
-from folio.app.engine.step.intake import RequestValidator, check_fork, fit_context
-from folio.app.engine.step.pooler import Pooler
-from folio.app.engine.step.step_loop import StepLoop
-from folio.app.engine.step.token_selection import TokenChooser
-from folio.app.engine.step.watch import EngineWatch
+from folio.app.engine.step.intake import check_fork
+from folio.app.engine.step.parts import Admit, EngineParts
 from folio.app.errors import (
     ConfigError,
     DeadlineError,
@@ -60,16 +41,12 @@ from folio.vmem import (
     BudgetAnswer,
     BudgetError,
     CachedPrefix,
-    KVMemory,
     MemoryReport,
-    OutOfPages,
     PinError,
-    VmemError,
 )
 
 logger = logging.getLogger(__name__)
 
-Admit = Callable[[KVMemory, DevicePlan | None], None]
 # Queues a validated request under an id of the engine's own, in the engine's thread.
 Begin = Callable[[str], None]
 
@@ -79,7 +56,7 @@ _PIN = SamplingParams(max_tokens=1)
 TOO_LATE = "request {!r} has not finished within its timeout_s; raise it, or send the request later"
 
 
-class Engine:
+class Engine(EngineParts):
     """Queue requests with `submit`; compute their deltas with `step`.
 
     Args:
@@ -114,129 +91,15 @@ class Engine:
         device: SharedDevice | None = None,
     ) -> None:
         check_sources(config.adapters, config.adapter_dir)
-        self.start_times = StartTimes(process_s=process_age_s())
         self.asleep = False
-        self.config = config = resolve(config)
-        with ExitStack() as undo, kernel_errors_as_config_errors():
-            self.executor = Executor(config, launch, None if device is None else device.weights)
-            undo.callback(self.executor.close)
-            self.model, ranks = self.executor.model, self.executor.ranks
-            self.start_times.lap("model_s")
-            self.speculation = Speculation.load(
-                config, self.model, self.executor.layers, None if device is None else device.weights
-            )
-            share = 1.0
-            if self.speculation is not None:
-                undo.callback(self.speculation.close)
-                share = self.speculation.memory_share
-            pages = None if device is None else device.pages
-            plan = plan_device(config, self.executor) if pages is None else None
-            models = [self.model, *([] if self.speculation is None else self.speculation.models)]
-            arenas = [model.weights for model in models if model.weights is not None]
-            weight_bytes = sum(arena.num_bytes for arena in arenas)
-            try:
-                queue = self.executor.queue
-                self.memory = build_memory(
-                    config,
-                    self.model,
-                    self.executor.layers,
-                    ranks,
-                    share=share,
-                    plan=plan,
-                    queue=queue if isinstance(queue, ThreadQueue) else None,
-                    pages=pages,
-                    most_bytes=None if pages is None else pages.capacity_bytes - weight_bytes,
-                )
-            except VmemError as error:
-                if pages is not None and isinstance(error, OutOfPages):
-                    raise  # other models have the memory now
-                raise ConfigError(f"these settings do not work here: {error}") from error
-            undo.callback(self.memory.close)
-            undo.callback(queue.wait_until_idle)
-            self.start_times.lap("memory_s")
-            if admit is not None:
-                admit(self.memory, plan)
-                self.start_times.lap("budget_s")
-            self.max_model_len = fit_context(config, self.model, self.memory)
-            self_test(self.executor, self.memory.groups, config.kv_view)
-            self.executor.bind_memory(self.memory, pages)
-            self.executor.enforce_step_timeout()
-            self.start_times.lap("self_test_s")
-            self.recovery = PreemptionCostModel(config.max_num_batched_tokens)
-            if self.speculation is not None:
-                self.speculation.open(self.max_model_len, lambda: self.recovery.step_times, plan, pages)
-            draft = None if self.speculation is None else self.speculation.memory
-            every = (self.executor.graphs, None if self.speculation is None else self.speculation.graphs)
-            graphs = [captured for captured in every if captured is not None]
-            own_bytes = 0 if plan is None else plan.weight_bytes
-            self.footprint = Footprint(self.memory, draft, share, arenas, graphs, own_bytes)
-            self.scheduler = Scheduler(
-                self.memory,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                view=config.kv_view,
-                recovery=self.recovery,
-                policy=config.preemption,
-                fair_tenants=config.fair_tenants,
-                max_mixed_step_s=math.inf if config.max_mixed_step_s is None else config.max_mixed_step_s,
-            )
-            self.adapters = AdapterStore(
-                config.adapters,
-                self.model.adapters,
-                config.max_loaded_adapters,
-                ranks,
-                self.scheduler,
-                loaded,
-                None if pages is None else DeviceCharges(pages),
-            )
-            undo.callback(self.adapters.close)
-            self._meter = meter = LoadMeter()
-            self.load = LoadReporter(
-                self.memory,
-                self.scheduler,
-                self.recovery,
-                meter,
-                step_tokens=config.max_num_batched_tokens,
-                most_queued=config.max_queued_requests,
-                held=lambda: self.adapters.waiting_sequences,
-            )
-            self.watch = EngineWatch(self.memory, self.scheduler)
-            self.requests: dict[str, Request] = {}
+        with ExitStack() as undo:
+            super().__init__(config, launch, admit, loaded, device, undo)
             self._pin_restorer = PinRestorer(self.requests)
             self._next_deadline = math.inf  # or before it: of a request that has ended
-            self.vocabulary = Vocabulary(self.model)
-            self.intake = RequestValidator(
-                self.model,
-                self.memory,
-                self.vocabulary,
-                self.scheduler,
-                isolate_tenants=config.isolate_tenants,
-                max_cache_ttl_s=config.max_cache_ttl_s,
-            )
-            self.chooser = TokenChooser()
-            self.decoder = Decoder(self.memory, self.scheduler, self.vocabulary, self.requests, meter, self.speculation)
-            self.pooler = None
-            if self.model.pooling is not None:
-                self.pooler = Pooler(self.model.pooling, self.decoder)
-            self._steps = StepLoop(
-                self.executor,
-                self.memory,
-                self.scheduler,
-                self.chooser,
-                self.decoder,
-                self.adapters,
-                self.pooler,
-                self.speculation,
-                self.recovery,
-                self.requests,
-                meter,
-                self.watch,
-                config.max_num_batched_tokens,
-                waits=device is not None,
-            )
             undo.callback(self.cancel_all)
-            self.recovery.try_swaps(self.memory, config.kv_view, self.model.module.device)
-            self._pin_configured()
+            with kernel_errors_as_config_errors():
+                self.recovery.try_swaps(self.memory, self.config.kv_view, self.model.module.device)
+                self._pin_configured()
             self.start_times.lap("pins_s")
             self._undo = undo.pop_all()
 

@@ -143,8 +143,7 @@ class SegmentIndex:
         if segment.part == "prompt" and (
             length >= _NEARLY_ALL * (segment.end - segment.start) or segment.end - last.depth <= 1
         ):
-            if self._by_end.get(segment.digest) is segment:
-                del self._by_end[segment.digest]
+            self._drop_end(segment)
             segment.end, segment.digest = last.depth, last.digest
             first = segment
         else:
@@ -166,9 +165,12 @@ class SegmentIndex:
         self._idle.move_to_end(segment)
         if len(self._idle) > _MOST_SEGMENTS:
             oldest, _ = self._idle.popitem(last=False)
-            if self._by_end.get(oldest.digest) is oldest:
-                del self._by_end[oldest.digest]
+            self._drop_end(oldest)
             self._forget(oldest)
+
+    def _drop_end(self, segment: Segment) -> None:
+        if self._by_end.get(segment.digest) is segment:
+            del self._by_end[segment.digest]
 
     def note_used(self, segment: Segment) -> None:
         """Note that an idle segment is in use again."""

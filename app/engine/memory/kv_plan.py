@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,7 @@ from folio.app.engine.sampling.logprobs import CHUNK_ELEMENTS
 from folio.app.errors import ConfigError
 from folio.kernels import select_block_copy
 from folio.vmem import (
+    Backend,
     DevicePages,
     KVMemory,
     LayerGroup,
@@ -30,6 +32,7 @@ from folio.vmem import (
     select_backend,
 )
 from folio.vmem.tensor_parallel.mirror import mirror
+from folio.vmem.tensors import BlockContents, CacheTensors
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +75,7 @@ def build_memory(
         VmemError: the device refuses memory, or no layout fits.
     """
     device = model.module.device
-    machine = Machine.detect()
-    on_cpu = device.type == "cpu"
+    planner = KVPlanner(config, model, layers, Machine.detect(), device.type == "cpu", share, pages)
     if pages is not None and ranks is not None:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}; a model that shares its device with others has "
@@ -81,98 +83,220 @@ def build_memory(
         )
     if pages is not None and most_bytes is None:
         most_bytes = pages.capacity_bytes
-    ceiling, swap_bytes = ceilings(config, model, machine, resident_bytes(), on_cpu=on_cpu, most_bytes=most_bytes)
+    ceiling, swap_bytes = planner.ceilings(resident_bytes(), most_bytes)
     budget = int(share * ceiling)
     # The memory's budget limits pages; the backend's capacity has room for the anchor page, whose size is not planned
     # yet.
-    capacity = 2 * budget
+    bounds = {"capacity_bytes": 2 * budget, "headroom_bytes": HEADROOM_BYTES}
     backend, contents = mirror(
-        select_backend(
-            device,
-            capacity_bytes=capacity,
-            headroom_bytes=HEADROOM_BYTES,
-            queue=queue,
-            pages=pages,
-        ),
+        select_backend(device, **bounds, queue=queue, pages=pages),
         ranks,
-        capacity_bytes=capacity,
-        headroom_bytes=HEADROOM_BYTES,
+        **bounds,
         copy_blocks=select_block_copy(device),
-    )
-    # All memories of a process share the limit of mappings. Over the same `pages` they count mappings together, so that
-    # one busy model may have nearly all of them, and models may come later. The number of pages needs no division: a
-    # page is mapped at home once, by the memory that has it, and pages of at least `capacity_bytes / most_pages` bytes
-    # (smaller ones only with `block_tokens` set) are at most `most_pages` in all. Without `pages` two memories, of a
-    # model and of its draft model, hold about as many blocks each.
-    part = 1.0 if share == 1 or pages is not None else 0.5
-    most_pages, max_mappings = (
-        int(part * bound_of_mappings(most, machine, on_cpu=on_cpu)) for most in (MAX_PAGES, MAX_MAPPINGS)
     )
     try:
         if plan is not None and plan.kv_limit_bytes is None:
             # Of all ranks the one with the least memory; the plan is of this rank's device.
             available = backend.memory_info().available_bytes - plan.activation_bytes - plan.graph_bytes
             budget = min(int(share * plan.kv_bytes), available)
-        shared_bytes = 0 if pages is None else pages.capacity_bytes
-        groups, num_pages = plan_pages(
-            config, model, layers, backend.granularity_bytes, budget, most_pages, machine, shared_bytes
-        )
-        page_bytes = groups[0].layout.page_bytes
+        if queue is None:
+            return planner.create(backend, contents, budget, swap_bytes)
+        return planner.create(backend, lambda tensors: QueuedContents(contents(tensors), queue), budget, swap_bytes)
+    except (ConfigError, VmemError):
+        backend.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlanner:
+    """Plans the KV memory of a model on one rank.
+
+    Attributes:
+        machine: with the weights loaded.
+        share: part of the configured budget.
+        pages: memory of the device that other models have a part of.
+    """
+
+    config: ResolvedConfig
+    model: LoadedModel
+    layers: ObservedLayers
+    machine: Machine
+    on_cpu: bool
+    share: float = 1.0
+    pages: DevicePages | None = None
+
+    @property
+    def most_pages(self) -> int:
+        return self._part_of(MAX_PAGES)
+
+    def _part_of(self, most: Mapping[str, int]) -> int:
+        """This memory's part of `MAX_PAGES` or `MAX_MAPPINGS` on this machine: on a CPU they follow vm.max_map_count.
+
+        All memories of a process share the limit of mappings. Over the same `pages` they count mappings together, so
+        that one busy model may have nearly all of them, and models may come later. The number of pages needs no
+        division: a page is mapped at home once, by the memory that has it, and pages of at least `capacity_bytes /
+        most_pages` bytes (smaller ones only with `block_tokens` set) are at most `most_pages` in all. Without `pages`
+        two memories, of a model and of its draft model, hold about as many blocks each.
+        """
+        bound = float(most["cuda"])
+        if self.on_cpu:
+            bound = min(bound, most["cpu"] * self.machine.max_map_count / _MAP_COUNT)
+        return int(bound if self.share == 1 or self.pages is not None else 0.5 * bound)
+
+    def create(
+        self,
+        backend: Backend,
+        contents: Callable[[CacheTensors], BlockContents],
+        budget_bytes: int,
+        swap_bytes: int,
+    ) -> KVMemory:
+        """Create the memory. Raises as `build_memory` does; the backend stays the caller's then."""
+        config, pages = self.config, self.pages
+        groups, num_pages = self.plan_pages(backend.granularity_bytes, budget_bytes)
         step_tokens = config.max_num_batched_tokens
         capacity = longest_sequence(groups, num_pages, step_tokens)
         memory = KVMemory(
             backend,
             groups,
-            budget_bytes=num_pages * page_bytes,
+            budget_bytes=num_pages * groups[0].layout.page_bytes,
             floor_bytes=config.kv_memory_floor_bytes,
             # Each running sequence decodes in every step, and one region is mapped for the prompt that begins next.
             num_regions=min(config.max_num_seqs, step_tokens) + 1,
-            max_tokens=min(config.max_model_len or model.max_positions, capacity),
+            max_tokens=min(config.max_model_len or self.model.max_positions, capacity),
             step_tokens=step_tokens,
             may_be_empty=pages is not None,
             mappings=None if pages is None else pages.mappings,
             options=MappingOptions(
                 idle_release_s=config.kv_idle_release_s,
                 cache_release_s=config.prefix_cache_release_s,
-                max_mappings=max_mappings,
+                max_mappings=self._part_of(MAX_MAPPINGS),
             ),
             prefix_cache=config.prefix_cache,
             pin_quota=config.pin_quota,
             retain_quota=config.retain_quota,
             swap_bytes=swap_bytes,
             swap_space=None if pages is None else pages.swap_space,
-            contents=contents if queue is None else lambda tensors: QueuedContents(contents(tensors), queue),
+            contents=contents,
         )
-    except (ConfigError, VmemError):
-        backend.close()
-        raise
-    for group in groups:
-        logger.info(
-            "KV cache of %d layers%s: %s, %d pages of %d bytes each, %.1f %% padding",
-            len(group.layers) or len(layers.states),
-            f" with a window of {group.window_tokens} tokens" if group.window_tokens else "",
-            "one state for each sequence" if group.is_state else f"blocks of {group.layout.block_tokens} tokens",
-            group.layout.num_slices,
-            group.layout.page_bytes,
-            group.layout.padding * 100,
-        )
-        if group.layout.extent_blocks > 1:
+        self._log(memory, capacity, budget_bytes)
+        return memory
+
+    def _log(self, memory: KVMemory, capacity_tokens: int, budget_bytes: int) -> None:
+        for group in memory.groups:
             logger.info(
-                "KV cache: %d blocks share one %d-byte mapping, so regions are off; set kv_view: region for regions "
-                "with larger blocks",
-                group.layout.extent_blocks,
-                group.layout.handle_bytes,
+                "KV cache of %d layers%s: %s, %d pages of %d bytes each, %.1f %% padding",
+                len(group.layers) or len(self.layers.states),
+                f" with a window of {group.window_tokens} tokens" if group.window_tokens else "",
+                "one state for each sequence" if group.is_state else f"blocks of {group.layout.block_tokens} tokens",
+                group.layout.num_slices,
+                group.layout.page_bytes,
+                group.layout.padding * 100,
             )
-    logger.info("KV cache: up to %.1f MiB, or %d tokens of one sequence", num_pages * page_bytes / 2**20, capacity)
-    if on_cpu and num_pages == most_pages and budget > (num_pages + 1) * page_bytes:
+            if group.layout.extent_blocks > 1:
+                logger.info(
+                    "KV cache: %d blocks share one %d-byte mapping, so regions are off; set kv_view: region for "
+                    "regions with larger blocks",
+                    group.layout.extent_blocks,
+                    group.layout.handle_bytes,
+                )
+        num_pages, page_bytes = memory.pages.most, memory.pages.page_bytes
         logger.info(
-            "KV cache: %.1f MiB would be allowed, but vm.max_map_count, %d, has mappings for %d pages only; set "
-            "kv_memory_bytes for longer blocks, or raise vm.max_map_count (sysctl)",
-            budget / 2**20,
-            machine.max_map_count,
-            num_pages,
+            "KV cache: up to %.1f MiB, or %d tokens of one sequence", num_pages * page_bytes / 2**20, capacity_tokens
         )
-    return memory
+        if self.on_cpu and num_pages == self.most_pages and budget_bytes > (num_pages + 1) * page_bytes:
+            logger.info(
+                "KV cache: %.1f MiB would be allowed, but vm.max_map_count, %d, has mappings for %d pages only; set "
+                "kv_memory_bytes for longer blocks, or raise vm.max_map_count (sysctl)",
+                budget_bytes / 2**20,
+                self.machine.max_map_count,
+                num_pages,
+            )
+
+    def plan_pages(self, granularity_bytes: int, budget_bytes: int) -> tuple[list[LayerGroup], int]:
+        """The layer groups, and the number of pages within the budget. Raises `ConfigError` for less than two blocks
+        of each group."""
+        # Only a configured amount justifies longer blocks, and memory whose models together have at most `most_pages`.
+        shared_bytes = 0 if self.pages is None else self.pages.capacity_bytes
+        smallest_page_bytes = max(shared_bytes, budget_bytes if self.config.kv_memory_bytes else 0) // self.most_pages
+        groups = self._plan_groups(granularity_bytes, smallest_page_bytes)
+        layout = groups[0].layout
+        page_bytes = layout.page_bytes
+        num_pages = min(budget_bytes // page_bytes, self.most_pages * layout.extent_blocks)
+        if layout.extent_blocks > 1:
+            num_pages -= num_pages % layout.extent_pages
+        smallest = sum(group.layout.extent_blocks * group.layout.block_bytes for group in groups)
+        if num_pages * page_bytes < 2 * smallest:
+            raise ConfigError(f"kv_memory_bytes {budget_bytes} is below two blocks of {smallest} bytes; {self.machine}")
+        return groups, num_pages
+
+    def ceilings(self, weight_bytes: int, most_bytes: int | None = None) -> tuple[int, int]:
+        """Most bytes of KV cache and of swap space on one rank; 0 for an unconfigured cache on a CUDA device.
+
+        By default the cache gets a quarter of the machine's memory, or the memory available beside a step's work if
+        that is less. Swap space gets the remainder, up to `swap_bytes`; without it preempted requests are recomputed.
+
+        Args:
+            weight_bytes: of one rank, and what else its process holds.
+            most_bytes: of memory that other models have a part of; the default is then all of it.
+
+        Raises:
+            ConfigError: settings do not fit the machine.
+        """
+        config, machine, ranks = self.config, self.machine, self.config.tensor_parallel_size
+        token_bytes = _step_bytes_a_token(self.model) if self.on_cpu else 0
+        sampling_bytes = _sampling_bytes(self.model) if self.on_cpu else 0
+        step_bytes = token_bytes * config.max_num_batched_tokens + sampling_bytes
+        problems = check_resources(config, machine, reserved_bytes=weight_bytes + step_bytes)
+        left = machine.memory_bytes // ranks - weight_bytes - sampling_bytes
+        if token_bytes * config.max_num_batched_tokens > left:
+            problems.append(
+                f"max_num_batched_tokens is {config.max_num_batched_tokens}; at most {max(left, 0) // token_bytes}: "
+                f"each takes up to {token_bytes} bytes in a step, and the weights leave {max(left, 0)}: {machine}"
+            )
+        if problems:
+            raise ConfigError("\n".join(problems))
+        room = int(machine.available_bytes // ranks - step_bytes - SPARE_SHARE * machine.memory_bytes // ranks)
+        default = max(0, min(machine.memory_bytes // 4 // ranks, room)) if self.on_cpu else 0
+        ceiling = reserved = config.kv_memory_bytes or default
+        if most_bytes is not None:
+            ceiling, reserved = min(config.kv_memory_bytes or most_bytes, most_bytes), most_bytes
+        elif self.on_cpu and ceiling > room:
+            logger.warning(
+                "kv_memory_bytes is %d, of which %d bytes are available now: %s", ceiling, max(room, 0), machine
+            )
+        swap_bytes = min(config.swap_bytes, max(0, room - (reserved if self.on_cpu else 0)))
+        if swap_bytes < config.swap_bytes:
+            logger.info("swap space: %d of %d bytes (swap_bytes): %s", swap_bytes, config.swap_bytes, machine)
+        return ceiling, swap_bytes
+
+    def _plan_groups(self, granularity_bytes: int, smallest_page_bytes: int) -> list[LayerGroup]:
+        """Layers with the same window share a block table; recurrent states are a group of their own. Blocks are
+        longer than the planner's while what is mapped as a whole is smaller than `smallest_page_bytes`, to limit the
+        mappings."""
+        config, layers = self.config, self.layers
+        members: dict[int | None, list[int]] = {}
+        for layer in layers.attention:
+            members.setdefault(layers.windows.get(layer), []).append(layer)
+        specs = [[layers.attention[layer] for layer in group] for group in members.values()]
+        for block_tokens in (config.block_tokens, *(_LONGER_BLOCK_TOKENS if config.block_tokens is None else ())):
+            layouts = plan_groups(
+                specs,
+                self.model.cache_dtype,
+                granularity_bytes=granularity_bytes,
+                kind=layout_kind(config),
+                block_tokens=block_tokens,
+                expected_tokens=config.expected_tokens,
+                shares_handles=config.kv_view != "region" and not layers.states,
+            )
+            if layouts[0].handle_bytes >= smallest_page_bytes:
+                break
+        groups = [
+            LayerGroup(tuple(group), layout, window)
+            for (window, group), layout in zip(members.items(), layouts, strict=True)
+        ]
+        if layers.states:
+            groups.append(LayerGroup((), StateLayout(state_bytes(layers.states), layouts[0].page_bytes)))
+        return groups
 
 
 def bytes_per_token(layers: ObservedLayers, dtype: torch.dtype) -> int:
@@ -180,96 +304,15 @@ def bytes_per_token(layers: ObservedLayers, dtype: torch.dtype) -> int:
     return sum(sum(spec.row_bytes(dtype)) for spec in layers.attention.values())
 
 
-def bound_of_mappings(most: Mapping[str, int], machine: Machine, *, on_cpu: bool) -> float:
-    """`MAX_PAGES` or `MAX_MAPPINGS` on this machine: on a CPU they follow vm.max_map_count."""
-    return min(most["cuda"], most["cpu"] * machine.max_map_count / _MAP_COUNT) if on_cpu else most["cuda"]
-
-
-def plan_pages(
-    config: ResolvedConfig,
-    model: LoadedModel,
-    layers: ObservedLayers,
-    granularity_bytes: int,
-    budget_bytes: int,
-    most_pages: int,
-    machine: Machine,
-    shared_bytes: int = 0,
-) -> tuple[list[LayerGroup], int]:
-    """The layer groups, and the number of pages within the budget. Raises `ConfigError` for less than two blocks of
-    each group.
-
-    Args:
-        shared_bytes: memory that models share whose pages together are to be at most `most_pages`.
-    """
-    # Only a configured amount justifies longer blocks.
-    smallest_page_bytes = max(shared_bytes, budget_bytes if config.kv_memory_bytes else 0) // most_pages
-    groups = _plan_groups(config, model, layers, granularity_bytes, smallest_page_bytes)
-    layout = groups[0].layout
-    page_bytes = layout.page_bytes
-    num_pages = min(budget_bytes // page_bytes, most_pages * layout.extent_blocks)
-    if layout.extent_blocks > 1:
-        num_pages -= num_pages % layout.extent_pages
-    smallest = sum(group.layout.extent_blocks * group.layout.block_bytes for group in groups)
-    if num_pages * page_bytes < 2 * smallest:
-        raise ConfigError(f"kv_memory_bytes {budget_bytes} is below two blocks of {smallest} bytes; {machine}")
-    return groups, num_pages
-
-
-def ceilings(
-    config: ResolvedConfig,
-    model: LoadedModel,
-    machine: Machine,
-    weight_bytes: int,
-    *,
-    on_cpu: bool,
-    most_bytes: int | None = None,
-) -> tuple[int, int]:
-    """Most bytes of KV cache and of swap space on one rank; 0 for an unconfigured cache on a CUDA device.
-
-    By default the cache gets a quarter of the machine's memory, or the memory available beside a step's work if that is
-    less. Swap space gets the remainder, up to `swap_bytes`; without it preempted requests are recomputed.
-
-    Args:
-        machine: with the weights loaded.
-        weight_bytes: of one rank, and what else its process holds.
-        most_bytes: of memory that other models have a part of; the default is then all of it.
-
-    Raises:
-        ConfigError: settings do not fit the machine.
-    """
-    ranks = config.tensor_parallel_size
-    token_bytes = _step_bytes_a_token(model) if on_cpu else 0
-    sampling_bytes = _SAMPLING_BYTES_A_LOGIT * max(CHUNK_ELEMENTS, model.vocab_size) if on_cpu else 0
-    step_bytes = token_bytes * config.max_num_batched_tokens + sampling_bytes
-    problems = check_resources(config, machine, reserved_bytes=weight_bytes + step_bytes)
-    left = machine.memory_bytes // ranks - weight_bytes - sampling_bytes
-    if token_bytes * config.max_num_batched_tokens > left:
-        problems.append(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}; at most {max(left, 0) // token_bytes}: each "
-            f"takes up to {token_bytes} bytes in a step, and the weights leave {max(left, 0)}: {machine}"
-        )
-    if problems:
-        raise ConfigError("\n".join(problems))
-    room = int(machine.available_bytes // ranks - step_bytes - SPARE_SHARE * machine.memory_bytes // ranks)
-    ceiling = config.kv_memory_bytes or (max(0, min(machine.memory_bytes // 4 // ranks, room)) if on_cpu else 0)
-    reserved = ceiling if on_cpu else 0
-    if most_bytes is not None:
-        ceiling = min(config.kv_memory_bytes or most_bytes, most_bytes)
-        reserved = most_bytes if on_cpu else 0
-    elif on_cpu and ceiling > room:
-        logger.warning("kv_memory_bytes is %d, of which %d bytes are available now: %s", ceiling, max(room, 0), machine)
-    swap_bytes = min(config.swap_bytes, max(0, room - reserved))
-    if swap_bytes < config.swap_bytes:
-        logger.info("swap space: %d of %d bytes (swap_bytes): %s", swap_bytes, config.swap_bytes, machine)
-    return ceiling, swap_bytes
-
-
 def estimated_activations(config: ResolvedConfig, model: LoadedModel) -> int:
     """Approximate memory of the largest step on a CUDA device, where it is measured once the model is loaded."""
     logits = min(config.max_num_seqs, config.max_num_batched_tokens) * model.vocab_size
-    sampling = _SAMPLING_BYTES_A_LOGIT * max(CHUNK_ELEMENTS, model.vocab_size)
     own = _step_bytes_a_token(model) - model.vocab_size * model.dtype.itemsize
-    return own * config.max_num_batched_tokens + logits * model.dtype.itemsize + sampling
+    return own * config.max_num_batched_tokens + logits * model.dtype.itemsize + _sampling_bytes(model)
+
+
+def _sampling_bytes(model: LoadedModel) -> int:
+    return _SAMPLING_BYTES_A_LOGIT * max(CHUNK_ELEMENTS, model.vocab_size)
 
 
 def _step_bytes_a_token(model: LoadedModel) -> int:
@@ -287,33 +330,3 @@ def layout_kind(config: EngineConfig) -> LayoutKind:
     if config.kv_layout != "auto":
         return config.kv_layout
     return "sliced" if config.device == "cuda" else "interleaved"
-
-
-def _plan_groups(
-    config: ResolvedConfig, model: LoadedModel, layers: ObservedLayers, granularity_bytes: int, smallest_page_bytes: int
-) -> list[LayerGroup]:
-    """Layers with the same window share a block table; recurrent states are a group of their own. Blocks are longer
-    than the planner's while what is mapped as a whole is smaller than `smallest_page_bytes`, to limit the mappings."""
-    members: dict[int | None, list[int]] = {}
-    for layer in layers.attention:
-        members.setdefault(layers.windows.get(layer), []).append(layer)
-    specs = [[layers.attention[layer] for layer in group] for group in members.values()]
-    for block_tokens in (config.block_tokens, *(_LONGER_BLOCK_TOKENS if config.block_tokens is None else ())):
-        layouts = plan_groups(
-            specs,
-            model.cache_dtype,
-            granularity_bytes=granularity_bytes,
-            kind=layout_kind(config),
-            block_tokens=block_tokens,
-            expected_tokens=config.expected_tokens,
-            shares_handles=config.kv_view != "region" and not layers.states,
-        )
-        if layouts[0].handle_bytes >= smallest_page_bytes:
-            break
-    groups = [
-        LayerGroup(tuple(group), layout, window)
-        for (window, group), layout in zip(members.items(), layouts, strict=True)
-    ]
-    if layers.states:
-        groups.append(LayerGroup((), StateLayout(state_bytes(layers.states), layouts[0].page_bytes)))
-    return groups

@@ -117,9 +117,10 @@ class ModelSize:
         if left <= 0:
             raise ConfigError(f"the weights take {weights} bytes of the {share_bytes} for a replica")
         machine = Machine(memory_bytes, left + spare, False, 1, DEFAULT_MAP_COUNT)
+        planner = kv_plan.KVPlanner(config, self.model, self.layers, machine, self.on_cpu)
         plan = None
         if self.on_cpu:
-            budget, _ = kv_plan.ceilings(config, self.model, machine, self.weight_bytes, on_cpu=True)
+            budget, _ = planner.ceilings(self.weight_bytes)
         else:
             share = config.gpu_memory_utilization if config.kv_memory_bytes is None else 1.0
             plan = DevicePlan(share_bytes, share, weights, kv_plan.estimated_activations(config, self.model))
@@ -129,11 +130,7 @@ class ModelSize:
             budget = config.kv_memory_bytes or left
         if budget * ranks > left:
             raise ConfigError(f"kv_memory_bytes is {budget}; weights and steps leave {left // ranks}")
-        most_pages = int(kv_plan.bound_of_mappings(kv_plan.MAX_PAGES, machine, on_cpu=self.on_cpu))
-        granularity = GRANULARITY_BYTES["cpu" if self.on_cpu else "cuda"]
-        groups, num_pages = kv_plan.plan_pages(
-            config, self.model, self.layers, granularity, budget, most_pages, machine
-        )
+        groups, num_pages = planner.plan_pages(GRANULARITY_BYTES["cpu" if self.on_cpu else "cuda"], budget)
         step_tokens = config.max_num_batched_tokens
         budget_bytes = num_pages * groups[0].layout.page_bytes
         return Room(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -73,58 +73,41 @@ class _Step:
         return torch.tensor(selection.sampled.token_ids, device=self.forward().logits.device)
 
 
+@dataclass(eq=False, repr=False)
 class StepLoop:
     """Compute one step after the other.
 
     Args:
-        requests: of the engine, by their ids.
-        num_tokens: most tokens of a step.
-        waits: on a shared device requests wait for memory as long as they must, and the caller waits for other engines.
+        _requests: of the engine, by their ids.
+        _num_tokens: most tokens of a step.
+        _waits: on a shared device requests wait for memory as long as they must, and the caller for other engines.
 
     Attributes:
-        starved: there was no memory for any request, with `waits`.
+        starved: there was no memory for any request, with `_waits`.
         step_s: seconds of the step whose tokens the latest call returned; `None` if there was none.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        memory: KVMemory,
-        scheduler: Scheduler,
-        chooser: TokenChooser,
-        decoder: Decoder,
-        adapters: AdapterStore,
-        pooler: Pooler | None,
-        speculation: Speculation | None,
-        recovery: PreemptionCostModel,
-        requests: dict[str, Request],
-        meter: LoadMeter,
-        watch: EngineWatch,
-        num_tokens: int,
-        *,
-        waits: bool = False,
-    ) -> None:
-        self._waits = waits
-        self.starved = False
-        self._executor = executor
-        self._memory = memory
-        self._scheduler = scheduler
-        self._chooser = chooser
-        self._decoder = decoder
-        self._adapters = adapters
-        self._pooler = pooler
-        self._speculation = speculation
-        self._recovery = recovery
-        self._requests = requests
-        self._meter = meter
-        self._watch = watch
-        self._num_tokens = num_tokens
-        self.step_s: float | None = None
-        self._launched: _Step | None = None  # its tokens are not applied
-        self._applied: list[Delta] = []  # of a step that a caller could not wait for
-        self._applied_at = 0.0
-        self._prefilling: list[tuple[Sequence, float]] = []  # without their first token, and their starts
-        self._stalled_since: float | None = None
+    _executor: Executor
+    _memory: KVMemory
+    _scheduler: Scheduler
+    _chooser: TokenChooser
+    _decoder: Decoder
+    _adapters: AdapterStore
+    _pooler: Pooler | None
+    _speculation: Speculation | None
+    _recovery: PreemptionCostModel
+    _requests: dict[str, Request]
+    _meter: LoadMeter
+    _watch: EngineWatch
+    _num_tokens: int
+    _waits: bool = False
+    starved: bool = False
+    step_s: float | None = None
+    _launched: _Step | None = None  # its tokens are not applied
+    _applied: list[Delta] = field(default_factory=list)  # of a step that a caller could not wait for
+    _applied_at: float = 0.0
+    _prefilling: list[tuple[Sequence, float]] = field(default_factory=list)  # without their first token, and starts
+    _stalled_since: float | None = None
 
     @property
     def has_deltas(self) -> bool:
@@ -139,25 +122,20 @@ class StepLoop:
         """
         self.step_s = None
         self.starved = False
-        if self._speculation is not None and self._launched is not None and self._scheduler.decoding():
-            self.settle()  # draft tokens follow known ones
-        if self._launched is not None and all(s.sequence.is_ended for s in self._launched.scheduled):
-            self._launched = None
+        if self._launched is not None:
+            if self._speculation is not None and self._scheduler.decoding():
+                self.settle()  # draft tokens follow known ones
+            elif all(s.sequence.is_ended for s in self._launched.scheduled):
+                self._launched = None
         deltas = self.take_applied()
         before, step = self._launched, None
         try:
             step = self._launch()
-            if step is None and before is None:
+            if step is before is None:
                 return deltas or self._wait_for_pages()
-        except TokensAwaited:
+        except (TokensAwaited, SequenceFailure, _Unschedulable) as reason:
             self._scheduler.abort_step()
-        except SequenceFailure as failure:  # the other requests go on
-            self._scheduler.abort_step()
-            sequence = failure.sequence
-            deltas.append(self._decoder.fail(sequence.request, failure_of(sequence.request_id, failure)))
-        except _Unschedulable as unschedulable:
-            self._scheduler.abort_step()
-            deltas += [self._decoder.fail(request, unschedulable.error) for request in unschedulable.requests]
+            deltas += self._fail_requests(reason)
         except BaseException:
             self._scheduler.abort_step()
             raise
@@ -172,7 +150,7 @@ class StepLoop:
                 else:
                     deltas += self._apply(step)
         except BaseException:
-            self._discard([launched for launched in (before, step) if launched is not None])
+            self._discard(before, step)
             raise
         return deltas
 
@@ -190,7 +168,7 @@ class StepLoop:
         try:
             self._applied += self._apply(step)
         except BaseException:
-            self._discard([step])
+            self._discard(step)
             raise
 
     def forget(self, request_id: str) -> None:
@@ -271,11 +249,21 @@ class StepLoop:
             self._watch.note_step(seconds, num_tokens, num_outputs, len(step.scheduled))
         return deltas
 
-    def _discard(self, steps: list[_Step]) -> None:
+    def _fail_requests(self, reason: TokensAwaited | SequenceFailure | _Unschedulable) -> list[Delta]:
+        """End the requests because of which no step was launched; the others go on."""
+        match reason:
+            case SequenceFailure(sequence=sequence):
+                return [self._decoder.fail(sequence.request, failure_of(sequence.request_id, reason))]
+            case _Unschedulable(requests=requests, error=error):
+                return [self._decoder.fail(request, error) for request in requests]
+        return []
+
+    def _discard(self, *steps: _Step | None) -> None:
         """Undo launched steps of which one has failed."""
-        if any(step.committed is None for step in steps):
+        launched = [step for step in steps if step is not None]
+        if any(step.committed is None for step in launched):
             self._scheduler.abort_step()
-        if committed := [(step.scheduled, step.committed) for step in steps if step.committed is not None]:
+        if committed := [(step.scheduled, step.committed) for step in launched if step.committed is not None]:
             self._scheduler.discard_steps(committed)
 
     # ---- details ----

@@ -62,11 +62,7 @@ class StepPlanner:
         self._version = -1  # of the rows that the arrangement is for
 
     def plan(
-        self,
-        scheduled: list[Scheduled],
-        *,
-        all_logits: bool = False,
-        adapter_slots: Mapping[str, int] | None = None,
+        self, scheduled: list[Scheduled], *, all_logits: bool = False, adapter_slots: Mapping[str, int] | None = None
     ) -> StepPlan:
         """Plan scheduled tokens, whose blocks must be owned, and mapped in the region view (`KVMemory.ensure`).
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import abc
 
+from folio.app.engine.request.faults import attribute_failures
 from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.schedule.running import RunningRequests
-from folio.vmem import KVMemory
+from folio.vmem import KVMemory, PrefixMatch
 
 
 class Admission:
@@ -27,6 +28,7 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         # The request last refused, its sequences, and the free pages that it needs; `None`: it waits for a prefix.
         self._refused: tuple[Request, int, int | None] | None = None
+        self._matched: tuple[Sequence | None, bool] = None, False  # the queue's head, and whether a prefix is cached
 
     def can_admit(self, request: Request, reserve: int) -> bool:
         """Whether the request fits beside `reserve` pages, so that the next step need not preempt it at once."""
@@ -39,9 +41,18 @@ class Admission:
         self._refused = None
         return self._fits(request, reserve)
 
-    def is_refused(self, request: Request) -> bool:
-        """Whether the request was refused, and nothing has changed since."""
-        return self._refused is not None and self._refused[0] is request
+    def may_begin_uncached(self, request: Request) -> bool:
+        """Whether the waiting queue's head will probably begin in the next step but one, without a cached prefix."""
+        if self._refused is not None and self._refused[0] is request:
+            return False
+        first = request.sequences[0]
+        if first.expected_cached_tokens or self._memory.pages_for(len(first.token_ids)) > self._memory.num_free_pages:
+            return False
+        if self._matched[0] is not first:
+            with attribute_failures(first):
+                match = self._memory.prefixes.match(first.chain, tokens_to_match(first))
+            self._matched = first, match.num_tokens > 0 or match.is_being_computed
+        return not self._matched[1]
 
     def forget_refusal(self) -> None:
         """Match the queue's head again: it may need fewer pages than it did."""
@@ -75,6 +86,14 @@ class Admission:
             return True
         self._refused = request, request.num_sequences, needed
         return False
+
+    def snapshot_positions(self, sequence: Sequence, match: PrefixMatch) -> tuple[int, ...]:
+        """Where steps end to keep a recurrent state: where prompts have branched, and before the last token."""
+        prefixes = self._memory.prefixes
+        if not prefixes.has_states or not prefixes.enabled:
+            return ()
+        last = (len(sequence.token_ids) - 1) // prefixes.unit_tokens * prefixes.unit_tokens
+        return tuple(sorted({n for n in (match.branch_tokens, last) if sequence.num_computed < n <= last}))
 
     def resume(self, request: Request) -> bool:
         """Swap in, or admit again, a preempted request, unless it would be preempted at once."""

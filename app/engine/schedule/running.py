@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections import abc
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 
 from folio.app.config.engine import PreemptionPolicy
 from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.schedule.preemption import PreemptionCostModel, PreemptionMode, swap_out
-from folio.vmem import KVMemory, OutOfPages
+from folio.vmem import KVMemory, OutOfPages, SequenceMemory, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +105,7 @@ class RunningRequests:
         if mode is None and self.running == [victim] and len(sequences) > 1 and not self._memory.may_be_empty:
             self._drop(victim, sequences[-1:])
             return
-        if victim in self.opened or not sequences:  # its blocks may hold a shared prefix that is not computed yet
-            mode = "recompute"
-        if mode is None:
-            mode = self._recovery.choose_mode(self._memory, sequences) if self._policy == "auto" else self._policy
+        mode = self._choose_mode(victim, sequences, mode)
         if mode == "swap" and not swap_out(self._memory, victim, sequences):
             mode = "recompute"
         self.running.remove(victim)
@@ -118,6 +117,13 @@ class RunningRequests:
         self.num_preempted[mode] += 1
         logger.debug("preempted %s by %s", victim.request_id, mode)
         bisect.insort(self.preempted, victim, key=rank)
+
+    def _choose_mode(self, victim: Request, sequences: list[Sequence], mode: PreemptionMode | None) -> PreemptionMode:
+        if victim in self.opened or not sequences:  # its blocks may hold a shared prefix that is not computed yet
+            return "recompute"
+        if mode is None and self._policy != "auto":
+            return self._policy
+        return mode or self._recovery.choose_mode(self._memory, sequences)
 
     def _drop(self, request: Request, sequences: list[Sequence]) -> None:
         """Recompute sequences of a request as they fit: it runs alone, and its sequences no longer fit together
@@ -135,6 +141,19 @@ class RunningRequests:
             self.unschedulable.append(request)
         else:
             self.num_preempted["recompute"] += 1
+
+    def share_prefix(self, sequence: Sequence, tokens: abc.Sequence[int], view: ViewPolicy) -> SequenceMemory:
+        """Create a running request's sequence's memory, with the cached prefix of `tokens`."""
+        sequence.chain.extend(sequence.token_ids)
+        memory = self._memory.create_sequence(view, expected_tokens=len(sequence.token_ids))
+        try:
+            use = replace(sequence.use, resumes=sequence.num_cached_tokens is not None)
+            sequence.num_computed = self._memory.share_prefix(memory, sequence.chain, tokens, use)
+        except BaseException:
+            self._memory.free(memory)
+            raise
+        sequence.memory = memory
+        return memory
 
     def may_open(self, sequence: Sequence) -> bool:
         """Whether a running request's sequence may get memory: not while its request's sequences run one by one and it

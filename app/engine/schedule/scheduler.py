@@ -8,12 +8,11 @@ import math
 import time
 from collections import abc
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
 
 from folio.app.config.engine import PreemptionPolicy
-from folio.app.engine.request.faults import SequenceFailure, attribute_failures, is_request_failure
+from folio.app.engine.request.faults import SequenceFailure, is_request_failure
 from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.schedule.admission import Admission, tokens_to_match
 from folio.app.engine.schedule.mixed_steps import MixedSteps
@@ -21,7 +20,7 @@ from folio.app.engine.schedule.preemption import PreemptionCostModel
 from folio.app.engine.schedule.running import RunningRequests, TokensAwaited, rank
 from folio.app.engine.schedule.scheduled import Committed, Scheduled
 from folio.app.engine.schedule.waiting_queue import WaitingQueue
-from folio.vmem import KVMemory, OutOfPages, PrefixMatch, StepDemand, ViewPolicy
+from folio.vmem import KVMemory, OutOfPages, StepDemand, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,6 @@ class Scheduler:
         self.begun = RunningRequests(memory, recovery, policy, lambda: self._admission.forget_pending_refusal())
         self._admission = Admission(memory, self.begun, self.max_num_seqs)
         self._scheduled: list[Scheduled] = []
-        self._matched: tuple[Sequence | None, bool] = None, False  # the queue's head, and whether a prefix is cached
         self._prompt_logits_left = 0  # of `_PROMPT_LOGITS`, in the step that is being scheduled
 
     @property
@@ -115,10 +113,8 @@ class Scheduler:
     @property
     def first(self) -> Request | None:
         """The request that gets memory first."""
-        for requests in (self.running, self.preempted):
-            if requests:
-                return requests[0]
-        return self.waiting.peek()
+        begun = self.running or self.preempted
+        return begun[0] if begun else self.waiting.peek()
 
     @property
     def first_blocked(self) -> Sequence:
@@ -213,14 +209,7 @@ class Scheduler:
         self.begun.opened.clear()
         self.begun.staged.clear()
         self._prompt_logits_left = _PROMPT_LOGITS
-        if self.begun.is_ahead and self.preempted:
-            raise TokensAwaited
-        while self._memory.num_free_pages < 0 and self.running:
-            self.begun.preempt(self.running[-1])
-        while self.preempted and self._admission.resume(self.preempted[0]):
-            bisect.insort(self.running, self.preempted.pop(0), key=rank)
-            self._admission.forget_refusal()  # as in `_open`
-
+        self._preempt_and_resume()
         decodes, has_prompts = self._schedule_decodes()
         budget = self.max_num_batched_tokens - len(decodes)
         if drafts:
@@ -244,22 +233,24 @@ class Scheduler:
         self._scheduled = decodes + [s for s in prompts if s.sequence.memory is not None]
         return self._scheduled
 
+    def _preempt_and_resume(self) -> None:
+        """Preempt requests beyond a lowered budget, and resume preempted ones that fit."""
+        if self.begun.is_ahead and self.preempted:
+            raise TokensAwaited
+        while self._memory.num_free_pages < 0 and self.running:
+            self.begun.preempt(self.running[-1])
+        while self.preempted and self._admission.resume(self.preempted[0]):
+            bisect.insort(self.running, self.preempted.pop(0), key=rank)
+            self._admission.forget_refusal()  # as in `_open`
+
     def coming_tokens(self, following: abc.Sequence[StepDemand]) -> int:
         """Prompt tokens of the queue's head that the step after the scheduled one will probably compute beside the
         `following` ones; 0 if it will not begin, or with a cached prefix."""
         head = self.waiting.peek()
         left = self.max_num_batched_tokens - sum(demand.end - demand.start for demand in following)
-        if head is None or left <= 0 or self.preempted or self._admission.is_refused(head):
+        if head is None or left <= 0 or self.preempted or not self._admission.may_begin_uncached(head):
             return 0
-        first = head.sequences[0]
-        num_tokens = len(first.token_ids)
-        if first.expected_cached_tokens or self._memory.pages_for(num_tokens) > self._memory.num_free_pages:
-            return 0
-        if self._matched[0] is not first:
-            with attribute_failures(first):
-                match = self._prefixes.match(first.chain, tokens_to_match(first))
-            self._matched = first, match.num_tokens > 0 or match.is_being_computed
-        return 0 if self._matched[1] else min(left, num_tokens)
+        return min(left, len(head.sequences[0].token_ids))
 
     def commit_step(self) -> Committed:
         """Note that the scheduled step is launched: later steps may read what it writes."""
@@ -418,20 +409,12 @@ class Scheduler:
         match = self._prefixes.match(sequence.chain, tokens)
         if match.is_being_computed and any(s.memory is not None for s in self.begun.sequences() if s is not sequence):
             return False
-        sequence.chain.extend(sequence.token_ids)
-        memory = self._memory.create_sequence(self.view, expected_tokens=len(sequence.token_ids))
-        try:
-            use = replace(sequence.use, resumes=sequence.num_cached_tokens is not None)
-            sequence.num_computed = self._memory.share_prefix(memory, sequence.chain, tokens, use)
-        except BaseException:
-            self._memory.free(memory)
-            raise
-        sequence.memory = memory
+        memory = self.begun.share_prefix(sequence, tokens, self.view)
         self._admission.forget_refusal()  # a prefix that this sequence shares now costs the queue's head less
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
             self.waiting.charge(sequence.request, sequence.num_uncomputed)
-        sequence.snapshot_positions = _snapshot_positions(sequence, match, self._memory)
+        sequence.snapshot_positions = self._admission.snapshot_positions(sequence, match)
         self._prefixes.announce_prefill(memory, len(sequence.token_ids), sequence.snapshot_positions)
         self.begun.opened.append(sequence.request)
         return True
@@ -465,11 +448,3 @@ class Scheduler:
                     budget -= self._schedule_chunk(sequence, budget, prompts, new=True)
             reserve += self.begun.pages_to_come(request)
         return budget
-
-
-def _snapshot_positions(sequence: Sequence, match: PrefixMatch, memory: KVMemory) -> tuple[int, ...]:
-    """Where steps end to keep a recurrent state: where prompts have branched, and before the last token."""
-    if not memory.prefixes.has_states or not memory.prefixes.enabled:
-        return ()
-    last = (len(sequence.token_ids) - 1) // memory.prefixes.unit_tokens * memory.prefixes.unit_tokens
-    return tuple(sorted({n for n in (match.branch_tokens, last) if sequence.num_computed < n <= last}))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import OrderedDict, abc
+from collections import OrderedDict, abc, deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -269,35 +269,23 @@ class DraftProposer:
                 self._follow(self._states[sequence], sequence)
             self._states.move_to_end(sequence)
         known.sort(key=lambda sequence: self._states[sequence].shadow.num_uncomputed)
-        idle = [sequence for sequence in self._states if sequence not in lengths]
+        idle = list(self._states)[: len(self._states) - len(known)]
+        # From the left the next to plan; from the right the next to drop: least recently used, then what lacks most.
+        queue = deque(known + idle[::-1])
         budget = self._step_tokens
-        while known and budget > 0:
-            sequence = known.pop(0)
+        while budget > 0 and queue and queue[0] in lengths:
+            sequence = queue.popleft()
             with attribute_failures(sequence):
-                task = self._make_task(sequence, lengths[sequence], budget)
-                # Drop the least recently used, then those that lack most tokens.
-                while not (granted := self._grow(task)) and (idle or known):
-                    self.forget_sequence(idle.pop(0) if idle else known.pop())
-                if granted:
-                    budget -= task.num_tokens
-                    tasks.append(task)
+                while not (taken := self._add_task(sequence, lengths[sequence], budget, tasks)) and queue:
+                    self.forget_sequence(queue.pop())
+            budget -= taken
         for sequence, count in lengths.items():
             if budget > 0 and sequence not in self._states:
                 with attribute_failures(sequence):
-                    if not self._open(sequence, count, idle, tasks):
-                        continue
-                    task = self._make_task(sequence, count, budget)
-                    if self._grow(task):
-                        budget -= task.num_tokens
-                        tasks.append(task)
-                    else:
-                        self.forget_sequence(sequence)
-
-    def _make_task(self, sequence: Sequence, count: int, budget: int) -> _Task:
-        draft = self._states[sequence]
-        num_tokens = min(draft.shadow.num_uncomputed, budget)
-        num_drafts = count if num_tokens == draft.shadow.num_uncomputed else 0
-        return _Task(sequence, draft, num_tokens, num_drafts, draft.shadow.num_computed)
+                    if self._open(sequence, count, queue, tasks):
+                        budget -= (taken := self._add_task(sequence, count, budget, tasks))
+                        if not taken:
+                            self.forget_sequence(sequence)
 
     def _follow(self, draft: _DraftState, sequence: Sequence) -> None:
         """Keep the accepted draft tokens, and replace the others by the sequence's tokens."""
@@ -311,21 +299,26 @@ class DraftProposer:
         if shadow.num_computed < draft.memory.num_tokens:
             self.memory.truncate(draft.memory, shadow.num_computed)
 
-    def _grow(self, task: _Task) -> bool:
-        """Allocate and announce the blocks of a task; false if there are too few."""
-        shadow, memory = task.draft.shadow, task.draft.memory
+    def _add_task(self, sequence: Sequence, count: int, budget: int, tasks: list[_Task]) -> int:
+        """Append a task, with its blocks allocated and announced; returns its tokens, 0 if there are too few blocks."""
+        draft = self._states[sequence]
+        shadow, memory = draft.shadow, draft.memory
+        num_tokens = min(shadow.num_uncomputed, budget)
+        num_drafts = count if num_tokens == shadow.num_uncomputed else 0
+        task = _Task(sequence, draft, num_tokens, num_drafts, shadow.num_computed)
         try:
             # `start` is where this task begins: layers with a window must keep the tokens that the next task rolls back
             # to.
             self.memory.append(memory, task.end, start=task.first)
         except (OutOfPages, MapError) as error:
-            logger.debug("no room for the draft of %s: %s", task.sequence.request_id, error)
-            return False
+            logger.debug("no room for the draft of %s: %s", sequence.request_id, error)
+            return 0
         # Draft tokens are not announced: they must not enter the prefix cache.
-        self.memory.prefixes.stage_prefix(memory, shadow.token_ids, task.first, task.first + task.num_tokens)
-        return True
+        self.memory.prefixes.stage_prefix(memory, shadow.token_ids, task.first, task.first + num_tokens)
+        tasks.append(task)
+        return num_tokens
 
-    def _open(self, sequence: Sequence, count: int, idle: list[Sequence], tasks: abc.Sequence[_Task]) -> bool:
+    def _open(self, sequence: Sequence, count: int, idle: deque[Sequence], tasks: abc.Sequence[_Task]) -> bool:
         """Begin to draft for a new sequence, if it and the remainder of all others fit into memory."""
         chain = self.memory.prefixes.chain(sequence.chain.keys)
         match = self.memory.prefixes.match(chain, sequence.token_ids)
@@ -335,7 +328,7 @@ class DraftProposer:
         while len(self._states) >= self._config.max_num_seqs or needed + self._reserve > self.memory.num_free_pages:
             if not idle:
                 return False
-            self.forget_sequence(idle.pop(0))
+            self.forget_sequence(idle.pop())
         params = SamplingParams()  # unused: drafts are sampled with the sequence's
         request = Request(sequence.request_id, params)
         prompt, token_ids = sequence.prompt_token_ids, sequence.token_ids.copy()

@@ -6,7 +6,6 @@ import time
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import takewhile
 
 from folio.app.engine.model.vocabulary import Vocabulary
 from folio.app.engine.request.best_of import BestOf
@@ -125,8 +124,7 @@ class Decoder:
         request = first.request
         at = slice(start, start + len(rows.states))
         if not all(sampled.sound[at]):
-            blocked = not sampled.blocked.isdisjoint(range(at.start, at.stop))
-            yield self.fail(request, RequestError(CONTRADICTION) if blocked else EngineError(NOT_FINITE))
+            yield self._fail_unsound(request, range(at.start, at.stop), sampled)
             return
         tokens, logprobs = sampled.token_ids[at], sampled.logprobs[at]
         sequences, chosen = [first], [tokens]
@@ -134,12 +132,7 @@ class Decoder:
             sequences += self._fork_all(first, rows.states[1:])
             chosen = [[token] for token in tokens]
         elif rows.drafts:
-            accepted = takewhile(lambda pair: pair[0] == pair[1], zip(rows.drafts, tokens, strict=False))
-            num_accepted = sum(1 for _ in accepted)
-            chosen = [tokens[: 1 + num_accepted]]
-            self._scheduler.waiting.charge(request, num_accepted)
-            if self._speculation is not None:
-                self._speculation.verified(first, len(rows.drafts), num_accepted)
+            chosen = [tokens[: 1 + self._count_accepted(rows, tokens)]]
         eos = self._vocabulary.eos_token_ids
         offset = 0
         for sequence, token_ids in zip(sequences, chosen, strict=True):
@@ -157,6 +150,20 @@ class Decoder:
             if rows.drafts:
                 self._roll_back(sequence)
             yield from request.emit(delta)
+
+    def _fail_unsound(self, request: Request, rows: range, sampled: Sampled) -> Delta:
+        blocked = not sampled.blocked.isdisjoint(rows)
+        return self.fail(request, RequestError(CONTRADICTION) if blocked else EngineError(NOT_FINITE))
+
+    def _count_accepted(self, rows: SampledRows, tokens: list[int]) -> int:
+        """Count the draft tokens that are the sampled ones."""
+        num_accepted = 0
+        while num_accepted < len(rows.drafts) and rows.drafts[num_accepted] == tokens[num_accepted]:
+            num_accepted += 1
+        self._scheduler.waiting.charge(rows.sequence.request, num_accepted)
+        if self._speculation is not None:
+            self._speculation.verified(rows.sequence, len(rows.drafts), num_accepted)
+        return num_accepted
 
     def _ended(self, sequence: Sequence, delta: Delta) -> list[Delta]:
         """End a sequence with its last delta; returns the deltas to send."""

@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,10 +100,8 @@ def check_config(value: dict[str, Any], *, is_local: bool = True) -> ServeDeploy
     """
     faults = _Faults()
     faults.check_value(ServeDeploySchema, value, "")
-    applications = value.get("applications")
-    for i, application in enumerate(applications if isinstance(applications, list) else ()):
-        if isinstance(application, dict):
-            faults.check_application(application, f"applications[{i}]", is_local=is_local)
+    for i, application in enumerate(_dicts(value.get("applications"))):
+        faults.check_application(application, f"applications[{i}]", is_local=is_local)
     if is_local and isinstance(http := value.get("http_options"), dict):
         faults.add(*_file_faults(http))
     if isinstance(tracing := value.get("tracing_config"), dict):
@@ -326,13 +324,8 @@ class _Faults:
                 continue
             folder = Path(resolve_model(model))
             if folder.is_dir():
-                weights = engine.load_format == "auto"
-                self.add(
-                    *(
-                        f"{_join(path, key)} is {model!r}: {fault}"
-                        for fault in checkpoint_faults(folder, weights=weights)
-                    )
-                )
+                found = checkpoint_faults(folder, weights=engine.load_format == "auto")
+                self.add(*(f"{_join(path, key)} is {model!r}: {fault}" for fault in found))
                 ranks = engine.tensor_parallel_size if key == "model" else 1
                 self.add(*(f"{path}.tensor_parallel_size is {ranks}; {fault}" for fault in rank_faults(folder, ranks)))
             elif (reason := name_fault(model)) is not None:
@@ -396,18 +389,12 @@ def _lines(error: ValidationError, value: object, path: str, skipped: frozenset[
     """A line for each key. Pydantic has an entry for each type of a union."""
     expected: dict[str, tuple[object, list[str]]] = {}
     for entry in error.errors(include_url=False):
-        where, found, location = path, value, entry["loc"]
+        location = entry["loc"]
         if entry["type"] == "missing":
             if location[0] not in skipped:
                 yield f"{_join(path, '.'.join(map(str, location)))} is missing"
             continue
-        for step in location:
-            if isinstance(found, dict) and step in found:
-                where, found = _join(where, step), found[step]
-            elif isinstance(found, list) and isinstance(step, int) and step < len(found):
-                where, found = f"{where}[{step}]", found[step]
-            else:
-                break
+        where, found = _at(value, path, location)
         message = entry["msg"].removeprefix("Value error, ")
         if message.startswith("Input should be"):
             allowed = message.removeprefix("Input should be ").partition(", unable")[0]
@@ -417,6 +404,18 @@ def _lines(error: ValidationError, value: object, path: str, skipped: frozenset[
             yield f"{where}: {message}" if where else message
     for where, (found, allowed_ones) in expected.items():
         yield f"{where or 'it'} is {_shown(found)}; it must be {' or '.join(dict.fromkeys(allowed_ones))}"
+
+
+def _at(value: object, path: str, location: Sequence[int | str]) -> tuple[str, object]:
+    """The part of a value at a location of pydantic's, as far as there is one, and its path."""
+    for step in location:
+        if isinstance(value, dict) and step in value:
+            path, value = _join(path, step), value[step]
+        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
+            path, value = f"{path}[{step}]", value[step]
+        else:
+            break
+    return path, value
 
 
 def _join(path: str, key: object) -> str:

@@ -56,6 +56,10 @@ class Target:
     memory_bytes: int
 
 
+_Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_KvDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
+
+
 def plan(
     model: Annotated[str, typer.Argument(help='"builtin", a folder with config.json, or a Hugging Face Hub id.')],
     memory: Annotated[
@@ -67,12 +71,8 @@ def plan(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of a sequence, prompt and output.")] = 4096,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of a replica, a GPU each.")] = 1,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of weights and computation.")
-    ] = "auto",
-    kv_dtype: Annotated[
-        Literal["auto", "fp8_e4m3", "fp8_e5m2"], typer.Option(help="Of the KV cache; by default the model's.")
-    ] = "auto",
+    dtype: Annotated[_Dtype, typer.Option(help="Of weights and computation.")] = "auto",
+    kv_dtype: Annotated[_KvDtype, typer.Option(help="Of the KV cache; by default the model's.")] = "auto",
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of a GPU's memory for everything: weights, steps and KV cache.")
     ] = 0.9,

@@ -6,7 +6,7 @@ import ast
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -223,6 +223,16 @@ def _template_faults(folder: Path) -> Iterator[str]:
             yield f"{path}: the chat template cannot be used: {fault}"
 
 
+def _shapes_in(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Tensor → its shape. Raises `ValueError` for a file that has none."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        if _starts_with(file, _LFS_POINTER):
+            raise ValueError(f"{file} is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder")
+        shapes |= {name: shape for name, (shape, _) in read_header(file).items()}
+    return shapes
+
+
 def weight_faults(folder: Path) -> Iterator[str]:
     """A sentence for each fault of a checkpoint's weights: missing, damaged, or not those of its config."""
     files, index = sorted(file for file in folder.glob("*.safetensors") if file.is_file()), folder / _INDEX
@@ -240,16 +250,11 @@ def weight_faults(folder: Path) -> Iterator[str]:
         files = [folder / name for name in names if name not in missing]
     elif not files and not any(folder.glob("pytorch_model*.bin")):
         yield f"{str(folder)!r} has no weights: neither model.safetensors nor {_INDEX}"
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        if _starts_with(file, _LFS_POINTER):
-            yield f"{file} is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder"
-            return
-        try:
-            shapes |= {name: shape for name, (shape, _) in read_header(file).items()}
-        except ValueError as error:
-            yield str(error)
-            return
+    try:
+        shapes = _shapes_in(files)
+    except ValueError as error:
+        yield str(error)
+        return
     with suppress(ValueError):  # a fault of `checkpoint_faults`
         yield from shape_faults(_json(folder / "config.json"), shapes, folder / "config.json")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
@@ -74,6 +74,10 @@ def shape_faults(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
             yield f"{path}: vocab_size is {vocab}, but the tensor {name} has the shape {list(shape)}"
         elif _is_size(width) and shape[1] != width and _EMBEDDINGS.search(name) and not projected:
             yield f"{path}: the hidden size is {width}, but the tensor {name} has the shape {list(shape)}"
+    yield from _layer_faults(text, shapes, path)
+
+
+def _layer_faults(text: Mapping[str, Any], shapes: Iterable[str], path: Path) -> Iterator[str]:
     numbers: dict[str, set[int]] = {}
     for name in shapes:
         if (found := _LAYER.match(name)) is not None:

@@ -285,6 +285,9 @@ class EngineConfig:
             f"mixed_graphs is 'on' and tensor_parallel_size {self.tensor_parallel_size}; steps of several ranks are "
             "not captured: use mixed_graphs 'off'",
         )
+        yield from self._score_contradictions()
+
+    def _score_contradictions(self) -> Iterator[tuple[bool, str]]:
         template = self.score_template
         yield (
             template is not None and not ("{query}" in template and "{document}" in template),

@@ -51,6 +51,12 @@ class ReplicaView:
     detail: str | None
 
 
+def _report_of(status: ReplicaStatus, memory: MemorySnapshot | None) -> MemoryReport | None:
+    if status.device is not None:
+        return status.memory
+    return None if memory is None else memory.report  # the figures of the same moment as the maps
+
+
 def view_replica(
     status: ReplicaStatus, watches: Mapping[str, EngineWatch], call: WatchCall, *, ready_at: float
 ) -> ReplicaView:
@@ -67,18 +73,15 @@ def view_replica(
     if busiest is not None:
         view = watches[busiest.name].look(detailed=is_detailed, wanted=call.requests)
     memory = None if view is None else view.memory
-    report: MemoryReport | None = status.memory
-    if status.device is None:  # the figures of the same moment as the maps
-        report = None if memory is None else memory.report
     since = known_step or 0
     steps = sorted(step for watch in watches.values() for step in watch.steps(since))
-    last_step = steps[-1].number if steps else since
+    last_step = max((step.number for step in steps), default=since)
     parts = {
         "name": status.name,
         "model": "" if busiest is None else busiest.name,
         "age_s": round(time.monotonic() - ready_at, 1),
         "load": status.load,
-        "memory": report,
+        "memory": _report_of(status, memory),
         "maps": () if memory is None else _maps(memory, detailed=False),
         # Not to a new ingress: others watched them, and a viewer whose stream goes on here has seen them there.
         "steps": Steps() if known_step is None else _steps(steps, time.monotonic()),

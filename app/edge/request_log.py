@@ -36,6 +36,13 @@ def log_request(scope: Scope, context: RequestContext, is_complete: bool) -> Non
         "total_ms": round(1000 * (time.monotonic() - context.begun_at)),
         "end": "disconnected" if not is_complete else "error" if failed else "finished",
     }
+    fields = _fields(context)
+    named = " ".join(f"{name}={value}" for name, value in fields.items())
+    logger.info("%s %s %s %s ms %s %s", *first.values(), named, extra={"request": first | fields})
+
+
+def _fields(context: RequestContext) -> dict[str, str | int]:
+    """What is known of the request beyond the first words of its line."""
     fields: dict[str, str | int] = {"request_id": context.request_id}
     if context.first_byte_at is not None:
         fields["ttft_ms"] = round(1000 * (context.first_byte_at - context.begun_at))
@@ -50,5 +57,4 @@ def log_request(scope: Scope, context: RequestContext, is_complete: bool) -> Non
             fields["tenant"] = quote(context.key.tenant)
     if context.error_code is not None:
         fields["error"] = context.error_code
-    named = " ".join(f"{name}={value}" for name, value in fields.items())
-    logger.info("%s %s %s %s ms %s %s", *first.values(), named, extra={"request": first | fields})
+    return fields

@@ -262,16 +262,9 @@ def warm_prefixes(engine: Engine, reports: Sequence[Sequence[CachedPrefix]], lim
     """
     deadline = time.monotonic() + limit_s
     capacity = engine.load.report(most_keys=0).total_tokens
-    names: dict[str, str | None] = {}  # request id → name of the pin
-    failed = 0
-    for i, prefix in enumerate(merge_hot_prefixes(reports, capacity // 2)):
-        try:
-            _add_prefix(engine, f"prefix {i}", prefix)
-        except RequestError as error:  # adapters, context or pin quota differ here
-            failed += 1
-            logger.warning("a prefix of %d tokens is not warmed: %s", len(prefix.token_ids), error)
-        else:
-            names[f"prefix {i}"] = prefix.pin_name
+    prefixes = merge_hot_prefixes(reports, capacity // 2)
+    names = _add_prefixes(engine, prefixes)
+    failed = len(prefixes) - len(names)
     done: list[str | None] = []
     try:
         while engine.has_work and time.monotonic() < deadline:
@@ -298,6 +291,19 @@ def warm_prefixes(engine: Engine, reports: Sequence[Sequence[CachedPrefix]], lim
         logger.warning("no time to pin %s; pin them again", ", ".join(map(repr, missing)))
     engine.reset_counts()
     return WarmedPrefixes(len(done) - done.count(None), done.count(None), failed, len(late))
+
+
+def _add_prefixes(engine: Engine, prefixes: Sequence[CachedPrefix]) -> dict[str, str | None]:
+    """Queue prefixes. Returns request id → name of the pin, of those that can be computed here."""
+    names: dict[str, str | None] = {}
+    for i, prefix in enumerate(prefixes):
+        try:
+            _add_prefix(engine, f"prefix {i}", prefix)
+        except RequestError as error:  # adapters, context or pin quota differ here
+            logger.warning("a prefix of %d tokens is not warmed: %s", len(prefix.token_ids), error)
+        else:
+            names[f"prefix {i}"] = prefix.pin_name
+    return names
 
 
 def _add_prefix(engine: Engine, request_id: str, prefix: CachedPrefix) -> None:

@@ -19,6 +19,7 @@ import ray
 from ray import serve
 
 from folio.app.config.added_model import check_added
+from folio.app.config.engine import EngineConfig
 from folio.app.config.logs import configure_logs
 from folio.app.config.shelf import ModelConfig, ShelfConfig
 from folio.app.dashboard.views import ReplicaView, WatchCall, view_replica
@@ -87,6 +88,22 @@ class _ProcessExit:
             self._timer = _ending(_FLUSH_GRACE_S)
 
 
+def _device_for(engine: EngineConfig) -> Literal[cpu, cuda]:
+    """The device of this replica's models. Raises `ConfigError` for "cuda" unless Ray gave the replica one GPU."""
+    from folio.app.engine.model.device import resolve
+
+    if engine.device == "cuda" and len(ray.get_gpu_ids()) != 1:
+        raise ConfigError(
+            f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
+            "have num_gpus: 1, or be left out"
+        )
+    device = resolve(engine).device
+    if engine.device == "auto" and device == "cuda" and not ray.get_gpu_ids():
+        logger.warning("device auto is the CPU: Ray gave this replica no GPU")
+        return "cpu"
+    return device
+
+
 def _ending(seconds: float) -> threading.Timer:
     """Ends the process after this time, unless it is cancelled."""
     timer = threading.Timer(seconds, os._exit, (1,))
@@ -115,7 +132,6 @@ class EngineReplica:
     ) -> None:
         # Imported here, in the replica: Serve's controller and the process that builds the application import this
         # module, too, and would take seconds to import torch and transformers.
-        from folio.app.engine.model.device import resolve
         from folio.app.engine.schedule.load_report import MOST_KEYS
         from folio.app.serving.tp_actors import actors_of_this_replica
         from folio.app.shelf.shelf import Shelf
@@ -124,16 +140,7 @@ class EngineReplica:
         keep_traces_whole()
         self._settings, self._first = shelf, shelf.first.name
         self._most_keys = MOST_KEYS
-        first = shelf.first.engine  # all models have the same device
-        if first.device == "cuda" and len(ray.get_gpu_ids()) != 1:
-            raise ConfigError(
-                f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
-                "have num_gpus: 1, or be left out"
-            )
-        self._device = resolve(first).device
-        if first.device == "auto" and self._device == "cuda" and not ray.get_gpu_ids():
-            logger.warning("device auto is the CPU: Ray gave this replica no GPU")
-            self._device = "cpu"
+        self._device = _device_for(shelf.first.engine)  # all models have the same device
         self._shared = SharedStreams()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
@@ -153,17 +160,7 @@ class EngineReplica:
             prefixes_of_others=peers,
             loaded=table.sources,
         )
-        self._shelf: Shelf
-        if shared_kv_memory_bytes is None:
-            self._shelf = make_shelf()
-        else:
-            self._member = member = member_of_this_replica(shared_kv_memory_bytes, self._device)
-            try:
-                member.wait_for_budget()
-                self._shelf = make_shelf(admit=member.attach)
-            except BaseException:
-                member.close()
-                raise
+        self._shelf: Shelf = self._open_shelf(make_shelf, shared_kv_memory_bytes)
         self._exit = _ProcessExit(self._shelf)
         if self._member is not None:
             [engine] = self._shelf.engines().values()
@@ -188,6 +185,18 @@ class EngineReplica:
         self._ready_at = time.monotonic()
         gc.collect()  # as in the ingress: keep libraries' objects out of full collections
         gc.freeze()
+
+    def _open_shelf(self, make: Callable[..., Shelf], shared_kv_memory_bytes: int | None) -> Shelf:
+        """Make the shelf, with a part of the memory that replicas of one device share."""
+        if shared_kv_memory_bytes is None:
+            return make()
+        self._member = member = member_of_this_replica(shared_kv_memory_bytes, self._device)
+        try:
+            member.wait_for_budget()
+            return make(admit=member.attach)
+        except BaseException:
+            member.close()
+            raise
 
     async def complete_as_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[list[Piece]]:
         """The outputs, each in one piece, as a stream of one item: streams have heartbeats, and by value they end when

@@ -247,14 +247,10 @@ class FolioRouter(BoundedWaitRouter):
             self._unreadable.add(name)
             logger.warning("the load report of %s has another version; it is ignored", name)
 
-    def _rank(self, pending: PendingRequest, names: list[str]) -> list[str]:
-        """The replicas that may get the request, best first. Until Serve places the request, it counts as sent to the
-        first."""
-        now, call = time.monotonic(), _call_of(pending)
-        generates = isinstance(call, GenerateRequest)
+    def _waiting_of(self, pending: PendingRequest, call: Any, now: float) -> _Waiting:
         waiting = self._waiting.get(pending.future)
         if waiting is None:
-            timeout_s = call.timeout_s if generates else None
+            timeout_s = call.timeout_s if isinstance(call, GenerateRequest) else None
             route = self.route(_model_of(call))
             request = self._routed_request(pending, route.fleet)
             waiting = self._waiting[pending.future] = _Waiting(request, route, timeout_s)
@@ -262,6 +258,14 @@ class FolioRouter(BoundedWaitRouter):
         elif waiting.sent is not None:  # Serve asks again: all replicas were full
             waiting.route.fleet.withdraw(waiting.sent, now)
             waiting.sent = None
+        return waiting
+
+    def _rank(self, pending: PendingRequest, names: list[str]) -> list[str]:
+        """The replicas that may get the request, best first. Until Serve places the request, it counts as sent to the
+        first."""
+        now, call = time.monotonic(), _call_of(pending)
+        generates = isinstance(call, GenerateRequest)
+        waiting = self._waiting_of(pending, call, now)
         request, fleet = waiting.request, waiting.route.fleet
         if generates:
             names = [name for name in names if name not in call.stopped and name not in call.refused_by]

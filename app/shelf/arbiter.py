@@ -110,7 +110,24 @@ class _Targets:
 
     def _keep_the_worthiest(self, turns: Residency) -> None:
         """Give what is left to weights without requests and to caches, by worth per byte."""
-        items: list[tuple[float, str, bool, int]] = []  # (-worth per byte, model, whether its cache, bytes)
+        for _, name, is_cache, num_bytes in sorted(self._worthy(turns)):
+            if is_cache and name in self.budgets:
+                given = max(min(num_bytes, self._left_bytes), 0)
+                self.budgets[name] += given
+                self._left_bytes -= given
+            elif not is_cache and num_bytes <= self._left_bytes:
+                self.budgets[name] = 0
+                self._left_bytes -= num_bytes
+                if self._needs[name].state == "asleep":
+                    self.prefetch.append(name)
+            elif not is_cache and self._needs[name].state == "awake":
+                self.sleep[name] = self._for_whom()
+            elif not is_cache:
+                self.beyond.append(name)
+
+    def _worthy(self, turns: Residency) -> list[tuple[float, str, bool, int]]:
+        """What may have memory: -worth per byte, model, whether its cache, bytes. Models not worth it sleep."""
+        items: list[tuple[float, str, bool, int]] = []
         for need in self._needs.values():
             name = need.name
             if name in turns.victims or (need.state == "asleep" and turns.waits):
@@ -127,21 +144,7 @@ class _Targets:
                 items.append((-density, name, False, need.weight_bytes))
             if cached_bytes > 0:
                 items.append((-min(density, worth * need.cached_s / cached_bytes), name, True, cached_bytes))
-        items.sort()
-        for _, name, is_cache, num_bytes in items:
-            if is_cache and name in self.budgets:
-                given = max(min(num_bytes, self._left_bytes), 0)
-                self.budgets[name] += given
-                self._left_bytes -= given
-            elif not is_cache and num_bytes <= self._left_bytes:
-                self.budgets[name] = 0
-                self._left_bytes -= num_bytes
-                if self._needs[name].state == "asleep":
-                    self.prefetch.append(name)
-            elif not is_cache and self._needs[name].state == "awake":
-                self.sleep[name] = self._for_whom()
-            elif not is_cache:
-                self.beyond.append(name)
+        return items
 
     def _weights_worth(self, need: ModelNeed, worth: float) -> float:
         """Worth per byte of weights of a model that need not be awake; 0 if it is less than the price of memory."""

@@ -222,10 +222,7 @@ class Control:
         }
         for model, budget in budgets.items():
             self._set_budget(model, budget, lower=True)
-        for name in (*allocation.sleep, *allocation.preempt):
-            engine = models[name].engine
-            if not allocation.budgets.get(name) and engine is not None and engine.driver.engine.has_work:
-                models[name].lost_at = time.monotonic()
+        _note_lost(allocation, models)
         for name, other in allocation.sleep.items():
             if other is not None or time.monotonic() - models[name].turn_since > _LEAST_AWAKE_S:
                 self._put_to_sleep(models[name], other)
@@ -444,3 +441,11 @@ def _waits_for_memory(model: ShelvedModel) -> bool:
         return False
     engine = model.engine.driver.engine
     return engine.starved or bool(engine.adapters.wanted_bytes) or (model.state == "asleep" and engine.has_work)
+
+
+def _note_lost(allocation: Allocation, models: Mapping[str, ShelvedModel]) -> None:
+    """Note when models with requests lose their memory."""
+    for name in (*allocation.sleep, *allocation.preempt):
+        engine = models[name].engine
+        if not allocation.budgets.get(name) and engine is not None and engine.driver.engine.has_work:
+            models[name].lost_at = time.monotonic()

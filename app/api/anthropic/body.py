@@ -168,28 +168,33 @@ class ConversationBody(StrictBody):
     mcp_servers: Annotated[ListOf[JsonObject] | None, at_most(MAX_TOOLS, "servers")] = None
     """Dropped: no tools run on the server."""
 
+    @property
+    def _chat_thinking(self) -> Thinking | None:
+        if (given := self.thinking) is None:
+            return None
+        return Thinking(type="disabled" if given.type == "disabled" else "enabled", budget_tokens=given.budget_tokens)
+
+    @property
+    def _chat_tools(self) -> list[Any] | None:
+        return [tool if isinstance(tool, OtherTool) else _as_chat(tool) for tool in self.tools or ()] or None
+
     def chat_fields(self) -> dict[str, Any]:
         """Fields of the chat completion with the same prompt and form of output. Raises `RequestError`."""
         if self.thread is not None and self.thread.type == "continue":
             raise UnknownThreadError(
                 f"no message {self.thread.previous_message_id!r} is stored here; send the whole conversation", "thread"
             )
-        given, config, choice = self.thinking, self.output_config or OutputConfig(), self.tool_choice
-        thinking = None
-        if given is not None:
-            thinking = Thinking(
-                type="disabled" if given.type == "disabled" else "enabled", budget_tokens=given.budget_tokens
-            )
+        config, choice = self.output_config or OutputConfig(), self.tool_choice
         messages = chat_messages(self.system, self.messages)
         if not messages:
             raise RequestError("messages have no content; at least one needs some", "messages")
         return {
             "messages": messages,
             "continue_final_message": (messages[-1].role == "assistant" and bool(messages[-1].text.strip())) or None,
-            "tools": [tool if isinstance(tool, OtherTool) else _as_chat(tool) for tool in self.tools or ()] or None,
+            "tools": self._chat_tools,
             "tool_choice": None if choice is None else choice.as_chat,
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
-            "thinking": thinking,
+            "thinking": self._chat_thinking,
             "reasoning_effort": _EFFORTS[config.effort] if config.effort is not None else None,
             "response_format": None if config.format is None else _response_format(config.format),
         }

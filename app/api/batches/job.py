@@ -139,19 +139,7 @@ class Job:
     def finish(self) -> None:
         """Bring the batch to its end."""
         if self.record.ends_as is None:
-            ending = self.stops_as or "completed"
-            if self._log is not None:
-                if ending == "expired":
-                    self._add_expired(self._log)
-                self._log.flush()
-            errors = BatchErrors(data=self._errors) if self._errors else None
-            self._change(
-                ends_as=ending,
-                status="finalizing" if self._log is not None else self.record.batch.status,
-                finalizing_at=self._now if self._log is not None else None,
-                request_counts=self._counts,
-                errors=errors,
-            )
+            self._finalize(self.stops_as or "completed")
         record, batch_id = self.record, self.record.batch.id
         if not record.batch.has_ended:
             assert record.ends_as is not None
@@ -167,6 +155,19 @@ class Job:
                 cancelled_at=self._now if record.ends_as == "cancelled" else None,
             )
         self._store.close_batch(self.record)
+
+    def _finalize(self, ending: Ending) -> None:
+        if self._log is not None:
+            if ending == "expired":
+                self._add_expired(self._log)
+            self._log.flush()
+        self._change(
+            ends_as=ending,
+            status="finalizing" if self._log is not None else self.record.batch.status,
+            finalizing_at=self._now if self._log is not None else None,
+            request_counts=self._counts,
+            errors=BatchErrors(data=self._errors) if self._errors else None,
+        )
 
     def close(self) -> None:
         """Let no thread of this job write any more."""

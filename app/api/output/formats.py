@@ -168,20 +168,30 @@ def output_format(tokenizer: PreTrainedTokenizerBase, tools: str = "auto", reaso
     templates = tokenizer.chat_template
     template = "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
     is_harmony = HARMONY in (tools, reasoning) or ("auto" in (tools, reasoning) and _HARMONY_MARK in template)
-    if tools == "auto":
-        known = (name for name, (mark, _) in TOOL_SYNTAXES.items() if mark and mark in template)
-        # Models that nothing is known of see the tools in the words of this syntax, and can be forced to it.
-        tools = next(known, "hermes" if template else "none")
-    if reasoning == "auto":
-        known = (name for name, one in REASONING_SYNTAXES.items() if one.begin in template or one.end in template)
-        reasoning = next(known, "none")
+    tools = _tools_in(template) if tools == "auto" else tools
+    reasoning = _reasoning_in(template) if reasoning == "auto" else reasoning
     syntax = TOOL_SYNTAXES[tools][1] if tools in TOOL_SYNTAXES and not is_harmony else None
     between = REASONING_SYNTAXES.get(reasoning) if not is_harmony else None
     literals = {*HARMONY_LITERALS} if is_harmony else {*(syntax.literals if syntax is not None else ())}
     literals |= {between.begin, between.end} if between is not None else set()
+    return OutputFormat(between, syntax, is_harmony, _special(tokenizer, literals), tools.startswith("mistral"))
+
+
+def _tools_in(template: str) -> str:
+    known = (name for name, (mark, _) in TOOL_SYNTAXES.items() if mark and mark in template)
+    # Models that nothing is known of see the tools in the words of this syntax, and can be forced to it.
+    return next(known, "hermes" if template else "none")
+
+
+def _reasoning_in(template: str) -> str:
+    known = (name for name, one in REASONING_SYNTAXES.items() if one.begin in template or one.end in template)
+    return next(known, "none")
+
+
+def _special(tokenizer: PreTrainedTokenizerBase, literals: set[str]) -> dict[str, int]:
+    """The literals that are tokens of their own → these tokens."""
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    special = {t.content: token_id for token_id, t in added.items() if t.special and t.content in literals}
-    return OutputFormat(between, syntax, is_harmony, special, tools.startswith("mistral"))
+    return {t.content: token_id for token_id, t in added.items() if t.special and t.content in literals}
 
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from folio.app.api.output.formats import OutputFormat
-from folio.app.api.output.parser import HarmonyParser, OutputParser
+from folio.app.api.output.parser import HarmonyParser, OutputParser, ReasoningSyntax
 from folio.app.api.output.syntaxes import Functions, any_of, closed_arguments, listed, up_to
 from folio.app.api.tools.choice import ChosenTools
 from folio.app.engine.request.turn import Turn
@@ -207,6 +207,21 @@ def _harmony_text(known: OutputFormat, functions: Functions) -> str:
     )
 
 
+def _reasoning_at(
+    syntax: ReasoningSyntax | None, prompt_end: Callable[[], str], continued: str | None
+) -> Literal["begun", "open", "closed"]:
+    """Whether the outputs begin within the reasoning, before or behind it."""
+    if continued is not None:
+        begun = syntax is not None and continued.rfind(syntax.begin) > continued.rfind(syntax.end)
+        return "begun" if begun else "closed"
+    if syntax is None:
+        return "open"
+    end = prompt_end().rstrip()
+    if end.endswith(syntax.end):
+        return "closed"
+    return "begun" if syntax.implied or end.endswith(syntax.begin) else "open"
+
+
 def plan_output(
     known: OutputFormat,
     tools: ChosenTools,
@@ -226,17 +241,7 @@ def plan_output(
     functions = tools.functions if known.knows_calls else {}
     if tools.required and not functions:
         raise RequestError("this model's format of calls is not supported; use 'auto' or 'none'", "tool_choice")
-    reasoning: Literal["begun", "open", "closed"] = "open"
-    if continued is not None:
-        syntax = known.reasoning
-        begun = syntax is not None and continued.rfind(syntax.begin) > continued.rfind(syntax.end)
-        reasoning = "begun" if begun else "closed"
-    elif (syntax := known.reasoning) is not None:
-        end = prompt_end().rstrip()
-        if end.endswith(syntax.end):
-            reasoning = "closed"
-        elif syntax.implied or end.endswith(syntax.begin):
-            reasoning = "begun"
+    reasoning = _reasoning_at(known.reasoning, prompt_end, continued)
     strict = tools.strict if functions and not tools.required else ()
     continues = continued is not None
     plan = OutputPlan(known, functions, tools.required, tools.several, reasoning, budget_tokens, continues, strict)

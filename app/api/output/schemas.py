@@ -101,19 +101,9 @@ class _Walk:
     def _kept(self, key: str, value: Any, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """A keyword as it can be enforced."""
         if key in _NAMED_SCHEMAS and isinstance(value, dict):
-            named = {n: self.cleaned(one) for n, one in value.items() if key != "patternProperties" or is_pattern(n)}
-            if len(named) < len(value):
-                self._drop(key)
-            yield key, named
+            yield key, self._named(key, value)
         elif key in (*_SCHEMAS, "items") and isinstance(value, list):
-            schemas = [self.cleaned(one) for one in value]
-            self.is_approximate |= key == "oneOf"
-            if key == "oneOf" and not _are_disjoint(schemas):
-                self._drop(key)
-            if schemas or key not in ("anyOf", "oneOf"):
-                yield key, schemas
-            else:
-                self._drop(key)
+            yield from self._list(key, [self.cleaned(one) for one in value])
         elif key in _SCHEMA and isinstance(value, dict | bool):
             yield key, self.cleaned(value)
         elif key == "required" and isinstance(value, list):
@@ -122,7 +112,26 @@ class _Walk:
             yield from self._type(value)
         elif key == "format":
             yield from self._format(value, schema)
-        elif (is_enforced := self._checks.get(key)) is not None and is_enforced(value):
+        else:
+            yield from self._checked(key, value)
+
+    def _named(self, key: str, schemas: dict[str, Any]) -> dict[str, Any]:
+        named = {n: self.cleaned(one) for n, one in schemas.items() if key != "patternProperties" or is_pattern(n)}
+        if len(named) < len(schemas):
+            self._drop(key)
+        return named
+
+    def _list(self, key: str, schemas: list[Any]) -> Iterator[tuple[str, Any]]:
+        self.is_approximate |= key == "oneOf"
+        if key == "oneOf" and not _are_disjoint(schemas):
+            self._drop(key)
+        if schemas or key not in ("anyOf", "oneOf"):
+            yield key, schemas
+        else:
+            self._drop(key)
+
+    def _checked(self, key: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if (is_enforced := self._checks.get(key)) is not None and is_enforced(value):
             yield key, value
         elif key in _KEYWORDS:
             self._drop(key)
@@ -187,11 +196,16 @@ def _in_other_words(schema: Mapping[str, Any]) -> dict[str, Any]:
     if schema.get("unevaluatedProperties") is False and not schema.keys() & _COMBINING:
         del same["unevaluatedProperties"]
         same["additionalProperties"] = False
-    needs, required = schema.get("dependentRequired"), schema.get("required")
+    _require_dependent(same)
+    return same
+
+
+def _require_dependent(same: dict[str, Any]) -> None:
+    """Require what depends on properties that are required."""
+    needs, required = same.get("dependentRequired"), same.get("required")
     if isinstance(needs, dict) and isinstance(required, list) and needs.keys() <= {*map(str, required)}:
         del same["dependentRequired"]
         same["required"] = sum((names for names in needs.values() if isinstance(names, list)), required)
-    return same
 
 
 def _arrays(schema: Mapping[str, Any]) -> list[list[Any]] | None:

@@ -117,7 +117,7 @@ class TaggedParameters:
             name, value = f"parameter_{len(rules)}", schema["properties"][of]
             if not _is_text(schema, of):
                 body = f"{closed_arguments(with_definitions(schema, value))} {terminal(value_end)}"
-            elif choices := [json.dumps(choice) for choice in value.get("enum") or () if isinstance(choice, str)]:
+            elif choices := _choices(value):
                 body = f"({' | '.join(choices)}) {terminal(value_end)}"
             else:
                 body = "text"
@@ -153,3 +153,7 @@ def _is_text(schema: Mapping[str, Any], key: str) -> bool:
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _choices(schema: Mapping[str, Any]) -> list[str]:
+    return [json.dumps(choice) for choice in schema.get("enum") or () if isinstance(choice, str)]

@@ -46,9 +46,7 @@ class _Conversation:
             name = qualified_name(item.namespace, item.name)
             self._call(item.call_id, name, json.dumps({TEXT_ARGUMENT: item.input}, ensure_ascii=False))
         elif isinstance(item, GivenAction):
-            actions = {"actions": item.actions} if item.actions else {}
-            arguments = json.dumps(item.action or item.operation or actions, ensure_ascii=False)
-            self._call(item.call_id or item.id or "", item.type.removesuffix("_call"), arguments)
+            self._act(item)
         elif isinstance(item, GivenMcpCall):
             self._call(item.id, qualified_name(item.server_label, item.name), item.arguments)
             self._result(item.id, item.result)
@@ -56,6 +54,11 @@ class _Conversation:
             self._result(item.call_id or item.id or "", item.text)
         elif isinstance(item, InputMessage):
             self._say(item)
+
+    def _act(self, item: GivenAction) -> None:
+        actions = {"actions": item.actions} if item.actions else {}
+        arguments = json.dumps(item.action or item.operation or actions, ensure_ascii=False)
+        self._call(item.call_id or item.id or "", item.type.removesuffix("_call"), arguments)
 
     def _reason(self, text: str) -> None:
         if not text:  # encrypted

@@ -44,8 +44,9 @@ class GivenTools:
     @staticmethod
     def of(tools: Sequence[Tool | OtherTool] | None, choice: ToolChoice | None) -> GivenTools:
         """The model decides instead of a choice among dropped tools."""
-        others = [tool for tool in tools or () if isinstance(tool, OtherTool)]
-        functions = [tool for tool in tools or () if isinstance(tool, Tool)] or None
+        tools = tools or ()
+        others = [tool for tool in tools if isinstance(tool, OtherTool)]
+        functions = [tool for tool in tools if isinstance(tool, Tool)] or None
         ignored = [f"tools[].{tool.type}" for tool in others]
         if isinstance(choice, AllowedToolChoice):
             allowed = choice.allowed_tools
@@ -55,7 +56,7 @@ class GivenTools:
         is_of_other = isinstance(choice, NamedToolChoice) and choice.function.name in [tool.name for tool in others]
         if isinstance(choice, OtherKind):
             return GivenTools(functions, None, [*ignored, f"tool_choice.{choice.type}"])
-        if is_of_other or (choice == "required" and others and functions is None):
+        if is_of_other or (choice == "required" and 0 < len(others) == len(tools)):
             return GivenTools(functions, None, [*ignored, "tool_choice"])
         return GivenTools(functions, choice, ignored)
 
@@ -72,11 +73,7 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, parall
         if required:
             raise RequestError("tool_choice requires a call, but there are no tools", "tool_choice")
         return ChosenTools()
-    schemas = {tool.function.name: tool.function.arguments_schema() for tool in tools}
-    if len(schemas) < len(tools):
-        names = [tool.function.name for tool in tools]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RequestError(f"two tools have the name {twice!r}; names must be unique", "tools")
+    schemas = _schemas_of(tools)
     if unknown := next((name for name in allowed or () if name not in schemas), None):
         raise RequestError(f"tool_choice names {unknown!r}, which is not among the tools", "tool_choice")
     if choice == "none":
@@ -99,3 +96,12 @@ def _allowed(choice: object) -> tuple[Sequence[str] | None, bool]:
         named = [tool.function.name for tool in allowed.tools if isinstance(tool, NamedToolChoice)]
         return named, allowed.mode == "required"
     return None, choice == "required"
+
+
+def _schemas_of(tools: Sequence[Tool]) -> dict[str, Any]:
+    schemas = {tool.function.name: tool.function.arguments_schema() for tool in tools}
+    if len(schemas) < len(tools):
+        names = [tool.function.name for tool in tools]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"two tools have the name {twice!r}; names must be unique", "tools")
+    return schemas

@@ -44,11 +44,7 @@ def with_tools_as_text(messages: Sequence[dict[str, Any]], tools: Sequence[Any] 
         shown.append(others | {"role": "user" if is_result else message["role"], "content": text})
         shown[-1]["has_results"] = is_result
     if tools:
-        words = _WORDS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-        if shown and shown[0]["role"] == "system":
-            shown[0]["content"] = f"{shown[0]['content']}\n\n{words}"
-        else:
-            shown.insert(0, {"role": "system", "content": words})
+        _say_first(shown, _WORDS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)))
     return [{name: value for name, value in message.items() if name != "has_results"} for message in shown]
 
 
@@ -58,3 +54,11 @@ def _written(call: dict[str, Any]) -> str:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _say_first(shown: list[dict[str, Any]], words: str) -> None:
+    """Say words in the system message."""
+    if shown and shown[0]["role"] == "system":
+        shown[0]["content"] = f"{shown[0]['content']}\n\n{words}"
+    else:
+        shown.insert(0, {"role": "system", "content": words})

@@ -68,7 +68,7 @@ def view(state: Mapping[str, Any], width: int, problem: tuple[float, str] | None
     """
     replicas: Sequence[Any] = state.get("replicas") or ()
     title, totals, legend = _title(state, problem), _totals(state, width), _legend()
-    lines_each = 1 if width >= _WIDE else 2 if width >= _MIDDLE else 3
+    lines_each = 3 - (width >= _MIDDLE) - (width >= _WIDE)
     lines_each += any(replica.get("gpu") for replica in replicas)
     rows = model_rows(replicas)
     models: RenderableType = Group()
@@ -84,20 +84,21 @@ def view(state: Mapping[str, Any], width: int, problem: tuple[float, str] | None
     if height is not None:
         room = max(height // lines_each, 1)
     # The busiest first when not all fit.
-    shown = list(replicas)
-    if len(replicas) > room:
-        shown = sorted(replicas, key=lambda replica: -_business(replica))[:room]
+    by_business = sorted(replicas, key=lambda replica: -_business(replica))
+    shown = by_business[:room] if len(replicas) > room else list(replicas)
     gpus = [replica for replica in shown if replica.get("gpu")]
     parts: list[RenderableType] = [title, totals, Text()]
     parts.append((_wide if width >= _WIDE else _narrow)(shown, width, state.get("period_s") or 1.0))
     if len(shown) < len(replicas):
         parts.append(Text(f"… and {len(replicas) - len(shown)} replicas with less to do", style="dim"))
     parts += [models, *map(_gpu_line, gpus), Text(), legend]
-    if events := list(state.get("events") or ())[:2]:
-        parts.append(
-            Text(" · ".join(_event(event) for event in events), style="dim", no_wrap=True, overflow="ellipsis")
-        )
-    return Group(*parts)
+    return Group(*parts, *_latest_events(state.get("events")))
+
+
+def _latest_events(events: Sequence[Any] | None) -> list[Text]:
+    if not events:
+        return []
+    return [Text(" · ".join(map(_event, list(events)[:2])), style="dim", no_wrap=True, overflow="ellipsis")]
 
 
 def _business(replica: Mapping[str, Any]) -> int:

@@ -317,7 +317,11 @@ def _looks_fusable(module: nn.Module) -> bool:
     norms = [children[name] for name in _NORMS if name in children]
     if any(getattr(norm.weight, "shape", None) != (head_dim,) for norm in norms):
         return False  # a norm over all heads together
-    parameters = list(inspect.signature(module.forward).parameters.values())
+    return _takes_arguments(module.forward)
+
+
+def _takes_arguments(forward: Any) -> bool:
+    parameters = list(inspect.signature(forward).parameters.values())
     required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     return [p.name for p in parameters[:3]] == _ARGUMENTS and set(required) <= set(_ARGUMENTS)
 

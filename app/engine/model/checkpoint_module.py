@@ -106,6 +106,13 @@ def empty_module(hf_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedM
     return module.eval().requires_grad_(False)
 
 
+def _check_attention(module: PreTrainedModel, name: str, hf_config: PreTrainedConfig) -> None:
+    if not any("Attention" in type(part).__name__ for part in module.modules()):
+        raise ModelError(f"{name!r} ({hf_config.model_type}) has no attention; Folio needs some layers with it")
+    if not uses_attention_interface(module):
+        raise _outside_the_interface(name, hf_config)
+
+
 def _load_module(
     config: ResolvedConfig,
     hf_config: PreTrainedConfig,
@@ -143,10 +150,7 @@ def _load_module(
         missing, generates = set(), False
     if missing:
         raise ModelError(f"{config.model!r} lacks {len(missing)} weights, {min(missing)} among them")
-    if not any("Attention" in type(part).__name__ for part in module.modules()):
-        raise ModelError(f"{config.model!r} ({hf_config.model_type}) has no attention; Folio needs some layers with it")
-    if not uses_attention_interface(module):
-        raise _outside_the_interface(config.model, hf_config)
+    _check_attention(module, config.model, hf_config)
     return module.eval().requires_grad_(False), plan, generates
 
 

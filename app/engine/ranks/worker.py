@@ -139,13 +139,16 @@ class RankWorker:
                 [sizes] = unpack_arrays(message)
                 self._runner.run_largest(*sizes.tolist())
             case RankOrder.ADAPTER:
-                if self._adapters is None:
-                    assert self._model.adapters is not None
-                    self._adapters = RankAdapters(self._model.adapters)
-                return self._adapters.handle_adapter_order(message)
+                return self._order_adapter(message)
             case _:
                 raise ValueError(f"unknown order {order!r}")
         return b""
+
+    def _order_adapter(self, message: bytes) -> bytes:
+        if self._adapters is None:
+            assert self._model.adapters is not None
+            self._adapters = RankAdapters(self._model.adapters)
+        return self._adapters.handle_adapter_order(message)
 
     def _load(self) -> bytes:
         """Load this rank's shard; return `error name:message` on failure."""

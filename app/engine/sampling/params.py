@@ -169,11 +169,7 @@ class SamplingParams:
             self._check_bounds(name, least, most)
         if self.top_p == 0:
             raise RequestError("top_p is 0; it must be above 0", "top_p")
-        for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
-            if len(getattr(self, name)) > most or not all(getattr(self, name)):
-                raise RequestError(f"{name} takes at most {most} strings, none of them empty", name)
-        if any(len(word) > MAX_BAD_WORD_LENGTH for word in self.bad_words):
-            raise RequestError(f"each of bad_words has at most {MAX_BAD_WORD_LENGTH} characters", "bad_words")
+        self._check_strings()
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise RequestError(f"stop_token_ids takes at most {MAX_STOP_TOKENS} tokens", "stop_token_ids")
         if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
@@ -186,6 +182,13 @@ class SamplingParams:
             raise RequestError(f"early_stopping is {self.early_stopping!r}; true, false or 'never'", "early_stopping")
         if self.use_beam_search:
             self._check_beams()
+
+    def _check_strings(self) -> None:
+        for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
+            if len(getattr(self, name)) > most or not all(getattr(self, name)):
+                raise RequestError(f"{name} takes at most {most} strings, none of them empty", name)
+        if any(len(word) > MAX_BAD_WORD_LENGTH for word in self.bad_words):
+            raise RequestError(f"each of bad_words has at most {MAX_BAD_WORD_LENGTH} characters", "bad_words")
 
     def _check_bounds(self, name: str, least: float, most: float | None) -> None:
         value = getattr(self, name)

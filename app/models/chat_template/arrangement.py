@@ -103,17 +103,15 @@ class Arrangement:
 
     def _add(self, message: Message, shown: list[Message]) -> None:
         """Append a message, or join it to the last one."""
-        role, last = message["role"], shown[-1] if shown else None
-        if last is None and role != "system" and self.system_text is not None:
+        role, last = message["role"], next(reversed(shown), Message())
+        if not last and role != "system" and self.system_text is not None:
             shown.append(last := {"role": "system", "content": self.system_text})
-        before = None if last is None else last["role"]
-        if last is not None and role == before and self._joins(role, last):
+        if role == last.get("role") and self._joins(role, last):
             shown[-1] = _joined(last, message)
             return
         if role in ("assistant", "tool") and self.first_user is not None and _are_systems(shown):
             shown.append({"role": "user", "content": self.first_user})
-        is_unanswered = before == "tool" or (last is not None and last.get("tool_calls"))
-        if is_unanswered and role == "user" and self.answer is not None:
+        if role == "user" and self.answer is not None and (last.get("role") == "tool" or last.get("tool_calls")):
             shown.append({"role": "assistant", "content": self.answer})
         shown.append(message)
 

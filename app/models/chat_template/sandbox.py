@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
 from types import FunctionType
@@ -237,6 +237,30 @@ def _spread(context: _Context, items: Iterable[Any]) -> list[Any]:
 _OWN: tuple[Any, ...] = (_joined, _built, _counted, _spread)
 
 
+def _check_filter(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Sequence[Any], total: int
+) -> None:
+    """Refuse a call whose result would be too large. `given`: texts and collections, of the weight `total`."""
+    if name == "indent":
+        _check_indent(args, kwargs, given)
+    elif name == "replace" and len(given) > 2:
+        _check_method(str(given[0]), name, tuple(given[1:]))
+    elif name == "join" and len(given) > 1:
+        _check_product(total + len(given[0]) * len(given[-1]))
+    elif name == "format":
+        _check_format(str(args[0]))
+    elif name == "int" and isinstance(args[0], str) and len(args[0]) > _MAX_BITS:
+        raise LimitError(f"it makes a number of more than {_MAX_BITS} digits")
+    elif name == "sum" and any(isinstance(arg, list | tuple) for arg in given[1:]):
+        raise LimitError("it sums up lists, which takes the square of their length")
+
+
+def _check_indent(args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Sequence[Any]) -> None:
+    widths = [len(arg) for arg in given[1:] if isinstance(arg, str)]
+    widths += [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]
+    _check_product(str(args[0]).count("\n") + 1, max(widths, default=4))
+
+
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter of Jinja's with bounds."""
 
@@ -249,20 +273,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name in ("batch", "center", "indent", "round", "slice"):
             for arg in (*args[1:], *kwargs.values()):
                 _check_at_most(arg, _MAX_WIDTH)
-        if name == "indent":
-            widths = [len(arg) for arg in given[1:] if isinstance(arg, str)]
-            widths += [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]
-            _check_product(str(args[0]).count("\n") + 1, max(widths, default=4))
-        elif name == "replace" and len(given) > 2:
-            _check_method(str(given[0]), name, tuple(given[1:]))
-        elif name == "join" and len(given) > 1:
-            _check_product(total + len(given[0]) * len(given[-1]))
-        elif name == "format":
-            _check_format(str(args[0]))
-        elif name == "int" and isinstance(args[0], str) and len(args[0]) > _MAX_BITS:
-            raise LimitError(f"it makes a number of more than {_MAX_BITS} digits")
-        elif name == "sum" and any(isinstance(arg, list | tuple) for arg in given[1:]):
-            raise LimitError("it sums up lists, which takes the square of their length")
+        _check_filter(name, args, kwargs, given, total)
         value = function(*args, **kwargs)
         if isinstance(value, str | list | tuple):
             _weight(value)

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 import folio
-from benchmarks.structure import LAYERS, circles, modules, upward
+from benchmarks.structure import (
+    LAYERS,
+    MOST_BRANCHES,
+    MOST_FUNCTION_LINES,
+    MOST_LINES,
+    both_ways,
+    circles,
+    core_path,
+    crowded,
+    modules,
+    upward,
+)
 from folio.app.engine.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +42,17 @@ FORBIDDEN = {
     "app/dashboard": {"ray", "kernels"},
     "app/models/builtin": {"ray", "vmem", "kernels", "app.engine"},
     "app/proto": {"ray", "vmem", "kernels", "app.engine"},
+}
+
+# Functions that would be worse in parts, each with its reason.
+LONG = {"app/cli/serve.py:serve": "a parameter for each option of the command"}
+BRANCHED = {
+    "app/api/output/json_text.py:call_header": "reads a call character by character: a way out for each that may follow",
+    "app/api/output/parser.py:_parse": "the parser's loop over text as it comes; its states are its branches",
+    "app/engine/request/request.py:_take": "for each token: calls would slow decoding down",
+    "app/engine/sampling/state.py:_note_length": "for each token: calls would slow decoding down",
+    "app/serving/calls.py:_pieces": "for each piece of a stream, and each way in which a stream ends",
+    "app/shelf/arbiter.py:_step_towards": "takes one number of free bytes down, in one order",
 }
 
 
@@ -63,6 +85,26 @@ def test_every_package_has_a_layer_and_imports_downwards() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert circles(MODULES) == []
+
+
+def test_packages_of_the_engine_do_not_import_each_other() -> None:
+    assert both_ways(MODULES, "app/engine") == []
+
+
+def test_files_and_functions_are_short() -> None:
+    limited = [module for module in MODULES.values() if not module.path.startswith("kernels/")]
+    sizes = {f"{module.path}:{name}": size for module in limited for name, size in module.functions.items()}
+    assert {module.path for module in MODULES.values() if module.lines > MOST_LINES} == set()
+    assert {name for name, (lines, _) in sizes.items() if lines > MOST_FUNCTION_LINES} == LONG.keys()
+    assert {name for name, (_, count) in sizes.items() if count > MOST_BRANCHES} == BRANCHED.keys()
+    assert crowded(ROOT) == []
+
+
+def test_the_core_path_is_short() -> None:
+    """Reading it must stay possible in a day."""
+    files = core_path(ROOT)
+    assert 0 < len(files) <= 17
+    assert sum((ROOT / path).read_text().count("\n") for path in files) <= 5_000
 
 
 def test_only_serving_imports_ray() -> None:

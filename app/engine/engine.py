@@ -30,20 +30,8 @@ from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.schedule.pin_restorer import PinRestorer
 from folio.app.engine.step.intake import check_fork
 from folio.app.engine.step.parts import Admit, EngineParts
-from folio.app.errors import (
-    ConfigError,
-    DeadlineError,
-    RequestError,
-    UnknownPinError,
-    UnknownRequestError,
-)
-from folio.vmem import (
-    BudgetAnswer,
-    BudgetError,
-    CachedPrefix,
-    MemoryReport,
-    PinError,
-)
+from folio.app.errors import ConfigError, DeadlineError, RequestError, UnknownPinError, UnknownRequestError
+from folio.vmem import BudgetAnswer, BudgetError, CachedPrefix, MemoryReport, PinError
 
 logger = logging.getLogger(__name__)
 

@@ -217,9 +217,8 @@ class Control:
 
     def _carry_out(self, allocation: Allocation, models: Mapping[str, ShelvedModel]) -> None:
         """In the order that `arbiter` asks for."""
-        budgets = {
-            models[name]: budget for name, budget in allocation.budgets.items() if models[name].engine is not None
-        }
+        given = allocation.budgets.items()
+        budgets = {models[name]: budget for name, budget in given if models[name].engine is not None}
         for model, budget in budgets.items():
             self._set_budget(model, budget, lower=True)
         _note_lost(allocation, models)

@@ -10,15 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from folio.app.api.anthropic.blocks import Cacheable, CacheControl, LeftOutBlock, TextBlocks, ToolResultBlock
 from folio.app.api.anthropic.conversation import MessageParam, chat_messages
-from folio.app.api.base import (
-    JsonObject,
-    ListOf,
-    StrictBody,
-    Text,
-    at_most,
-    in_terms_of,
-    unsupported_field,
-)
+from folio.app.api.base import JsonObject, ListOf, StrictBody, Text, at_most, in_terms_of, unsupported_field
 from folio.app.api.openai.bodies import GenerationBody
 from folio.app.api.openai.chat_body import MAX_MESSAGES, ChatCompletionRequest, ReasoningEffort, Thinking
 from folio.app.api.openai.sampling_body import JsonSchema, JsonSchemaFormat

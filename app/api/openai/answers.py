@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from folio.app.api.base import joined_text
@@ -171,9 +172,12 @@ class CompletionAnswer(Answer):
         entries: tuple[TokenLogprobs, ...] = ()
         if self._echoed is not None and begins:
             text, entries, first = self._echoed[prompt], self._prompt_entries.get(prompt, ()), self._prompts[prompt][0]
-        if not self._only_echoes:
+        if self._only_echoes:
+            ends = "length" if piece.finish_reason is not None else None
+            piece = replace(piece, text="", token_ids=(), logprobs=(), finish_reason=ends, stop_reason=None)
+        else:
             self._count(piece, prompt)
-            text, entries = text + piece.text, entries + piece.logprobs
+        text, entries = text + piece.text, entries + piece.logprobs
         logprobs = None
         if self._num_top is not None and (begins or not self._only_echoes):
             logprobs = completion_logprobs(self._tokens, offsets, entries, self._num_top, first)
@@ -181,11 +185,11 @@ class CompletionAnswer(Answer):
             index=prompt * self._request.num_outputs + piece.index,
             text=text,
             logprobs=logprobs,
-            finish_reason="length" if self._only_echoes and piece.finish_reason is not None else piece.finish_reason,
-            stop_reason=None if self._only_echoes else piece.stop_reason,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
             score=piece.score,
             prompt_logprobs=self._prompt_logprobs(prompt) if begins else None,
-            token_ids=self._token_ids(() if self._only_echoes else piece.token_ids),
+            token_ids=self._token_ids(piece.token_ids),
             prompt_token_ids=self._token_ids(self._prompts[prompt]) if begins else None,
         )
 

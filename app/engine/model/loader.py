@@ -110,14 +110,16 @@ def read_weights(config: ResolvedConfig, weights: WeightStore) -> None:
             found.close()
 
 
-def _check_settings(config: ResolvedConfig, max_positions: int, *, is_stored_share: bool) -> None:
+def _check_settings(
+    config: ResolvedConfig, max_positions: int, comm: Communicator | None, weights: WeightStore | None
+) -> None:
     if (config.max_model_len or 0) > max_positions:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the {max_positions} positions of {config.model!r}"
         )
     if config.device != "cpu" and config.quantization != "none":
         raise ConfigError(f"quantization is {config.quantization!r}, which is for CPUs; use 'none' on {config.device}")
-    if is_stored_share:
+    if weights is not None and comm is not None:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}; weights that can be unmapped are for one rank"
         )
@@ -143,7 +145,7 @@ def load_model(
     hf_config = load_config(config.model, weights=config.load_format == "auto")
     text_config = hf_config.get_text_config()
     max_positions = context_length(hf_config)
-    _check_settings(config, max_positions, is_stored_share=weights is not None and comm is not None)
+    _check_settings(config, max_positions, comm, weights)
     device = torch.device(config.device)
     if config.load_format == "dummy":
         logger.warning("%r has random weights (load_format dummy): outputs are meaningless", config.model)

@@ -20,16 +20,7 @@ import torch
 
 from folio.app.config.engine import ResolvedConfig
 from folio.app.engine.ranks import processes as limits
-from folio.app.engine.ranks.processes import (
-    ERRORS,
-    MEMORY,
-    STEPS,
-    Launch,
-    Link,
-    RankOrder,
-    RankProcesses,
-    RankSpec,
-)
+from folio.app.engine.ranks.processes import ERRORS, MEMORY, STEPS, Launch, Link, RankOrder, RankProcesses, RankSpec
 from folio.app.engine.tensor_parallel import shared_memory
 from folio.app.engine.tensor_parallel.communicator import Communicator
 from folio.app.engine.tensor_parallel.gpu_sharing import read_sharing

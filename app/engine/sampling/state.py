@@ -13,16 +13,7 @@ from folio.app.engine.sampling.noise import noise_key
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.penalties import TokenCounts
 from folio.app.engine.sampling.reasoning import Matcher
-from folio.app.engine.sampling.settings import (
-    BIASED,
-    FORBIDDING,
-    GREEDY,
-    MASKED,
-    MIN_P,
-    PENALISED,
-    SETTINGS,
-    TRUNCATED,
-)
+from folio.app.engine.sampling.settings import BIASED, FORBIDDING, GREEDY, MASKED, MIN_P, PENALISED, SETTINGS, TRUNCATED
 from folio.app.errors import RequestError
 
 # Division of logits by a lower temperature overflows, and the result is greedy in any case.

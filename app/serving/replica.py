@@ -88,7 +88,7 @@ class _ProcessExit:
             self._timer = _ending(_FLUSH_GRACE_S)
 
 
-def _device_for(engine: EngineConfig) -> Literal[cpu, cuda]:
+def _device_for(engine: EngineConfig) -> Literal["cpu", "cuda"]:
     """The device of this replica's models. Raises `ConfigError` for "cuda" unless Ray gave the replica one GPU."""
     from folio.app.engine.model.device import resolve
 

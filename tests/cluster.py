@@ -14,6 +14,24 @@ if TYPE_CHECKING:
 NAME = "folio"
 
 
+def shared_args() -> AppArgs:
+    """The application with the built-in model that several files share. Little memory and few sequences, so that
+    attacks fill them; short timeouts for endless bodies; float32, so that answers do not depend on other requests."""
+    from folio.app.config.args import AppArgs
+    from folio.app.config.engine import EngineConfig
+    from folio.app.config.http import HttpSettings
+
+    engine = EngineConfig(
+        model="builtin",
+        dtype="float32",
+        kv_memory_bytes=96 << 20,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        prefix_cache_release_s=3.0,
+    )
+    return AppArgs(engine=engine, http=HttpSettings(body_timeout_s=2.0, max_timeout_s=60.0, default_timeout_s=60.0))
+
+
 class Front:
     """The application `folio` at `/`: deployed once for the files that ask for the same, and deleted for others."""
 

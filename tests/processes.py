@@ -17,6 +17,8 @@ import pytest
 
 T = TypeVar("T")
 DEADLINE_S = 180.0
+# Between two looks. Longer ones when something takes long: a look may call a server that needs the processor to start.
+SHORT_PAUSE_S, LONG_PAUSE_S, _OF_THE_WAIT = 0.005, 0.05, 0.05
 
 # What compilers make is kept for the next run; `uname` is how Python learns about its platform, and `ldconfig` how it
 # finds a library.
@@ -41,17 +43,33 @@ def no_processes() -> Iterator[None]:
         yield
 
 
-def until(reached: Callable[[], T], deadline_s: float = DEADLINE_S, state: Callable[[], object] = lambda: "") -> T:
-    """Poll until a condition is true; returns its value. `state`: what the failure shows."""
-    ends_at = time.monotonic() + deadline_s
+def until(
+    reached: Callable[[], T],
+    deadline_s: float = DEADLINE_S,
+    state: Callable[[], object] = lambda: "",
+    longest_pause_s: float = LONG_PAUSE_S,
+) -> T:
+    """Poll until a condition is true; returns its value.
+
+    Args:
+        state: what the failure shows.
+        longest_pause_s: `SHORT_PAUSE_S` for what is true for a moment only.
+    """
+    began_at = time.monotonic()
     while not (found := reached()):
-        assert time.monotonic() < ends_at, state()
-        time.sleep(0.005)
+        waited_s = time.monotonic() - began_at
+        assert waited_s < deadline_s, state()
+        time.sleep(min(_pause_s(waited_s), longest_pause_s))
     return found
 
 
 async def until_async(reached: Callable[[], Awaitable[object] | object], deadline_s: float = DEADLINE_S) -> None:
     """Poll until a condition is true, in an event loop."""
+    began_at = time.monotonic()
     async with asyncio.timeout(deadline_s):
         while not (await found if inspect.isawaitable(found := reached()) else found):
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(_pause_s(time.monotonic() - began_at))
+
+
+def _pause_s(waited_s: float) -> float:
+    return min(max(SHORT_PAUSE_S, _OF_THE_WAIT * waited_s), LONG_PAUSE_S)

@@ -22,8 +22,8 @@ CLUSTER = "cluster"  # the name of what shares one
 OWN_CLUSTER = frozenset(
     f"e2e/{name}.py" for name in ("test_lifetime", "test_nodes", "test_offline_bundle", "test_serve")
 )
-# Files that share an application, too, and so come one after the other.
-ONE_APPLICATION = tuple(f"e2e/{name}.py" for name in ("test_server", "test_grpc", "test_docs"))
+# Files that share an application, too, and so come one after the other, the attacks last.
+ONE_APPLICATION = ("e2e/test_server.py", "e2e/test_grpc.py", "e2e/test_docs.py", "hostile/test_hostile.py")
 # Of `seed`, so many values in a row compile the same kernels (PROBLEMS_PER_SHAPE of test_triton).
 SEEDS_TOGETHER = 5
 
@@ -58,9 +58,10 @@ class Selection:
         with one at the end."""
         recorded = read_record()
 
-        def place(item: pytest.Item) -> tuple[bool, bool, float]:
+        def place(item: pytest.Item) -> tuple[bool, int, float]:
             file = str(item.path.relative_to(TESTS))
-            return scope_of(f"{TESTS.name}/{file}") == file, file not in ONE_APPLICATION, -recorded.get(file, 0.0)
+            shares = ONE_APPLICATION.index(file) if file in ONE_APPLICATION else len(ONE_APPLICATION)
+            return scope_of(f"{TESTS.name}/{file}") == file, shares, -recorded.get(file, 0.0)
 
         for item in items:
             if item.path.relative_to(TESTS).parts[0] in WITH_RAY:

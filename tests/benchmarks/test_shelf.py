@@ -19,6 +19,7 @@ from benchmarks.serving.loops import closed_loop
 from folio.app.cli.bench.load import Ask, Clock, Record, Send
 from folio.app.config.args import AppArgs
 from folio.app.models.builtin import BUILTIN_FOLDER
+from tests.processes import until_async
 
 
 def model(name: str, weight_bytes: int = 100) -> BenchModel:
@@ -48,18 +49,15 @@ def test_the_best_split_covers_most_requests_in_the_memory() -> None:
     assert best_split(models, asks, 49) == ()
 
 
-def test_requests_to_models_outside_of_the_split_are_not_served() -> None:
+async def test_requests_to_models_outside_of_the_split_are_not_served() -> None:
     async def send(_: Ask, record: Record, clock: Clock) -> None:
         record.status = 200
 
     records = [Record(0.0, 3), Record(0.0, 3)]
 
-    async def run() -> None:
-        split = StaticSplit({"a": send})
-        for name, record in zip("ab", records, strict=True):
-            await split(ask(name), record, Clock())
-
-    asyncio.run(run())
+    split = StaticSplit({"a": send})
+    for name, record in zip("ab", records, strict=True):
+        await split(ask(name), record, Clock())
     assert [record.status for record in records] == [200, NOT_SERVED]
     assert not records[1].completed
     assert records[1].ended_s is not None
@@ -108,38 +106,29 @@ class FakeServer:
         self._fake.events.append(f"kill {self._name}")
 
 
-async def until(fake: Fake, event: str) -> None:
-    async with asyncio.timeout(10):
-        while event not in fake.events:
-            await asyncio.sleep(0.001)
-
-
-def test_a_server_is_replaced_when_its_requests_have_ended() -> None:
+async def test_a_server_is_replaced_when_its_requests_have_ended() -> None:
     """The one that has waited longest is next, with all that wait for its model, and later requests to the model that
     runs wait behind it."""
     fake = Fake()
 
-    async def run() -> None:
-        swap = OneAtATime(fake.start, fake.connect)
+    swap = OneAtATime(fake.start, fake.connect)
 
-        def send(name: str) -> asyncio.Task[None]:
-            return asyncio.create_task(swap(ask(name), Record(0.0, 3), Clock()))
+    def send(name: str) -> asyncio.Task[None]:
+        return asyncio.create_task(swap(ask(name), Record(0.0, 3), Clock()))
 
-        tasks = [send("a")]
-        await until(fake, "send a")
-        for name in "bcab":
-            tasks.append(send(name))
-            await asyncio.sleep(0)
-        assert fake.events == ["start a", "send a"]  # the others wait for the request that runs
-        for name in "bca":
-            fake.ends[name] = fake.ends.get(name, asyncio.Event())
-            fake.ends[name].set()
-        await asyncio.gather(*tasks)
-        await swap.close()
-        assert len(swap.starts) == 4
-        assert swap.server is None
-
-    asyncio.run(run())
+    tasks = [send("a")]
+    await until_async(lambda: "send a" in fake.events)
+    for name in "bcab":
+        tasks.append(send(name))
+        await asyncio.sleep(0)
+    assert fake.events == ["start a", "send a"]  # the others wait for the request that runs
+    for name in "bca":
+        fake.ends[name] = fake.ends.get(name, asyncio.Event())
+        fake.ends[name].set()
+    await asyncio.gather(*tasks)
+    await swap.close()
+    assert len(swap.starts) == 4
+    assert swap.server is None
     assert fake.events == [
         *("start a", "send a", "kill a"),
         *("start b", "send b", "send b", "kill b"),
@@ -148,31 +137,25 @@ def test_a_server_is_replaced_when_its_requests_have_ended() -> None:
     ]
 
 
-def test_requests_to_the_model_that_runs_do_not_wait() -> None:
+async def test_requests_to_the_model_that_runs_do_not_wait() -> None:
     fake = Fake()
 
-    async def run() -> None:
-        swap = OneAtATime(fake.start, fake.connect)
-        tasks = [asyncio.create_task(swap(ask("a"), Record(0.0, 3), Clock()))]
-        await until(fake, "send a")
-        tasks.append(asyncio.create_task(swap(ask("a"), Record(0.0, 3), Clock())))
-        await asyncio.sleep(0)
-        assert fake.events == ["start a", "send a", "send a"]
-        fake.ends["a"].set()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(run())
+    swap = OneAtATime(fake.start, fake.connect)
+    tasks = [asyncio.create_task(swap(ask("a"), Record(0.0, 3), Clock()))]
+    await until_async(lambda: "send a" in fake.events)
+    tasks.append(asyncio.create_task(swap(ask("a"), Record(0.0, 3), Clock())))
+    await asyncio.sleep(0)
+    assert fake.events == ["start a", "send a", "send a"]
+    fake.ends["a"].set()
+    await asyncio.gather(*tasks)
 
 
-def test_a_server_that_does_not_start_fails_the_requests_that_wait() -> None:
+async def test_a_server_that_does_not_start_fails_the_requests_that_wait() -> None:
     fake = Fake(fails=True)
 
-    async def run() -> None:
-        swap = OneAtATime(fake.start, fake.connect)
-        with pytest.raises(RuntimeError, match="a does not start"):
-            await swap(ask("a"), Record(0.0, 3), Clock())
-
-    asyncio.run(run())
+    swap = OneAtATime(fake.start, fake.connect)
+    with pytest.raises(RuntimeError, match="a does not start"):
+        await swap(ask("a"), Record(0.0, 3), Clock())
 
 
 # ---- servers ----

@@ -1,4 +1,5 @@
-"""Blocks of README.md and docs/ that call a server run, in order, against one with the built-in model."""
+"""Blocks of docs/ that call a server run, in order, against one with the built-in model; those of README.md in
+`test_lifetime.py`."""
 
 from __future__ import annotations
 
@@ -24,12 +25,7 @@ def runner(cluster_url: str, folio: Any, tmp_path_factory: pytest.TempPathFactor
     runner.close()
 
 
-def pages() -> list[Any]:
-    """Each day the README, and a third of the others."""
-    found = [page for page, blocks in valid_pages() if needs_server(blocks)]
-    return [page if page == "README.md" else pytest.param(page, marks=pytest.mark.thirds) for page in found]
-
-
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.thirds
+@pytest.mark.parametrize("page", [p for p, blocks in valid_pages() if needs_server(blocks) and p != "README.md"])
 def test_page(runner: Runner, page: str) -> None:
     runner.run_page(page)

@@ -1,5 +1,6 @@
-"""A real Ray Serve application with three engine replicas: requests go where their prefix is cached,
-and a lost replica costs only its requests in flight."""
+"""A real Ray Serve application that load scales from one engine replica to two, which share the node's KV memory:
+requests go where their prefix is cached, a lost replica costs only its requests in flight, and budgets add up
+throughout."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import ray
+from ray.exceptions import RayActorError
 
 from benchmarks.served import Served, processes_called
 from folio.app.api.openai.bodies import CompletionRequest, ForkRequest
@@ -22,14 +25,32 @@ from folio.app.engine import SamplingParams
 from folio.app.engine.request.prefix_keys import prompt_keys
 from folio.app.errors import UnknownRequestError
 from folio.app.fleet.fleet import RoutedRequest
+from folio.app.fleet.ledger_file import LedgerFile
 from folio.app.fleet.messages import GenerateRequest
+from folio.app.serving.ledger import ledger_name
 from tests.cluster import Front, deleted_at_the_end
 from tests.processes import until
 
 DEADLINE_S = 90
+SHARED_BYTES = 64 << 20
 ARGS = {
-    "engine": {"model": "builtin", "kv_memory_bytes": 64 << 20, "num_threads": 1},
+    "engine": {"model": "builtin", "max_model_len": 2048, "num_threads": 1},
+    "shared_kv_memory_bytes": SHARED_BYTES,
     "routing": {"report_period_s": 0.2},
+}
+# The least that needs a second replica: any two requests. It then stays for the rest of the tests.
+POLICY = {
+    "policy_function": "folio.app.serving.autoscaling:KVAwareScaling",
+    "policy_kwargs": {"kv_share": 0.001, "up_after_s": 0.5, "down_after_s": 600.0},
+}
+AUTOSCALING = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "metrics_interval_s": 0.5,
+    "look_back_period_s": 2.0,
+    "upscale_delay_s": 0.0,
+    "downscale_delay_s": 0.0,
+    "policy": POLICY,
 }
 STORY = "The keys hang in the hall, and each has a number on it that somebody painted there long ago. "
 
@@ -39,7 +60,7 @@ def server(cluster_url: str, front: Front) -> Iterator[Served]:
     front.delete()
     server = Served("folio-routing", cluster_url, ARGS)
     with deleted_at_the_end(server.name):
-        server.deploy(num_replicas=3)
+        server.deploy(autoscaling_config=AUTOSCALING)
         yield server
 
 
@@ -47,6 +68,32 @@ def server(cluster_url: str, front: Front) -> Iterator[Served]:
 def client(server: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
         yield client
+
+
+def members(server: Served) -> set[str]:
+    """Names of the replicas in the node's ledger, whose counted bytes are within the shared memory."""
+    with LedgerFile(ledger_name(server.name, ray.get_runtime_context().get_node_id(), "cpu")).locked() as ledger:
+        assert ledger.counted_bytes <= SHARED_BYTES
+        return set(ledger.members)
+
+
+def budgets(server: Served) -> list[int] | None:
+    """Of all replicas, after a check that they add up; None while they change, or a replica is gone."""
+    try:
+        first, second = ([status.memory for status in server.engines.broadcast("status").results()] for _ in range(2))
+    except RayActorError:
+        return None
+    if [report.budget_revision for report in first] != [report.budget_revision for report in second]:
+        return None
+    found = [report.budget_bytes for report in first]
+    assert sum(found) <= SHARED_BYTES
+    assert sum(report.physical_bytes for report in first) <= SHARED_BYTES
+    return found
+
+
+def is_shared_by_two(server: Served) -> bool:
+    found = budgets(server)
+    return len(members(server)) == 2 and found is not None and len(found) == 2 and sum(found) > 0.9 * SHARED_BYTES
 
 
 def ask(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
@@ -67,6 +114,17 @@ def converse(client: openai.OpenAI, name: str, num_turns: int) -> tuple[int, int
     return prompt_tokens, cached_tokens
 
 
+def test_load_brings_a_second_replica_which_gets_its_share_of_the_memory(server: Served) -> None:
+    until(lambda: budgets(server) == [SHARED_BYTES])
+    params = SamplingParams(max_tokens=1200, ignore_eos=True)
+    requests = [GenerateRequest(f"request {i}", [65 + i], params) for i in range(4)]
+    replicas = server.engines.options(stream=True)
+    answers = [replicas.complete_as_stream.remote(request) for request in requests]
+    until(lambda: is_shared_by_two(server))
+    without_heartbeats = [item for answer in answers for item in answer if item]
+    assert [len(piece.token_ids) for [piece] in without_heartbeats] == [1200] * 4
+
+
 def test_conversations_stay_where_they_are_cached(server: Served, client: openai.OpenAI) -> None:
     names = [f"Story {i}" for i in range(6)]
     with ThreadPoolExecutor(3) as pool:
@@ -75,8 +133,7 @@ def test_conversations_stay_where_they_are_cached(server: Served, client: openai
     # What is new in a turn is about a third of its prompt.
     assert cached_tokens > 0.5 * prompt_tokens
     reports = server.reports()
-    assert len(reports) == 3
-    assert sum(bool(report.keys or report.changes) for report in reports) >= 2  # and they are not all at one replica
+    assert [bool(report.keys or report.changes) for report in reports] == [True, True]  # not all at one replica
     assert sum(report.cached_tokens for report in reports) >= cached_tokens
 
 
@@ -107,7 +164,7 @@ def test_forks_find_their_replica(server: Served) -> None:
     for _ in range(20):  # until the router knows several replicas
         prompts = [[next(numbers)] * 40 for _ in range(6)]
         begun = [
-            server.ingress.generate.remote(CompletionRequest(prompt=prompt, max_tokens=60, **greedy))
+            server.ingress.generate.remote(CompletionRequest(prompt=prompt, max_tokens=40, **greedy))
             for prompt in prompts
         ]
         ids = [answer.result().id for answer in begun]
@@ -124,12 +181,13 @@ def test_forks_find_their_replica(server: Served) -> None:
 
 
 def test_a_replica_is_killed_under_load(server: Served) -> None:
-    """Every request ends with an answer or a 503; then three replicas serve, and the new one has the prefixes that were
-    pinned on the others."""
+    """Every request ends with an answer or a 503; then two replicas serve, the new one has the prefixes that were
+    pinned on the other and a share of the memory, and the ledger has forgotten the killed one."""
+    before = members(server)
     pin = PinRequest(name="story", prompt=STORY * 4, tenant="a")
     for _ in range(2):  # the second time it is there already
         server.ingress.pin.remote(pin).result()
-    body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
 
     def complete(i: int) -> httpx.Response:
         if i == 20:
@@ -145,27 +203,32 @@ def test_a_replica_is_killed_under_load(server: Served) -> None:
     for response in responses:
         if response.status_code == 503:
             assert response.json()["error"]["code"] == "unavailable"
-    server.wait_until(lambda: server.num_running == 3 and len(server.processes()) == 3, DEADLINE_S)
-    until(lambda: [report.num_running for report in server.reports()] == [0, 0, 0])
+    until(lambda: len(before & members(server)) == 1 and is_shared_by_two(server))
+    until(lambda: server.num_running == len(server.processes()) == 2)
+    until(lambda: [report.num_running for report in server.reports()] == [0, 0])
     pinned = [[pin.name for pin in status.memory.pins] for status in server.engines.broadcast("status").results()]
-    assert pinned == [["story"]] * 3
+    assert pinned == [["story"]] * 2
 
 
 def test_an_ingress_is_killed_under_load(server: Served) -> None:
     """HAProxy retries unanswered requests at the next ingress; a stream that has begun loses its connection, which no
     client takes for its end."""
     url = f"{server.url}/v1/completions"
-    body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+    body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
     assert httpx.post(url, json=body | {"max_tokens": 1}, timeout=DEADLINE_S).status_code == 200
     with ThreadPoolExecutor(4) as pool:
-        with httpx.stream("POST", url, json=body | {"max_tokens": 4000, "stream": True}, timeout=DEADLINE_S) as answer:
+        with httpx.stream("POST", url, json=body | {"max_tokens": 2000, "stream": True}, timeout=DEADLINE_S) as answer:
             lines = (line for line in answer.iter_lines() if line.startswith("data: "))
             next(lines)
             others = [pool.submit(httpx.post, url, json=body, timeout=DEADLINE_S) for _ in range(4)]
-            while sum(report.num_running + report.num_waiting for report in server.reports()) < 5:
+
+            def all_have_begun() -> bool:
                 assert not any(other.done() for other in others)
+                return sum(report.num_running + report.num_waiting for report in server.reports()) == 5
+
+            until(all_have_begun)
             [ingress] = processes_called(f"ray::ServeReplica:{server.name}:Ingress")
             os.kill(ingress, signal.SIGKILL)
             with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
                 list(lines)
-        assert [other.result().json()["usage"]["completion_tokens"] for other in others] == [1500] * 4
+        assert [other.result().json()["usage"]["completion_tokens"] for other in others] == [600] * 4

@@ -22,7 +22,7 @@ from benchmarks.served import processes_called
 from folio.app.main import AppArgs, build
 from folio.app.models.builtin import resolve_model
 from tests.cluster import Front, deleted_at_the_end
-from tests.processes import until
+from tests.processes import SHORT_PAUSE_S, until
 
 NAME, PREFIX = "shelf", "/shelf"
 OPERATOR, LIMITED = "an-operators-key-0", "a-key-for-one-model"
@@ -147,7 +147,7 @@ def test_the_replica_is_killed_while_it_loads_a_model(moment: str, server: Serve
     with ThreadPoolExecutor(1) as pool:
         request = pool.submit(server.chat, name)
         if moment == "it writes the file":
-            until(lambda: list(weights.glob("*.tmp")))
+            until(lambda: list(weights.glob("*.tmp")), longest_pause_s=SHORT_PAUSE_S)
         else:
             until(lambda: server.states()[name] != "new")
         os.kill(killed, signal.SIGKILL)

@@ -269,9 +269,9 @@ async def bounds(a: Attacker) -> None:
         "pin": ["", "x" * 10_000],
         "user": ["", "x" * 10_000],
     }
-    bodies = [_text(**{field: value}) for field, values in fields.items() for value in values]
+    bodies = [_text(**({"timeout_s": 2.0} | {field: value})) for field, values in fields.items() for value in values]
     beams = {"use_beam_search": True, "temperature": 0}
-    bodies += [_text(**beams, best_of=count, n=1) for count in (1, 33, 128, 129)]
+    bodies += [_text(**beams, best_of=count, n=1, timeout_s=2.0) for count in (1, 33, 128, 129)]
     await a.all(a.post(_TEXT, body, f"bounds {str(body)[-80:]}") for body in bodies * a.many(1, 5))
 
 

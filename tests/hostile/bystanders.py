@@ -18,6 +18,8 @@ from tests.processes import until
 DEADLINE_S = 90.0
 NUM_CLIENTS = 3
 _POLL_S = 0.2
+# After so many requests in an attack, pauses between them: long attacks need not be asked as often as short ones.
+_WITHOUT_PAUSE, _PAUSE_S = 16, 0.25
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _ROOMS = " ".join(f"The key of room {100 + i} is {10 + 7 * i % 89}." for i in range(24))
 _SCHEMA = {
@@ -115,7 +117,9 @@ class Bystanders(threading.Thread):
                 self._tally.counts[outcome] += 1
                 if outcome != "right":
                     self._tally.strange.append(f"{name}: {outcome}: {detail}")
+                is_enough = self._tally.counts.total() >= _WITHOUT_PAUSE
             self._last_sent[client] = sent
+            await asyncio.sleep(_PAUSE_S if is_enough else 0.0)
 
     async def _outcome(self, name: str) -> tuple[str, str]:
         try:

@@ -87,8 +87,9 @@ async def smuggling(a: Attacker) -> None:
         head(te) + b"%x\n%s\n0\n\n" % (len(_SMALL), _SMALL),
         head(te) + b"".join(b"1\r\n%c\r\n" % byte for byte in _SMALL) + b"0\r\n\r\n",
     ]
-    for i, data in enumerate(found * a.many(1, 20)):
-        await a.send(data, f"smuggling {i % len(found)}", is_http=False)
+    await a.all(
+        a.send(data, f"smuggling {i % len(found)}", is_http=False) for i, data in enumerate(found * a.many(1, 20))
+    )
 
 
 async def pipelining(a: Attacker) -> None:

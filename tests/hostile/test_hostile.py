@@ -21,10 +21,7 @@ import pytest
 from benchmarks import harness
 from benchmarks.served import processes_called
 from benchmarks.serving import disconnects
-from folio.app.config.args import AppArgs
-from folio.app.config.engine import EngineConfig
-from folio.app.config.http import HttpSettings
-from tests.cluster import NAME, Front
+from tests.cluster import NAME, Front, shared_args
 from tests.hostile import bodies, crowds, protocol, structures
 from tests.hostile.attacker import Attacker, Record
 from tests.hostile.bystanders import Bystanders, Tally, answers_in_peace
@@ -88,18 +85,8 @@ class Battle:
 
 @pytest.fixture(scope="module")
 def battle(request: pytest.FixtureRequest, cluster_url: str, front: Front) -> Iterator[Battle]:
-    # Little memory and few sequences, so that attacks fill them; short timeouts for endless bodies.
-    engine = EngineConfig(
-        model="builtin",
-        dtype="float32",
-        kv_memory_bytes=96 << 20,
-        max_num_seqs=32,
-        max_num_batched_tokens=512,
-        prefix_cache_release_s=1.0,
-    )
-    args = AppArgs(engine=engine, http=HttpSettings(body_timeout_s=2.0, max_timeout_s=60.0, default_timeout_s=60.0))
     port = int(cluster_url.rpartition(":")[2])
-    handle = front.run(args)
+    handle = front.run(shared_args())
     known = disconnects.num_connections(port)
     expected = asyncio.run(answers_in_peace(port))
     processes = {name: processes_called(title) for name, title in PROCESSES.items()}

@@ -17,6 +17,7 @@ from folio.app.cli.top.command import Watch
 from folio.app.cli.top.view import KINDS, bar, kinds_of, view
 from folio.app.dashboard.state import Load, Memory, ReplicaState, Traffic
 from tests.app.cli.fake_server import error, serving, stream
+from tests.processes import until_async
 
 MIB = 1 << 20
 MEMORY = dict.fromkeys(Memory.model_fields, 0) | {
@@ -27,7 +28,6 @@ MEMORY = dict.fromkeys(Memory.model_fields, 0) | {
     "cached_bytes": 200 * MIB,
     "parked_bytes": 100 * MIB,
 }
-DEADLINE_S = 60.0
 
 
 def replica(name: str, num_running: int = 3, **memory: int) -> dict[str, Any]:
@@ -175,12 +175,6 @@ def test_it_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the view needs a terminal; use --once or --json" in capsys.readouterr().err
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():
-            await asyncio.sleep(0.02)
-
-
 def test_a_server_that_restarts_is_found_again() -> None:
     is_away = False
 
@@ -198,15 +192,15 @@ def test_a_server_that_restarts_is_found_again() -> None:
         watch = Watch()
         async with Server(url) as server:
             following = asyncio.create_task(watch.follow(server, 0.01))
-            await until(lambda: len(watch.state.get("replicas", ())) == 2)
+            await until_async(lambda: len(watch.state.get("replicas", ())) == 2)
             assert watch.problem is None
             is_away = True
-            await until(lambda: watch.problem is not None)
+            await until_async(lambda: watch.problem is not None)
             assert watch.problem is not None
             assert watch.problem[1] == "the server is draining"
             assert len(watch.state["replicas"]) == 2  # what was seen last stays
             is_away = False
-            await until(lambda: watch.problem is None)
+            await until_async(lambda: watch.problem is None)
             following.cancel()
 
     with serving(answer) as url:

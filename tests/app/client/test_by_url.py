@@ -43,7 +43,7 @@ from folio.app.client import (
 )
 from folio.app.client.over_grpc import call_error
 from folio.app.config.http import HttpSettings, KeySource
-from tests.app.openai.fake_service import FakeService
+from tests.app.api.fake_service import FakeService
 from tests.grpc_server import grpc_listening
 from tests.local_server import LocalServer, guarded_api, listening
 from tests.processes import until_async

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import aclosing
 from typing import Any
 
@@ -92,11 +91,3 @@ async def test_calls_that_are_given_up_free_their_memory(url: str) -> None:
             await FolioStub(channel).Generate(late, timeout=0.5, metadata=[("application", NAME)])
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until_async(lambda: all_pages_are_free(folio))
-
-
-async def test_a_hundred_streams_at_once(url: str) -> None:
-    async with Folio(url) as folio:
-        requests = [ROOM.model_copy(update={"prompt": f"The key of room {i} is"}) for i in range(100)]
-        together = await asyncio.gather(*(text_of(folio, request) for request in requests))
-        alone = [(await folio.generate(request)).choices[0].text for request in requests[::10]]
-        assert together[::10] == alone

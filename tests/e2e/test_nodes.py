@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,13 +95,17 @@ class Node:
 
     def kill(self) -> None:
         """All its processes, whatever they do, as when the machine is gone."""
-        while pids := [pid for pid in self.called() if pid != self.process.pid]:
-            for pid in [self.process.pid, *pids]:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+        until(self._kill_what_is_left, DEADLINE_S)
+
+    def _kill_what_is_left(self) -> bool:
+        """Whether nothing is left: a process that is killed may have started another one."""
+        pids = [pid for pid in self.called() if pid != self.process.pid]
+        for pid in [self.process.pid, *pids] if pids else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if pids:
             self.process.wait()
+        return not pids
 
 
 class Cluster:

@@ -34,7 +34,7 @@ from tests.processes import until
 DEADLINE_S = 90
 SHARED_BYTES = 64 << 20
 ARGS = {
-    "engine": {"model": "builtin", "max_model_len": 2048, "num_threads": 1},
+    "engine": {"model": "builtin", "max_model_len": 2048, "num_threads": 1, "warm_up": False},
     "shared_kv_memory_bytes": SHARED_BYTES,
     "routing": {"report_period_s": 0.2},
 }

@@ -7,7 +7,6 @@ import json
 import random
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ from folio.vmem import MemoryReport
 from tests.local_server import LocalServer
 from tests.processes import until, until_async
 from tests.promlint import complaints
-from tools.builtin_model import corpus
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -216,20 +214,6 @@ def test_disconnected_clients_leave_nothing(server: Server) -> None:
     assert sum(outcomes.values()) == 32
     assert answers["right"] > 0.8 * answers.total(), answers
     disconnects.wait_until_nothing_is_left(server.handle, port, "folio", known)
-
-
-def test_look_up_with_8_in_flight_is_as_good_as_alone(server: Server) -> None:
-    """About 600 tokens of context: an answer is right only if every cached key and value is."""
-    rng = random.Random(1)
-    turns = [corpus.look_up_conversation(rng, 60, 1)[0] for _ in range(8)]
-
-    def is_right(turn: corpus.Turn) -> bool:
-        return bool(ask(server, turn.question, max_tokens=16).choices[0].message.content == turn.answer)
-
-    alone = [is_right(turn) for turn in turns]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(is_right, turns)) == alone
-    assert sum(alone) >= 7
 
 
 def test_forks_by_handle(server: Server) -> None:

@@ -117,12 +117,14 @@ def test_look_up_needs_the_whole_context(num_rooms: int) -> None:
     assert num_right([corpus.look_up_conversation(rng, num_rooms, 1)[0] for _ in range(16)]) >= 14
 
 
+@pytest.mark.nightly
 def test_openings_are_answered() -> None:
     """Of those that no pattern contains; the README has the share that the checkpoint reaches."""
     turns = [Turn(message, openings.answer_to(intent)) for intent, message in OPENINGS]
     assert num_right(turns) >= 0.82 * len(turns)
 
 
+@pytest.mark.nightly
 def test_sums_that_training_left_out_are_right() -> None:
     rng = random.Random(2)
     turns = [corpus.arithmetic_turn(rng, held_out=True) for _ in range(200)]

@@ -137,7 +137,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "echo": (TEXT, {"prompt": KEYS, "echo": True, "logprobs": 1, "max_tokens": 2}),
     "best of": (TEXT, {"prompt": "A page", "best_of": 3, "seed": 3, "temperature": 1, "max_tokens": 4}),
     "beams": (TEXT, {"prompt": "A page is", "n": 2, "best_of": 4, "use_beam_search": True, "max_tokens": 8}),
-    "response": (RESPONSES, {"input": [{"role": "user", "content": f"{KEYS} {QUESTION['content']}"}]}),
+    "response": (RESPONSES, {"input": [{"role": "user", "content": f"{KEYS} {QUESTION['content']}"}], "store": False}),
     "message": (MESSAGES, {"messages": [QUESTION], "system": KEYS, "max_tokens": 30}),
     "unknown model": (CHAT, {"messages": [QUESTION], "model": "other"}),
     "not a number of tokens": (TEXT, {"prompt": "x", "max_tokens": -1}),

@@ -15,7 +15,6 @@ from tests.architectures import ALL
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint
 
 
-
 @pytest.fixture
 def make_engine(make_checkpoint: MakeCheckpoint) -> Iterator[MakeEngine]:
     """`make_engine(model, **settings)` of an architecture or a folder; closed at the end, when all must be free."""

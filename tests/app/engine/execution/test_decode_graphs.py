@@ -24,10 +24,10 @@ from folio.app.engine.layers.batch import BatchPart, StepBatch
 from folio.app.errors import ConfigError, ModelError
 from folio.kernels import Elementwise, Masking, VarlenBatch, num_compilations
 from folio.vmem import DevicePages, KVMemory, View
-from tests.vmem.backends.stand_in_driver import StandInDriver
 from tests.app.engine.runs import on_gpu
 from tests.conftest import ARCHITECTURES, MakeCheckpoint, tokens
 from tests.fakes.recorded_graph import RecordedGraph
+from tests.vmem.backends.stand_in_driver import StandInDriver
 from tests.vmem.small_memory import MAX_TOKENS, FlakyHost, make_memory
 
 CPU = torch.device("cpu")

@@ -47,6 +47,7 @@ FORBIDDEN = {
 # Functions that would be worse in parts, each with its reason.
 LONG = {"app/cli/serve.py:serve": "a parameter for each option of the command"}
 BRANCHED = {
+    "app/api/events.py:_only_text": "for each token of a stream",
     "app/api/output/json_text.py:call_header": "reads a call character by character, with a way out behind each",
     "app/api/output/parser.py:_parse": "the parser's loop over text as it comes; its states are its branches",
     "app/engine/request/request.py:_take": "for each token: calls would slow decoding down",

@@ -63,7 +63,8 @@ def _only_text(chunk: BaseModel) -> str | None:
         return None
     if isinstance(chunk, ChatCompletionChunk):
         delta = chunk.choices[0].delta
-        return delta.content if delta.role is delta.tool_calls is chunk.prompt_logprobs is None else None
+        is_plain = delta.role is None and delta.tool_calls is None and chunk.prompt_logprobs is None
+        return delta.content if is_plain else None
     completion = chunk.choices[0]
     return completion.text if completion.prompt_logprobs is None else None
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.device.shared_device import SharedDevice
 from folio.app.engine.driver import STOPPED, Act, EngineDriver, Stream
-from folio.app.engine.engine import Admit, Begin, Engine
+from folio.app.engine.engine import Begin, Engine
 from folio.app.engine.lora.source import AdapterSource, files_version, folder_below
 from folio.app.engine.model.device import resolve
 from folio.app.engine.model.loader import read_weights
@@ -30,6 +30,7 @@ from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.schedule.load_report import MOST_KEYS, Activity
 from folio.app.engine.speculation import SpeculationCounts
 from folio.app.engine.startup import PeerPrefixes, get_ready, hot_prefixes, prefix_fingerprint
+from folio.app.engine.step.parts import Admit
 from folio.app.engine.step.step_thread import StepThread
 from folio.app.engine.step.watch import EngineWatch
 from folio.app.errors import ModelError, RequestError, UnknownRequestError

@@ -13,13 +13,13 @@ from pathlib import Path
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.driver import STOPPED
-from folio.app.engine.engine import Admit
 from folio.app.engine.lora.source import AdapterSource
 from folio.app.engine.memory.gpu_memory import gpu_memory
 from folio.app.engine.memory.memory_profile import TorchMemory
 from folio.app.engine.ranks.processes import Launch, spawn_ranks
 from folio.app.engine.report import GpuMemory
 from folio.app.engine.startup import PeerPrefixes
+from folio.app.engine.step.parts import Admit
 from folio.app.errors import RequestError, UnavailableError, UnknownModelError
 from folio.app.shelf.control import Control
 from folio.app.shelf.device import ShelfDevice

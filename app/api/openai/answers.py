@@ -33,6 +33,7 @@ from folio.app.api.output.plan import OutputPlan
 from folio.app.api.output.reader import Kind
 from folio.app.api.output.reasoning import ReasoningTokens
 from folio.app.api.tools.bodies import FunctionCallDelta, ToolCall, ToolCallDelta
+from folio.app.engine.request.delta import FinishReason
 from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.fleet.messages import Piece, public_id
 from folio.app.http.request_context import current_context
@@ -173,7 +174,7 @@ class CompletionAnswer(Answer):
         if self._echoed is not None and begins:
             text, entries, first = self._echoed[prompt], self._prompt_entries.get(prompt, ()), self._prompts[prompt][0]
         if self._only_echoes:
-            ends = "length" if piece.finish_reason is not None else None
+            ends: FinishReason | None = "length" if piece.finish_reason is not None else None
             piece = replace(piece, text="", token_ids=(), logprobs=(), finish_reason=ends, stop_reason=None)
         else:
             self._count(piece, prompt)

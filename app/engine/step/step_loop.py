@@ -131,7 +131,7 @@ class StepLoop:
         before, step = self._launched, None
         try:
             step = self._launch()
-            if step is before is None:
+            if step is None and before is None:
                 return deltas or self._wait_for_pages()
         except (TokensAwaited, SequenceFailure, _Unschedulable) as reason:
             self._scheduler.abort_step()

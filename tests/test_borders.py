@@ -52,6 +52,7 @@ BRANCHED = {
     "app/api/output/parser.py:_parse": "the parser's loop over text as it comes; its states are its branches",
     "app/engine/request/request.py:_take": "for each token: calls would slow decoding down",
     "app/engine/sampling/state.py:_note_length": "for each token: calls would slow decoding down",
+    "app/engine/step/step_loop.py:step": "one step from its launch to its deltas, and each way in which it fails",
     "app/serving/calls.py:_pieces": "for each piece of a stream, and each way in which a stream ends",
     "app/shelf/arbiter.py:_step_towards": "takes one number of free bytes down, in one order",
 }
@@ -106,6 +107,12 @@ def test_the_core_path_is_short() -> None:
     files = core_path(ROOT)
     assert 0 < len(files) <= 17
     assert sum((ROOT / path).read_text().count("\n") for path in files) <= 5_000
+
+
+def test_no_test_imports_another() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        others = [name for name in imported(path) if re.match(r"tests(\.\w+)*\.test_\w+\.", name)]
+        assert others == [], path
 
 
 def test_only_serving_imports_ray() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine
+from folio.app.engine.layers.fused_layer import FusedLayer
 from folio.app.engine.schedule.mixed_steps import MixedSteps
 
 
@@ -42,3 +43,7 @@ def generate_staggered(engine: Engine, prompts: list[list[int]], params: Samplin
     measured times here: bfloat16 rounds each division of a prompt differently."""
     engine.scheduler.mixed_steps = MixedSteps(engine.recovery, math.inf)
     return run(engine, prompts, params, steps_apart=2)
+
+
+def layers_in_one_call(module: torch.nn.Module) -> int:
+    return sum(isinstance(layer, FusedLayer) and layer.one_call is not None for layer in module.modules())

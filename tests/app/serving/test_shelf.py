@@ -13,7 +13,7 @@ import pytest
 
 from folio.app.api.anthropic.body import CountTokensRequest, MessagesRequest
 from folio.app.api.input import served_models
-from folio.app.api.openai.bodies import CompletionRequest, ForkRequest
+from folio.app.api.openai.bodies import ForkRequest
 from folio.app.api.openai.chat_body import ChatCompletionRequest
 from folio.app.api.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 from folio.app.api.operators import model_cards
@@ -21,10 +21,9 @@ from folio.app.api.operators.bodies import BudgetRequest, PinRequest
 from folio.app.api.pooled.bodies import EmbeddingRequest
 from folio.app.cli.main import main
 from folio.app.config.http import HttpSettings, KeyEntry
-from folio.app.config.shelf import ShelfConfig
 from folio.app.dashboard.state import DashboardState, ReplicaState
 from folio.app.dashboard.views import WatchCall
-from folio.app.engine import AsyncEngine, SamplingParams
+from folio.app.engine import AsyncEngine
 from folio.app.errors import (
     ContextLengthError,
     DeadlineError,
@@ -35,22 +34,13 @@ from folio.app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from folio.app.fleet.messages import GenerateRequest
 from folio.app.http.request_context import CURRENT, RequestContext
-from folio.app.serving.replica import EngineReplica
 from folio.app.shelf import control
 from folio.app.shelf.control import Control
 from tests.app.serving.conftest import Recorded
-from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, listening, replica_of_shelf
+from tests.app.serving.shelf_models import MODELS, SHELF, completion, states
+from tests.local_server import LocalHandle, guarded_api, ingress_of, listening, replica_of_shelf
 from tests.processes import until_async
-
-SETTINGS: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "max_num_batched_tokens": 512, "warm_up": False}
-MODELS = (
-    a_model("first", dtype="float32", **SETTINGS),
-    a_model("second", max_model_len=512, dtype="float32", isolate_tenants=True, **SETTINGS),
-    a_model("third", max_model_len=512, **SETTINGS),
-)
-SHELF = ShelfConfig(models=MODELS, device_memory_bytes=256 << 20)
 
 
 @pytest.fixture
@@ -62,21 +52,6 @@ def server() -> Iterator[Any]:
     ingress.replica = replica
     yield ingress
     replica.__del__()
-
-
-def completion(model: str = "first", **fields: Any) -> CompletionRequest:
-    body = {"model": model, "prompt": "The moon", "max_tokens": 4, "temperature": 0} | fields
-    return CompletionRequest.model_validate(body)
-
-
-async def say(replica: EngineReplica, model: str) -> str:
-    call = GenerateRequest("r", [300, 301], SamplingParams(max_tokens=8, temperature=0), model=model)
-    [[piece]] = [item async for item in replica.complete_as_stream(call) if item]
-    return piece.text
-
-
-async def states(server: Any) -> dict[str, str]:
-    return {card.id: card.state for card in (await server.models()).data}
 
 
 async def test_models_are_loaded_by_their_first_requests(server: Any) -> None:

@@ -22,7 +22,7 @@ from folio.app.errors import ForbiddenError, ModelUnavailableError, RequestError
 from folio.app.fleet.messages import GenerateRequest
 from folio.app.models.builtin import resolve_model
 from tests.app.serving.registry import Cluster, patched_cluster
-from tests.app.serving.test_shelf import MODELS, SETTINGS, completion, say, states
+from tests.app.serving.shelf_models import MODELS, SETTINGS, completion, say, states
 from tests.fakes.replicas import Engines, ingress_with
 from tests.local_server import LocalHandle, a_model, guarded_api, ingress_of, replica_of_shelf
 

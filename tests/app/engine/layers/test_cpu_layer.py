@@ -13,13 +13,9 @@ from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine
 from folio.app.engine.layers.fused_layer import FusedLayer
 from folio.app.engine.model.loader import load_model
-from tests.app.engine.runs import generate_staggered
+from tests.app.engine.runs import generate_staggered, layers_in_one_call
 from tests.conftest import MakeCheckpoint, tokens
 from tests.kernels.marches import has_layers
-
-
-def layers_in_one_call(module: torch.nn.Module) -> int:
-    return sum(isinstance(layer, FusedLayer) and layer.one_call is not None for layer in module.modules())
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,8 @@ from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine, EngineConfig
 from folio.vmem import LayoutKind, ViewPolicy
 from tests.app.engine.runs import generate_staggered
-from tests.architectures import ALL, FURTHER
+from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES, HYBRIDS, MakeCheckpoint, tokens
-
-__all__ = ["ALL", "generate_staggered"]
 
 LENGTHS = (1, 2, 16, 63, 129, 700)
 NEW_TOKENS = 12

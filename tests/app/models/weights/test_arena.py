@@ -37,8 +37,8 @@ from folio.app.models.weights.store import WeightStore
 from folio.kernels import HeadNorm
 from folio.vmem import MapError
 from folio.vmem.weights import FileRange
-from tests.app.engine.layers.test_cpu_layer import layers_in_one_call
-from tests.app.engine.model.test_models import ALL, generate_staggered
+from tests.app.engine.runs import generate_staggered, layers_in_one_call
+from tests.architectures import ALL
 from tests.conftest import MakeCheckpoint, tokens
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

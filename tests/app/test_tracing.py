@@ -18,11 +18,11 @@ from opentelemetry.trace import StatusCode
 from ray.serve._private.tracing_utils import _load_span_processors
 from ray.serve.schema import TracingConfig
 
+from folio.app import tracing
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import EngineError, OverloadedError
 from folio.app.fleet.messages import GenerateRequest, Piece
-from folio.app.http import tracing
 from folio.app.serving.metrics import RequestMeter
 from folio.app.tracing import WholeTraces, keep_traces_whole, traced
 

@@ -539,7 +539,7 @@ def test_the_table_is_in_the_documentation() -> None:
     assert table() in DOCUMENT.read_text()
 
 
-@pytest.mark.parametrize("target", ["_follow", "_make_task", "_grow", "_open"])
+@pytest.mark.parametrize("target", ["_follow", "_add_task", "_open"])
 def test_a_draft_model_that_fails_for_one_guesses_for_the_others(
     target: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,7 @@ def test_adapters_are_checked_and_loaded_on_all_ranks(
         return peers[-1]
 
     monkeypatch.setattr(worker, "RankAdapters", peer)
-    engine = make_engine(model, {}, tensor_parallel_size=2, adapter_dir=str(tmp_path))
+    engine = engine_of(model, thread_ranks, tensor_parallel_size=2, adapter_dir=str(tmp_path))
     for name, folder in (("a", "a"), ("legal", "a"), ("legal", "b"), ("legal", "a")):
         source = AdapterSource(name, str(tmp_path / folder), files_version(tmp_path / folder))
         number, reading = engine.adapters.begin_check(source)

@@ -200,7 +200,8 @@ class Collector:
                 await asyncio.sleep(self._period_s * _FAST)
                 if not any(wish.is_fast for wish in self._wishes):
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(self._wake.wait(), max(until - time.monotonic(), 0.0))
+                        async with asyncio.timeout(max(until - time.monotonic(), 0.0)):
+                            await self._wake.wait()
         except Exception as error:
             if self._next is not None:
                 self._next.set_exception(error)

@@ -366,6 +366,7 @@ class EngineReplica:
 async def _run_in_thread(call: Callable[[], T]) -> T:
     """Make a call in a thread. Raises `UnavailableError` after `_ANSWER_S`; the call may take effect all the same."""
     try:
-        return await asyncio.wait_for(asyncio.to_thread(call), _ANSWER_S)
+        async with asyncio.timeout(_ANSWER_S):
+            return await asyncio.to_thread(call)
     except TimeoutError:
         raise UnavailableError(f"the engine has not answered within {_ANSWER_S:.0f} s; ask again") from None

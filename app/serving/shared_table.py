@@ -57,10 +57,9 @@ class SharedTable:
         """
         await self.exists(creates=True)
         try:
-            reference = self._sent(method, *args)
-            return self._answered(
-                await asyncio.wait_for(asyncio.wrap_future(reference.future()), self._answer_timeout_s)
-            )
+            # Not `wait_for`: before Python 3.12 it drops a cancellation that comes with the answer.
+            async with asyncio.timeout(self._answer_timeout_s):
+                return self._answered(await asyncio.wrap_future(self._sent(method, *args).future()))
         except (RayError, TimeoutError) as error:
             raise self._lost(error) from error
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import Future
+from unittest.mock import AsyncMock, Mock
+
 import pytest
 
 from folio.app.edge.limit_ledger import LimitLedger
@@ -9,6 +13,7 @@ from folio.app.edge.limits import IngressLimits
 from folio.app.fleet.overload import LoadShedder
 from folio.app.serving import limits
 from folio.app.serving.limits import LimitReporter
+from folio.app.serving.shared_table import SharedTable
 from tests.app.serving.shared_actors import Actor, patched_actors
 
 
@@ -57,3 +62,25 @@ async def test_a_ledger_that_has_dropped_an_ingress_gets_all_of_its_usage(actor:
     for _ in range(2):
         await reporter.settle()
     assert actor.table.level("key/running") == 1
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancellation_that_comes_with_an_answer_is_kept(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the task that reports usage went on, and its event loop could not end."""
+    answers = [Future[object](), Future[object]()]
+    table = SharedTable(object, "table", "tables", "nothing is shared", 60.0)
+    monkeypatch.setattr(table, "exists", AsyncMock(return_value=True))
+    monkeypatch.setattr(table, "_sent", Mock(side_effect=[Mock(future=lambda a=answer: a) for answer in answers]))
+
+    async def call_twice() -> None:
+        await table.call("method")
+        await table.call("method")
+
+    task = asyncio.ensure_future(call_twice())
+    await asyncio.sleep(0.01)
+    answers[0].set_result(None)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task}, timeout=5.0)
+    assert task.cancelled()

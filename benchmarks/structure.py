@@ -2,8 +2,9 @@
 
 `python -m benchmarks.structure` reads the working tree; `--against COMMIT` puts an earlier commit beside it. The last
 line is JSON, with the lists whole.
-`--levels PACKAGE` lists its modules by the longest chain of imports below each. `--crossed` lists the files whose code
-runs for one streamed chat request, from the ASGI application to the pages and back, without Ray's part.
+`--levels PACKAGE` lists its modules by the longest chain of imports below each. `--crossed WALK` lists the files whose
+code runs for one streamed chat request, from the ASGI application to the pages and back, for the blocks of its KV
+memory, or for one `/v1/rerank`, each without Ray's part.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ APART = (
 )
 # Limits of parts outside of kernels, which may be longer.
 MOST_ENTRIES, MOST_LINES, MOST_FUNCTION_LINES, MOST_BRANCHES = 20, 450, 60, 12
+_CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "stream": True}
+# Folders, settings of the engine, route and body.
+WALKS: dict[str, tuple[tuple[str, ...], dict[str, Any], str, dict[str, Any]]] = {
+    "chat": (PACKAGES, {}, *_CHAT),
+    "block": (("vmem",), {}, *_CHAT),
+    "rerank": (PACKAGES, {"pooling": "mean"}, "/v1/rerank", {"query": "keys", "documents": ["A hall.", "Keys."]}),
+}
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.IfExp, ast.ExceptHandler, ast.match_case)
 
 
@@ -293,12 +301,13 @@ def core_path(root: Path) -> list[str]:
     ]
 
 
-def crossed() -> list[str]:
-    """Trace one streamed chat request through a whole server in this process, after one that warms it up."""
+def crossed(walk: str) -> list[str]:
+    """Trace one request of `WALKS` through a whole server in this process, after one that warms it up."""
     from starlette.testclient import TestClient
 
     local_server: Any = importlib.import_module("tests.local_server")  # a server without Ray is for tests only
 
+    folders, settings, route, body = WALKS[walk]
     called: set[str] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -306,19 +315,18 @@ def crossed() -> list[str]:
             called.add(frame.f_code.co_filename)
 
     threading.setprofile(note)  # of threads that start from here on: the engine's and the event loop's
-    server = local_server.LocalServer()
+    server = local_server.LocalServer(**settings)
     try:
-        chat = {"model": "builtin", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "stream": True}
         client = TestClient(server.api)
         for _ in range(2):
             server.wait_until_idle()
             called.clear()
-            assert client.post("/v1/chat/completions", json=chat).text.endswith("[DONE]\n\n")
+            client.post(route, json={"model": "builtin"} | body).raise_for_status()
         server.wait_until_idle()
     finally:
         threading.setprofile(None)
         server.close()
-    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     relative = (path.relative_to(ROOT) for path in files)
     return sorted(str(path) for path in relative if str(ROOT / "folio" / path) in called)
 
@@ -381,13 +389,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", metavar="COMMIT")
     parser.add_argument("--levels", metavar="PACKAGE")
-    parser.add_argument("--crossed", action="store_true")
+    parser.add_argument("--crossed", choices=WALKS)
     options = parser.parse_args()
     if options.crossed:
-        files = crossed()
+        files = crossed(options.crossed)
         print("\n".join(files))
         lines = sum((ROOT / file).read_text().count("\n") for file in files)
-        print(json.dumps({"chat_request_files": len(files), "chat_request_lines": lines}))
+        print(json.dumps({"walk": options.crossed, "files": len(files), "lines": lines}))
         return
     if options.levels:
         depth = levels(modules(ROOT), options.levels)

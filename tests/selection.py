@@ -1,8 +1,8 @@
 """Which tests run, in which order, and which of them share a process.
 
 Daily: tests marked `nightly` are left out; of those marked `thirds` a third of the parameters runs, another third each
-day, and of those marked `daily(count)` so many. On a GPU, with a profile of hypothesis (`nightly`, `mutants`), and
-where tests are named one by one, all run.
+day, of those marked `daily(count)` so many, and those marked `third_day(rest)` run every third day, or where files are
+named. On a GPU, with a profile of hypothesis (`nightly`, `mutants`), and where tests are named one by one, all run.
 """
 
 from __future__ import annotations
@@ -101,20 +101,27 @@ def scope_of(nodeid: str) -> str:
 
 
 def _keep_daily(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what runs nightly, and of `thirds` and `daily` what runs on other days."""
+    """Leave out what runs nightly, and of `thirds`, `daily` and `third_day` what runs on other days."""
     functions: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         functions.setdefault((item.path, _function(item)), []).append(item)
-    day, runs = config.getoption("--day"), set()
-    for of_function in functions.values():
-        count = len(of_function)
-        for place, item in enumerate(of_function):
-            if marker := item.get_closest_marker("daily"):
-                is_chosen = (place - day * marker.args[0]) % count < marker.args[0]
-            else:  # what has no three sets of parameters runs whole
-                is_chosen = not item.get_closest_marker("thirds") or count < 3 or place % 3 == day % 3
-            if item.get_closest_marker("gpu") or (is_chosen and not item.get_closest_marker("nightly")):
-                runs.add(item.nodeid)
+    day, names_files = config.getoption("--day"), any(arg.endswith(".py") for arg in config.args)
+
+    def is_chosen(item: pytest.Item, place: int, count: int) -> bool:
+        whole = item.get_closest_marker("third_day")
+        if item.get_closest_marker("nightly") or (whole and not names_files and day % 3 != whole.args[0]):
+            return False
+        if marker := item.get_closest_marker("daily"):
+            return bool((place - day * marker.args[0]) % count < marker.args[0])
+        # What has no three sets of parameters runs whole.
+        return not item.get_closest_marker("thirds") or count < 3 or place % 3 == day % 3
+
+    runs = {
+        item.nodeid
+        for of_function in functions.values()
+        for place, item in enumerate(of_function)
+        if item.get_closest_marker("gpu") or is_chosen(item, place, len(of_function))
+    }
     # Those left out are not told to `pytest_deselected`: for the files' times these are whole.
     items[:] = [item for item in items if item.nodeid in runs]
 

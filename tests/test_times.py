@@ -177,6 +177,14 @@ def test_some_run_daily_in_turns() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "days"), [(("tests",), [1, 4]), (("tests/e2e",), [1, 4]), (("tests/x.py",), [0, 1, 2, 3, 4])]
+)
+def test_some_files_run_every_third_day_or_when_they_are_named(arguments: tuple[str, ...], days: list[int]) -> None:
+    item = _item(Path(__file__), "third_day", count=1)
+    assert [day for day in range(5) if _left([item], day, None, *arguments)] == days
+
+
+@pytest.mark.parametrize(
     ("nodeid", "scope"),
     [
         ("tests/e2e/test_server.py::test_chat", "cluster"),

@@ -16,6 +16,7 @@ from tests.processes import until
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
+    pytest.mark.third_day(2),
     pytest.mark.skipif(not CHROMIUM, reason="there is no chromium: apt-get install chromium"),
     pytest.mark.skipif(
         not importlib.util.find_spec("playwright"), reason="playwright is missing: pip install 'folio-serve[browser]'"

@@ -28,6 +28,7 @@ from tests.docs.blocks import ROOT
 from tests.e2e.pages import Runner
 from tests.processes import until
 
+pytestmark = pytest.mark.third_day(2)
 DEADLINE_S = 240
 # Without a path to the checkout.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}

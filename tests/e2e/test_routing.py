@@ -31,6 +31,7 @@ from folio.app.serving.ledger import ledger_name
 from tests.cluster import Front, deleted_at_the_end
 from tests.processes import until
 
+pytestmark = pytest.mark.third_day(0)
 DEADLINE_S = 90
 SHARED_BYTES = 64 << 20
 ARGS = {

@@ -24,6 +24,7 @@ from folio.app.models.builtin import resolve_model
 from tests.cluster import Front, deleted_at_the_end
 from tests.processes import SHORT_PAUSE_S, until
 
+pytestmark = pytest.mark.third_day(1)
 NAME, PREFIX = "shelf", "/shelf"
 OPERATOR, LIMITED = "an-operators-key-0", "a-key-for-one-model"
 ENGINE: dict[str, Any] = {"model": "builtin", "dtype": "float32", "kv_memory_bytes": 32 << 20, "warm_up": False}

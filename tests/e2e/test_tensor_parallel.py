@@ -24,6 +24,7 @@ from folio.app.serving.tp_actors import ActorProcesses
 from tests.cluster import Front, deleted_at_the_end
 from tests.processes import until
 
+pytestmark = pytest.mark.third_day(1)
 DEADLINE_S = 90
 QUESTION = "The key of room 417 is 93. The key of room 256 is 12. What is the key of room 417?"
 NAME = "folio-on-two-ranks"

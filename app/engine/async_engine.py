@@ -38,7 +38,7 @@ from folio.vmem import BudgetAnswer, CachedPrefix, MemoryReport
 
 logger = logging.getLogger(__name__)
 
-# Age at which the progress of requests is counted again.
+# The progress of requests is counted again when the last count is older than this.
 _PROGRESS_S = 0.5
 # Returns the seconds until a reader wants its next list of deltas.
 Pace = Callable[[], float]
@@ -52,14 +52,14 @@ class AsyncEngine:
         launch, admit, loaded: see `Engine`.
         prefixes_of_others: returns the `hot_prefixes` of the peer engines with this `prefix_fingerprint`; called before
             the engine is ready.
-        thread: computes the steps, and those of other engines. On a CPU the engine is then created by the caller's
-            thread, so that the others go on; on CUDA that thread reads the files of weights into the page cache, before
-            the engine is created by `thread`. `None`: a thread of its own.
-        device: see `Engine`; with `thread`.
+        thread: computes the steps of this engine and of others. On a CPU the caller's thread creates the engine, so
+            that the others go on; on CUDA the caller's thread reads the weight files into the page cache, then `thread`
+            creates the engine. `None`: the engine starts its own thread.
+        device: see `Engine`; given together with `thread`.
         most_s: longest time for which the start may hold up the `thread`.
 
     Attributes:
-        driver: of the engine.
+        driver: runs the engine in its thread.
 
     Raises:
         ConfigError, ModelError, UnavailableError: see `Engine`.
@@ -101,13 +101,13 @@ class AsyncEngine:
             resolved = resolve(config)
             # Kernels of other engines must not be launched while graphs are captured.
             captures = resolved.device == "cuda"
-            if captures and device is not None:  # first what takes long: the reading
+            if captures and device is not None:  # the slow part, outside of the step thread
                 read_weights(resolved, device.weights)
             self.driver = thread.call(partial(start, thread), most_s).result() if captures else start(thread)
         else:
-            # The engine is created in its thread, because OpenMP gives each thread that computes a team of threads.
-            # With two teams, more threads than cores, none spins while it waits for the others, and a step takes a
-            # tenth longer.
+            # The engine is created in its own thread, because OpenMP starts a team of threads for each thread that
+            # computes. Two teams have more threads than the machine has cores: waiting threads then sleep instead of
+            # spinning, and a step takes a tenth longer.
             self._own_thread = StepThread()
             try:
                 self.driver = self._own_thread.call(partial(start, self._own_thread)).result()
@@ -133,7 +133,7 @@ class AsyncEngine:
 
     @property
     def pooling(self) -> Pooling | None:
-        """How the model makes vectors of prompts; `None`: it makes none."""
+        """How the model pools prompts into vectors; `None`: it does not."""
         return self._engine.model.pooling
 
     @property
@@ -146,7 +146,7 @@ class AsyncEngine:
         return prefix_fingerprint(self._engine.config, self._engine.model)
 
     def hot_prefixes(self) -> list[CachedPrefix]:
-        """Prefixes for a new peer engine. Raises `UnavailableError` once the engine has stopped."""
+        """Prefixes that a new peer engine should compute. Raises `UnavailableError` once the engine has stopped."""
         self.check()
         return hot_prefixes(self._engine)
 
@@ -166,8 +166,8 @@ class AsyncEngine:
         """Yield lists of deltas as they are generated. Closing or cancelling the iterator cancels the request.
 
         Args:
-            pace: called after each list for the seconds until the next one, in which deltas add up. The first and the
-                last list come at once. `None`: every list does.
+            pace: called after each list; returns the seconds until the next one, in which deltas accumulate. The first
+                and the last list are sent immediately. `None`: every list is.
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
@@ -202,13 +202,13 @@ class AsyncEngine:
         """Continue an output of a request that runs, or has just ended, in `params.n` sequences (`Engine.fork`).
 
         Args:
-            request_id: as given to `generate`; the latest of that name.
+            request_id: the id given to `generate`; of several requests with this id, the latest is meant.
             timeout_s: of the forks.
             pace: see `stream`.
-            owner: requests of others are as unknown; `None`: the caller may fork all.
+            owner: only requests of this owner can be forked; `None`: all requests can.
 
         Raises:
-            UnknownRequestError: there is no such output, or not any more; raised before the first delta.
+            UnknownRequestError: the output does not exist, or is no longer kept; raised before the first delta.
             RequestError: the forks do not fit; raised before the first delta.
             DeadlineError: the forks have not finished within `timeout_s`.
             EngineError, UnavailableError: see `stream`.
@@ -238,8 +238,8 @@ class AsyncEngine:
             pass
 
     def unpin(self, name: str) -> None:
-        """See `Engine.unpin`. Waits until the step in progress ends: the pins of an engine that goes to sleep or wakes
-        change places. Raises `UnavailableError` once the engine has stopped."""
+        """See `Engine.unpin`. Waits until the step in progress ends, because sleep and wake-up move pins between the
+        memory and the list of pins to restore. Raises `UnavailableError` once the engine has stopped."""
         act = Act(partial(self._engine.unpin, name))
         self.driver.put(act)
         act.outcome.result()
@@ -259,7 +259,7 @@ class AsyncEngine:
         Args:
             name: the caller's id.
             prepare: validates the request.
-            slow: `prepare` compiles, or may wait for the memory's lock; a thread calls it.
+            slow: `prepare` compiles, or may wait for the memory's lock; a worker thread calls it.
             check_queue: refuse the request if the queue is full.
         """
         begin = await asyncio.to_thread(prepare) if slow else prepare()
@@ -291,7 +291,7 @@ class AsyncEngine:
 
     @property
     def held_bytes(self) -> int:
-        """KV memory that exists, without a call in progress. Does not block."""
+        """Bytes of KV memory that exist. Does not wait for a call in progress."""
         return self._engine.footprint.seen_bytes
 
     @property
@@ -301,8 +301,8 @@ class AsyncEngine:
         return scheduler.num_running, scheduler.num_waiting + len(self.driver.arriving)
 
     def progress(self, request_id: str) -> Progress | None:
-        """A request of `generate` before its first token; else `None`. Counted at most every `_PROGRESS_S`, for all
-        requests at once. May wait for the memory's lock."""
+        """Progress of a request of `generate` until its first token; else `None`. Computed for all requests at once, at
+        most every `_PROGRESS_S`. May wait for the memory's lock."""
         now = time.monotonic()
         if now - self._progress_at > _PROGRESS_S:
             self._progress_at, self._progress = now, self.driver.progress()
@@ -327,7 +327,7 @@ class AsyncEngine:
         return self._engine.load.report(self.driver.arriving, most_keys=most_keys)
 
     def take_activity(self) -> Activity:
-        """The engine's work since the last call. From any one thread."""
+        """The engine's work since the last call. Always call it from the same thread."""
         return self._engine.load.take_activity()
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
@@ -342,7 +342,7 @@ class AsyncEngine:
             path: a folder below `adapter_dir`.
 
         Raises:
-            RequestError: it cannot be served, or may not be.
+            RequestError: the adapter cannot be served, or the settings forbid it.
             UnknownModelError: there is no such folder.
             EngineError: there is too little memory.
         """
@@ -381,7 +381,7 @@ class AsyncEngine:
         await asyncio.wrap_future(outcome)
 
     async def _between_steps(self, call: Callable[[], T]) -> T:
-        """Call a function in the thread. Raises what it raises, or `UnavailableError`."""
+        """Call a function in the step thread between two steps. Raises the function's error, or `UnavailableError`."""
         act = Act(call)
         self.driver.put(act)
         result: T = await asyncio.wrap_future(act.outcome)
@@ -392,7 +392,7 @@ class AsyncEngine:
         self.driver.stop(reason)
 
     def close(self) -> None:
-        """Fail the requests in flight, free all memory, and end the thread. A thread that hangs is not waited for."""
+        """Fail the requests in flight, free all memory, and end the thread. Does not wait for a thread that hangs."""
         self.driver.stop()
         if not self.driver.hangs:
             self.driver.closed.result()

@@ -24,10 +24,10 @@ from folio.vmem import IntegrityError
 
 logger = logging.getLogger(__name__)
 
-# The most callers' ids that are remembered, for forks.
+# Most callers' ids that are kept, so that their requests can be forked.
 _NAMES = 4000
-# The engine stops after this many failed steps, or failures of single requests that are no client's fault, with nothing
-# generated in between. A single client's requests may cause the latter.
+# The engine stops after this many failed steps, or failures of single requests that are not the client's fault, with
+# nothing generated in between. More of the latter are allowed, because one client's requests may cause them all.
 _MOST_FAILED_STEPS, _MOST_FAILED_REQUESTS = 3, 10
 # The engine is stalled when it has work and computes no step for the longest of: this time, twice `step_timeout_s`, and
 # this multiple of its longest step, warm-up included. Compiling kernels and reading adapters takes less.
@@ -44,7 +44,7 @@ class Stream:
     """A request, and the queue of its deltas in its caller's event loop.
 
     Attributes:
-        load: its tokens, and the tokens that are expected to be cached.
+        load: number of its prompt tokens, and of those that are expected to be cached.
     """
 
     request_id: str
@@ -69,7 +69,7 @@ class Stop:
     reason: str
 
 
-# Of the thread: begin a request, cancel a request id, check the memory, call a function, or stop.
+# Commands to the thread: begin a request, cancel a request id, check the memory, call a function, or stop.
 Command = Stream | str | Future[None] | Act | Stop
 
 
@@ -102,9 +102,9 @@ class EngineDriver:
         self._stopped = False
         self.hangs = False
         self._working_since: float | None = None  # start of the current step; `None`: no work
-        self._longest_s = engine.start_times.warm_up_s  # of all steps; none of the warm-up was longer
+        self._longest_s = engine.start_times.warm_up_s  # of the longest step; the whole warm-up bounds its steps
         self._stalled_s = max(_STALLED_S, 2 * engine.config.step_timeout_s)
-        self._retry_at = 0.0  # of a step that found no memory
+        self._retry_at = 0.0  # when a step that found no memory is tried again
         self._num_failures = 0  # of steps and requests since the last generated token
         engine.adapters.on_read = thread.wake
         thread.add(self)
@@ -221,7 +221,7 @@ class EngineDriver:
                         run_call(command.call, command.outcome)
                     case Stop():
                         self._close(command.reason)
-        except BaseException as error:  # noqa: BLE001 - a panic of a Rust library is no Exception
+        except BaseException as error:  # noqa: BLE001 - a panic of a Rust library is not an Exception
             self._fail(error)
         if self._stopped:
             self._close(STOPPED)
@@ -293,7 +293,7 @@ class EngineDriver:
         try:
             self.engine.check_integrity()
             if self._streams and not self.engine.has_work:
-                raise IntegrityError(f"{len(self._streams)} requests wait for an engine that has none")
+                raise IntegrityError(f"{len(self._streams)} streams wait for requests that the engine does not have")
         except IntegrityError as error:
             outcome.set_exception(error)
             raise
@@ -304,7 +304,7 @@ class EngineDriver:
             deltas = self.engine.step()
         except (IntegrityError, UnavailableError):
             raise
-        except BaseException as error:  # whatever failed, every request must end
+        except BaseException as error:  # every request must end, after any kind of failure
             logger.exception("a step failed")
             self.engine.load.num_failed_steps += 1
             self._check_device()
@@ -323,7 +323,7 @@ class EngineDriver:
         if any(delta.error is None for delta in deltas):
             self._num_failures = 0
         else:
-            # A lack of memory is no failure: another engine would have no more.
+            # A lack of memory does not count: a new engine would have no more.
             num_failed = sum(
                 isinstance(d.error, EngineError) and not isinstance(d.error, UnavailableError) for d in deltas
             )
@@ -339,7 +339,7 @@ class EngineDriver:
         logger.error("the device is lost", exc_info=fault)
         self._thread.device_lost = True
         if not is_hardware_fault(fault):
-            # A request that has begun may be the cause. It is not to be sent to the next replica, and lose that, too.
+            # A request in flight may be the cause. `EngineError` is not retried: the next replica would fail, too.
             self._fail_all(EngineError("a step failed; the server's log says why"))
         raise UnavailableError("the engine's device has failed; the engine is replaced, send the request again")
 
@@ -352,7 +352,7 @@ class EngineDriver:
             ) from cause
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
-        """Queue deltas with one call per event loop, because waking a loop takes longer than all else."""
+        """Queue deltas with one call per event loop, because waking a loop takes most of the time."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
         for delta in deltas:
             stream = self._streams[delta.request_id]
@@ -375,13 +375,13 @@ class EngineDriver:
             self.engine.cancel(request_id)
 
     def fail_first(self, error: FolioError) -> None:
-        """End the request that would get memory first with an error, in the thread; all of them if none is queued."""
+        """In the thread, fail the request that is next to get memory; all requests if none is queued."""
         first = self.engine.first
         if first is None:
             self.fail_all(error)
             return
         request_id = first.request_id
-        if request_id in self._streams:  # no pin that is computed again
+        if request_id in self._streams:  # not a pin that is being restored
             self._deliver([Delta(request_id, (), "", error=error)])
         self.engine.cancel(request_id)
 
@@ -390,7 +390,7 @@ class EngineDriver:
 
 
 def _refuse_commands(commands: queue.SimpleQueue[Command], reason: str) -> list[Stream]:
-    """Empty the queue of commands after the stop; returns the requests in it, and fails audits and calls."""
+    """Empty the queue of commands after the stop; returns the requests in it, and fails integrity checks and calls."""
     streams: list[Stream] = []
     with suppress(queue.Empty):  # the thread that hangs may come back and take commands, too
         while True:

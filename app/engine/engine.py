@@ -49,11 +49,11 @@ class Engine(EngineParts):
 
     Args:
         launch: starts the processes of the other ranks, with tensor parallelism.
-        admit: called with the memory before pages are taken, and with the plan of a CUDA device that is not shared
-            within this process; sets the budget, or raises.
+        admit: sets the KV memory's budget, or raises. Called with the memory before pages are created, and with the
+            plan of a CUDA device that is not shared within this process.
         loaded: adapters loaded at run time, see `AdapterStore.set_loaded`.
-        device: shared with other engines. The KV memory's budget may then be lowered to nothing, requests wait for as
-            long as it is too small for them, and the engine can `sleep`.
+        device: shared with other engines. The KV memory's budget may then be lowered to 0, requests wait while it is
+            too small for them, and the engine can `sleep`.
 
     Attributes:
         max_model_len: longest prompt plus output, in tokens.
@@ -61,12 +61,12 @@ class Engine(EngineParts):
         watch: views for the dashboard. From any thread.
         intake: validates requests. From any thread.
         requests: request id → requests that have not ended.
-        footprint: memory of the device that the engine takes.
+        footprint: device memory that the engine takes.
         asleep: whether weights and KV memory are given back.
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work; nothing is left behind.
-        OutOfPages: other models have the memory of a shared device now; nothing is left behind.
+        OutOfPages: other models occupy the shared device's memory now; nothing is left behind.
         UnavailableError: a rank died.
     """
 
@@ -83,7 +83,7 @@ class Engine(EngineParts):
         with ExitStack() as undo:
             super().__init__(config, launch, admit, loaded, device, undo)
             self._pin_restorer = PinRestorer(self.requests)
-            self._next_deadline = math.inf  # or before it: of a request that has ended
+            self._next_deadline = math.inf  # the earliest; its request may have ended
             undo.callback(self.cancel_all)
             with kernel_errors_as_config_errors():
                 self.recovery.try_swaps(self.memory, self.config.kv_view, self.model.module.device)
@@ -146,7 +146,7 @@ class Engine(EngineParts):
         """Queue a validated request, whatever the length of the queue.
 
         Args:
-            request_id: the engine's.
+            request_id: the engine's id.
             max_tokens: most output tokens.
             keys: keys of its prefixes, instead of those that follow from the request.
             pin_name: compute a prefix (`RequestValidator.prefix_to_pin`) and pin it under this name.
@@ -173,10 +173,10 @@ class Engine(EngineParts):
         """Continue output `index` of a request that runs, or has just ended, in `params.n` sequences.
 
         Forks of a running output are a request of their own and share what is computed. Of an output that has ended,
-        the prefix cache may still have a part. Deltas and `max_tokens` of a fork begin with its own first token.
+        the prefix cache may still hold a part. Deltas and `max_tokens` of a fork begin with its own first token.
 
         Raises:
-            UnknownRequestError: there is no such output, or not any more.
+            UnknownRequestError: the output does not exist, or is no longer kept.
             RequestError: the id is in use, or the forks could not run beside the other outputs.
         """
         self._check_id(fork_id)
@@ -221,7 +221,7 @@ class Engine(EngineParts):
     def prepare_pin(
         self, name: str, prompt_token_ids: Sequence[int], *, keys: tuple[str, ...] | None = None, **options: Any
     ) -> Begin:
-        """Validate a pin; returns `add_request` for it. From any thread; it may wait.
+        """Validate a pin; returns `add_request` for it. From any thread; may block.
 
         Args:
             keys: of the prefix, instead of those that follow from the options.
@@ -285,8 +285,8 @@ class Engine(EngineParts):
         return self._steps.step_s
 
     def _expired(self) -> list[Request]:
-        """The requests whose deadline has passed, the earliest first. Rare: once for each deadline that passes, or was
-        the next one of a request that has ended."""
+        """The requests whose deadline has passed, the earliest first. Called only when the earliest deadline passes,
+        even if its request has ended."""
         now = time.monotonic()
         late = sorted((r for r in self.requests.values() if r.deadline <= now), key=attrgetter("deadline"))
         self._next_deadline = min((r.deadline for r in self.requests.values() if r.deadline > now), default=math.inf)
@@ -322,8 +322,8 @@ class Engine(EngineParts):
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
 
     def report(self) -> MemoryReport:
-        """Report the state of the KV memory, and all pins: those of an engine that sleeps, or has just woken, and those
-        that could not be computed again, take no memory. From any thread."""
+        """Report the state of the KV memory, and all pins. A pin takes no memory while the engine sleeps, and after it
+        wakes until the prefix is computed again. From any thread."""
         return self._pin_restorer.added_to(self.memory.report())
 
     def pinned_prefixes(self) -> list[CachedPrefix]:
@@ -345,9 +345,9 @@ class Engine(EngineParts):
         self._pin_restorer.keep(self.footprint.release())
 
     def wake(self) -> None:
-        """Serve requests again, once `footprint` has mapped the weights, and `step` has loaded the adapters of those
-        that had begun. Graphs are captured again as steps want them. Pinned prefixes are computed again; one that fails
-        stays pinned by name, and is computed at the next wake, or by the next `pin` of it."""
+        """Serve requests again, after `footprint` has mapped the weights. `step` first loads the adapters of requests
+        that had begun. Graphs are captured again when steps need them. Pinned prefixes are computed again; a pin that
+        fails keeps its name, and is computed at the next wake-up, or by the next `pin` of that name."""
         self.asleep = self._steps.starved = False
         self._pin_restorer.restore(self._queue_pin)
 
@@ -357,19 +357,19 @@ class Engine(EngineParts):
 
     @property
     def adapter_bytes(self) -> int:
-        """What adapters take of the shared device."""
+        """Bytes of the shared device that adapters take."""
         return 0 if self.adapters.memory is None else self.adapters.memory.charged_bytes
 
     def set_room(self, num_bytes: int) -> None:
-        """Note what KV cache, pins and adapters can ever take together: it bounds requests and adapters. Adapters that
-        no request uses give way to requests."""
+        """Set the most bytes that KV cache, pins and adapters can ever take together, a bound for requests and
+        adapters. Adapters that no request uses give way to requests."""
         if self.adapters.memory is not None:
             self.adapters.memory.room_bytes = num_bytes
         self.footprint.set_attainable(max(num_bytes - self.adapters.used_bytes, 0))
 
     def limit_graphs(self, num_bytes: int) -> None:
-        """Bound the memory of graphs, between two steps. Beyond it they are dropped, and captured again as they
-        fit."""
+        """Bound the memory of graphs, between two steps. Graphs beyond it are dropped, and captured again as far as
+        they fit."""
         every = self.footprint.graphs
         for graphs in every:
             graphs.limit_bytes = num_bytes // len(every)
@@ -395,7 +395,7 @@ class Engine(EngineParts):
             raise RequestError(str(error), "budget_bytes") from error
 
     def reset_counts(self) -> None:
-        """Forget the requests so far, which were no clients': no fork continues them, and no report counts them."""
+        """Forget the requests so far, which were not clients': no fork continues them, and no report counts them."""
         self.decoder.ended.clear()
         self._meter.reset_measurements()
         self.memory.prefixes.reset_counts()

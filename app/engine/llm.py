@@ -164,11 +164,11 @@ class LLM:
         dimensions: int | None = None,
         **options: Any,
     ) -> list[list[float]]:
-        """The embedding of every prompt, a string or token ids, by a model that makes them (`pooling`). Strings get the
-        tokens that the tokenizer adds.
+        """Embed every prompt, a string or token ids, with a model that makes embeddings (`pooling`). The tokenizer adds
+        its special tokens to strings.
 
         Args:
-            dimensions: the first components only, normalised anew, of models that were trained for it.
+            dimensions: keep this many first components, normalised anew; for models that were trained for it.
             options: see `generate`.
 
         Raises: as `generate`.

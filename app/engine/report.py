@@ -39,7 +39,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """Requests in an engine, counted by their sequences: forks to come are included.
+    """Requests in an engine, counted in sequences, those still to be forked included.
 
     Attributes:
         num_running: sequences of the requests that have memory.
@@ -71,7 +71,7 @@ class ReplicaReport(Requests):
         queued_tokens: prompt tokens to compute.
         queued_s: expected time to compute them.
         num_decodes: running sequences that decode.
-        decode_s: what their next tokens add to a step.
+        decode_s: seconds that their next tokens add to a step.
         free_tokens: tokens for which the KV cache has room, cached blocks evicted.
         total_tokens: tokens that fit into the budget.
         freed_tokens_per_s: recent rate at which requests that ended have freed tokens.
@@ -79,8 +79,8 @@ class ReplicaReport(Requests):
         budget_bytes: budget of the KV cache.
         expected_cached_tokens, cached_tokens, missed_tokens: over all prompts with a router's expectation: the cached
             tokens expected, those found, and the sum of absolute differences per request.
-        wake_s: expected time until the model is awake, for routers (`shelf_load`); 0 where it is, as without a shelf.
-        is_waking: it becomes awake without a further request.
+        wake_s: expected time until the model is awake, for routers (`shelf_load`); 0 if it is awake, or on no shelf.
+        is_waking: whether the model becomes awake without a further request.
         others_s: expected time to compute the queued prompts of other models on the device.
         num_others: other models on the device that have requests.
     """
@@ -170,7 +170,7 @@ class StartTimes:
     _lap_began: float = field(default_factory=time.perf_counter, repr=False, compare=False)
 
     def lap(self, phase: str) -> None:
-        """End a phase, a field, now."""
+        """End a phase, named by its field, now."""
         now = time.perf_counter()
         setattr(self, phase, getattr(self, phase) + now - self._lap_began)
         self._lap_began = now

@@ -1,10 +1,10 @@
 """Start-up of an engine: warm-up requests, and the prefixes of peer replicas.
 
 Kernels, product plans, threads, grammar compilers, pages and mappings are compiled or allocated at first use. Warm-up
-requests of random tokens take that time before the first client does: prompts that fill a step, and decodes of several
-batch sizes, greedy and sampled. They run in the thread that will call `step`, because OpenMP threads belong to it. On
-a device whose kernels compile at their first use, a step of each kind runs before (`execution/variants.py`), and a
-request with each way of sampling; decode graphs are captured.
+requests of random tokens spend that time before a client has to wait for it: prompts that fill a step, and decodes of
+several batch sizes, greedy and sampled. They run in the thread that will call `step`, because OpenMP threads belong to
+it. On a device whose kernels compile at their first use, a step of each kind runs before (`execution/variants.py`), and
+a request with each way of sampling; decode graphs are captured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Keys of the warm-up's prefixes. No request has them, so that no request finds these prefixes in the cache.
 _WARM_UP_KEYS = ("warm-up",)
-# All rounds run a second time, for step times without first-use costs; at most this long.
+# All rounds run a second time, for at most about this long, to measure steps without first-use costs.
 _MEASURING_S = 5.0
 _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 # Most hot prefixes that an engine reports to a peer replica, and their tokens: a megabyte.
@@ -160,7 +160,7 @@ def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:
             if delta.error is not None:  # a model may fail on random tokens and serve requests well
                 logger.warning("%s: %s", delta.request_id, delta.error)
         if engine.starved:  # on a shared device, without the memory that it may have later
-            logger.info("%d requests of the warm-up are left out: too little memory now", len(engine.requests))
+            logger.info("%d warm-up requests are skipped: too little memory now", len(engine.requests))
             engine.cancel_all()
 
 
@@ -205,8 +205,8 @@ def warm_up_rounds(
 
 
 def prefix_fingerprint(config: EngineConfig, model: LoadedModel) -> str:
-    """Fingerprint of what token ids and prefix keys mean. Engines exchange prefixes only when it is equal; weights may
-    differ, because prefixes are computed anew."""
+    """Fingerprint of all that gives token ids and prefix keys their meaning. Engines exchange prefixes only when it is
+    equal; weights may differ, because prefixes are computed anew."""
     tokenizer = model.tokenizer
     common = [
         config.model,
@@ -322,7 +322,7 @@ def _add(
     keys: tuple[str, ...],
     adapter: str | None = None,
 ) -> None:
-    """Queue a request of the engine's own: a model that does not generate pools."""
+    """Queue a request of the engine itself; it asks for pooling if the model does not generate."""
     pooling = None
     if not engine.model.generates:
         assert engine.model.pooling is not None

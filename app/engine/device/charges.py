@@ -1,4 +1,4 @@
-"""Device charges: what adapters or graphs of one model take of a device that other models share."""
+"""Device charges: memory that adapters or graphs of one model take on a device that other models share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def promised_bytes(memory: KVMemory) -> int:
 
 
 class DeviceCharges:
-    """Memory without pages, charged to the pages of a device. From any thread.
+    """Memory that is not in pages, deducted from the pages that a device can hold. From any thread.
 
     Args:
-        promised_bytes: returns memory that is left to the model's KV cache: it has a budget for it, and no pages yet.
+        promised_bytes: returns the bytes kept for the model's KV cache: within its budget, not yet in pages.
 
     Attributes:
-        charged_bytes: what is taken now.
-        room_bytes: what adapters and KV cache can ever take together, beside the model's weights.
+        charged_bytes: bytes charged now.
+        room_bytes: most bytes that adapters and KV cache can ever take together, beside the model's weights.
     """
 
     def __init__(self, pages: DevicePages, promised_bytes: Callable[[], int] = lambda: 0) -> None:
@@ -33,7 +33,7 @@ class DeviceCharges:
         self.room_bytes: float = math.inf
 
     def take(self, num_bytes: int) -> bool:
-        """Whether the device has so much now; then it is charged."""
+        """Charge bytes, if the device has them now; returns whether it has."""
         if num_bytes > self._pages.available_bytes - self._promised_bytes():
             return False
         try:

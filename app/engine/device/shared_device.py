@@ -14,7 +14,7 @@ class SharedDevice:
 
     Attributes:
         pages: physical memory of all weights and KV caches.
-        weights: where weights go that are unmapped while a model sleeps; its bytes are charged to `pages`.
+        weights: holds the models' weights, unmapped while their model sleeps; their bytes are charged to `pages`.
     """
 
     pages: DevicePages

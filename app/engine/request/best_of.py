@@ -1,4 +1,4 @@
-"""Best of: the outputs of a request that are sent, when it asks for fewer than it computes."""
+"""Best of: selects the outputs to send, when a request asks for fewer than it computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delta: what a step adds to an output, with its values, and the queue of a request's deltas."""
+"""Delta: what one step adds to one output; and the queue of a request's deltas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Delta:
         num_cached_tokens: prompt tokens found in the prefix cache.
         logprobs: for each token, if requested.
         prompt_logprobs: for each prompt token but the first, if requested, with the first delta.
-        score: of a beam.
+        score: of an output of a beam search.
         queue_s: seconds from the request's arrival to the step that computed its first tokens.
         pooled: the vector that `PoolingParams` ask for, as little-endian float32.
     """
@@ -56,7 +56,7 @@ class Delta:
 
 
 class DeltaQueue:
-    """Deltas of a request, from callbacks of an event loop to one task of that loop.
+    """Queue of a request's deltas, from callbacks of an event loop to one task of that loop.
 
     A slow or paced reader takes all deltas at once, so that the cost of waking it does not grow with the number of
     steps. The request's end wakes it at once.

@@ -1,4 +1,4 @@
-"""Ended outputs: the record of outputs that have ended, from which they can be forked."""
+"""Ended outputs: the latest outputs that have ended, kept so that they can be forked."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from folio.app.engine.sampling.params import SamplingParams
 
 # Most outputs in `EndedOutputs`, and most tokens of these with their prompts.
 _ENDED_OUTPUTS, _ENDED_TOKENS = 2000, 1 << 20
-# A fork has its own; schemas and biases of those that have ended would take more bytes than their tokens.
+# Placeholder: a fork has its own parameters, and schemas or biases would take more bytes than the tokens.
 _PARAMS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
 class EndedOutput:
     """A sequence that has ended, as a request without sampling parameters: its prompt is the sequence's prompt and
-    output. `keys`: of its prefixes."""
+    output. `keys`: the keys of its prefixes."""
 
     request: EngineRequest
     keys: tuple[str, ...]
@@ -33,7 +33,7 @@ class EndedOutputs:
         self._num_tokens = 0
 
     def add(self, sequence: Sequence, index: int, token_ids: abc.Sequence[int]) -> None:
-        """Record output `index`, `token_ids`, of the request of a sequence."""
+        """Record output `index` of a sequence's request, with its `token_ids`."""
         request = sequence.request
         self._remove((request.request_id, index))
         tokens = array("i", sequence.prompt_token_ids)  # a tuple takes ten times as many bytes

@@ -1,4 +1,4 @@
-"""Engine request: what an engine is asked to compute, one value from the HTTP API's edge to the engine's intake."""
+"""Engine request: what an engine is asked to compute, as one value from the HTTP API to the engine's intake."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class EngineRequest:
     """A prompt and how to continue it.
 
     Attributes:
-        request_id: the caller's name for the request. `AsyncEngine` gives it an id of its own: the same request may be
+        request_id: the caller's name for the request. `AsyncEngine` adds an id of its own, because a request may be
             sent twice.
         priority: lower numbers begin first and are preempted last.
         cache_salt: only requests with the same salt share cached prefixes.
         adapter: name or id of the LoRA adapter.
         tenant: with `fair_tenants` each tenant gets the same share; with `isolate_tenants` only its requests share
             cached prefixes.
-        user: stands for a missing tenant, in fair shares only.
-        owner: the caller who may fork the request (`AsyncEngine.fork`); `None`: callers without an owner of their own.
+        user: replaces a missing tenant, for fair shares only.
+        owner: the only owner whose calls may fork the request (`AsyncEngine.fork`); `None`: only calls without one.
         timeout_s: seconds until the request ends with `DeadlineError`.
-        turn: the kind of turn, which tells how likely the prefix is used again.
-        cache_ttl_s: keep the prefix in the cache so long after the end, at most `max_cache_ttl_s`, if the quota allows.
+        turn: the kind of request, which tells how likely the prefix is used again.
+        cache_ttl_s: keep the prefix cached for this long after the end, at most `max_cache_ttl_s`, if the quota allows.
         expected_cached_tokens: prompt tokens that the router expects in the cache, for the load report and for the
             order of prompts.
         pooling: return a vector of the prompt, and generate nothing.

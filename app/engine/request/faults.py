@@ -1,7 +1,7 @@
 """Failures: a call that serves one request and fails ends that request, and not the step.
 
 The client gets a `RequestError` as it is. Of any other failure the client gets a fixed sentence, and the log the cause.
-An inconsistent memory, a lost rank and a lost device are no request's failure; they stop the engine.
+An inconsistent memory, a lost rank and a lost device are not failures of a request; they stop the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SequenceFailure(Exception):
 
 
 class attribute_failures:  # noqa: N801 - read as a clause: `with attribute_failures(sequence):`
-    """Raise `SequenceFailure` with the sequence for a failure in the block. No generator: it is on the hot path."""
+    """Raise `SequenceFailure` for an error in the block. A class, because a generator is too slow for the hot path."""
 
     __slots__ = ("_sequence",)
 
@@ -54,7 +54,7 @@ class attribute_failures:  # noqa: N801 - read as a clause: `with attribute_fail
 
 
 def is_request_failure(error: BaseException) -> bool:
-    """Whether an error in a call for one request can be the request's. A panic in Rust (parser, tokenizer) is no
+    """Whether an error in a call for one request may be caused by it. A panic in Rust (parser, tokenizer) is not an
     `Exception`."""
     if isinstance(error, IntegrityError | UnavailableError):
         return False
@@ -62,7 +62,7 @@ def is_request_failure(error: BaseException) -> bool:
 
 
 def failure_of(request_id: str, error: BaseException) -> FolioError:
-    """Log a failure, and return the error that the request ends with. Raises it again if it is no request's."""
+    """Log a failure, and return the error that the request ends with. Raises it again if no request caused it."""
     if not is_request_failure(error):
         raise error
     if isinstance(error, SequenceFailure) and error.__cause__ is not None:
@@ -74,19 +74,19 @@ def failure_of(request_id: str, error: BaseException) -> FolioError:
 
 
 def device_fault(device: torch.device) -> Exception | None:
-    """The error with which every call to a lost CUDA device ends, after an illegal access for example; `None` if it
-    works. Waits for the work that the device has."""
+    """The error that every call to a lost CUDA device raises, for example after an illegal access; `None` if the device
+    works. Waits for the device's queued work."""
     if device.type != "cuda" or not torch.cuda.is_initialized():  # asking would make a context
         return None
     try:
         torch.cuda.synchronize(device)
-    except RuntimeError as error:  # torch's own error is one
+    except RuntimeError as error:  # torch's own errors are subclasses
         return error
     return None
 
 
 def is_hardware_fault(error: Exception) -> bool:
-    """Whether a device was lost by no request's fault."""
+    """Whether the hardware, not a request, is the cause of a lost device."""
     return _HARDWARE.search(str(error)) is not None
 
 
@@ -103,7 +103,7 @@ def kernel_errors_as_config_errors() -> Iterator[None]:
 
 
 def start_error(error: BaseException) -> Exception:
-    """An `Exception` for the constructor's caller: a library may call `sys.exit`, or panic in Rust."""
+    """Convert a failed start to an `Exception`: a library may call `sys.exit`, or panic in Rust."""
     if isinstance(error, Exception):
         return error
     failure = EngineError(f"the engine cannot start: {type(error).__name__}: {error}")

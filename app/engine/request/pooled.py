@@ -1,4 +1,4 @@
-"""Pooled prompts: what a request for a vector asks for, and the hidden states of its prompt as far as computed."""
+"""Pooled prompts: parameters of a request for a vector, and the sum of its prompt's hidden states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PoolingParams:
 
     Attributes:
         kind: the model's embedding of the prompt, or its classifier's score.
-        dimensions: the first components of the embedding only, normalised anew; `None`: all.
+        dimensions: return this many first components of the embedding, normalised anew; `None`: all.
     """
 
     kind: PooledKind = "embedding"
@@ -31,8 +31,8 @@ class PooledPrompt:
 
     Attributes:
         method: the tokens that count: the last one, or all.
-        num_tokens: prompt tokens whose hidden states are in `total`, or will not be: a prompt that is preempted and
-            recomputed counts none twice.
+        num_tokens: prompt tokens that are in `total`, or skipped. They are not added again when a preempted prompt is
+            recomputed.
         total: `[hidden_size]` float64.
     """
 
@@ -42,7 +42,7 @@ class PooledPrompt:
     total: Array | float = 0.0
 
     def span(self, start: int, end: int, length: int) -> tuple[int, int]:
-        """The first and last positions to add, half open, of a step that computes `start … end - 1` of `length`."""
+        """Half-open range of the positions to add, of a step that computes `start … end - 1` of `length`."""
         return max(start, length - 1 if self.method == "last" else self.num_tokens), end
 
     def add(self, total: Array, end: int) -> None:

@@ -60,5 +60,5 @@ def compiled_hashing() -> CpuChain | None:
     try:
         return CpuChain()
     except KernelError as error:
-        logger.warning("routers hash prompts unit by unit, which takes several times as long: %s", error)
+        logger.warning("prompt hashing is not compiled, and takes several times as long: %s", error)
         return None

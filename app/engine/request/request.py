@@ -1,4 +1,4 @@
-"""Request and Sequence: a request as the engine has it, with its sequences."""
+"""Request and Sequence: the engine's records of a request and of its sequences."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Request:
     """A request with its sequences, which are admitted, preempted and resumed together (PagedAttention §4.5).
 
     Attributes:
-        request_id: the engine's.
-        priority, arrival: of running requests, the last ones are preempted first.
+        request_id: the engine's id.
+        priority, arrival: running requests are preempted from the last in this order.
         selection: selects the outputs to send, with `best_of` or beam search.
         deadline: when the request ends with an error, by `time.monotonic`.
         due: prompts of a priority are computed in this order, see `Scheduler`.
@@ -76,7 +76,7 @@ class Request:
         return not self.lockstep or all(s.memory is not None and s.num_uncomputed == 1 for s in self.sequences)
 
     def emit(self, delta: Delta) -> list[Delta]:
-        """The deltas to send for a sequence's delta. A sequence that has ended must be out of `sequences`."""
+        """The deltas to send for a sequence's delta. A sequence that has ended must have left `sequences`."""
         if delta.error is not None:
             return [delta]
         if isinstance(self.selection, BestOf):
@@ -105,9 +105,9 @@ class Sequence:
         num_cached_tokens: prompt tokens found in the prefix cache when the request began; `None` before.
         expected_cached_tokens: see `EngineRequest`.
         snapshot_positions: token counts at which a step must end, to keep a recurrent state.
-        turn, use: the kind of turn, and what the prefix cache is told of it.
-        pin_name: it computes a prefix to pin under this name, and samples nothing.
-        pooled: it returns a vector of the prompt, and samples nothing.
+        turn, use: the kind of request, and what the prefix cache is told of it.
+        pin_name: the sequence computes a prefix to pin under this name, and samples nothing.
+        pooled: the sequence returns a vector of the prompt, and samples nothing.
         sampling: state that the choice of the next token depends on.
         prompt_logprobs: of the prompt tokens from the second on, as far as computed, if requested.
         submitted_at: arrival in the engine, by `time.perf_counter`.
@@ -218,7 +218,7 @@ class Sequence:
         if self.text is None:
             return "", reason, stop_reason
         text = ""
-        if not ended or params.include_stop_str:  # the text has no ending token
+        if not ended or params.include_stop_str:  # the ending token is not part of the text
             text, stopped = self.text.push(token_id)
             if stopped:
                 reason, stop_reason = "stop", self.text.met

@@ -1,22 +1,22 @@
-"""Turn: what kind of turn a request is. The prefix cache learns how soon each kind's prefix is used again."""
+"""Turn: the kind of a request. The prefix cache learns for each kind how soon a prefix is used again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# A call stands near the end of an output; decoding all of a long one would delay the step.
+# Tokens searched for a tool call: calls are near the end of an output, and decoding all of it would delay the step.
 MOST_TOKENS_READ = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request's turn.
+    """Kind of a request in a conversation.
 
     Attributes:
         kind: "tools": the model may call tools; "calls": it must.
-        call_markers: texts of which an output with a call contains one.
-        call_starts: characters with one of which such an output may also begin.
+        call_markers: an output with a tool call contains one of these texts, ...
+        call_starts: ... or begins with one of these characters.
     """
 
     kind: Literal["completion", "chat", "tools", "calls"] = "completion"
@@ -28,7 +28,7 @@ class Turn:
         return self.kind == "tools" and bool(self.call_markers or self.call_starts)
 
     def kind_of(self, text: str) -> str:
-        """The kind of a turn with this output, control tokens included: after a call the tool's result follows."""
+        """The kind given this output, control tokens included: after a call the tool's result follows."""
         begin = text.lstrip()[:1]
         if any(marker in text for marker in self.call_markers) or (begin and begin in self.call_starts):
             return "calls"

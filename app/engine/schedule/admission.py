@@ -18,7 +18,7 @@ class Admission:
     frees pages.
 
     Args:
-        requests: those that run.
+        begun: requests that run or are preempted.
         max_num_seqs: most sequences that run at once.
     """
 

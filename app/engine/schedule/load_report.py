@@ -21,7 +21,7 @@ from folio.vmem import KVMemory, MemoryReport
 _DECAY_S = 10.0
 # Keys of cached prefixes in a report: 95 KiB with their changes. Serve's controller passes them on to all routers.
 MOST_KEYS = 13_824
-# Bounds of `retry_after_s`. A step takes about as long as the least; a queue says little about more than a minute.
+# Bounds of `retry_after_s`: about one step, and the longest time that a queue can predict.
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 60.0
 # The latest times that are kept until `take_activity`.
 _MOST_TIMES = 4096
@@ -36,8 +36,8 @@ class Activity:
     Attributes:
         num_preempted: preemptions since the start, by mode.
         step_s: seconds of each step since the last report.
-        queue_s: the same of each request that has begun, from its arrival to the step that computed its first chunk.
-        prefill_s: the same of each request that has its first token, from the start of that step to the end of the step
+        queue_s: seconds of each request that has begun, from its arrival to the step that computed its first chunk.
+        prefill_s: seconds of each request that has its first token, from the start of that step to the end of the step
             that sampled the token.
         step_tokens: tokens computed by each step since the last report.
         num_failed_steps: since the start; each of them failed all requests in flight.
@@ -73,7 +73,7 @@ class LoadMeter:
 
     Attributes:
         busy: seconds of steps that compute prompts, per second.
-        freed_tokens, ended_requests: what requests that end have freed, and their number.
+        freed_tokens, ended_requests: tokens freed by requests that end, and number of these requests, per second.
         step_s, queue_s, prefill_s, step_tokens: see `Activity`.
         expected_cached_tokens, cached_tokens, missed_tokens: see `ReplicaReport`.
         num_early_compilations: `folio.kernels.num_compilations` before the engine's first request.
@@ -92,7 +92,7 @@ class LoadMeter:
         self.num_early_compilations = num_compilations()
 
     def note_step(self, seconds: float, now: float) -> None:
-        """Count a step that computed prompts and ends now, as if spread over its duration: at most the whole time."""
+        """Count a step that computed prompts and ends now, spread over its duration: the rate is at most 1."""
         self.busy.add(_DECAY_S * -math.expm1(-seconds / _DECAY_S), now)
 
     def note_ended(self, sequence: Sequence, now: float) -> None:
@@ -128,11 +128,11 @@ def begin_s(
 
     Args:
         num_tokens, num_attended: prompt tokens to compute, and the sum of the tokens to which each attends.
-        num_requests: that must end first, as each takes the place of one that runs.
+        num_requests: running requests that must end first, to make room for as many.
         step_tokens: most tokens of a step.
         free_tokens: tokens for which the KV cache has room.
         now: on the meter's clock.
-        ends_s: time after which as many requests have ended in any case.
+        ends_s: time after which that many requests have ended in any case.
     """
     seconds = share * step.seconds(-(-num_tokens // step_tokens), num_tokens, num_attended)
     if num_requests > 0:
@@ -305,7 +305,7 @@ class LoadReporter:
         for place, name, tokens, num_computed, cached in coming:
             num_tokens += tokens - cached
             num_attended += attended_tokens(tokens - cached, cached)
-            num_ends = max(place - num_free, 0)  # of those that run, and then of as many others
+            num_ends = max(place - num_free, 0)  # of running requests, then of those that replace them
             rounds, last = divmod(max(num_ends - 1, 0), len(left))
             seconds = begin_s(
                 num_tokens,
@@ -322,7 +322,7 @@ class LoadReporter:
         return found
 
     def take_activity(self) -> Activity:
-        """The engine's work since the last call. From any one thread."""
+        """The engine's work since the last call. Always call it from the same thread."""
         meter = self._meter
         return Activity(
             dict(self._scheduler.begun.num_preempted),
@@ -345,5 +345,5 @@ def _cached_tokens(sequence: Sequence) -> int:
 
 
 def _drained(values: deque[Number]) -> list[Number]:
-    """The values so far, which another thread may go on adding to; they are removed."""
+    """Remove and return the values so far; another thread may add more meanwhile."""
     return [values.popleft() for _ in range(len(values))]

@@ -1,4 +1,4 @@
-"""The time of steps with prompts and decodes."""
+"""Mixed steps: bounds the time of steps with prompts and decodes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from folio.app.engine.schedule.scheduled import Scheduled
 
 # A step with prompts may take this many times as long as its decodes alone.
 STRETCH = 4
-# A step computes at least this much of one prompt, so that it is done some day whatever a token costs.
+# A step computes at least this many tokens of one prompt, so that every prompt ends, however slow the device is.
 LEAST_CHUNK = 16
-# One step that took longer than expected counts half in the next one, and at most this much.
+# Most that one slow step counts for, as a multiple of the expected time; each step has half the weight of the next.
 _MOST_SLOWER = 8.0
 
 
 class MixedSteps:
-    """Bound the prompt tokens of steps that decode, too: a sequence's next token waits for the whole step.
+    """Bound the prompt tokens of steps that also decode: each decoding sequence waits for the whole step.
 
-    Such a step is to take `longest_s` at most, or `STRETCH` times as long as its decodes alone if that is longer. What
-    it will take follows from measured steps, and from how much longer than expected the latest mixed ones took: the
-    costs are means over hundreds of steps, and a machine becomes busy at once.
+    Such a step should take at most `longest_s`, or `STRETCH` times as long as its decodes alone if that is longer. The
+    estimate is the cost model's, corrected by how much longer than expected the latest mixed steps took: the model
+    averages over hundreds of steps, but a machine becomes busy suddenly.
 
     Args:
         longest_s: seconds; infinite: no bound.
@@ -59,7 +59,7 @@ class MixedSteps:
         return min(num_tokens, max(int(2 * self._left_s / (linear + root)), LEAST_CHUNK))
 
     def take(self, num_cached: int, num_tokens: int) -> bool:
-        """Take the time of a chunk; returns whether the step has time for another one."""
+        """Deduct the time of a chunk; returns whether the step has time for another one."""
         if self._left_s != math.inf:
             self._left_s -= self._step.seconds(0, num_tokens, attended_tokens(num_tokens, num_cached))
         return self._left_s > LEAST_CHUNK * self._step.token_s

@@ -1,4 +1,4 @@
-"""Pinned prefixes over a sleep: kept by name while their memory is given back, and computed again after the wake."""
+"""Pin restorer: keeps pinned prefixes while the engine sleeps, and computes them again after it wakes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PinRestorer:
         self._due: dict[str, CachedPrefix] = {}  # by name
 
     def keep(self, pins: Iterable[CachedPrefix]) -> None:
-        """Note pins whose memory has been given back."""
+        """Keep pins whose memory has been given back."""
         for pin in pins:
             assert pin.pin_name is not None
             self._due[pin.pin_name] = pin
@@ -40,7 +40,7 @@ class PinRestorer:
 
         Args:
             queue: queues the computation of a pin under a request id; raises `UnknownModelError` if its adapter has
-                been unloaded, and the prefix is pinned no longer.
+                been unloaded; the pin is then dropped.
         """
         for name, pin in list(self._due.items()):
             request_id = _request_id(name)
@@ -49,7 +49,7 @@ class PinRestorer:
             try:
                 queue(request_id, pin)
             except UnknownModelError as error:
-                logger.warning("%r is pinned no longer: %s", name, error)
+                logger.warning("the pin %r is dropped: %s", name, error)
                 del self._due[name]
             else:
                 self.requests[request_id] = name
@@ -62,7 +62,7 @@ class PinRestorer:
                 if delta.error is None:
                     self._due.pop(self.requests[delta.request_id], None)
                 else:
-                    logger.warning("%s: %s; the next wake tries again", delta.request_id, delta.error)
+                    logger.warning("%s failed, and is retried at the next wake-up: %s", delta.request_id, delta.error)
         others = [delta for delta in deltas if delta.request_id not in self.requests]
         self.requests = {request_id: name for request_id, name in self.requests.items() if request_id in self._running}
         return others
@@ -74,7 +74,7 @@ class PinRestorer:
             raise RequestError(f"another prefix named {name!r} is pinned already; unpin it first", "name")
 
     def discard(self, name: str) -> str | None:
-        """Keep a pin no longer; returns the id of the request to cancel, `None` if there is no such pin."""
+        """Drop a pin; returns the id of the request to cancel, `None` if there is no such pin."""
         return None if self._due.pop(name, None) is None else _request_id(name)
 
     def joined_with(self, pinned: Sequence[CachedPrefix]) -> list[CachedPrefix]:

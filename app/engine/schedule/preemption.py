@@ -122,7 +122,7 @@ class PreemptionCostModel:
         """
         Args:
             sequences: (tokens to recompute, tokens that stay cached before them) of each.
-            num_bytes: of all their blocks.
+            num_bytes: bytes of all their blocks.
         """
         recompute_s = 0.0
         for num_tokens, num_before in sequences:

@@ -1,4 +1,4 @@
-"""Running requests: their blocks grow with each step, and are taken from the latest one while there are too few."""
+"""Running requests: allocates their blocks step by step, and preempts the latest one when blocks run out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunningRequests:
     Args:
         recovery: cost model for preemption.
         policy: "auto", or the mode that is always used; requests that do not fit into the swap space are recomputed.
-        forget_refusal: called when a preemption may have changed why the waiting queue's head was refused.
+        forget_refusal: called when a preemption may have removed the reason why the waiting queue's head was refused.
 
     Attributes:
         running, preempted: requests by priority and arrival.
@@ -41,8 +41,8 @@ class RunningRequests:
         opened: requests that may share a prefix which the step in preparation computes.
         staged: requests with a part of a prompt in that step.
         unschedulable: requests that no longer fit, and whose sequences cannot run one by one.
-        is_ahead: the tokens of a launched step are not known: nothing may be preempted.
-        current_sequence: of the latest call of the memory; it is at fault if the call fails.
+        is_ahead: whether tokens of a launched step are not known yet; then nothing may be preempted.
+        current_sequence: the sequence of the latest call of the memory; blamed if the call fails.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class RunningRequests:
         return mode or self._recovery.choose_mode(self._memory, sequences)
 
     def _drop(self, request: Request, sequences: list[Sequence]) -> None:
-        """Recompute sequences of a request as they fit: it runs alone, and its sequences no longer fit together
-        into a lowered budget, which is not raised for them."""
+        """Free sequences of the only running request, to recompute them one by one: together they no longer fit into a
+        lowered budget."""
         if not request.one_by_one:
             count = len(request.sequences)
             logger.warning("%d sequences of one request no longer fit into the KV cache together", count)
@@ -143,7 +143,7 @@ class RunningRequests:
             self.num_preempted["recompute"] += 1
 
     def share_prefix(self, sequence: Sequence, tokens: abc.Sequence[int], view: ViewPolicy) -> SequenceMemory:
-        """Create a running request's sequence's memory, with the cached prefix of `tokens`."""
+        """Create the memory of a running request's sequence, with the cached prefix of `tokens`."""
         sequence.chain.extend(sequence.token_ids)
         memory = self._memory.create_sequence(view, expected_tokens=len(sequence.token_ids))
         try:
@@ -156,8 +156,8 @@ class RunningRequests:
         return memory
 
     def may_open(self, sequence: Sequence) -> bool:
-        """Whether a running request's sequence may get memory: not while its request's sequences run one by one and it
-        does not fit beside them."""
+        """Whether a running request's sequence may get memory. If the request's sequences run one by one, it must fit
+        beside those that run."""
         request = sequence.request
         if not request.one_by_one:
             return True

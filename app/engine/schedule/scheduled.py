@@ -55,8 +55,8 @@ class Committed:
     """A committed step.
 
     Attributes:
-        units: of the prefix cache, which it computes (`PrefixCache.commit_prefixes`).
-        progress: whether a token had not been computed before a preemption.
+        units: units of the prefix cache that the step computes (`PrefixCache.commit_prefixes`).
+        progress: whether it computes any token for the first time, not again after a preemption.
     """
 
     units: list[tuple[PrefixNode, int]]

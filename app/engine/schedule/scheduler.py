@@ -1,4 +1,4 @@
-"""Scheduler: the tokens of the next step."""
+"""Scheduler: chooses the tokens of the next step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from folio.vmem import KVMemory, OutOfPages, StepDemand, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
-# For how many times its own computing time a prompt may be passed by shorter ones that arrive later.
+# Shorter prompts may overtake a prompt if they arrive within this many times its own computing time.
 PATIENCE = 16
 
 _due_order = attrgetter("request.prefill_key")
@@ -36,15 +36,15 @@ _PROMPT_LOGITS = 128
 class Scheduler:
     """Iteration-level batching.
 
-    Each step has at most `max_num_batched_tokens` tokens: decodes first, then chunks of prompts as they are due, of
-    admitted requests and of new ones; beside decodes no more than `mixed_steps` lets them have. A request is admitted
+    Each step has at most `max_num_batched_tokens` tokens: decodes first, then chunks of prompts, of admitted and new
+    requests, in the order in which they are due; beside decodes `mixed_steps` bounds the chunks. A request is admitted
     when its whole prompt fits; blocks are allocated chunk by chunk. It shares its cached prefix, and waits while a
     running sequence computes more of it.
 
     **Order.** Within its priority a request is due `PATIENCE` times as long after its arrival as its prompt takes to
     compute, as far as the router does not expect it in the cache. So a short prompt passes long ones, waiting or begun,
     and a long one is passed only by those that arrive before it is due. First come, first served would let sixteen long
-    prompts delay every short one by all of theirs.
+    prompts delay every short one by the time of all sixteen.
 
     While a preempted request (`RunningRequests`) waits, no new request is admitted, whatever its priority.
 
@@ -54,12 +54,12 @@ class Scheduler:
         recovery: cost model for preemption.
         policy: "auto", or the mode that is always used; requests that do not fit into the swap space are recomputed.
         fair_tenants: admit by deficit round robin over tenants (`WaitingQueue`).
-        max_mixed_step_s: seconds that prompts may stretch a step with decodes to (`MixedSteps`).
+        max_mixed_step_s: longest step with prompts and decodes, in seconds (`MixedSteps`).
         clock: the current time in seconds.
 
     Attributes:
         waiting: requests that have not begun.
-        begun: those that have.
+        begun: requests that run or are preempted.
         mixed_steps: bounds the time of steps with prompts and decodes.
     """
 

@@ -1,4 +1,4 @@
-"""Waiting queue: requests as they are due (`Scheduler.add`), within priority; or by turns of tenants.
+"""Waiting queue: requests within priority, in the order in which they are due (`Scheduler.add`), or by tenants' turns.
 
 **Deficit round robin** (Shreedhar and Varghese, 1995), charged afterwards, because the length of an output is not known
 in advance. Within each priority the tenants stand in a ring:
@@ -35,8 +35,8 @@ class WaitingQueue:
     """Requests that wait. Iteration, `len`, `lengths` and `expected_order` are for any thread, all else for the
     engine's.
 
-    The request that `peek` has returned stays the head until it is removed, or a lower priority number arrives, or one
-    of its tenant that is due earlier: a large request that waits for room is not overtaken otherwise.
+    The request that `peek` has returned stays the head until it is removed, or until a request with a lower priority
+    number, or one of its tenant that is due earlier, arrives: nothing else overtakes a large request.
 
     Args:
         quantum: tokens of a tenant's turn; `None`: tenants make no difference.
@@ -63,7 +63,7 @@ class WaitingQueue:
         return list(self._tokens.values())
 
     def expected_order(self) -> list[Request]:
-        """The requests in the order in which they begin, as far as is known: with tenants, one of each a turn."""
+        """The requests in the order in which they begin, as far as is known: with tenants, one of each per turn."""
         requests = sorted(self, key=_due_order)
         if not self.is_fair:
             return requests
@@ -117,7 +117,7 @@ class _TenantCredit:
     """A tenant within a priority.
 
     Attributes:
-        requests: its waiting requests, as they are due.
+        requests: its waiting requests, in the order in which they are due.
         credit: tokens left in its turn; below 0, its debt.
     """
 
@@ -139,7 +139,7 @@ class _Level:
         self.num_waiting = 0
 
     def tenant_credit(self, tenant: Tenant) -> _TenantCredit:
-        """The tenant's credit; a new tenant has its turn last."""
+        """The tenant's credit; a new tenant joins the end of the ring."""
         key = tenant if self._by_turns else None
         if key not in self._ring:
             self._ring[key] = _TenantCredit()

@@ -1,4 +1,4 @@
-"""Batch builder: one rank's tensors of each step, from its plan in one copy to the device."""
+"""Batch builder: makes one rank's tensors of each step from its plan, with one copy to the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from folio.app.engine.lora.layers import adapter_batch
 from folio.kernels import VarlenBatch
 from folio.vmem import CacheTensors
 
-# Copied tables have a width of whole units, so that a step needs no kernel of its own.
+# Widths of copied tables are multiples of this, so that few kernels are compiled.
 _WIDTH_UNIT = 16
 _LEAST_WORDS = 1 << 13
 
@@ -32,8 +32,8 @@ class BatchBuilder:
         num_rows: rows of the block tables, which keep their addresses until a plan has more.
 
     Attributes:
-        expected: number of the last plan that was submitted to be built; -1 if one could not be.
-        number: of the last plan that was built; 0 before.
+        expected: number of the last plan that was submitted to be built; -1 after a failure.
+        number: number of the last plan that was built; 0 before.
         tables: of each layer group `[num_rows, width]` int32, on the device.
     """
 
@@ -48,7 +48,7 @@ class BatchBuilder:
         self._layout = TableLayout(self._tensors.groups, self._tensors.max_tokens, num_rows)
         self._entries = torch.zeros(self._layout.size, dtype=torch.int32, device=self._device)
         self.tables = [self._entries[span].view(shape) for span, shape in self._layout.spans()]
-        # Of each group the adjacent rows of the last step, and their tables.
+        # For each group the adjacent rows of the last step, and their tables.
         self._in_place = [(slice(0, num_rows), table) for table in self.tables]
 
     def build(self, plan: StepPlan) -> StepBatch:
@@ -115,8 +115,8 @@ class BatchBuilder:
 
 
 class Staging:
-    """Copies numbers to the device at once, by way of pinned memory. There are two buffers on either side: a step may
-    run while the next one is built."""
+    """Copies arrays to the device in one transfer, through pinned memory. There are two buffers on either side: a step
+    may run while the next one is built."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffers = [_Buffer(device), _Buffer(device)]
@@ -131,8 +131,8 @@ class Staging:
 class _Buffer:
     """One buffer on the host, its copy on the device, and the end of its last transfer.
 
-    Arrays of the last shapes are in the same places, and their tensors are made once, those of changes once for each
-    number of them: a view takes microseconds.
+    While the arrays keep their shapes, the tensors over them are reused (those of changes: one pair for each number of
+    changes), because making a view takes microseconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -150,7 +150,7 @@ class _Buffer:
 
     def copy(self, longs: Sequence[Array], ints: Sequence[Array], changes: tuple[Array, Array]) -> Copied:
         if self._copied is not None:
-            self._copied.synchronize()  # two steps ago
+            self._copied.synchronize()  # the transfer of two steps ago
         shapes = [array.shape for array in (*longs, *ints)]
         if shapes != self._shapes:
             self._num_longs = sum(array.size for array in longs)

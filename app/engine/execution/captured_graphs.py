@@ -1,8 +1,8 @@
-"""Captured graphs of one model: their bound, their share of a device that other models use, too, and their release.
+"""Captured graphs of one model: capture, replay, release, and the memory that they take of a device.
 
-A graph is captured when a step first wants it. What it reads and writes stays where it is: buffers of its kind, and the
-logits, which are the same for all graphs. Memory counts as held from the capture until the release, or until the last
-graph that needs it is gone.
+A graph is captured when a step first needs it. It reads and writes fixed addresses: the buffers of its kind, and the
+logits, which all graphs share. Memory counts as held from the capture until the release, or until the last graph that
+needs it is gone.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from folio.vmem import KVMemory
 
 logger = logging.getLogger(__name__)
 
-# Graphs and the memory of their steps, at most.
+# Most bytes of graphs and their buffers.
 GRAPH_BYTES = 1 << 30
-# A graph that was released is captured again when so many steps have wanted it: capturing takes as long as launching
-# about so many steps kernel by kernel, so that it costs at most twice the better choice.
+# A released graph is captured again after this many steps have wanted it. Capturing takes as long as launching about
+# that many steps kernel by kernel, so that the total is at most twice that of the better choice.
 STEPS_TO_RECAPTURE = 16
 
 # "mixed" or the view of decode steps, and the bucket: a number of tokens.
@@ -45,7 +45,7 @@ class GraphPlan:
         pauses: whether the mapper pauses during a capture. Capturing in one thread while another calls the driver's
             memory management is not documented to be safe, whatever the mode of the capture.
         required: raise an error, rather than launch kernel by kernel, if the model cannot be captured.
-        budget_bytes: of all graphs and their buffers.
+        budget_bytes: most bytes of all graphs and their buffers.
     """
 
     buckets: Sequence[int]
@@ -60,8 +60,8 @@ class GraphKind(Protocol):
     """Graphs of one kind of steps, which share a pool.
 
     Attributes:
-        setting: that asks for them, and its value without the error of those that cannot be captured.
-        steps: for messages.
+        setting: the setting that asks for them, and its value that allows steps that cannot be captured.
+        steps: the name of these steps, for messages.
         new_graph: makes an empty graph.
     """
 
@@ -95,10 +95,10 @@ class CapturedGraphs:
         charges: of a device that other models share, to which graphs and their buffers are charged.
 
     Attributes:
-        captured: by key.
+        captured: graphs by key.
         num_bytes: memory of all graphs, and of failed ones in a pool that others keep.
-        limit_bytes: bound of `held_bytes` now; the plan's is another one.
-        wanted_bytes: what a graph would take that a step has wanted, and for which a shared device had no memory.
+        limit_bytes: current bound of `held_bytes`, beside the plan's.
+        wanted_bytes: bytes of a graph that a step wanted, and for which a shared device had no memory.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CapturedGraphs:
         self._kinds: list[GraphKind] = []
         self._refused: list[GraphKind] = []
         self._logits: torch.Tensor | None = None  # [largest bucket, vocab_size]
-        self._read: dict[GraphKey, tuple[GraphKind, object]] = {}  # by graphs, which do not keep it
+        self._read: dict[GraphKey, tuple[GraphKind, object]] = {}  # what graphs read, kept alive for them
         self._sizes: dict[GraphKey, int] = {}  # of graphs captured before
         self._to_wait: dict[GraphKey, int] = {}  # steps until a released graph is captured again
         self._capture_s = 0.0  # since the last release
@@ -133,7 +133,7 @@ class CapturedGraphs:
         return min(self._budget_bytes, self.limit_bytes)
 
     def wants(self, kind: GraphKind, key: GraphKey) -> bool:
-        """Whether the graph that a step wants is there, captured now if need be.
+        """Whether the graph that a step wants exists; captures it now if need be.
 
         Raises:
             ModelError: the model cannot be captured, and the plan requires it.
@@ -173,7 +173,7 @@ class CapturedGraphs:
             self._capture_s += time.perf_counter() - began
 
     def release(self) -> None:
-        """Give the memory of all graphs back to the device. No step may be under way. Graphs that are wanted later are
+        """Give the memory of all graphs back to the device. No step may be in flight. Graphs that are wanted later are
         captured again."""
         if self.captured:
             logger.info(
@@ -192,7 +192,7 @@ class CapturedGraphs:
 
     @torch.inference_mode()
     def _record(self, kind: GraphKind, key: GraphKey, charged: int) -> bool:
-        """See `capture`; `charged`: for this graph already."""
+        """See `capture`; `charged`: bytes charged for this graph already."""
         held_before, graph = self.held_bytes, kind.new_graph()
         try:
             with self._memory.mapper.paused() if self._plan.pauses else nullcontext():
@@ -200,7 +200,7 @@ class CapturedGraphs:
         except torch.OutOfMemoryError as error:
             self._keep_remains(kind, graph, charged)
             self._budget_bytes = held_before
-            logger.warning("no memory for a %s, nor for other graphs: %s", kind.describe(key), error)
+            logger.warning("no memory for a %s; no more graphs are captured: %s", kind.describe(key), error)
             return False
         except CaptureError as error:
             self._refused.append(kind)
@@ -210,13 +210,13 @@ class CapturedGraphs:
                 raise ModelError(
                     f"{setting} is 'on', but {kind.steps} of this model cannot be captured: {error}; use {otherwise!r}"
                 ) from error
-            logger.warning("%s of this model cannot be captured, each kernel is launched: %s", kind.steps, error)
+            logger.warning("%s of this model cannot be captured; launching each kernel: %s", kind.steps, error)
             return False
         if key not in self._sizes:  # else it has been captured before
             note_compilation(kind.describe(key))
         self._sizes[key] = size = graph.num_bytes + self.held_bytes - held_before
         if not self._take(max(size - charged, 0), wanted=size):
-            if self.captured:  # which may keep its pool, for which there is no memory
+            if self.captured:  # they may keep the graph's pool, for which there is no memory
                 self.release()
             return False
         self._read[key], self.captured[key] = (kind, read), graph
@@ -224,7 +224,7 @@ class CapturedGraphs:
         return True
 
     def _keep_remains(self, kind: GraphKind, graph: Graph, charged: int) -> None:
-        """Count what a failed capture has left in a pool that other graphs keep; without memory for it they go, too."""
+        """Count what a failed capture has left in a pool that other graphs keep; release them if there is no memory."""
         if any(other is kind for other, _ in self._read.values()):
             if self._take(max(graph.num_bytes - charged, 0), wanted=0):
                 self.num_bytes += graph.num_bytes
@@ -245,6 +245,6 @@ class CapturedGraphs:
         if not self.captured:
             self._logits = None
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the pool of graphs that are gone is nobody else's while torch keeps it
+            torch.cuda.empty_cache()  # else torch keeps the pool of graphs that are gone
         if self._charges is not None:
             self._charges.give_back(self._charges.charged_bytes - self.held_bytes)

@@ -6,7 +6,7 @@ A padding row is a sequence of one token whose keys and values go to the anchor 
 region view, which no sequence owns. So a graph is captured with padding rows alone, before there is any sequence.
 
 Graphs stay valid while the memory maps and unmaps, because addresses never move. They read block tables and lengths
-from tensors that stay where they are, and that each step fills.
+from tensors at fixed addresses, which each step fills.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from folio.vmem import CacheTensors, View, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
-# Graphs captured at the start take at most this share of the bound: what the load turns out to need must still fit.
+# Graphs captured at the start take at most this share of the bound: those that the load needs later must still fit.
 _START_SHARE = 0.5
 # (buckets up to this one, their distance)
 _STEPS = ((64, 8), (1 << 20, 16))
@@ -83,8 +83,8 @@ class DecodeGraphs(GraphKind):
         return self._graphs.replay((view, bucket), num_seqs)
 
     def capture_all(self, policy: ViewPolicy) -> None:
-        """Capture the buckets of the view that sequences have first, the largest first: smaller ones take their memory
-        from its pool.
+        """Capture the buckets of the view that sequences have first, the largest first: smaller ones reuse the memory
+        of its pool.
 
         Raises:
             ModelError: the model cannot be captured, and the plan requires it.
@@ -141,7 +141,7 @@ class DecodeGraphs(GraphKind):
 
 
 class DecodeInputs:
-    """A decode batch in one view, in tensors that stay where they are.
+    """A decode batch in one view, in tensors at fixed addresses.
 
     Args:
         num_seqs: the largest bucket.
@@ -204,7 +204,7 @@ class DecodeInputs:
 
 
 class _GroupInputs:
-    """Places of a layer group's cache. Block 0, slot 0 and place 0 are the anchor's."""
+    """Lengths, cache slots and table of a layer group. Block 0, slot 0 and place 0 are the anchor page's."""
 
     def __init__(self, num_seqs: int, width: int, most_tokens: int, device: torch.device) -> None:
         self._most_tokens = most_tokens

@@ -13,7 +13,7 @@ import torch
 
 from folio.kernels import AttentionProvider
 
-# The driver's own part of a graph is counted up to this: beyond it, other threads or processes have taken memory.
+# Memory that the driver takes for a graph is counted up to this; more has been taken by other threads or processes.
 _MOST_OUTSIDE_BYTES = 32 << 20
 
 
@@ -44,11 +44,11 @@ class Graph(Protocol):
 
     def launch_between(self, call: Callable[[], object]) -> None:
         """Within `capture`: end a piece of the graph here, and begin the next one. Replays call `call` in between,
-        captures do not. What it reads and writes must stay where it is."""
+        captures do not. The tensors that it reads and writes must keep their addresses."""
         ...
 
     def replay(self) -> None:
-        """Launch all of it."""
+        """Launch the whole graph."""
         ...
 
 
@@ -100,7 +100,7 @@ class CudaGraph:
             raise CaptureError(f"{type(error).__name__}: {error}") from error
 
     def launch_between(self, call: Callable[[], object]) -> None:
-        if self._pieces:  # else the work only runs
+        if self._pieces:  # else the work runs without being captured
             self._pieces[-1].capture_end()
             self._calls.append(call)
             self._begin_piece()
@@ -126,7 +126,7 @@ class GraphPool:
 
 
 def cuda_graphs(device: torch.device) -> Callable[[], Graph]:
-    """A function that makes graphs of a device, which share a pool with those that are left of the graphs before."""
+    """A function that makes graphs of a device. They share a pool with the earlier graphs that still exist."""
     stream = torch.cuda.Stream(device)
     pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()  # at most one
 

@@ -4,7 +4,7 @@
 
 Everything but attention treats tokens one by one, so that a step of any sequences is padded to a bucket of tokens.
 Attention is launched for the real tokens only, as without graphs: padding tokens have no keys, and write nothing. What
-it reads and writes is copied to tensors that stay where they are, the same ones for all layers and buckets.
+it reads and writes is copied to tensors at fixed addresses, which all layers and buckets share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from folio.kernels import Masking
 
 logger = logging.getLogger(__name__)
 
-# Beyond them the device takes longer than the host.
+# With more tokens the device takes longer than the host's launches, which graphs would save.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 384, 512, 640)
 
 
@@ -129,12 +129,12 @@ class MixedGraphs(GraphKind):
 
 
 class _Between(AttentionHandler):
-    """Splits a graph at each attention call, whose tensors it keeps in places of their own.
+    """Splits a graph at each attention call, and copies the call's tensors to fixed places.
 
     Attributes:
-        graph: that is captured.
-        num_tokens: of the step that is replayed.
-        num_bytes: of the places.
+        graph: the graph that is being captured.
+        num_tokens: tokens of the step that is replayed.
+        num_bytes: bytes of the places.
     """
 
     def __init__(self, attention: CachedAttention) -> None:
@@ -145,7 +145,7 @@ class _Between(AttentionHandler):
         self.num_tokens = self.num_bytes = 0
 
     def end(self) -> None:
-        """End the forward, of whose own tensors none may be kept."""
+        """End the forward, whose own tensors must not be kept."""
         self.graph = None
         self._angles.clear()
 
@@ -177,7 +177,7 @@ class _Between(AttentionHandler):
     def _launch(
         self, attend: Callable[[int], torch.Tensor], shape: tuple[int, ...], like: torch.Tensor
     ) -> torch.Tensor:
-        """Where the result `shape` of attention over the first tokens will be."""
+        """The tensor `shape` to which replays write the attention of the first tokens."""
         assert self.graph is not None
         out = self._place("out", shape, like)
         self.graph.launch_between(lambda: out[: self.num_tokens].copy_(attend(self.num_tokens)))

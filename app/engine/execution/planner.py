@@ -1,4 +1,4 @@
-"""Step planner: scheduled tokens as arrays. What a step has in common with the one before is not computed again."""
+"""Step planner: turns scheduled tokens into arrays. What a step has in common with the one before is reused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepPlanner:
     """Plans the steps over one memory, on rank 0.
 
     Args:
-        builder: this rank's. If it does not get a plan, because of a failure, the next one has all tables.
+        builder: this rank's. If it does not get a plan, because of a failure, the next plan has all tables.
         num_rows: sequences that run at once; more make ranks allocate their tables anew.
     """
 
@@ -181,7 +181,7 @@ class StepPlanner:
 
 
 def _cu_seqlens(starts: Array, runs: Sequence[tuple[bool, int, int, bool]]) -> Array:
-    """Of each run the starts of its sequences and their end, int32, from those of all sequences."""
+    """For each run the starts of its sequences and their end, int32, from those of all sequences."""
     parts = [starts[begin : end + 1] - starts[begin] for _, begin, end, _ in runs]
     return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 

@@ -13,7 +13,7 @@ _NO_ENTRIES: Array = np.zeros(0, dtype=np.int64)
 
 
 class SequenceRows:
-    """Block tables and regions of the sequences that run, brought up to date by what the memory reports as changed.
+    """Block tables and regions of the sequences that run, updated with the changes that the memory reports.
 
     A sequence has a row from its first step until it is freed or swapped out. The rows in use are the first ones: when
     one in the middle becomes free, the last one moves there.
@@ -24,7 +24,7 @@ class SequenceRows:
     Attributes:
         layout: of the tables.
         tables: of each group `[num_rows, width]` int32, views of one array: blocks of sequences in the block table
-            view, and of states. After the last block there are zeros; before the window there is anything.
+            view, and of states. After the last block there are zeros; before the window the entries are undefined.
         regions: `[num_groups, num_rows]` int64, slots of the regions, -1 without one.
         version: changes whenever the sequences do, or the row or region of one.
     """
@@ -82,7 +82,7 @@ class SequenceRows:
         return entries, self._entries[entries]
 
     def tell_again(self) -> None:
-        """Have `tell` return the tables of all sequences: ranks have lost theirs."""
+        """Make the next `tell` return the tables of all sequences, because ranks have lost theirs."""
         self._untold = []
         for sequence, row in self._rows.items():
             for g, table in enumerate(sequence.groups):

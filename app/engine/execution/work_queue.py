@@ -1,7 +1,7 @@
-"""Work queue: a device does what the host submits, in order, while the host goes on.
+"""Work queue: runs the work that the host submits, in order, while the host goes on.
 
-A CUDA device has such a queue itself: calls return before their work is done. Calls on a CPU return when it is done;
-`ThreadQueue` lets another thread make them.
+A CUDA device has such a queue itself: calls return before their work is done. Calls on a CPU return when their work is
+done; `ThreadQueue` lets another thread make them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class WorkQueue(ABC):
-    """Calls of work in the order of submission."""
+    """Calls submitted functions, in the order of submission."""
 
     @abstractmethod
     def submit(self, work: Callable[[], T]) -> Callable[[], T]:
@@ -33,7 +33,7 @@ class WorkQueue(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Do what is submitted, and end."""
+        """Finish the submitted work, and end."""
 
 
 class InlineQueue(WorkQueue):
@@ -54,7 +54,7 @@ class ThreadQueue(WorkQueue):
     """Calls the work in a thread of its own. Its `fence`, `completed` and `wait` are those of a memory backend.
 
     Args:
-        num_threads: of torch, in that thread.
+        num_threads: torch's threads in that thread.
     """
 
     def __init__(self, num_threads: int) -> None:

@@ -1,4 +1,4 @@
-"""Decoder: a step's chosen tokens to sequences and deltas; verification of drafts, forks and beams."""
+"""Decoder: turns a step's chosen tokens into deltas; verifies drafts, forks sequences, advances beams."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Decoder:
     """Apply chosen tokens to sequences.
 
     Args:
-        scheduler: loses sequences that end.
-        requests: of the engine, by their ids; those that end are removed.
+        scheduler: sequences that end are removed from it.
+        requests: the engine's requests by id; those that end are removed.
         speculation: gets the results of verification.
 
     Attributes:
@@ -78,13 +78,13 @@ class Decoder:
         return deltas
 
     def _add(self, sequence: Sequence, made: Iterator[Delta], deltas: list[Delta]) -> None:
-        """Add the deltas made for a request; if that fails, also its error. None for one that has ended."""
+        """Add the deltas of a request; after a failure, also its error. Add nothing if the sequence has ended."""
         if sequence.is_ended:
             return
         try:
             for delta in made:
                 deltas.append(delta)  # deltas from before a failure remain
-        except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
+        except BaseException as error:  # noqa: BLE001 - raised again unless the request caused it
             deltas.append(self.fail(sequence.request, failure_of(sequence.request_id, error)))
 
     def end_sequence(self, sequence: Sequence) -> None:
@@ -99,11 +99,11 @@ class Decoder:
     # ---- samples ----
 
     def _append_plain(self, plain: list[tuple[Sequence, int]], sampled: Sampled, deltas: list[Delta]) -> None:
-        """Do as `_append`, for one token each, in less time."""
+        """Do what `_append` does, faster, for sequences that get one token each."""
         eos = self._vocabulary.eos_token_ids
         token_ids, sound, logprobs = sampled.token_ids, sampled.sound, sampled.logprobs
         for sequence, row in plain:
-            if sequence.is_ended:  # cancelled, or another of its outputs has failed
+            if sequence.is_ended:  # cancelled, or another output of its request has failed
                 continue
             request = sequence.request
             if not sound[row] or request.selection is not None or sequence.prompt_logprobs:
@@ -116,7 +116,7 @@ class Decoder:
                     deltas.append(delta)
                 else:
                     deltas += self._ended(sequence, delta)
-            except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
+            except BaseException as error:  # noqa: BLE001 - raised again unless the request caused it
                 deltas.append(self.fail(request, failure_of(sequence.request_id, error)))
 
     def _append(self, rows: SampledRows, sampled: Sampled) -> Iterator[Delta]:
@@ -156,7 +156,7 @@ class Decoder:
         return self.fail(request, RequestError(CONTRADICTION) if blocked else EngineError(NOT_FINITE))
 
     def _count_accepted(self, rows: SampledRows, tokens: list[int]) -> int:
-        """Count the draft tokens that are the sampled ones."""
+        """Count the draft tokens before the first that differs from the sampled one."""
         num_accepted = 0
         while num_accepted < len(rows.drafts) and rows.drafts[num_accepted] == tokens[num_accepted]:
             num_accepted += 1
@@ -187,7 +187,7 @@ class Decoder:
             self._memory.truncate(sequence.memory, computed)
 
     def _fork_all(self, sequence: Sequence, states: abc.Sequence[SamplingState]) -> list[Sequence]:
-        """Fork the sequences that share the request's prompt, which is computed."""
+        """Fork the request's other sequences from the one that has computed the prompt."""
         forks = [self.fork_sequence(sequence, state, index=1 + i) for i, state in enumerate(states)]
         sequence.num_forks = 0
         return forks
@@ -195,7 +195,7 @@ class Decoder:
     def fork_running(
         self, parent: Sequence, request: Request, states: abc.Sequence[SamplingState], most_tokens: int
     ) -> None:
-        """Give a request sequences that continue `parent`, up to `most_tokens` tokens with the prompt."""
+        """Give a request sequences that continue `parent`, of up to `most_tokens` tokens, prompt included."""
         try:
             for index, state in enumerate(states):
                 child = self.fork_sequence(parent, state, index=index, request=request)

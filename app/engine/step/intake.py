@@ -122,7 +122,7 @@ class RequestValidator:
             return ""
         pages = self._memory.pages
         return (
-            f" It is {self._memory.max_tokens} where there is memory: weights, a step's workspace, pinned prefixes, "
+            f" The limit is {self._memory.max_tokens} with enough memory: weights, step workspace, pinned prefixes, "
             f"and models with keep: always leave {(pages.attainable - pages.num_pinned) * pages.page_bytes} bytes of "
             "KV memory; send less, or raise device_memory_bytes."
         )

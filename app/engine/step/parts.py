@@ -40,7 +40,7 @@ Admit = Callable[[KVMemory, DevicePlan | None], None]
 
 
 class EngineParts:
-    """What an `Engine` is made of; see there for arguments, attributes and errors.
+    """The parts of an `Engine`, which describes arguments, attributes and errors.
 
     Args:
         undo: closes the parts, in reverse.
@@ -72,7 +72,7 @@ class EngineParts:
         self.model = executor.model
         self.start_times.lap("model_s")
         self.speculation = Speculation.load(self.config, self.model, executor.layers, weights)
-        models, self._share = [self.model], 1.0  # of the budget
+        models, self._share = [self.model], 1.0  # the model's share of the KV budget
         if self.speculation is not None:
             undo.callback(self.speculation.close)
             models += self.speculation.models
@@ -121,7 +121,7 @@ class EngineParts:
         self.footprint = Footprint(self.memory, draft, self._share, self._arenas, graphs, own_bytes)
 
     def _make_schedule(self, loaded: Collection[AdapterSource], pages: DevicePages | None, undo: ExitStack) -> None:
-        """Make the scheduler, the adapters that requests wait for, and what tells of both."""
+        """Make the scheduler, the adapters that requests wait for, load reports and live views."""
         config = self.config
         self.scheduler = Scheduler(
             self.memory,
@@ -156,7 +156,7 @@ class EngineParts:
         self.watch = EngineWatch(self.memory, self.scheduler)
 
     def _make_output(self, *, waits: bool) -> None:
-        """Make what turns requests into steps, and steps into tokens and deltas."""
+        """Make the parts that turn requests into steps, and steps into tokens and deltas."""
         config = self.config
         self.requests: dict[str, Request] = {}
         self.vocabulary = Vocabulary(self.model)

@@ -1,4 +1,4 @@
-"""Pooler: a step's hidden states to embeddings and scores."""
+"""Pooler: turns a step's hidden states into embeddings and scores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pooler:
         self._decoder = decoder
 
     def select(self, scheduled: abc.Sequence[Scheduled]) -> list[PooledRows]:
-        """The rows to pool of a step, whose tokens are packed in this order."""
+        """The rows of a step that are pooled; its tokens are packed in this order."""
         selected = []
         first = 0
         for s in scheduled:
@@ -71,7 +71,7 @@ class Pooler:
                 continue
             try:
                 deltas.append(self._end(sequence, sequence.pooled))
-            except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
+            except BaseException as error:  # noqa: BLE001 - raised again unless the request caused it
                 failure = failure_of(sequence.request_id, error)
                 deltas.append(self._decoder.fail(sequence.request, failure))
         return deltas
@@ -94,5 +94,5 @@ class Pooler:
 
 
 def to_bytes(vector: Array) -> bytes:
-    """Little-endian float32, as in OpenAI's base64."""
+    """The vector as little-endian float32, as in OpenAI's base64."""
     return vector.astype("<f4").tobytes()

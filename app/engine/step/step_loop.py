@@ -64,7 +64,7 @@ class _Step:
     selection: Callable[[], TokenSelection] | None = None
 
     def sampled(self) -> torch.Tensor:
-        """The sampled tokens `[rows]` int64, on the device. Within the queue of the device's work."""
+        """The sampled tokens `[rows]` int64, on the device. Called within the queue of the device's work."""
         assert self.selection is not None
         selection = self.selection()
         if selection.pending is not None:
@@ -78,12 +78,12 @@ class StepLoop:
     """Compute one step after the other.
 
     Args:
-        _requests: of the engine, by their ids.
+        _requests: the engine's requests by id.
         _num_tokens: most tokens of a step.
-        _waits: on a shared device requests wait for memory as long as they must, and the caller for other engines.
+        _waits: the device is shared. Requests wait for memory without a limit, and `step` returns instead of waiting.
 
     Attributes:
-        starved: there was no memory for any request, with `_waits`.
+        starved: with `_waits`: whether the last step found no memory for any request.
         step_s: seconds of the step whose tokens the latest call returned; `None` if there was none.
     """
 
@@ -104,9 +104,9 @@ class StepLoop:
     starved: bool = False
     step_s: float | None = None
     _launched: _Step | None = None  # its tokens are not applied
-    _applied: list[Delta] = field(default_factory=list)  # of a step that a caller could not wait for
+    _applied: list[Delta] = field(default_factory=list)  # deltas of the steps that `settle` applied
     _applied_at: float = 0.0
-    _prefilling: list[tuple[Sequence, float]] = field(default_factory=list)  # without their first token, and starts
+    _prefilling: list[tuple[Sequence, float]] = field(default_factory=list)  # no first token yet; with their starts
     _stalled_since: float | None = None
 
     @property
@@ -124,7 +124,7 @@ class StepLoop:
         self.starved = False
         if self._launched is not None:
             if self._speculation is not None and self._scheduler.decoding():
-                self.settle()  # draft tokens follow known ones
+                self.settle()  # draft tokens are proposed from known ones
             elif all(s.sequence.is_ended for s in self._launched.scheduled):
                 self._launched = None
         deltas = self.take_applied()
@@ -155,8 +155,8 @@ class StepLoop:
         return deltas
 
     def take_applied(self) -> list[Delta]:
-        """The deltas of steps that were settled, for the next call of `Engine.step` to return first: they come before
-        any error of their requests."""
+        """The deltas of settled steps. The next call of `Engine.step` returns them first, before any error of their
+        requests."""
         deltas, self._applied = self._applied, []
         return deltas
 
@@ -184,7 +184,7 @@ class StepLoop:
         """
         before = self._launched
         drafts = self._propose()
-        start = time.perf_counter()  # after the proposals: step times are to say what verification costs
+        start = time.perf_counter()  # after the proposals: step times measure the cost of verification alone
         scheduled = self._scheduler.schedule(drafts, ahead=before is not None)
         if unschedulable := self._scheduler.take_unschedulable():
             raise _Unschedulable([request for request in unschedulable if request.sequences])
@@ -250,7 +250,7 @@ class StepLoop:
         return deltas
 
     def _fail_requests(self, reason: TokensAwaited | SequenceFailure | _Unschedulable) -> list[Delta]:
-        """End the requests because of which no step was launched; the others go on."""
+        """Fail the requests that kept the step from being launched; the others go on."""
         match reason:
             case SequenceFailure(sequence=sequence):
                 return [self._decoder.fail(sequence.request, failure_of(sequence.request_id, reason))]
@@ -259,7 +259,7 @@ class StepLoop:
         return []
 
     def _discard(self, *steps: _Step | None) -> None:
-        """Undo launched steps of which one has failed."""
+        """Undo launched steps after one of them has failed."""
         launched = [step for step in steps if step is not None]
         if any(step.committed is None for step in launched):
             self._scheduler.abort_step()
@@ -317,7 +317,7 @@ class StepLoop:
             self._memory.pin(sequence.pin_name, sequence.memory, sequence.num_computed)
         except PinError as error:
             return self._decoder.fail(sequence.request, RequestError(str(error), "name"))
-        except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
+        except BaseException as error:  # noqa: BLE001 - raised again unless the request caused it
             return self._decoder.fail(sequence.request, failure_of(sequence.request_id, error))
         self._decoder.end_sequence(sequence)
         return Delta(sequence.request_id, (), "", "stop", num_cached_tokens=sequence.num_cached_tokens or 0)

@@ -1,7 +1,7 @@
 """Step thread: one thread computes the steps of one or several engines on a device, and gives them turns.
 
 The order is deficit round robin (Shreedhar and Varghese, 1995) in seconds: in each round an engine may compute for its
-share of a quantum, and what a long step takes beyond it is missing in the next rounds.
+share of a quantum, and the excess of a long step is deducted from its next rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from folio.app.errors import UnavailableError
 
-# Seconds of an engine of share 1 in a round: about a step, so that the steps of several engines alternate.
+# Quantum: seconds per round of an engine with share 1. About one step, so that the steps of several engines alternate.
 _QUANTUM_S = 0.02
 _ENDED = "the engine has stopped; send the request again"
 
@@ -26,7 +26,7 @@ class Sharer(Protocol):
     """A member of a round.
 
     Attributes:
-        share: of the time, relative to other members; above 0.
+        share: its part of the time, relative to other members; above 0.
     """
 
     share: float
@@ -62,14 +62,14 @@ class StepThread:
     Attributes:
         progress_at: when the thread last looked for work or ended a step, by `time.monotonic`; during a call that may
             take long, the end of that time.
-        device_lost: no member's step will succeed any more; set by whoever finds out.
+        device_lost: whether the device has failed and no member's step will succeed any more; set by members.
     """
 
     def __init__(self, control: Callable[[], float | None] | None = None) -> None:
         self._control = control
         self._members: list[Member] = []
         self._calls: list[tuple[Callable[[], Any], Future[Any], float]] = []
-        self._guard = threading.Lock()  # of the lists, which other threads extend
+        self._guard = threading.Lock()  # protects the lists, which other threads extend
         self._event = threading.Event()
         self._closing = self._ended = False
         self._turns = DeficitRoundRobin[Member]()
@@ -86,7 +86,7 @@ class StepThread:
         """Call a function in the thread, between two steps. The future fails once the thread has ended.
 
         Args:
-            most_s: for so long it makes progress, as far as others can tell.
+            most_s: the thread counts as making progress for this long, whether or not the call has returned.
         """
         outcome: Future[T] = Future()
         with self._guard:
@@ -98,7 +98,7 @@ class StepThread:
         return outcome
 
     def add(self, member: Member) -> None:
-        """Give a member turns until it stops."""
+        """Add a member; the thread computes its steps until it stops."""
         with self._guard:
             self._members.append(member)
         self.wake()
@@ -116,7 +116,7 @@ class StepThread:
     def _run(self) -> None:
         try:
             self._run_until_closed()
-        finally:  # nobody waits for a call that is never made
+        finally:  # a caller must not wait for a call that is never made
             with self._guard:
                 self._ended, calls, self._calls = True, self._calls, []
             for _, outcome, _ in calls:
@@ -166,16 +166,16 @@ class StepThread:
 
 
 class DeficitRoundRobin(Generic[S]):
-    """Whose turn of device time it is. A member that has nothing to compute loses its deficit, as in the original."""
+    """Deficit round robin over device time. A member with nothing to compute loses its deficit, as in the original."""
 
     def __init__(self) -> None:
         self._deficits: dict[S, float] = {}  # in the order of the round
         self._current: S | None = None
 
     def next(self, ready: Sequence[S]) -> S:
-        """The member whose turn it is, of at least one that is ready."""
+        """The member that computes next, of at least one that is ready."""
         if len(ready) == 1:
-            self._deficits.clear()  # its time alone is no other one's
+            self._deficits.clear()  # while it is alone, its time costs no other member
             self._current = ready[0]
             return ready[0]
         waiting = set(ready)
@@ -190,7 +190,7 @@ class DeficitRoundRobin(Generic[S]):
         if current in self._deficits:
             at = order.index(current) + 1
             order = order[at:] + order[:at]
-        # Whole rounds in which nobody could begin, at once.
+        # Skip whole rounds in which no member could begin.
         rounds = min(max(math.ceil(-self._deficits[m] / (_QUANTUM_S * m.share)), 0) for m in order)
         if rounds > 1:
             for member in order:
@@ -203,7 +203,7 @@ class DeficitRoundRobin(Generic[S]):
                     return member
 
     def charge(self, member: S, seconds: float) -> None:
-        """Note that a member has computed for so long."""
+        """Deduct the seconds for which a member has computed."""
         if member in self._deficits:
             self._deficits[member] -= seconds
 

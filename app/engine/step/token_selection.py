@@ -1,4 +1,4 @@
-"""The choice of a step's tokens: the rows of its logits, and the tokens sampled from them."""
+"""Token selection: the rows of a step's logits, and the tokens sampled from them."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class TokenSelection:
     Attributes:
         plain: sequences with one row to sample and no structure, and their row among those to sample.
         rows: the other sequences that sample.
-        where, states, positions: of each row to sample: its row of the logits, its state, the drafts before it.
-        beam_rows: of each beam search, its beams and their rows of the logits.
+        where, states, positions: for each row to sample: its row of the logits, its state, number of drafts before.
+        beam_rows: for each beam search, its beams and their rows of the logits.
         prompt_rows: rows of the logits for prompt log probabilities.
-        pending, sampled: the sampled tokens, on the device or, if they had to be sampled request by request, here.
+        pending, sampled: the sampled tokens, on the device or, if requests had to be sampled one by one, on the host.
         failed: sequences for which choosing has failed.
     """
 
@@ -70,7 +70,7 @@ class TokenSelection:
     failed: dict[Sequence, FolioError] = field(default_factory=dict)
 
     def fail(self, sequence: Sequence, error: BaseException) -> None:
-        """Note a failure for a sequence; the first one of a request counts. Raises it if it is no request's."""
+        """Record a sequence's failure; only the first of a request counts. Raises the error if no request caused it."""
         if all(other.request_id != sequence.request_id for other in self.failed):
             self.failed[sequence] = failure_of(sequence.request_id, error)
 
@@ -111,15 +111,15 @@ class TokenChooser:
                     states += own
                     positions += ahead
                     where += [end - 1 - ahead[-1] + position for position in ahead]
-            except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
+            except BaseException as error:  # noqa: BLE001 - raised again unless the request caused it
                 selection.fail(sequence, error)
         for request, rows in beams.items():
             selection.beam_rows.append((request, {sequence: rows[sequence] for sequence in request.sequences}))
         return selection
 
     def choose(self, selection: TokenSelection, logits: torch.Tensor) -> None:
-        """Choose tokens from `logits [sum(num_logits), vocab_size]`. Raises an error of a call for all rows that fails
-        for each row alone, too."""
+        """Choose tokens from `logits [sum(num_logits), vocab_size]`. Raises an error of sampling that occurs for all
+        rows together and for each request alone."""
         for s, part in selection.prompt_rows:
             try:
                 selection.prompts.append((s.sequence, _prompt_logprobs(s, logits[part])))
@@ -152,7 +152,7 @@ class TokenChooser:
         parts += [(rows.sequence, slice(rows.start, rows.start + len(rows.states))) for rows in selection.rows]
         sampled, errors = sample_apart(logits, states, positions, [part for _, part in parts])
         if len(errors) == len(parts) > 1 and not any(isinstance(error, RequestError) for error in errors.values()):
-            raise cause  # no request's failure
+            raise cause  # not caused by a single request
         for i, error in errors.items():
             selection.fail(parts[i][0], error)
         return sampled
@@ -165,7 +165,7 @@ def _beam_candidates(request: Request, rows: dict[Sequence, int], logits: torch.
 
 
 def _rows_to_sample(s: Scheduled) -> tuple[tuple[SamplingState, ...], abc.Sequence[int]]:
-    """The states of a sequence's rows, and the drafts before each: one row per fork, or per draft and one more."""
+    """The states of a sequence's rows, with the drafts before each: one row per fork, or per draft and one more."""
     state = s.sequence.sampling
     if num_forks := s.sequence.num_forks:
         return (state, *(state.fork(index=1 + i) for i in range(num_forks))), [0] * (1 + num_forks)

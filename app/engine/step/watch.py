@@ -1,4 +1,4 @@
-"""Watch: what a live view shows of an engine beyond its reports: steps, blocks, and the requests that hold them."""
+"""Watch: records for live views of an engine: steps, blocks, and the requests that hold them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from folio.app.engine.schedule.scheduler import Scheduler
     from folio.vmem import KVMemory, SequenceMemory
 
-# Steps are recorded for this long after the last look, and no more than this many of them.
+# Steps are recorded until this long after the last look, and at most this many are kept.
 _WATCHED_S, _MOST_STEPS = 10.0, 4096
 # Sequences, and parked regions of each layer group, in a detailed view.
 _MOST_SEQUENCES = _MOST_PARKED = 24
@@ -75,7 +75,7 @@ class EngineWatch:
 
     @property
     def is_on(self) -> bool:
-        """Whether somebody watches: steps are to be noted."""
+        """Whether a live view is open, so that steps are recorded."""
         return self._until > 0
 
     def note_begun(self, queue_s: float) -> None:
@@ -100,7 +100,7 @@ class EngineWatch:
         return [step for step in self._steps.copy() if step.number > since]
 
     def look(self, *, detailed: bool = False, wanted: Collection[str] = ()) -> EngineView:
-        """The engine now. From any thread; waits for the memory's lock for 20 ms at most.
+        """A view of the engine now. From any thread; waits for the memory's lock for 20 ms at most.
 
         Args:
             detailed: with sequences and parked regions.

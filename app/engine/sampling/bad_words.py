@@ -1,7 +1,7 @@
 """Bad words: strings that the text of an output never contains, however it is cut into tokens.
 
-A token is forbidden if it has a word in it, or if it begins with the rest of a word whose begin ends the output so far.
-An Aho-Corasick automaton over the words' bytes knows these begins; its state is a number for each output.
+A token is forbidden if it contains a bad word, or if it completes one whose beginning is at the end of the output so
+far. An Aho-Corasick automaton over the words' bytes tracks these beginnings; its state is one number per output.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 
 from folio.app.errors import RequestError
 
-# In no word: UTF-8 does not have it.
+# No word contains this byte: it does not occur in UTF-8.
 _SEPARATOR = b"\xff"
 _NONE = np.empty(0, np.int64)
 
 
 class TokenSearch:
-    """The bytes of all tokens, to be searched: 60 ms for 150,000 tokens, once for a model.
+    """Index of all tokens' bytes, built once per model: 60 ms for 150,000 tokens.
 
     Args:
         texts: by token id; empty for tokens that outputs do not show.
@@ -34,7 +34,7 @@ class TokenSearch:
         self._sorted = [texts[token_id] for token_id in self._order]
 
     def containing(self, word: bytes) -> list[int]:
-        """Tokens that have the word in them."""
+        """Tokens that contain the word."""
         found, at = [], self._joined.find(word)
         while at >= 0:
             token_id = int(np.searchsorted(self._ends, at, "right"))
@@ -51,13 +51,13 @@ class TokenSearch:
 class BadWords:
     """An immutable set of words, none of them empty.
 
-    States are nodes of a trie of the words: the longest begin of a word with which the output ends; 0: none.
+    A state is a node of the words' trie: the longest beginning of a word that is at the end of the output; 0: none.
     """
 
     def __init__(self, words: Iterable[bytes], tokens: TokenSearch) -> None:
         self._tokens = tokens
         self._next: list[dict[int, int]] = [{}]
-        self._rests: list[list[bytes]] = [[]]  # of the words that begin so
+        self._rests: list[list[bytes]] = [[]]  # what completes the words that begin so
         distinct = {*words}
         assert b"" not in distinct
         for word in distinct:
@@ -76,7 +76,7 @@ class BadWords:
         self._masks: dict[int, np.ndarray] = {}
 
     def _links(self) -> list[int]:
-        """For each state that of the longest begin of a word with which its own begin ends."""
+        """Failure links: for each state the one of the longest beginning of a word that is its proper suffix."""
         links, queue = [0] * len(self._next), deque(self._next[0].values())
         while queue:
             state = queue.popleft()
@@ -94,7 +94,7 @@ class BadWords:
         return any(self._rests)
 
     def mask(self, vocab_size: int) -> np.ndarray:
-        """Bits of the tokens that have no word in them: `[ceil(vocab_size / 32)]` int32."""
+        """Bits of the tokens that contain no word: `[ceil(vocab_size / 32)]` int32."""
         if (mask := self._masks.get(vocab_size)) is None:
             bits = np.ones(-(-vocab_size // 32) * 32, np.uint8)
             bits[self._anywhere[self._anywhere < vocab_size]] = 0
@@ -102,7 +102,7 @@ class BadWords:
         return mask
 
     def advance(self, state: int, token_id: int) -> int:
-        """The state behind a further token."""
+        """The state after a further token."""
         texts = self._tokens.texts
         for byte in texts[token_id] if token_id < len(texts) else b"":
             while state and byte not in self._next[state]:

@@ -24,17 +24,17 @@ from folio.kernels.cpu.sampling import SETTING_NAMES, CpuChoice
 
 logger = logging.getLogger(__name__)
 
-# Rows end at a multiple of it.
+# Copied rows are padded to a multiple of this.
 BLOCK_TOKENS = 64
 # Tokens sorted for top_p at first: few tokens nearly always have top_p of the mass.
 _CANDIDATES = 256
-# Of probability 1.
+# Mass of probability 1.
 _MASS = 2.0**44
 
 
 def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The maximum of each row of `logits [rows, vocab_size]`, of any floating type, and the lowest token id that has
-    it. Of a row with a NaN, both are the first NaN's."""
+    it. In a row with a NaN, both are those of the first NaN."""
     if (compiled := compiled_kernels()) is not None:
         return compiled.row_max(logits)
     highest, token_ids = logits.max(dim=-1)
@@ -49,7 +49,7 @@ def choose(
     Args:
         logits: in float32, bfloat16 or float16; not changed.
         settings: `SETTINGS` of the rows, `[n]`; all of them or none are greedy, all or none are truncated.
-        counts: of each row that is penalised.
+        counts: of each row its token counts; `None`: it is not penalised.
     """
     if (compiled := compiled_kernels()) is not None:
         columns = (torch.from_numpy(np.ascontiguousarray(settings[name])) for name in SETTING_NAMES)
@@ -93,7 +93,7 @@ def compiled_kernels() -> CompiledKernels | None:
     try:
         return CompiledKernels(CpuRowMax(), CpuChoice())
     except KernelError as error:
-        logger.warning("sampling on CPUs takes several times longer: %s", error)
+        logger.warning("sampling on CPUs is not compiled, and takes several times longer: %s", error)
         return None
 
 
@@ -191,9 +191,9 @@ def _candidates(logits: torch.Tensor, least: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _draw_by_mass(logits: torch.Tensor, keys: torch.Tensor, masses: torch.Tensor, limit: np.ndarray) -> np.ndarray:
-    """Tokens with the highest sums, of those that less mass than `limit` precedes.
+    """Tokens with the highest sums, among those that are preceded by less mass than `limit`.
 
-    A token that is drawn from all tokens is probably kept. If it is not, then those that it precedes are not, either.
+    A token that is drawn from all tokens is probably among these. If not, the tokens after it are not, either.
     """
     tokens = np.zeros(len(logits), np.int64)
     left = torch.arange(len(logits))

@@ -25,7 +25,7 @@ class Edits(NamedTuple, Generic[_Array]):
 
     Attributes:
         masked: rows with a mask, `[m]`.
-        masks: their allowed tokens, `[m, ceil(vocab_size / 32)]` int32, 32 tokens a number.
+        masks: their allowed tokens, `[m, ceil(vocab_size / 32)]` int32, 32 tokens per number.
         forbidden: places, with duplicates.
         biased, bias: places, and the addends.
     """

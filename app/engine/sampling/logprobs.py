@@ -33,8 +33,8 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int
 
 
 def launch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """For each row of `logits [n, vocab_size]` the numbers of which `read_logprobs` makes log probabilities, `[n, 2 + 2
-    * most]` int32: the bits of the log probability of `tokens [n]`, its rank, and the likeliest tokens with theirs.
+    """For each row of `logits [n, vocab_size]` the numbers that `read_logprobs` turns into log probabilities, `[n, 2 +
+    2 * most]` int32: the bits of the log probability of `tokens [n]`, its rank, and the likeliest tokens with theirs.
     """
     most = min(most, logits.shape[-1])
     return torch.cat(

@@ -45,9 +45,9 @@ class ReasoningBudget:
     """A bound on the reasoning with which an output begins.
 
     Attributes:
-        max_tokens: after which `end` is forced.
+        max_tokens: tokens of reasoning after which `end` is forced.
         begin: text before the reasoning; empty: the prompt has begun it.
-        end: text behind the reasoning.
+        end: text after the reasoning.
     """
 
     max_tokens: int
@@ -62,13 +62,12 @@ class Structure:
     Attributes:
         kind: "json": `spec` is a JSON schema as text, "{}" for any object; "regex": a regular expression for the
             complete output; "choice": a JSON array of strings, one of which is the output; "grammar": a grammar, in
-            Lark's syntax or in GBNF; "calls": one in Lark's syntax, made of the request's tools; "tags": free text in
-            which a trigger begins one of the structures, as the JSON
-            `{"triggers": [text, …], "structures": [{"begin", "schema", "end"}, …]}`; "any": any output, for its
-            `budget`.
+            Lark's syntax or in GBNF; "calls": a grammar in Lark's syntax, made from the request's tools; "tags": free
+            text in which a trigger begins one of the structures, as the JSON `{"triggers": [text, …], "structures":
+            [{"begin", "schema", "end"}, …]}`; "any": any output, for its `budget`.
         frame: Lark grammar of the output, in which `@answer` is the structure that kind and spec describe.
-        budget: of the reasoning, whose end must be part of `frame` or of the grammar.
-        begun: text at the end of the prompt with which the structure begins; if it cannot, the output begins it.
+        budget: bound on the reasoning; its end must be part of `frame` or of the grammar.
+        begun: text at the end of the prompt that belongs to the structure; ignored if the structure cannot begin so.
     """
 
     kind: StructureKind
@@ -102,7 +101,7 @@ class SamplingParams:
         frequency_penalty: subtracted once for each occurrence in the output.
         logit_bias: token id → addend of its logit.
         bad_words: strings that the output's text never contains, however it is cut into tokens.
-        allowed_token_ids: the only tokens that may occur; none: all.
+        allowed_token_ids: the only tokens that may occur; empty: all.
         seed: the same seed and request give the same tokens; `None`: a random seed.
         stop: strings that end the output; not part of it unless `include_stop_str`.
         stop_token_ids: tokens that end the output like the end-of-sequence token, also with `ignore_eos`.
@@ -113,7 +112,7 @@ class SamplingParams:
         skip_special_tokens: leave other special tokens out of the text.
 
     Raises:
-        RequestError: a value is no number or out of bounds, or two contradict each other.
+        RequestError: a value is not a number or out of bounds, or two contradict each other.
     """
 
     n: int = 1
@@ -179,7 +178,9 @@ class SamplingParams:
                 f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, with values between -100 and 100", "logit_bias"
             )
         if self.early_stopping not in (True, False, "never"):
-            raise RequestError(f"early_stopping is {self.early_stopping!r}; true, false or 'never'", "early_stopping")
+            raise RequestError(
+                f"early_stopping is {self.early_stopping!r}; it must be true, false or 'never'", "early_stopping"
+            )
         if self.use_beam_search:
             self._check_beams()
 
@@ -224,5 +225,5 @@ class SamplingParams:
 
     @property
     def compiles(self) -> bool:
-        """Whether a model's first look at the parameters may take long."""
+        """Whether the first validation of these parameters may take long: it compiles."""
         return self.structure is not None or bool(self.bad_words)

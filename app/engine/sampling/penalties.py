@@ -28,10 +28,10 @@ class TokenCounts:
     penalised.
 
     Attributes:
-        num: of distinct tokens.
-        address: of the first of `num` entries, each `token id << 32 | count` in int64; until the next `add`.
+        num: number of distinct tokens.
+        address: of the first of `num` entries, each `token id << 32 | count` in int64; valid until the next `add`.
         copy: the entries on a device other than a CPU; `None` before `copy_to`.
-        changed: places of the entries that differ there.
+        changed: places of the entries that differ in the copy.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
@@ -104,8 +104,8 @@ def counts_of(states: Sequence[SamplingState], settings: np.ndarray) -> list[Tok
 
 
 def penalise(logits: torch.Tensor, counts: Sequence[TokenCounts | None], settings: np.ndarray) -> None:
-    """Change `logits [rows, width]` (float32, contiguous) in place, as the definition of the kernels: first by
-    repetition, as in CTRL §4.1, then by frequency and presence, each operation rounded to float32."""
+    """Change `logits [rows, width]` (float32, contiguous) in place; the reference for the kernels: first by repetition,
+    as in CTRL §4.1, then by frequency and presence, each operation rounded to float32."""
     values = logits.numpy()
     for row, own in enumerate(counts):
         if own is not None:
@@ -117,7 +117,7 @@ def penalise(logits: torch.Tensor, counts: Sequence[TokenCounts | None], setting
 
 
 class PenaltyTable(NamedTuple):
-    """What a step sends to a device of the counts there: 32 bytes for each penalised row and 16 for each change.
+    """What a step sends to the device for penalties: 32 bytes for each penalised row, 16 for each changed count.
 
     Attributes:
         rows: of the logits, `[n]` int64.
@@ -125,7 +125,7 @@ class PenaltyTable(NamedTuple):
         nums: of its entries, `[n]` int32.
         penalties: repetition, frequency and presence, `[n, 3]` float32.
         changed: addresses of entries that have changed, `[changes]` int64.
-        entries: which replace them, `[changes]` int64.
+        entries: their new values, `[changes]` int64.
     """
 
     rows: np.ndarray

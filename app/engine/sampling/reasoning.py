@@ -1,4 +1,4 @@
-"""Reasoning budget: after so many tokens of reasoning, only the tokens that end it are allowed."""
+"""Reasoning budget: after a number of reasoning tokens, only the tokens that end the reasoning are allowed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BudgetedMatcher:
     """Position of an output in its reasoning and in its structure; for one thread at a time.
 
     Args:
-        matcher: of the structure, which has the end of the reasoning in it; `None`: any output.
+        matcher: matcher of the structure, which must contain the end of the reasoning; `None`: any output.
         texts: bytes of each token.
         end_token_ids: the tokens of `budget.end`.
     """
@@ -40,8 +40,8 @@ class BudgetedMatcher:
         self._texts = texts
         self._begin, self._end = budget.begin.encode(), budget.end.encode()
         self._end_token_ids = end_token_ids
-        self._is_before = bool(self._begin)  # while the output may be the begin of the reasoning
-        self._text = b""  # that may be part of the begin or the end
+        self._is_before = bool(self._begin)  # the output may still begin with reasoning
+        self._text = b""  # last text, which may be part of the begin or the end
         self._num_left = budget.max_tokens
         self._forced: Sequence[int] = ()  # tokens of the end that must follow
         self._ends(budget.max_tokens == 0 and not self._is_before)

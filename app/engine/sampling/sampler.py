@@ -17,7 +17,7 @@ from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.engine.sampling.transfer import Readback, to_device
 
-# A row is sound: its logits are numbers and allow a token. Or blocked: they are numbers, and none is allowed.
+# Sound row: its logits are finite and allow a token. Blocked row: its logits are finite, and no token is allowed.
 _SOUND, _BLOCKED = 1, 2
 
 
@@ -43,7 +43,7 @@ class PendingSample:
     """Tokens that the device may still be computing.
 
     Attributes:
-        token_ids: `[rows]` int64, on the device of the logits; of rows that are not sound they are in the vocabulary.
+        token_ids: `[rows]` int64, on the device of the logits; rows that are not sound have any id of the vocabulary.
         requested: rows with log probabilities, and their numbers of alternatives.
     """
 
@@ -161,8 +161,8 @@ def _choose(
 
 
 def _alike(features: np.ndarray, device: torch.device) -> Iterator[np.ndarray]:
-    """Groups of rows to choose for together: on a CPU those that take the same course, so that no row is copied or
-    masked for others; elsewhere those whose logits change, and the others."""
+    """Groups of rows to choose for together: on a CPU those with the same kind of processing, so that no row is copied
+    or masked for others; elsewhere those whose logits change, and the others."""
     if device.type == "cpu":
         kinds = features & (MASKED | GREEDY | TRUNCATED) | np.where(features & EDITED, BIASED, 0)
     else:

@@ -1,4 +1,4 @@
-"""Settings: what the sampler needs to know of each row in a step, packed for all rows."""
+"""Settings: each row's sampling parameters in a step, packed for all rows."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ class SamplingState:
 
     Args:
         prompt_token_ids: not copied.
-        index: of the output among the request's; each has its own noise.
+        index: number of the output within its request; each output has its own noise.
         matcher: for `params.structure`.
         bad_words: of `params.bad_words`.
         eos_token_ids: the model's; only `params.min_tokens` needs them.
 
     Attributes:
-        settings: one of `SETTINGS` as bytes; its key is that of the output, not yet of a token.
+        settings: a `SETTINGS` record as bytes; its key is the output's, from which each token's key is made.
         is_greedy: no noise is drawn.
         takes_likeliest: the next token is the likeliest by the unprocessed logits.
         is_plain_greedy: the same, and no log probabilities are requested.

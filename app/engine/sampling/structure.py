@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_SPEC_BYTES = 64 * 1024
-# Of a grammar that is made of tools: agents bring a hundred of them, a kilobyte each.
+# Most bytes of a grammar made from tools: agents send a hundred of them, a kilobyte each.
 _MAX_CALLS_BYTES = 1 << 20
 MAX_CACHED = 64
 # Lexer states take 1 to 2 KiB each, for each output.
 _MAX_LEXER_STATES = 50_000
 # Most alternatives that the parser follows at once; a schema has about four for each optional property. More would make
-# steps slower for all requests: a repeated grammar of 8,000 takes 100 ms a token.
+# steps slower for all requests: a repeated grammar of 8,000 takes 100 ms per token.
 _MAX_ROW_ITEMS = {"json": 4000}
-# Digits in a row after which a number ends where it may; a float64 has 17. Small models repeat digits without end.
+# A number ends, if it may, after this many digits in a row; a float64 has 17. Small models repeat digits without end.
 _MAX_DIGITS = 32
-# Trial tokens before a structure is accepted: a too wide one mostly fails after the first.
+# Trial tokens before a structure is accepted: one that is too complex mostly fails after the first.
 _TRIED_TOKENS = 8
 # Compact, with the space that models write after a comma and a colon: small models fill every optional gap.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -100,7 +100,7 @@ class StructureCompiler:
         return BudgetedMatcher(matcher, budget, self._built().texts, end)
 
     def _behind(self, begun: str, matcher: StructureMatcher) -> StructureMatcher:
-        """A matcher behind this text; at the beginning if the text does not follow the structure."""
+        """A matcher after this text; at the beginning if the text does not follow the structure."""
         behind = matcher.fork()
         try:
             for token_id in self._tokenizer.encode(begun, add_special_tokens=False) if begun else ():
@@ -128,7 +128,7 @@ class StructureCompiler:
         if matcher.error is not None:
             raise RequestError(f"nothing satisfies this {_NAMES[structure.kind]}: {_brief(parser)}", "structure")
         if not mask.any():
-            raise RequestError(f"nothing this model can write begins this {_NAMES[structure.kind]}", "structure")
+            raise RequestError(f"no token of this model can begin this {_NAMES[structure.kind]}", "structure")
         self._try(matcher.fork(), mask)
         return matcher
 

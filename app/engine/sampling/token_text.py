@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SENTENCEPIECE_SPACE = "▁"
-# Decoders whose tokens have the same bytes beside any neighbour.
+# Decoders whose tokens have the same bytes whatever their neighbours are.
 _INDEPENDENT = {"ByteLevel", "ByteFallback", "Metaspace"}
 
 
@@ -41,7 +41,7 @@ def has_independent_tokens(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
-    """Read a fast tokenizer's vocabulary, in most of a second for 150,000 tokens.
+    """Read a fast tokenizer's vocabulary, in almost a second for 150,000 tokens.
 
     Raises:
         RequestError: tokens are neither byte-level (GPT-2, Llama 3, Qwen) nor sentencepiece's (Llama 2, Gemma).
@@ -118,7 +118,7 @@ def byte_level_bytes(name: str) -> bytes | None:
 
 # The context that can change the output's text is a token or two.
 _CONTEXT_TOKENS = 8
-# Tokens without a complete character that are held back; the last ones, of up to three bytes, may be part of one.
+# Most tokens that are held back until they complete a character, and the last of them that may be part of one.
 _MOST_HELD, _OF_CHARACTER = 16, 3
 
 
@@ -198,7 +198,7 @@ class IncrementalDetokenizer:
         return self._restart(last)
 
     def _restart(self, token_ids: list[int]) -> str:
-        """The text of the incomplete tokens as they are, and of these, with which decoding begins again."""
+        """Begin decoding again with these tokens; returns the text of the incomplete ones as they are, and of these."""
         text: str = self._tokenizer.decode(self._incomplete, skip_special_tokens=True)
         self._decoder, self._incomplete = DecodeStream(ids=[], skip_special_tokens=True), []
         for token_id in token_ids:
@@ -208,7 +208,7 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the output: bytes that are no character, too, as U+FFFD."""
+        """Return the text held back, at the end of the output: also bytes that form no character, as U+FFFD."""
         text = self._held + self._tokenizer.decode(self._incomplete, skip_special_tokens=True)
         self._held, self._incomplete = "", []
         return text

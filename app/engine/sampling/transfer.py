@@ -1,4 +1,4 @@
-"""Transfers: arrays of the host to the device of the logits and results back, each in one copy that does not wait."""
+"""Transfers: copies arrays to the device of the logits, and results back, without waiting for the device."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers() -> None:
     for vocab_size in (257, 288, SIZE - 1):
         compiler = compiler_of(vocab_size)
         assert allowed(compiler.matcher(Structure("regex", ".*")), vocab_size)  # `allowed` looks at the bits after
-        with pytest.raises(RequestError, match="nothing this model can write"):
+        with pytest.raises(RequestError, match="no token of this model can begin"):
             compiler.check_structure(Structure("grammar", f"start: <[{SIZE - 1}]>"))
 
 

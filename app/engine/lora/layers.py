@@ -112,7 +112,7 @@ class LoRALinear(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """The base layer's, for models that read it; packed layers have none."""
+        """The base layer's weight, for models that read it; packed layers have none."""
         return self.base.weight
 
     @property
@@ -204,7 +204,7 @@ class LoRALayers:
     @contextmanager
     def observed(self, num_tokens: int, num_samples: int) -> Iterator[None]:
         """Observe a forward: layers that do not run exactly once over all tokens, or all samples, cannot assign rows to
-        adapters and are no targets from then on."""
+        adapters, and are excluded from then on."""
         seen: dict[LoRALinear, list[int]] = {linear: [] for linear in self._targets}
 
         def note(linear: LoRALinear, args: tuple[torch.Tensor]) -> None:
@@ -221,7 +221,7 @@ class LoRALayers:
                 del self._targets[linear]
 
     def stack(self, weights: dict[str, LowRank]) -> Updates:
-        """Convert an adapter's weights, of which none is left, to updates. From any thread, after the observed
+        """Convert an adapter's weights to updates, and remove them from `weights`. From any thread, after the observed
         forward."""
         updates: dict[LoRALinear, Update] = {}
         for linear, targets in self._targets.items():

@@ -1,4 +1,4 @@
-"""Adapters of one rank: reads them, and puts them into the slots that rank 0 says."""
+"""Adapters of one rank: reads them, and puts them into the slots that rank 0 chooses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RankAdapters:
 
     @property
     def num_bytes(self) -> int:
-        """Of the adapters in slots."""
+        """Bytes of the adapters in slots."""
         return sum(self._sizes.values())
 
     def handle_adapter_order(self, message: bytes) -> bytes:
@@ -89,12 +89,12 @@ class RankAdapters:
         self._thread.shutdown(cancel_futures=True)
 
     def trim(self) -> None:
-        """Leave memory of dropped adapters, which torch keeps, to the other models of a CUDA device."""
+        """Give memory of dropped adapters, which torch keeps, back to a CUDA device, for its other models."""
         if self._layers is not None and self._layers.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def size_of(self, source: AdapterSource) -> Future[int]:
-        """Bytes that the adapter will take, by the head of its file. The future raises as `read`."""
+        """Bytes that the adapter will take, from the header of its file. The future raises as `read`."""
         return self._thread.submit(self._size, source)
 
     def _size(self, source: AdapterSource) -> int:
@@ -102,7 +102,7 @@ class RankAdapters:
         return stored_numbers(source.name, self._find(source)[0]) * self._layers.dtype.itemsize
 
     def read(self, source: AdapterSource) -> Updates:
-        """The adapter's weights, on the model's device. For the reading thread.
+        """The adapter's weights, on the model's device. Called by the reading thread.
 
         Raises:
             ModelError: the adapter is unavailable, does not fit the model, or its files have changed.

@@ -55,7 +55,7 @@ def folder_below(directory: str, path: str) -> Path:
         if outside:
             raise RequestError(f"lora_path is {path!r}, which is not below adapter_dir, {str(root)!r}", "lora_path")
         missing = [file for file in FILES if not (folder / file).is_file()]
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a circle of links
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a cycle of links
         raise RequestError(f"lora_path is {path!r}, which is no path: {error}", "lora_path") from error
     if missing:
         raise UnknownModelError(f"no adapter: {path!r} in adapter_dir has no {' and no '.join(missing)}", "lora_path")
@@ -67,7 +67,7 @@ def _up(place: Path) -> tuple[Path, ...]:
 
 
 def files_version(folder: Path, digests: FileDigests | None = None) -> str:
-    """Digest of the content of an adapter's files, as far as their own digests are not known. Raises `OSError`."""
+    """Digest of the content of an adapter's files; `digests` remembers those of single files. Raises `OSError`."""
     of_file = (digests or FileDigests()).of
     content = "".join(of_file(folder / file) for file in FILES)
     return hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).hexdigest()

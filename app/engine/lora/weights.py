@@ -104,7 +104,7 @@ def find_folder(name: str, source: str) -> Path:
         try:
             folder = Path(snapshot_download(source, allow_patterns=list(FILES)))
         except (OSError, ValueError) as error:  # no such repository, or no network
-            raise ModelError(f"adapter {name!r}: no folder and no download of {source!r}: {error}") from error
+            raise ModelError(f"adapter {name!r}: {source!r} is no folder, and cannot be downloaded: {error}") from error
     if missing := _missing_files(folder):
         raise ModelError(f"adapter {name!r}: {source!r} has no {' and no '.join(missing)}")
     return folder
@@ -160,7 +160,7 @@ def _parse(settings: Mapping[str, Any], targets: str | list[Any]) -> AdapterConf
 
 
 def stored_numbers(name: str, folder: Path) -> int:
-    """How many numbers the adapter's tensors have, by the head of its file. Raises `ModelError`."""
+    """Number of elements of the adapter's tensors, from the header of its file. Raises `ModelError`."""
     try:
         with safe_open(folder / WEIGHTS_FILE, framework="pt", backend="pread") as file:
             return sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
@@ -214,7 +214,7 @@ def read_weights(
             )
         if others := {str(t.dtype) for t in sides[path].values() if not t.is_floating_point()}:
             raise ModelError(f"adapter {name!r}: {path} is {', '.join(sorted(others))}; weights are floating-point")
-        read = sides.pop(path)  # not in memory twice, but for one layer
+        read = sides.pop(path)  # so that only one layer is in memory twice
         down, up = read["A"], read["B"].float() * config.scale_of(path)
         weights[path] = LowRank(down.to(device, dtype), up.to(device, dtype))
     return weights

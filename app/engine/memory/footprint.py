@@ -1,4 +1,4 @@
-"""Footprint: what an engine takes of a shared device: weights, KV memory and graphs, a draft model's included."""
+"""Footprint: device memory of one engine: weights, KV memory and graphs, a draft model's included."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Footprint:
 
     Args:
         memory, draft: KV memories of the model and of a draft model, which has the rest of the budget.
-        share: of the model in the budget.
-        arenas: weights that can be unmapped; none on a device of the engine's own.
+        share: the model's share of the budget.
+        arenas: weights that can be unmapped; none on a device that is not shared.
         graphs: of the model, and of a draft model.
-        own_weight_bytes: on a device of the engine's own.
+        own_weight_bytes: weights on a device that is not shared.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Footprint:
 
     @property
     def weight_bytes(self) -> int:
-        """While they are mapped."""
+        """Bytes of the weights while they are mapped."""
         return sum(arena.num_bytes for arena in self._arenas)
 
     @property
@@ -58,12 +58,12 @@ class Footprint:
 
     @property
     def seen_bytes(self) -> int:
-        """`held_bytes`, without a call in progress. Does not block."""
+        """`held_bytes`, but without waiting for a call in progress."""
         return sum(memory.pages.num_created * memory.pages.page_bytes for memory in self._memories)
 
     @property
     def anchor_bytes(self) -> int:
-        """Memory beside it that KV memories take as long as they are open."""
+        """Bytes of anchor pages, which KV memories hold beside the budget while they are open."""
         return sum(memory.anchor_bytes for memory in self._memories)
 
     @property
@@ -73,7 +73,7 @@ class Footprint:
 
     @property
     def budget_bytes(self) -> int:
-        """Of KV memory."""
+        """Budget of KV memory."""
         return sum(memory.pages.budget * memory.pages.page_bytes for memory in self._memories)
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -85,7 +85,7 @@ class Footprint:
             set_budget_within(self._draft, budget_bytes - own_bytes, self._revision)
 
     def set_attainable(self, num_bytes: int) -> None:
-        """Note how much KV memory, pins included, there can ever be at once: it bounds requests, not the budget."""
+        """Set the most KV memory, pins included, that can ever exist at once: it bounds requests, not the budget."""
         self._memory.pages.set_attainable(int(self._share * num_bytes))
 
     def release(self) -> list[CachedPrefix]:
@@ -105,7 +105,7 @@ class Footprint:
         return chain.from_iterable(arena.read_ahead() for arena in self._arenas)
 
     def map_weights(self) -> None:
-        """Map the weights again. From any one thread.
+        """Map the weights again. From any thread, one at a time.
 
         Raises:
             OutOfPages: the device has too little memory; nothing is mapped.
@@ -120,7 +120,7 @@ class Footprint:
 
 
 def set_budget_within(memory: KVMemory, budget_bytes: int, revision: int) -> None:
-    """Set a budget, or the nearest that the memory accepts. Pins may come between the question and the call."""
+    """Set a budget, or the nearest that the memory accepts. Pins may be added before the call: try again."""
     while True:
         try:
             memory.set_budget(min(max(budget_bytes, memory.least_budget_bytes), memory.most_budget_bytes), revision)

@@ -17,7 +17,7 @@ def gpu_memory(
 
     Args:
         footprints: of the engines on the device.
-        pages: that they share; `None` for a single engine.
+        pages: device pages that they share; `None` for a single engine.
         pinned_copies_bytes: pinned memory that is not torch's.
     """
     free_bytes, total_bytes = memory.free_and_total()
@@ -27,7 +27,7 @@ def gpu_memory(
         "weights": weight_bytes,
         "kv": sum(footprint.seen_bytes + footprint.anchor_bytes for footprint in footprints),
         "graphs": graph_bytes,
-        # Weights are torch's without `pages`. A part of the graphs is the driver's.
+        # Without `pages` torch allocates the weights. The driver allocates a part of the graphs.
         "activations": max(memory.reserved() - graph_bytes - (weight_bytes if pages is None else 0), 0),
         "idle": 0 if pages is None else pages.idle_bytes,
     }

@@ -65,10 +65,10 @@ def build_memory(
     Args:
         ranks: peers with the same memory; the settings are for each rank.
         share: part of the configured budget; another model's memory has the rest.
-        queue: where another thread computes, on a CPU with asynchronous scheduling.
+        queue: the queue of the thread that computes, on a CPU with asynchronous scheduling.
         plan: of a CUDA device's memory, if `pages` are not given.
-        pages: memory of the device that other models have a part of. The budget may then be lowered to nothing.
-        most_bytes: what this model may have of it at most; by default all.
+        pages: memory of a device that other models share. The budget may then be lowered to 0.
+        most_bytes: most bytes of it that this model may take; by default all.
 
     Raises:
         ConfigError: the settings do not fit the machine, or are too small for two blocks of each group.
@@ -96,7 +96,7 @@ def build_memory(
     )
     try:
         if plan is not None and plan.kv_limit_bytes is None:
-            # Of all ranks the one with the least memory; the plan is of this rank's device.
+            # The rank with the least memory counts; the plan is of this rank's device.
             available = backend.memory_info().available_bytes - plan.activation_bytes - plan.graph_bytes
             budget = min(int(share * plan.kv_bytes), available)
         if queue is None:
@@ -112,9 +112,9 @@ class KVPlanner:
     """Plans the KV memory of a model on one rank.
 
     Attributes:
-        machine: with the weights loaded.
+        machine: the machine's memory with the weights loaded.
         share: part of the configured budget.
-        pages: memory of the device that other models have a part of.
+        pages: memory of a device that other models share.
     """
 
     config: ResolvedConfig
@@ -150,7 +150,7 @@ class KVPlanner:
         budget_bytes: int,
         swap_bytes: int,
     ) -> KVMemory:
-        """Create the memory. Raises as `build_memory` does; the backend stays the caller's then."""
+        """Create the memory. Raises as `build_memory` does; the caller still owns the backend then."""
         config, pages = self.config, self.pages
         groups, num_pages = self.plan_pages(backend.granularity_bytes, budget_bytes)
         step_tokens = config.max_num_batched_tokens
@@ -215,7 +215,7 @@ class KVPlanner:
     def plan_pages(self, granularity_bytes: int, budget_bytes: int) -> tuple[list[LayerGroup], int]:
         """The layer groups, and the number of pages within the budget. Raises `ConfigError` for less than two blocks
         of each group."""
-        # Only a configured amount justifies longer blocks, and memory whose models together have at most `most_pages`.
+        # Longer blocks: only for a configured amount, or on a shared device, whose models have `most_pages` together.
         shared_bytes = 0 if self.pages is None else self.pages.capacity_bytes
         smallest_page_bytes = max(shared_bytes, budget_bytes if self.config.kv_memory_bytes else 0) // self.most_pages
         groups = self._plan_groups(granularity_bytes, smallest_page_bytes)
@@ -236,8 +236,8 @@ class KVPlanner:
         that is less. Swap space gets the remainder, up to `swap_bytes`; without it preempted requests are recomputed.
 
         Args:
-            weight_bytes: of one rank, and what else its process holds.
-            most_bytes: of memory that other models have a part of; the default is then all of it.
+            weight_bytes: bytes of one rank's weights, and of all else that its process holds.
+            most_bytes: bytes of memory that other models share; the default is then all of it.
 
         Raises:
             ConfigError: settings do not fit the machine.
@@ -266,7 +266,7 @@ class KVPlanner:
             )
         swap_bytes = min(config.swap_bytes, max(0, room - (reserved if self.on_cpu else 0)))
         if swap_bytes < config.swap_bytes:
-            logger.info("swap space: %d of %d bytes (swap_bytes): %s", swap_bytes, config.swap_bytes, machine)
+            logger.info("swap space: only %d of %d bytes (swap_bytes): %s", swap_bytes, config.swap_bytes, machine)
         return ceiling, swap_bytes
 
     def _plan_groups(self, granularity_bytes: int, smallest_page_bytes: int) -> list[LayerGroup]:

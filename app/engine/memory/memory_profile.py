@@ -4,8 +4,8 @@
     | of this engine, in all at most gpu_memory_utilization of the device | or memory of other processes     |
 
 Activations are measured: before the KV memory exists, the largest step runs once, with its sampling, and torch's
-allocator says how much it took at most. With `kv_memory_bytes`, or `shared_kv_memory_bytes`, that is the bound of the
-KV cache, and the rest is measured as well: the device must have both.
+allocator reports its peak. With `kv_memory_bytes`, or `shared_kv_memory_bytes`, that is the bound of the KV cache, and
+the rest is measured as well: the device must have both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DeviceMemory(Protocol):
     """Memory of a device, and torch's part of it."""
 
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes that no process has, and all bytes."""
+        """Bytes that no process uses, and all bytes."""
         ...
 
     def allocated(self) -> int:
@@ -56,7 +56,7 @@ class DeviceMemory(Protocol):
         ...
 
     def peak(self) -> int:
-        """Most bytes of tensors at once since then."""
+        """Most bytes of tensors at once since `restart_peak`."""
         ...
 
     def give_back(self) -> None:
@@ -127,7 +127,7 @@ class DevicePlan:
 
     def check(self, config: ResolvedConfig) -> None:
         """Raise `ConfigError` if nothing is left for the KV cache, or the device could never have what is configured. A
-        ceiling may exceed what is free now: whoever has the memory may be about to give it back."""
+        ceiling may exceed the free memory: other processes may be about to give memory back."""
         if self.kv_limit_bytes is not None:
             most_bytes = self.total_bytes - self.beside_bytes
             if self.kv_limit_bytes > most_bytes:
@@ -158,7 +158,7 @@ class DevicePlan:
             "outside of torch": self.other_bytes,
         }
         shown = ", ".join(f"{name} {num_bytes / 2**30:.2f}" for name, num_bytes in parts.items())
-        ours = "" if self.kv_limit_bytes is not None else f", {self.utilization:.0%} of them ours"
+        ours = "" if self.kv_limit_bytes is not None else f", {self.utilization:.0%} of them for this engine"
         return f"of {self.total_bytes / 2**30:.2f} GiB{ours}: {shown}"
 
 
@@ -190,8 +190,8 @@ def measure(
     """Run the largest step and plan the device's memory by its peak.
 
     Args:
-        run_largest: computes a step of so many tokens, and samples from so many rows of logits.
-        graph_bytes: for decode graphs, of all models.
+        run_largest: computes a step of this number of tokens, and samples from this number of rows of logits.
+        graph_bytes: memory for the graphs of all models.
 
     Raises:
         ConfigError: the step, or the cache beside it, does not fit.
@@ -211,7 +211,7 @@ def measure(
         raise ConfigError(
             f"a step of max_num_batched_tokens {num_tokens} and max_num_seqs {num_seqs} does not fit beside "
             f"{weights / 2**30:.2f} GiB of weights on a device of {total / 2**30:.2f} GiB, of which "
-            f"{(total - free - memory.reserved()) / 2**30:.2f} are outside of torch; lower them"
+            f"{(total - free - memory.reserved()) / 2**30:.2f} are outside of torch; lower these settings"
         ) from error
     activations = memory.peak() - weights
     memory.give_back()

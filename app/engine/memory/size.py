@@ -1,4 +1,4 @@
-"""Size of a model on a machine that need not be this one: weights, KV layout and room, from config.json alone.
+"""Size of a model on any machine, computed from config.json alone: weights, KV layout and room.
 
 The model is built on torch's meta device, whose tensors have shapes and no memory. The code that plans a loaded model's
 memory then observes its layers and plans it.
@@ -28,7 +28,7 @@ from folio.app.errors import ConfigError, ModelError
 from folio.kernels import Masking, VarlenBatch
 from folio.vmem import LayerGroup, longest_sequence
 
-# Of the machine, granules of physical memory: a base page of Linux, and CUDA's smallest allocation.
+# Smallest unit of physical memory: a base page of Linux, and CUDA's smallest allocation.
 GRANULARITY_BYTES = {"cpu": 4 << 10, "cuda": 2 << 20}
 
 
@@ -104,8 +104,8 @@ class ModelSize:
         """The KV memory of each rank.
 
         Args:
-            memory_bytes: of the machine, which the ranks share, or of each rank's CUDA device.
-            num_replicas: that share the memory equally.
+            memory_bytes: memory of the machine, which the ranks share, or of each rank's CUDA device.
+            num_replicas: replicas that share the memory equally.
 
         Raises:
             ConfigError: there is no room.
@@ -150,7 +150,7 @@ class _Shapes:
 def _on_meta(hf_config: Any, dtype: str) -> PreTrainedModel:
     """The model without weights.
 
-    The config's dtype counts for "auto", as of a checkpoint; many configs of float32 have none."""
+    With "auto" the config's dtype counts, as for a checkpoint; many configs of float32 models have none."""
     chosen: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
         module = random_model(
@@ -162,7 +162,7 @@ def _on_meta(hf_config: Any, dtype: str) -> PreTrainedModel:
         raise ModelError(f"{hf_config.model_type} computes attention outside transformers' interface") from error
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise ModelError(f"config.json describes no {hf_config.model_type} model: {one_line(error)}") from error
-    if hasattr(module, "set_experts_implementation"):  # the default's product knows only bfloat16 on this device
+    if hasattr(module, "set_experts_implementation"):  # the default supports only bfloat16 on this device
         module.set_experts_implementation("batched_mm")
     return module.eval().requires_grad_(False)
 

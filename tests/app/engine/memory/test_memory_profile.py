@@ -102,7 +102,7 @@ def failing(error: BaseException, cause: BaseException | None = None) -> Callabl
 
 A_STEP = (
     "a step of max_num_batched_tokens 8192 and max_num_seqs 256 does not fit beside 20.00 GiB of weights on a "
-    "device of 24.00 GiB, of which 0.00 are outside of torch; lower them"
+    "device of 24.00 GiB, of which 0.00 are outside of torch; lower these settings"
 )
 A_CACHE = r"gpu_memory_utilization is 0.9, which .* weights 16.00, activations 5.00, .* max_num_batched_tokens \(8192\)"
 NO_MEMORY = torch.OutOfMemoryError("no memory")

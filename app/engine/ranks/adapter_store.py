@@ -40,24 +40,24 @@ class AdapterStore:
     that waits for a slot, later ones wait even if their adapter is loaded, because adapters in constant use could never
     be evicted. A request whose adapter is being read already has a slot and does not block others.
 
-    For the engine's thread, where nothing else is stated.
+    Called by the engine's thread, unless stated otherwise.
 
     Args:
         configured: name → folder or Hub id of the adapters of the settings.
-        layers: the model's, observed; `None` without adapters.
+        layers: the model's LoRA layers, observed; `None` without adapters.
         ranks: the peers, which insert and remove the same adapters.
         scheduler: gets the requests whose adapter is loaded; adapters of its requests are in use.
         loaded: adapters loaded at run time, see `set_loaded`.
-        memory: of a device that other models share.
+        memory: charges to a device that other models share.
 
     Attributes:
         slots: id → slot of every adapter in memory, least recently used first.
         loading: id → slot of every adapter that is being read.
-        memory: what adapters take of a shared device; `None` on a device of the model's own.
-        restoring: adapters of requests that have begun, which `unload_all` took: no step is computed before they are
-            back.
-        has_read: whether there is something new for `advance`.
-        on_read: called by another thread once there is.
+        memory: charges of adapters to a shared device; `None` if the device is not shared.
+        restoring: adapters of requests that have begun, which `unload_all` dropped: no step is computed until they are
+            loaded again.
+        has_read: whether a read has ended since the last `advance`.
+        on_read: called by another thread when a read ends.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class AdapterStore:
         self.has_read = False
         self.on_read: Callable[[], None] = lambda: None
         self._sizing: dict[str, Future[int]] = {}  # id → bytes
-        self._short_of: str | None = None  # the first one that a request waits for without memory
+        self._short_of: str | None = None  # the first adapter that found no memory
         self.set_loaded(loaded)
 
     @property
@@ -98,8 +98,8 @@ class AdapterStore:
 
     @property
     def wanted_bytes(self) -> int:
-        """What adapters that requests wait for would take of a shared device beside those in memory, as far as it is
-        known: all that are to come back, or the first one that had no memory."""
+        """Bytes of a shared device that adapters need beside those in memory, as far as their sizes are known: all that
+        are to be restored, or the first one that found no memory."""
         if self.restoring and (missing := (self.restoring & self._in_use()) - self.slots.keys() - self.loading.keys()):
             return sum(map(self._known_bytes, missing))
         name = self._short_of
@@ -109,7 +109,7 @@ class AdapterStore:
 
     @property
     def used_bytes(self) -> int:
-        """What adapters in memory that requests use take of a shared device."""
+        """Bytes of a shared device that adapters take while requests use them."""
         return sum(map(self._known_bytes, self.slots.keys() & self._in_use())) if self.slots else 0
 
     @property
@@ -119,7 +119,7 @@ class AdapterStore:
 
     @property
     def waiting_sequences(self) -> list[Sequence]:
-        """Requests that wait for an adapter. From any thread."""
+        """Sequences of requests that wait for an adapter. From any thread."""
         return [sequence for request in tuple(self._held) for sequence in tuple(request.sequences)]
 
     def id_of(self, adapter: str) -> str:
@@ -171,8 +171,8 @@ class AdapterStore:
         return None if error is None else _as_folio_error(source, error)
 
     def add(self, request: Request) -> None:
-        """Pass a request to the scheduler once its adapter is loaded. Raises `UnknownModelError` if there is no adapter
-        with its id, or not any more."""
+        """Pass a request to the scheduler once its adapter is loaded. Raises `UnknownModelError` if no adapter has its
+        id, or it was unloaded."""
         if request.adapter is None:
             self._scheduler.add(request)
         else:
@@ -209,7 +209,7 @@ class AdapterStore:
             except ModelUnavailableError as failure:
                 failed[request_id] = failure
                 continue
-            except BaseException as failure:  # noqa: BLE001 - raised again unless it is the request's
+            except BaseException as failure:  # noqa: BLE001 - raised again unless the request caused it
                 failed[request_id] = failure_of(request_id, failure)
                 continue
             if is_ready:
@@ -238,8 +238,8 @@ class AdapterStore:
         self.on_read()
 
     def _take_memory(self, name: str) -> bool:
-        """Charge an adapter to the shared device; false while its size is not known, or others have the memory. Raises
-        `ModelUnavailableError` if it can never have it, and what reading its size raises."""
+        """Charge an adapter to the shared device; false while its size is not known, or the device has too little
+        memory. Raises `ModelUnavailableError` if it can never fit, and the error of reading its size."""
         if self.memory is None:
             return True
         source, sizing = self._source(name), self._sizing.get(name)
@@ -283,7 +283,7 @@ class AdapterStore:
                     missing.add(name)
             except ModelUnavailableError as failure:
                 error = failure
-            except BaseException as failure:  # noqa: BLE001 - raised again unless it is the requests'
+            except BaseException as failure:  # noqa: BLE001 - raised again unless the requests caused it
                 error = failure_of(min(users[name]), failure)
             if error is not None:
                 failed |= dict.fromkeys(users[name], error)
@@ -291,8 +291,8 @@ class AdapterStore:
         return failed
 
     def _collect(self) -> dict[str, FolioError]:
-        """Insert adapters that have been read; return the failed ones with their errors. The next request for a failed
-        one tries again."""
+        """Insert adapters that have been read; return the failed ones with their errors. The next request retries a
+        failed one."""
         failures: dict[str, FolioError] = {}
         for name, slot in list(self.loading.items()):
             if not self._own.reading[slot].done():
@@ -376,7 +376,7 @@ class AdapterStore:
             reading = self._own.reading[slot]
             self._order(Action.DISCARD, slot)
             self._free.append(slot)
-            reading.cancel()  # if it has not begun; else its memory is taken until it ends
+            reading.cancel()  # a read that has begun keeps its memory until it ends
             if self.memory is not None:
                 reading.add_done_callback(partial(_give_back, self.memory, self._known_bytes(name)))
         self._own.trim()
@@ -406,7 +406,7 @@ class AdapterStore:
 
 
 def _give_back(memory: DeviceCharges, num_bytes: int, _: Future[Updates]) -> None:
-    """For adapters whose read is given up."""
+    """Callback of reads that are given up."""
     memory.give_back(num_bytes)
 
 

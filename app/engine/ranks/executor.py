@@ -64,10 +64,10 @@ class Executor:
 
     Attributes:
         ranks: the peers, `None` on one rank.
-        planner: of the steps over the bound memory.
+        planner: plans the steps over the bound memory.
         is_async: whether `launch` returns before the forward is computed.
         queue: where the device's work is submitted.
-        graphs: of steps over the bound memory; `None` if all steps are launched kernel by kernel.
+        graphs: captured steps over the bound memory; `None` if all steps are launched kernel by kernel.
     """
 
     def __init__(self, config: ResolvedConfig, launch: Launch, weights: WeightStore | None = None) -> None:
@@ -113,9 +113,9 @@ class Executor:
             self._graph_plan = GraphPlan(
                 decode_buckets(min(config.max_num_seqs, config.max_num_batched_tokens)),
                 capture.new_pool(),
-                # In a pool of their own, which a failed capture makes useless.
+                # A pool of their own, because a failed capture makes its pool unusable.
                 capture.new_pool() if config.mixed_graphs == "on" else None,
-                # The queue's thread must not wait for a turn: a call that has one may wait for the queue.
+                # The queue's thread must not wait for the memory's other callers: they may wait for the queue.
                 pauses=not isinstance(self.queue, ThreadQueue),
                 required=setting == "on",
             )

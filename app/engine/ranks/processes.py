@@ -26,7 +26,7 @@ from folio.app.errors import ConfigError, FolioError, ModelError
 STEPS, MEMORY = range(2)  # the links
 # Errors that a peer reports and rank 0 raises under the same name.
 ERRORS: dict[str, type[FolioError]] = {error.__name__: error for error in (ConfigError, ModelError)}
-# Limits for peers: to start and import, to join the process group, to load their shards and observe their layers.
+# Time limits for peers: to start and import, to join the process group, to load their shards and observe their layers.
 START_TIMEOUT_S, JOIN_TIMEOUT_S, LOAD_TIMEOUT_S = 300.0, 60.0, 3600.0
 
 
@@ -180,8 +180,8 @@ def unpack_step(message: bytes) -> StepPlan:
 
 
 class Link(Protocol):
-    """Rank 0's end. `post` may be called from several threads, `collect` from one at a time. Both call the link's
-    `check` periodically while they wait, and raise its exception.
+    """Rank 0's end of a link. `post` may be called from several threads, `collect` from one at a time. Both call the
+    link's `check` periodically while they wait, and raise its exception.
     """
 
     def post(self, message: bytes, *, answered: bool = False) -> None:
@@ -200,7 +200,7 @@ class Link(Protocol):
 
 
 class PeerLink(Protocol):
-    """A peer's end."""
+    """A peer's end of a link."""
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The next message; `None` after the timeout. Raises `EOFError` when a TCP connection to rank 0 has ended."""

@@ -1,4 +1,4 @@
-"""Rank group: rank 0's peers, started, given orders, watched and ended together.
+"""Rank group: starts, orders, watches and ends rank 0's peers together.
 
 A rank that dies or exceeds a time limit ends the group, because the others cannot continue without it: all peers are
 killed, waits for them end, and `check_alive` raises from then on.

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 # Most relative difference of a row of logits. Mixed sequences give about 1 in nearly every row; rounding gives far less
 # than these.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
-# The least of these with a cache of 8-bit floats: a difference in the last bit can round to another one. And the most
-# by which such a cache may change transformers' logits.
+# Least tolerance with a cache of 8-bit floats, where a difference in the last bit may round to another value; and the
+# most by which such a cache may change transformers' logits.
 TOLERANCE_8_BITS, TOLERANCE_OF_ROUNDING = 0.03, 0.8
 # Tokens of both prompts in each step: prefill, a mixed step, a chunk beside a decode, decodes.
 STEPS = ((11, 0), (1, 7), (1, 13), (1, 1))
@@ -48,7 +48,7 @@ def self_test(executor: Executor, groups: abc.Sequence[LayerGroup], view: ViewPo
     prompts = [torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths]
     expected, tolerance = [executor.own_logits(prompt) for prompt in prompts], TOLERANCE[model.dtype]
     if model.generates and (width := expected[0].shape[1]) < model.vocab_size:  # kernels change logits by token id
-        raise ModelError(f"the model has {width} logits a token, fewer than its vocab_size of {model.vocab_size}")
+        raise ModelError(f"the model has {width} logits per token, fewer than its vocab_size of {model.vocab_size}")
     if model.cache_dtype != model.dtype:
         own, expected = expected, [executor.rounded_logits(prompt) for prompt in prompts]
         _check_rounding(model, expected, own)

@@ -1,8 +1,8 @@
-"""Variants: the steps that make a model's kernels compile, or load, everything that requests may need later.
+"""Variants: steps that make a model's kernels compile, or load, every variant that requests may need later.
 
 Kernels are specialised by the number of a sequence's queries, by whether sequences decode beside others, by whether the
-cache of a decode is split, and by the view. Requests of a warm-up would not reach them all: their contexts are short,
-and all of them have the view that sequences begin with.
+cache of a decode is split, and by the view. Warm-up requests would not need them all: their contexts are short, and all
+of them have the view that sequences begin with.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def step_shapes(max_num_seqs: int, step_tokens: int, max_tokens: int) -> Iterato
     """Prompts alone and beside a short and a long decode; then decodes, short ones and with a long one among them.
 
     Args:
-        max_tokens: of a sequence.
+        max_tokens: most tokens of a sequence.
     """
     contexts = sorted({min(context, max_tokens - 1) for context in (_SHORT, _LONG)})
     powers = [1 << i for i in range(1, _MOST_QUERIES.bit_length())]

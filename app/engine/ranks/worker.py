@@ -1,7 +1,7 @@
 """Rank worker: a peer, which executes rank 0's orders until STOP or the loss of rank 0.
 
 `python -m folio.app.engine.ranks.worker PARENT` runs a peer for `ChildProcesses`: PARENT is rank 0's process
-id, and standard input has the pickled `RankSpec`.
+id, and standard input carries the pickled `RankSpec`.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def run_to_the_end(worker: RankWorker) -> None:
     try:
         worker.run()
     except Exception:
-        logger.exception("rank %d ends", worker.spec.rank)
+        logger.exception("rank %d ends after an error", worker.spec.rank)
         os._exit(1)  # other threads may be blocked
 
 
@@ -251,7 +251,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     try:
         spec: RankSpec = pickle.load(sys.stdin.buffer)
-    except EOFError:  # rank 0 failed before that
+    except EOFError:  # rank 0 failed before it sent the spec
         return
     logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
     device = rank_device(spec.config, spec.rank, spec.sharing)

@@ -1,4 +1,4 @@
 """Tensor parallelism: one model over several ranks, processes with a device each, which compute every step together.
 
-Rank 0 is the engine: it schedules and keeps the accounts of the KV memory; the peers execute its orders.
+Rank 0 is the engine: it schedules and allocates KV memory; the peers execute its orders.
 """

@@ -1,12 +1,12 @@
-"""Ranks that share GPUs, where the environment asks for it.
+"""GPU sharing: ranks that share GPUs, if the environment asks for it.
 
 A GPU for each rank is the rule. `FOLIO_RANKS_SHARE_GPUS` lets ranks that see too few GPUs share them, to test or try
-tensor parallelism without as many; a single rank is faster. Its values say what the collectives use:
+tensor parallelism without as many; a single rank is faster. Its value says what the collectives use:
 
 - `gloo`: the host's memory.
-- `nccl`: NCCL, from 2.30 on, which has to be told by a variable of its own. Earlier versions refuse such ranks.
+- `nccl`: NCCL 2.30 or later, which needs a variable of its own. Earlier versions refuse such ranks.
 
-Rank 0 reads the variable, and tells the peers.
+Rank 0 reads the variable, and sends it to the peers.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ def rank_device(config: ResolvedConfig, rank: int, sharing: Sharing | None) -> t
 
 
 def allow_sharing_in_nccl() -> None:
-    """Have NCCL accept ranks that share a GPU. Before this process's first group: NCCL reads the variable once."""
+    """Make NCCL accept ranks that share a GPU. Call it before the first group: NCCL reads the variable once."""
     os.environ[_NCCL_SWITCH] = "1"

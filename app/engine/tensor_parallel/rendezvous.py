@@ -86,7 +86,7 @@ def _offer_memory(store: Store, size: int, shares: bool) -> mmap.mmap | None:
     try:
         num_bytes = shared_group_bytes(size) if shares else 0
     except KernelError as error:
-        logger.warning("sums of the ranks go over gloo, which is slower than shared memory: %s", error)
+        logger.warning("the ranks' collectives use gloo, which is slower than shared memory: %s", error)
         num_bytes = 0
     if not num_bytes:
         store.set(_OFFER, b"")

@@ -102,7 +102,7 @@ class SocketWriter:
 
 
 class SocketReader:
-    """A peer's end, and one connection of rank 0's: messages with a length prefix."""
+    """One connection, at a peer or at rank 0: messages with a length prefix."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection

@@ -1,7 +1,7 @@
 """Attention: the bridge between the attention layers of a transformers model and Folio's kernels.
 
-transformers calls the registered function once a layer. The function finds its engine's handler on the module, so that
-several engines can live in one process.
+transformers calls the registered function once per layer. The function finds its engine's handler on the module, so
+that several engines can live in one process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RotaryLayer:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for layers that differ in nothing but their tensors."""
+        """Equal for layers that differ only in their tensors."""
         norms = [(norm.eps, norm.offset) for norm in (self.query_norm, self.key_norm) if norm is not None]
         return self.ops, self.num_q_heads, self.num_kv_heads, self.rotary_dim, *norms, *_masking_kind(self.masking)
 
@@ -185,8 +185,8 @@ class CachedAttention:
     """Attention over the KV cache: write the new tokens, then attend over all cached ones. Set `batch` before each
     forward.
 
-    Calls are checked and prepared once a step for all layers of one kind: with tensors of equal shapes, strides and
-    alignment, and with equal masks. Layers with scales are of a kind each.
+    Calls are checked and prepared once per step for all layers of one kind: with tensors of equal shapes, strides and
+    alignment, and with equal masks. Each layer with scales is a kind of its own.
 
     Args:
         scales: of each layer, for a cache of 8-bit floats.
@@ -218,7 +218,7 @@ class CachedAttention:
         self._prepared.clear()
 
     def forget_calls(self) -> None:
-        """Drop what is prepared for this step, which keeps some of its tensors."""
+        """Drop the calls prepared for this step, which keep some of its tensors."""
         self._prepared.clear()
 
     def attend(
@@ -304,7 +304,7 @@ class CachedAttention:
         return prepared
 
     def _number(self, kind: tuple[object, ...]) -> int:
-        """A number for each kind: hashing a long key would take microseconds a layer."""
+        """A number for each kind: hashing a long key would take microseconds per layer."""
         return self._numbers.setdefault(kind, len(self._numbers))
 
     def _cache_kind(self, layer: int) -> tuple[object, ...]:
@@ -314,7 +314,7 @@ class CachedAttention:
 
 
 def _masking_kind(masking: Masking) -> tuple[object, ...]:
-    """Equal for equal masks. Tensors are compared by identity: what is prepared keeps them."""
+    """Equal for equal masks. Tensors are compared by identity, because prepared calls keep them."""
     numbers = masking.scale, masking.window_left, masking.window_right, masking.softcap
     return *numbers, id(masking.sinks), id(masking.alibi_slopes)
 

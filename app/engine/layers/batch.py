@@ -18,11 +18,11 @@ Array = np.ndarray[Any, Any]
 
 
 class PlanHeader(NamedTuple):
-    """Which plan it is, and which block tables it changes.
+    """Number of a plan, and the block tables to which its changes apply.
 
     Attributes:
-        number: of the plan, from 1 on.
-        base: number of the plan before, to whose block tables the changes apply; 0: they are all of the tables.
+        number: number of the plan, from 1 on.
+        base: number of the plan before, to whose block tables the changes apply; 0: the changes are complete tables.
         num_rows: rows of the block tables.
     """
 
@@ -68,7 +68,7 @@ class AdapterBatch:
 class StepPlan:
     """The tokens that a step computes and the places of their cache, as arrays that peers receive unchanged.
 
-    A sequence keeps its row of the block tables from step to step, and the plan has only what changes in them: its size
+    A sequence keeps its row of the block tables from step to step, and the plan contains only their changes: its size
     does not grow with the context.
 
     Attributes:
@@ -113,7 +113,7 @@ class TableLayout:
     a table of one block.
 
     Args:
-        max_tokens: of a sequence.
+        max_tokens: most tokens of a sequence.
 
     Attributes:
         block_tokens, widths: of each group.
@@ -129,7 +129,7 @@ class TableLayout:
         self.size = num_rows * sum(self.widths)
 
     def spans(self) -> list[tuple[slice, tuple[int, int]]]:
-        """Of each group its entries, and their shape."""
+        """For each group the slice of its entries, and their shape."""
         shapes = [(self.num_rows, width) for width in self.widths]
         return [
             (slice(start, start + rows * width), (rows, width))

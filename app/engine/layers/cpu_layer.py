@@ -83,7 +83,7 @@ def run_in_one_call(model: nn.Module) -> int:
 
 
 def _weights(layer: Any) -> LayerWeights | None:
-    """The layer's weights; `None` if it computes anything else than `LayerWeights` says, or by another product."""
+    """The layer's weights; `None` if it computes anything but what `LayerWeights` says, or by another product."""
     before_attention, after_attention, before_mlp, after_mlp = layer.norms
     attention, mlp = layer.self_attn, layer.mlp
     if before_attention is None or before_mlp is None or after_attention is not None or after_mlp is not None:

@@ -1,6 +1,6 @@
 """Fused decoder layers: the residual is added in the same pass as a norm, the last one by the norm after the layer.
 
-A layer is recognised by the names of its submodules and then by its behaviour, as the modules of `fusion`.
+A layer is recognised by the names of its submodules and then by its behaviour, like the modules of `fusion`.
 """
 
 from __future__ import annotations

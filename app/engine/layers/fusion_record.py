@@ -1,4 +1,4 @@
-"""Fusion record: which modules of a model were fused, so that the same model can be fused again without values."""
+"""Fusion record: which modules of a model were fused, to fuse the same model again before its weights are read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Learned = dict[str, Any]
 
 
 class FusionRecord:
-    """The modules of a model that were fused, by path, each with what was learned from the original's behaviour. The
-    same model can be fused again by it without values: nothing is computed or compared then.
+    """The modules of a model that were fused, by path, each with what was learned from the original's behaviour. With
+    it the same model can be fused again before its weights are read: nothing is computed or compared then.
 
     Attributes:
         learned: plain values, for JSON.
-        is_known: nothing has to be compared.
+        is_known: whether the record is of an earlier fusion, so that nothing has to be compared.
     """
 
     def __init__(self) -> None:

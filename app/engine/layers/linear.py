@@ -1,5 +1,5 @@
-"""Linear layers by other kernels than torch's: weights of a CPU model are packed, once, at load; on CUDA there are
-products of few rows, for decode steps."""
+"""Linear layers with other kernels than torch's: on CPUs weights are packed once, at load; on CUDA products of few rows
+have a kernel of their own, for decode steps."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def pack_linears(model: nn.Module, product: Product) -> int:
 
 
 class FewRowLinear(nn.Linear):
-    """`nn.Linear` whose products of at most `_FEW_ROWS` rows have another kernel. It has the original's parameters."""
+    """`nn.Linear` whose products of at most `_FEW_ROWS` rows use another kernel. It has the original's parameters."""
 
     def __init__(self, original: nn.Linear, product: FewRowProduct) -> None:
         super().__init__(original.in_features, 1, bias=False, device="meta")

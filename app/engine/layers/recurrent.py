@@ -282,7 +282,7 @@ class StateProbe:
         """The layers observed in one forward of several tokens. Raises `ModelError` unless each ran exactly once."""
         calls = {layer: len(seen) for layer, seen in self._layers.items()}
         if calls != dict.fromkeys(installed, 1):
-            raise ModelError(f"mixers of layers {sorted(installed)} should run once in a forward; it ran {calls}")
+            raise ModelError(f"mixers of layers {sorted(installed)} should run once in a forward; calls: {calls}")
         return {layer: self._layers[layer][0] for layer in sorted(self._layers)}
 
 

@@ -166,7 +166,7 @@ class _Planner:
             return
         own_dim = _dimension(style, parameter.ndim)
         if own_dim is None:
-            raise ModelError(f"{self._kind} has a tensor-parallel plan with the style {style!r}, which Folio lacks")
+            raise ModelError(f"{self._kind} has a tensor-parallel plan with the unknown style {style!r}")
         if style == "first_rank" or (style in _ROW and name == "bias"):
             if self.plan.rank:
                 self.plan.cuts[full_name] = ZeroShard()

@@ -1,7 +1,7 @@
 """Files of a checkpoint: read into the page cache before a load reads them.
 
-A load holds up others: on CUDA the steps of all models (`AsyncEngine`), everywhere other loads (`checkpoint_module`).
-Reading from a disk is its slow part. So that comes first, while nothing is held.
+A load blocks others: on CUDA the steps of all models (`AsyncEngine`), everywhere other loads (`checkpoint_module`).
+Reading from a disk is its slow part, and is done before, while nothing is blocked.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def read_checkpoint(config: ResolvedConfig) -> None:
-    """Read the weights of a checkpoint into the page cache. A model of the Hub that is not downloaded yet has none."""
+    """Read the weights of a checkpoint into the page cache. A Hub model that is not downloaded yet has no files."""
     for path in weight_files(resolve_model(config.model)) if config.load_format == "auto" else ():
         try:
             _read(path)
-        except (OSError, MapError) as error:  # the load meets it again, and says what is wrong with the checkpoint
+        except (OSError, MapError) as error:  # the load fails in the same way, and reports the cause
             logger.info("%s cannot be read ahead: %s", path, error)
 
 

@@ -35,12 +35,12 @@ from folio.kernels import KernelError, select_elementwise, select_product
 logger = logging.getLogger(__name__)
 
 _DUMMY_SEED = 0
-# Weights are copied up to this part of the memory that is available; quantised or packed ones need memory beside them.
+# Copies of weights may take the available memory divided by this; quantised or packed ones need the rest.
 _COPIED = 2
 # Exceptions from reading damaged weight files.
 _DAMAGED = (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError)
-# transformers makes one module at a time: meanwhile it changes torch's default dtype and random state, the initialisers
-# of `torch.nn.init`, and methods of `PreTrainedModel`, which a module that another thread made would get.
+# Held while transformers makes a module: it changes torch's default dtype and random state, the initialisers of
+# `torch.nn.init`, and methods of `PreTrainedModel`, which would affect a module that another thread makes.
 _making = threading.Lock()
 
 
@@ -49,7 +49,7 @@ class MadeModule:
     """A module on its device, fused and packed.
 
     Attributes:
-        plan: of a rank's share.
+        plan: plan of a rank's share; `None` for the whole model.
         record: which modules were fused.
     """
 
@@ -61,7 +61,7 @@ class MadeModule:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a file of the module's tensors has to say about it."""
+        """Facts about the module, to be stored in the file of its tensors."""
         generation = self.module.generation_config
         return {
             "dtype": str(self.module.dtype).removeprefix("torch."),
@@ -83,7 +83,7 @@ def make_module(
     """The module from its checkpoint.
 
     Args:
-        room: of a module whose tensors can move: called with their bytes before they are on the device.
+        room: for a module whose tensors can move: called with their bytes before they are put on the device.
     """
     device, record, movable = torch.device(config.device), FusionRecord(), room is not None
     module: Any
@@ -149,7 +149,7 @@ def _load_module(
     if pooling is not None and missing and missing <= _output_weights(module):
         missing, generates = set(), False
     if missing:
-        raise ModelError(f"{config.model!r} lacks {len(missing)} weights, {min(missing)} among them")
+        raise ModelError(f"{config.model!r} lacks {len(missing)} weights, for example {min(missing)}")
     _check_attention(module, config.model, hf_config)
     return module.eval().requires_grad_(False), plan, generates
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # Ropes whose frequencies depend on the length of the text; a packed batch has no single length.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 DEFAULT_CONTEXT = 2048
-# What transformers raises of a file that is missing, is no JSON, or has values of other types.
+# What transformers raises for a file that is missing, is not JSON, or has values of other types.
 _NO_CONFIG = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, StrictDataclassError)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 

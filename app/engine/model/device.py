@@ -22,10 +22,10 @@ from folio.vmem.backends.probe import check_mapping
 
 logger = logging.getLogger(__name__)
 
-# Of the kernels' test: a head size and a number of query heads for each KV head that all kernels support.
+# Kernel test: a head size and a number of query heads for each KV head that all kernels support.
 _HEAD_DIM, _GROUP_SIZE, _NUM_KV_HEADS, _BLOCK_TOKENS = 64, 4, 2, 64
 _LENGTHS = (150, 70)
-# In float16, of outputs about 0.2 in size: rounding gives a tenth of this.
+# Most difference of float16 outputs of about 0.2: rounding gives a tenth of this.
 _TOLERANCE = 0.01
 
 
@@ -89,7 +89,7 @@ def resolve(config: EngineConfig, probes: CudaProbes | None = None) -> ResolvedC
     if config.device == "cuda":
         raise ConfigError(f"device is cuda, but {fault}; use cpu")
     level = logging.WARNING if Machine.detect().has_gpu else logging.INFO
-    logger.log(level, "device auto is the CPU: %s", fault)
+    logger.log(level, "device auto chooses the CPU: %s", fault)
     return config.on_device("cpu")
 
 

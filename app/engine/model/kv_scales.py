@@ -1,8 +1,8 @@
 """Scales of a KV cache of 8-bit floats: the checkpoint's, or measured in one forward.
 
 An 8-bit float has the same relative precision at every size, so that a scale only has to keep values within the range:
-the largest one that was seen becomes half of the largest number, which leaves room for others, and far smaller values
-stay above the smallest. Larger values are clipped.
+the largest one measured becomes half of the largest number, which leaves room for larger ones, and far smaller values
+stay above the smallest. Values beyond the range are clipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from folio.app.engine.layers.attention import AttentionHandler
 from folio.kernels import CacheScales, Masking
 
 FP8_DTYPES: Mapping[KVDtype, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# The forward that is measured: so many random tokens, always the same.
+# Tokens of the measured forward: random, and always the same.
 MEASURED_TOKENS = 256
 _MARGIN = 2.0
 # A scale of a layer's keys or values in a checkpoint, by the names of llm-compressor, ModelOpt and vLLM.

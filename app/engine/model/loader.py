@@ -76,8 +76,8 @@ class LoadedModel:
 
 
 def load_config(model: str, *, weights: bool) -> PreTrainedConfig:
-    """The model's config. Raises `ModelError` if it is not found or has unsupported layers. Args: `weights`: those of a
-    folder are checked, too, as far as their heads and sizes say."""
+    """The model's config. Raises `ModelError` if it is not found or has unsupported layers. With `weights` the headers
+    and sizes of a folder's weight files are checked, too."""
     config, folder = read_config(model), Path(resolve_model(model))
     if weights and any(folder.glob("*.safetensors")) and (faults := list(weight_faults(folder))):
         raise ModelError(f"cannot load {model!r}: {'; '.join(faults)}")
@@ -121,7 +121,7 @@ def _check_settings(
         raise ConfigError(f"quantization is {config.quantization!r}, which is for CPUs; use 'none' on {config.device}")
     if weights is not None and comm is not None:
         raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}; weights that can be unmapped are for one rank"
+            f"tensor_parallel_size is {config.tensor_parallel_size}; a model that shares its device has one rank"
         )
 
 
@@ -132,8 +132,8 @@ def load_model(
 
     Args:
         comm: collectives of a rank that loads only its share of the model. Loading does not use them; forwards do.
-        weights: where the tensors move to, so that they can be unmapped; for one rank. oneDNN's packed weights, which
-            are the fastest for bfloat16 on processors with AMX, cannot move: Folio's own products are used.
+        weights: store of the tensors, which can then be unmapped; for one rank. oneDNN's packed weights, which are the
+            fastest for bfloat16 on processors with AMX, cannot move: Folio's own products are used.
 
     Raises:
         ConfigError: a setting does not fit the machine or the model.

@@ -39,7 +39,7 @@ _METHODS: dict[str, PoolingMethod] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pooling:
-    """How a model makes one vector of a prompt.
+    """How a model turns a prompt into one vector.
 
     Attributes:
         method: the hidden state of the last token, or the mean over all tokens, after the last norm.

@@ -50,7 +50,7 @@ def stored_module(
             try:
                 built = build()
             except BaseException as error:
-                _forget_frames(error)  # whose tensors have the memory that `taken` gives back
+                _forget_frames(error)  # their tensors hold the memory that `taken` gives back
                 raise
             undo.pop_all()
             return built
@@ -72,10 +72,10 @@ def stored_module(
         except BaseException as error:
             if opened is not None:
                 opened.close()
-            # Of torch: an operation needs values, or a tensor cannot be swapped. Of the facts: another version's.
+            # Torch: an operation needs values, or a tensor cannot be swapped. The facts: another version wrote them.
             if not isinstance(error, ModelError | RuntimeError | KeyError | TypeError | AttributeError):
                 raise
-            logger.info("%r is loaded from its checkpoint, not from the file of its weights: %s", config.model, error)
+            logger.info("ignoring the weight file of %r, and loading its checkpoint: %s", config.model, error)
     made, tensors = make()
     try:
         before, key = key, key_of(config, weights, pools=pools)
@@ -89,7 +89,7 @@ def stored_module(
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Free what the functions that an error has ended refer to, those of the errors that led to it included."""
+    """Free the objects that the frames of an error's traceback, and of the errors that led to it, refer to."""
     errors: list[BaseException | None] = [error]
     for found in errors:  # which grows meanwhile
         if found is not None:
@@ -106,7 +106,7 @@ def key_of(config: ResolvedConfig, weights: WeightStore, *, pools: bool) -> Weig
 
 
 def _without_values(config: ResolvedConfig, hf_config: PreTrainedConfig, facts: dict[str, Any]) -> MadeModule:
-    """The module that a file was written of, on torch's meta device. Raises `ModelError` if it is another one."""
+    """The module of a weight file, on torch's meta device. Raises `ModelError` if the file is of another one."""
     record = FusionRecord.known(facts["fused"])
     module: Any = empty_module(hf_config, getattr(torch, facts["dtype"]))
     if module.generation_config is not None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Raises `ModelError` without a tokenizer that can decode incrementally."""
+    """Load the tokenizer. Raises `ModelError` if there is none that can decode incrementally."""
     from transformers import AutoTokenizer  # not with this module, for `imported_without_torch`
 
     try:

@@ -75,7 +75,7 @@ class Vocabulary:
         )
         for token_id in output:
             text.push(token_id)
-        text.flush()  # text that the parent holds back is the parent's
+        text.flush()  # drops the text that the parent still holds back
         return text
 
     def read(self, token_ids: Sequence[int]) -> str:

@@ -119,7 +119,7 @@ class DraftProposer:
         memory: the draft model's KV memory, after `open`.
 
     Raises:
-        ConfigError: another vocabulary, or recurrent states, which cannot be rolled back.
+        ConfigError: the vocabularies differ, or the model has recurrent states, which cannot be rolled back.
         ModelError: the model cannot be loaded.
     """
 
@@ -172,7 +172,7 @@ class DraftProposer:
         Raises:
             ConfigError: the share of the budget is too small, or no kernel reads the cache.
             ModelError: the self-test failed.
-            OutOfPages: other models have the memory of a shared device now.
+            OutOfPages: other models occupy the shared device's memory now.
         """
         model = self._executor.model
         config = dataclasses.replace(
@@ -262,7 +262,7 @@ class DraftProposer:
     # ---- planning ----
 
     def _plan_tasks(self, lengths: dict[Sequence, int], tasks: list[_Task]) -> None:
-        """Allocate memory for as many sequences as possible: fewest lacking tokens first, new sequences last."""
+        """Allocate memory for as many sequences as possible: fewest uncomputed tokens first, new sequences last."""
         known = [sequence for sequence in lengths if sequence in self._states]
         for sequence in known:
             with attribute_failures(sequence):
@@ -270,7 +270,7 @@ class DraftProposer:
             self._states.move_to_end(sequence)
         known.sort(key=lambda sequence: self._states[sequence].shadow.num_uncomputed)
         idle = list(self._states)[: len(self._states) - len(known)]
-        # From the left the next to plan; from the right the next to drop: least recently used, then what lacks most.
+        # From the left the next to plan; from the right the next to drop: least recently used, then longest to compute.
         queue = deque(known + idle[::-1])
         budget = self._step_tokens
         while budget > 0 and queue and queue[0] in lengths:
@@ -390,8 +390,8 @@ class DraftProposer:
             raise SequenceFailure(drafting[i].sequence) from error
 
     def run(self, scheduled: list[Scheduled]) -> torch.Tensor:
-        """Logits `[num_samples, vocab_size]` on the CPU, of `scheduled` as it is sorted then; blocks must be owned and
-        mapped."""
+        """Logits `[num_samples, vocab_size]` on the CPU, in the order to which it sorts `scheduled`; blocks must be
+        owned and mapped."""
         return self._executor.run(self._executor.planner.plan(scheduled), self.memory)
 
     def _run(self, tasks: list[_Task], counts: abc.Sequence[int]) -> torch.Tensor:

@@ -51,7 +51,7 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class NgramIndex:
-    """Last positions of the n-grams of `least` to `most` tokens in one growing text: about 36 bytes a token for 2 to
+    """Last positions of the n-grams of `least` to `most` tokens in one growing text: about 36 bytes per token for 2 to
     4.
 
     Attributes:
@@ -70,8 +70,8 @@ class NgramIndex:
         return self.pieces[-1].end if self.pieces else 0
 
     def extend(self, token_ids: list[int], budget: int) -> int:
-        """Index added text, sorting at most `budget` tokens; the remainder waits for the next call. Return the sorted
-        tokens' number."""
+        """Index added text, sorting at most `budget` tokens; the remainder waits for the next call. Returns the number
+        of sorted tokens."""
         num_sorted = 0
         while len(token_ids) - self._sealed >= RECENT_TOKENS:
             start, end = self._sealed, min(self._sealed + PIECE_TOKENS, len(token_ids))

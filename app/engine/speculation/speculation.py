@@ -32,7 +32,7 @@ class Proposer(Protocol):
 
     @property
     def models(self) -> tuple[LoadedModel, ...]:
-        """The models that it runs."""
+        """The models that the proposer runs."""
         ...
 
     @property
@@ -42,12 +42,11 @@ class Proposer(Protocol):
 
     @property
     def graphs(self) -> CapturedGraphs | None:
-        """Of the proposer's steps, once opened."""
+        """Captured graphs of the proposer's steps, once opened."""
         ...
 
     def open(self, max_model_len: int, plan: DevicePlan | None = None, pages: DevicePages | None = None) -> None:
-        """Prepare to propose, after the model's KV memory is created, within the engine's context, and the plan of a
-        CUDA device's memory or the pages of a shared device."""
+        """Prepare to propose, after the model's KV memory is created. Arguments: see `Speculation.open`."""
         ...
 
     @property
@@ -123,7 +122,7 @@ class Speculation:
 
         Args:
             target: the model, with this rank's `layers`.
-            weights: where the draft model's weights are, see `load_model`.
+            weights: store of the draft model's weights, see `load_model`.
 
         Raises:
             ConfigError: the model or the draft model does not support speculation.
@@ -230,7 +229,7 @@ class Speculation:
 
     @property
     def graphs(self) -> CapturedGraphs | None:
-        """Of the proposer's steps, once opened."""
+        """Captured graphs of the proposer's steps, once opened."""
         return self._proposer.graphs
 
     def forget_all(self) -> None:

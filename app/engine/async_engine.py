@@ -203,7 +203,7 @@ class AsyncEngine:
 
         Args:
             request_id: the id given to `generate`; of several requests with this id, the latest is meant.
-            timeout_s: of the forks.
+            timeout_s: seconds until the forks end with `DeadlineError`.
             pace: see `stream`.
             owner: only requests of this owner can be forked; `None`: all requests can.
 

@@ -203,7 +203,7 @@ class Engine(EngineParts):
             self.prepare(forks_of, keys=ended.keys)(fork_id)
         else:
             raise UnknownRequestError(
-                f"output {index} of request {request_id!r} is not here any more; send its text as a prompt",
+                f"output {index} of request {request_id!r} is no longer kept; send its text as a prompt",
                 "request_id",
             )
 
@@ -224,7 +224,7 @@ class Engine(EngineParts):
         """Validate a pin; returns `add_request` for it. From any thread; may block.
 
         Args:
-            keys: of the prefix, instead of those that follow from the options.
+            keys: keys of the prefix, instead of those that follow from the options.
             options: see `pin`.
         """
         request = self._with_adapter_id(EngineRequest(f"pin {name}", prompt_token_ids, _PIN, **options))

@@ -28,7 +28,7 @@ class Output:
     Attributes:
         stop_reason: the stop string or token id that ended the output, unless an end-of-sequence token did.
         logprobs: for each token, if requested.
-        score: of a beam.
+        score: score of a beam.
         pooled: see `Delta`.
     """
 

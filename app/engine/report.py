@@ -43,7 +43,7 @@ class Requests:
 
     Attributes:
         num_running: sequences of the requests that have memory.
-        num_waiting: those of requests that have not begun, or were preempted.
+        num_waiting: sequences of requests that have not begun, or were preempted.
     """
 
     num_running: int = 0
@@ -135,7 +135,7 @@ class Progress:
     Attributes:
         queue: its place in the queue, 1 for the request that begins next; 0: its prompt is being computed.
         expected_s: expected seconds until its first token, at the recent rates.
-        computed_tokens: of the prompt's `prompt_tokens`, cached ones included.
+        computed_tokens: computed ones of the prompt's `prompt_tokens`, cached ones included.
     """
 
     queue: int

@@ -1,4 +1,4 @@
-"""Shared device: what the engines of one process have in common when they share a device."""
+"""Shared device: pages and weights of a device that several engines of one process share."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class BatchBuilder:
     Attributes:
         expected: number of the last plan that was submitted to be built; -1 after a failure.
         number: number of the last plan that was built; 0 before.
-        tables: of each layer group `[num_rows, width]` int32, on the device.
+        tables: block tables of each layer group, `[num_rows, width]` int32, on the device.
     """
 
     def __init__(self, tensors: CacheTensors, device: torch.device, num_rows: int) -> None:

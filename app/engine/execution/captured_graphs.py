@@ -92,7 +92,7 @@ class CapturedGraphs:
     """The graphs of one model over one KV memory.
 
     Args:
-        charges: of a device that other models share, to which graphs and their buffers are charged.
+        charges: charges to a device that other models share, for graphs and their buffers.
 
     Attributes:
         captured: graphs by key.
@@ -239,7 +239,7 @@ class CapturedGraphs:
         return False
 
     def _settle(self) -> None:
-        """Give back what is held or charged without a graph."""
+        """Give back buffers and charges that no graph needs."""
         for kind in self._kinds:
             kind.drop_buffers(self.captured)
         if not self.captured:

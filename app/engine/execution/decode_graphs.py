@@ -147,7 +147,7 @@ class DecodeInputs:
         num_seqs: the largest bucket.
 
     Attributes:
-        num_bytes: of the tensors.
+        num_bytes: bytes of the tensors.
     """
 
     @torch.inference_mode()

@@ -60,8 +60,8 @@ class ModelRunner:
 
     Attributes:
         layers: see `ObservedLayers`.
-        graphs: of decode steps; `None` if all steps are launched kernel by kernel.
-        mixed_graphs: of steps with prompts; `None` if they are launched kernel by kernel.
+        graphs: graphs of decode steps; `None` if all steps are launched kernel by kernel.
+        mixed_graphs: graphs of steps with prompts; `None` if they are launched kernel by kernel.
     """
 
     def __init__(self, model: LoadedModel, provider: AttentionProvider) -> None:

@@ -22,7 +22,7 @@ class SequenceRows:
         num_rows: rows at first; doubled as often as needed.
 
     Attributes:
-        layout: of the tables.
+        layout: layout of the tables.
         tables: of each group `[num_rows, width]` int32, views of one array: blocks of sequences in the block table
             view, and of states. After the last block there are zeros; before the window the entries are undefined.
         regions: `[num_groups, num_rows]` int64, slots of the regions, -1 without one.

@@ -24,8 +24,8 @@ class WorkQueue(ABC):
 
     @abstractmethod
     def submit(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Submit work; returns a function that waits for its result, and raises what it raises. If the work is done at
-        once, its error is raised here."""
+        """Submit work; returns a function that waits for its result, and raises its error. If the work is done at once,
+        its error is raised here."""
 
     @abstractmethod
     def wait_until_idle(self) -> None:

@@ -189,7 +189,7 @@ class CachedAttention:
     alignment, and with equal masks. Each layer with scales is a kind of its own.
 
     Args:
-        scales: of each layer, for a cache of 8-bit floats.
+        scales: scales of each layer's cache of 8-bit floats.
     """
 
     def __init__(

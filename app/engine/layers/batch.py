@@ -116,7 +116,7 @@ class TableLayout:
         max_tokens: most tokens of a sequence.
 
     Attributes:
-        block_tokens, widths: of each group.
+        block_tokens, widths: tokens of a block, and blocks of a row, of each group.
         starts: index of each group's first entry.
         size: number of entries.
     """

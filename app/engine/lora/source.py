@@ -56,7 +56,7 @@ def folder_below(directory: str, path: str) -> Path:
             raise RequestError(f"lora_path is {path!r}, which is not below adapter_dir, {str(root)!r}", "lora_path")
         missing = [file for file in FILES if not (folder / file).is_file()]
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a cycle of links
-        raise RequestError(f"lora_path is {path!r}, which is no path: {error}", "lora_path") from error
+        raise RequestError(f"lora_path is {path!r}, which is not a path: {error}", "lora_path") from error
     if missing:
         raise UnknownModelError(f"no adapter: {path!r} in adapter_dir has no {' and no '.join(missing)}", "lora_path")
     return folder

@@ -18,7 +18,7 @@ class Footprint:
         memory, draft: KV memories of the model and of a draft model, which has the rest of the budget.
         share: the model's share of the budget.
         arenas: weights that can be unmapped; none on a device that is not shared.
-        graphs: of the model, and of a draft model.
+        graphs: graphs of the model, and of a draft model.
         own_weight_bytes: weights on a device that is not shared.
     """
 

@@ -16,7 +16,7 @@ def gpu_memory(
     """Measure the parts. From any thread.
 
     Args:
-        footprints: of the engines on the device.
+        footprints: footprints of the engines on the device.
         pages: device pages that they share; `None` for a single engine.
         pinned_copies_bytes: pinned memory that is not torch's.
     """

@@ -66,7 +66,7 @@ def build_memory(
         ranks: peers with the same memory; the settings are for each rank.
         share: part of the configured budget; another model's memory has the rest.
         queue: the queue of the thread that computes, on a CPU with asynchronous scheduling.
-        plan: of a CUDA device's memory, if `pages` are not given.
+        plan: plan of a CUDA device's memory, if `pages` are not given.
         pages: memory of a device that other models share. The budget may then be lowered to 0.
         most_bytes: most bytes of it that this model may take; by default all.
 
@@ -270,9 +270,8 @@ class KVPlanner:
         return ceiling, swap_bytes
 
     def _plan_groups(self, granularity_bytes: int, smallest_page_bytes: int) -> list[LayerGroup]:
-        """Layers with the same window share a block table; recurrent states are a group of their own. Blocks are
-        longer than the planner's while what is mapped as a whole is smaller than `smallest_page_bytes`, to limit the
-        mappings."""
+        """Layers with the same window share a block table; recurrent states are a group of their own. To limit the
+        number of mappings, blocks are lengthened until a handle has at least `smallest_page_bytes`."""
         config, layers = self.config, self.layers
         members: dict[int | None, list[int]] = {}
         for layer in layers.attention:

@@ -1,4 +1,4 @@
-"""Memory of a CUDA device: what weights, a step, graphs and headroom take, and what the KV cache may have.
+"""Memory plan of a CUDA device: the parts of weights, a step, graphs, headroom and the KV cache.
 
     | weights | activations | graphs | headroom | KV cache            | not used: 1 - gpu_memory_utilization |
     | of this engine, in all at most gpu_memory_utilization of the device | or memory of other processes     |
@@ -96,11 +96,11 @@ class DevicePlan:
     """Parts of a device's memory, in bytes.
 
     Attributes:
-        total_bytes: of the device.
+        total_bytes: memory of the device.
         utilization: share of them that this engine takes in all.
-        weight_bytes: of the model, and of a draft model.
-        activation_bytes: of the largest step.
-        other_bytes: outside of torch: other processes, and CUDA's context.
+        weight_bytes: weights of the model, and of a draft model.
+        activation_bytes: activations of the largest step.
+        other_bytes: memory outside of torch: other processes, and CUDA's context.
         kv_limit_bytes: `kv_memory_bytes`, or what replicas share; the utilization does not count then.
     """
 

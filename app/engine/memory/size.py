@@ -39,7 +39,7 @@ class Room:
     Attributes:
         budget_bytes: ceiling of the KV cache, `num_pages` pages.
         longest_tokens: the longest sequence that fits alone, which may be longer than the model's context.
-        device_plan: of a CUDA device, with an estimate of a step; `None` on a CPU.
+        device_plan: plan of a CUDA device, with an estimate of a step; `None` on a CPU.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -61,8 +61,8 @@ class ModelSize:
         config: `model`, `dtype`, `device` ("cpu" or "cuda"), `tensor_parallel_size`, and the settings of the cache.
 
     Attributes:
-        num_parameters: of the whole model.
-        weight_bytes: of one rank.
+        num_parameters: parameters of the whole model.
+        weight_bytes: weights of one rank.
 
     Raises:
         ConfigError: `max_model_len` is beyond the model's context.

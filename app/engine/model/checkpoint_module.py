@@ -149,7 +149,7 @@ def _load_module(
     if pooling is not None and missing and missing <= _output_weights(module):
         missing, generates = set(), False
     if missing:
-        raise ModelError(f"{config.model!r} lacks {len(missing)} weights, for example {min(missing)}")
+        raise ModelError(f"{config.model!r} lacks {len(missing)} weights, {min(missing)} among them")
     _check_attention(module, config.model, hf_config)
     return module.eval().requires_grad_(False), plan, generates
 

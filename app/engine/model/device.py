@@ -89,7 +89,7 @@ def resolve(config: EngineConfig, probes: CudaProbes | None = None) -> ResolvedC
     if config.device == "cuda":
         raise ConfigError(f"device is cuda, but {fault}; use cpu")
     level = logging.WARNING if Machine.detect().has_gpu else logging.INFO
-    logger.log(level, "device auto chooses the CPU: %s", fault)
+    logger.log(level, "device auto is the CPU: %s", fault)
     return config.on_device("cpu")
 
 

@@ -49,11 +49,11 @@ class LoadedModel:
         recurrent_layers: layers with a state other than keys and values.
         windowed_layers: layers with a sliding window according to the config.
         max_positions: longest context that the model supports, in tokens.
-        cache_dtype: of the KV cache.
-        stored_scales: the checkpoint's, for a cache of 8-bit floats.
+        cache_dtype: dtype of the KV cache.
+        stored_scales: the checkpoint's scales for a cache of 8-bit floats.
         eos_token_ids: tokens that end an output.
         adapters: layers that LoRA adapters can change; `None` if the settings have no adapter and no `adapter_dir`.
-        pooling: of embeddings or scores; `None` for a model without.
+        pooling: how embeddings or scores are made; `None` for a model without.
         generates: the checkpoint has an output layer.
         weights: the range of the model's tensors, if they are in a store.
     """

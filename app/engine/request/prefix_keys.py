@@ -60,5 +60,5 @@ def compiled_hashing() -> CpuChain | None:
     try:
         return CpuChain()
     except KernelError as error:
-        logger.warning("prompt hashing is not compiled, and takes several times as long: %s", error)
+        logger.warning("prompts are hashed unit by unit, several times slower: %s", error)
         return None

@@ -109,7 +109,7 @@ class Sequence:
         pin_name: the sequence computes a prefix to pin under this name, and samples nothing.
         pooled: the sequence returns a vector of the prompt, and samples nothing.
         sampling: state that the choice of the next token depends on.
-        prompt_logprobs: of the prompt tokens from the second on, as far as computed, if requested.
+        prompt_logprobs: log probabilities of the prompt tokens from the second on, as far as computed, if requested.
         submitted_at: arrival in the engine, by `time.perf_counter`.
         queue_s: see `Delta`.
     """

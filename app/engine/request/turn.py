@@ -15,8 +15,8 @@ class Turn:
 
     Attributes:
         kind: "tools": the model may call tools; "calls": it must.
-        call_markers: an output with a tool call contains one of these texts, ...
-        call_starts: ... or begins with one of these characters.
+        call_markers: texts; an output that contains one of them is a tool call.
+        call_starts: characters; an output that begins with one of them is a tool call, too.
     """
 
     kind: Literal["completion", "chat", "tools", "calls"] = "completion"

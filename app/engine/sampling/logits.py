@@ -44,7 +44,7 @@ def gather_edits(
 
     Args:
         positions: for each row, the number of preceding tokens that its state lacks (draft tokens).
-        width: of the logits that are edited, at least `vocab_size`.
+        width: width of the logits that are edited, at least `vocab_size`.
     """
 
     def rows(feature: int) -> list[int]:

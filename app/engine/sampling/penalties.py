@@ -29,7 +29,7 @@ class TokenCounts:
 
     Attributes:
         num: number of distinct tokens.
-        address: of the first of `num` entries, each `token id << 32 | count` in int64; valid until the next `add`.
+        address: where the first of `num` entries is, each `token id << 32 | count` in int64; valid until `add`.
         copy: the entries on a device other than a CPU; `None` before `copy_to`.
         changed: places of the entries that differ in the copy.
     """
@@ -120,9 +120,9 @@ class PenaltyTable(NamedTuple):
     """What a step sends to the device for penalties: 32 bytes for each penalised row, 16 for each changed count.
 
     Attributes:
-        rows: of the logits, `[n]` int64.
-        addresses: of each row's entries on the device, `[n]` int64.
-        nums: of its entries, `[n]` int32.
+        rows: penalised rows of the logits, `[n]` int64.
+        addresses: address of each row's entries on the device, `[n]` int64.
+        nums: number of each row's entries, `[n]` int32.
         penalties: repetition, frequency and presence, `[n, 3]` float32.
         changed: addresses of entries that have changed, `[changes]` int64.
         entries: their new values, `[changes]` int64.

@@ -26,9 +26,9 @@ class SamplingState:
     Args:
         prompt_token_ids: not copied.
         index: number of the output within its request; each output has its own noise.
-        matcher: for `params.structure`.
-        bad_words: of `params.bad_words`.
-        eos_token_ids: the model's; only `params.min_tokens` needs them.
+        matcher: matcher of `params.structure`.
+        bad_words: automaton of `params.bad_words`.
+        eos_token_ids: the model's end-of-sequence tokens; only `params.min_tokens` needs them.
 
     Attributes:
         settings: a `SETTINGS` record as bytes; its key is the output's, from which each token's key is made.

@@ -156,7 +156,7 @@ class IncrementalDetokenizer:
         self._include_stop_str = include_stop_str
         self._kept = frozenset(kept)
         self._held = ""  # text that may begin a stop string
-        self._incomplete: list[int] = []  # tokens whose bytes are no complete character yet
+        self._incomplete: list[int] = []  # tokens whose bytes do not complete a character yet
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """Add a token; return the text that is now certain, and whether a stop string ended it."""

@@ -130,7 +130,7 @@ class RunningRequests:
         lowered budget."""
         if not request.one_by_one:
             count = len(request.sequences)
-            logger.warning("%d sequences of one request no longer fit into the KV cache together", count)
+            logger.warning("%s: %d sequences no longer fit into the KV cache together", request.request_id, count)
         request.one_by_one = True
         for sequence in request.sequences if request.lockstep else sequences:
             if sequence.memory is not None:

@@ -166,8 +166,8 @@ class DraftProposer:
 
         Args:
             max_model_len: the target's context; the draft model's may be shorter.
-            plan: of a CUDA device's memory, of which this model's cache gets its share.
-            pages: of a shared device.
+            plan: plan of a CUDA device's memory, of which this model's cache gets its share.
+            pages: pages of a shared device.
 
         Raises:
             ConfigError: the share of the budget is too small, or no kernel reads the cache.

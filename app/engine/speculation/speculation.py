@@ -102,7 +102,7 @@ class Speculation:
     Call `load` before the model's KV memory is created, which gets `memory_share` of the budget, and `open` afterwards.
 
     Attributes:
-        counts: of draft tokens so far. From any thread.
+        counts: counts of draft tokens so far. From any thread.
     """
 
     def __init__(self, config: ResolvedConfig, target: LoadedModel, proposer: Proposer) -> None:
@@ -155,8 +155,8 @@ class Speculation:
         Args:
             max_model_len: the engine's context.
             step_times: measured times of the model's steps, without the time of proposing.
-            plan: of a CUDA device's memory (`plan_device`).
-            pages: of a shared device.
+            plan: plan of a CUDA device's memory (`plan_device`).
+            pages: pages of a shared device.
 
         Raises:
             ConfigError, ModelError: the draft model cannot run with these settings; call `close` nevertheless.

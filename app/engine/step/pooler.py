@@ -37,7 +37,7 @@ class Pooler:
     """Add hidden states to the prompts that pool them, and end the prompts that are complete.
 
     Args:
-        pooling: the model's.
+        pooling: the model's pooling.
         decoder: ends requests.
     """
 

@@ -19,7 +19,7 @@ class Communicator(ABC):
     """Collectives over all ranks; every rank must call the same ones in the same order.
 
     Attributes:
-        transport: what the collectives use, for the log.
+        transport: the means of the collectives, for the log.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class Communicator(ABC):
         """Concatenate the ranks' tensors in the last dimension.
 
         Args:
-            sizes: of each rank's last dimension.
+            sizes: size of each rank's last dimension.
         """
 
     @abstractmethod

@@ -35,7 +35,7 @@ def open_store(host: str, size: int, timeout_s: float, port: int | None = None) 
 
     Args:
         timeout_s: limit of a rank's wait for the others.
-        port: of the store to join; by default a new one, at a free port of this host's address only.
+        port: port of the store to join; by default a new store is opened, at a free port of this address only.
     """
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
     if port is None:
@@ -62,7 +62,7 @@ def join(
     Args:
         host: this rank's address; gloo listens there.
         timeout_s: limit of the wait for the others to join.
-        shares_memory: of rank 0: offer memory to the peers, which are on this machine and end with this process.
+        shares_memory: on rank 0: offer memory to the peers, which are on this machine and end with this process.
         sharing: how ranks share GPUs.
 
     Raises:

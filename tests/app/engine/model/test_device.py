@@ -121,7 +121,7 @@ def test_each_step_that_fails_gives_the_reason(
         spoil(driver)
     assert resolve(AUTO, probes(driver, **options)) == AUTO.on_device("cpu")
     [(level, message)] = [(r.levelno, r.getMessage()) for r in caplog.records if r.name.endswith("model.device")]
-    assert message.startswith("device auto chooses the CPU: ")
+    assert message.startswith("device auto is the CPU: ")
     assert reason in message
     assert "\n" not in message
     assert level == (logging.WARNING if has_gpu else logging.INFO)

@@ -94,7 +94,8 @@ class Measure:
     @property
     def calls(self) -> dict[str, list[str]]:
         def name(code: CodeType) -> str:
-            return f"{code.co_filename.removeprefix(self._folder)} {code.co_qualname.split('.<locals>')[0]}"
+            file = code.co_filename.removeprefix(self._folder).removeprefix("folio/")
+            return f"{file} {code.co_qualname.split('.<locals>')[0]}"
 
         return {
             caller: sorted({name(code) for code in codes.values()})
@@ -163,7 +164,7 @@ def start(suite: Suite, mutant: Mutant | None, copy: Path) -> int:
         os.chdir(copy)
         os.environ["PYTHONPATH"] = str(copy)
         sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
-        for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "folio")]:
             del sys.modules[name]
         sys.dont_write_bytecode = mutant is not None
         output = os.open(copy / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -230,9 +231,9 @@ def measure(suite: Suite, copy: Path) -> None:
 def copy_tree(to: Path) -> Path:
     listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # `folio` has links to the packages
             (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
+            shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
     return to
 
 
@@ -272,7 +273,9 @@ def main() -> None:
         for suite in {id(suites[mutant.file]): suites[mutant.file] for mutant in mutants}.values():
             measure(suite, copies[0])
             print(f"{len(suite.durations)} tests of {' '.join(suite.tests)} pass", flush=True)
-        copies += [Path(shutil.copytree(copies[0], Path(scratch) / str(i))) for i in range(1, arguments.jobs)]
+        copies += [
+            Path(shutil.copytree(copies[0], Path(scratch) / str(i), symlinks=True)) for i in range(1, arguments.jobs)
+        ]
         for outcome in run(((suites[m.file], m) for m in mutants if m not in known), copies):
             assert outcome.mutant
             survivors += [outcome.mutant] if outcome.result == "survived" else []

@@ -47,7 +47,7 @@ class StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     dropped: ClassVar[frozenset[str]] = frozenset()
-    """Fields that clients send and that say nothing here."""
+    """Fields that clients send and that mean nothing here; they are dropped."""
 
     @model_validator(mode="before")
     @classmethod
@@ -59,7 +59,7 @@ class StrictBody(BaseModel):
 
 
 def at_most(number: int, what: str) -> BeforeValidator:
-    """Bound a list or object before its items are validated: each takes microseconds, and all may be invalid."""
+    """Bound a list's or object's length before its items are validated, which takes microseconds each."""
     return BeforeValidator(lambda items: _check_number(items, number, what))
 
 
@@ -90,7 +90,7 @@ def check_json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_text(value: object) -> object:
-    """The JSON of what some clients send as it is instead of as text; a text stays, and null is empty."""
+    """JSON text of a value, for a field that some clients send as an object. A text stays; null becomes empty."""
     try:
         return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
     except (TypeError, RecursionError) as error:  # not from HTTP
@@ -124,14 +124,14 @@ _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 def plain_name(name: str) -> str:
-    """A client's name of something, as the header of ignored fields can have it."""
+    """A client's name of a field or type, in the characters that the header of ignored fields can have."""
     return _NOT_PLAIN.sub("_", name)[:64]
 
 
 def left_out_kind(part: object) -> tuple[str, str]:
-    """Of a part in a client's history that no text model reads: its type in printable ASCII, and the text in its place.
+    """A part of a client's history that no text model reads: its type in printable ASCII, and the text in its place.
 
-    An image in a tool's result must not end the conversation: it is there for good.
+    An image in a tool's result must not be refused: it stays in the history, and would end the conversation.
     """
     kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
     noun = "image" if "image" in kind or "screenshot" in kind else kind
@@ -140,7 +140,7 @@ def left_out_kind(part: object) -> tuple[str, str]:
 
 
 class OtherKind(StrictBody):
-    """Something of a type that has no meaning here. Its type is kept, to be named."""
+    """An object of an unsupported type. Only the type is kept, so that it can be named."""
 
     type: Annotated[str, AfterValidator(plain_name)]
 
@@ -158,7 +158,7 @@ def text_or(kind: str) -> Discriminator:
 
 
 def by_type(*known: str) -> Discriminator:
-    """Tell objects by their `type`, which is their tag if it is known. All others are tagged "other"."""
+    """Tag objects with their `type` if it is known, and with "other" if not."""
 
     def tag(value: Any) -> str:
         kind = value.get("type", known[0]) if isinstance(value, dict) else getattr(value, "type", known[0])
@@ -167,7 +167,7 @@ def by_type(*known: str) -> Discriminator:
     return Discriminator(tag)
 
 
-# For a list of which an empty one means none.
+# For lists that clients send empty to mean none.
 none_if_empty = BeforeValidator(lambda items: None if items == [] else items)
 
 
@@ -219,7 +219,7 @@ class ClientFields(StrictBody):
     """Requests with the same key go to the same replica where that costs little, like those with the same
     `X-Session-Id`. Cached prefixes are found without it."""
     session_id: Name | None = None
-    """The same, under OpenRouter's name."""
+    """OpenRouter's name for `prompt_cache_key`."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """`24h`: keep the prefix of this request in the cache for as long as the server allows (`max_cache_ttl_s`, an hour
     by default), like `cache_ttl_s`, which takes precedence. `in_memory` has no effect."""
@@ -318,8 +318,8 @@ class _ParsedRequest(Request):
 
 
 def parse_json(body: bytes) -> Any:
-    """Parse strict JSON in UTF-8, nested at most 200 deep. Of equal keys the last counts. An unpaired surrogate becomes
-    U+FFFD.
+    """Parse strict JSON in UTF-8, nested at most 200 deep. Of duplicate keys the last counts. An unpaired surrogate
+    becomes U+FFFD.
 
     Raises:
         RequestValidationError: the text is not such JSON (Python would accept `NaN`), or has too many values.
@@ -329,7 +329,7 @@ def parse_json(body: bytes) -> Any:
     try:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        if b"\\u" in body:  # JavaScript clients cut texts inside of a character
+        if b"\\u" in body:  # JavaScript clients cut texts inside a character
             with suppress(ValueError):
                 return from_json(paired_surrogates(body.decode()), allow_inf_nan=False)
         invalid = {"type": "json_invalid", "loc": ("body",), "msg": "", "ctx": {"error": str(error)}}

@@ -1,4 +1,4 @@
-"""A response of server-sent events that begins without waiting long for its first item, and is never silent."""
+"""Response of server-sent events: it begins after at most a second, and keep-alive messages interrupt silences."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from folio.app.http.request_context import current_context, note_error, request_
 
 logger = logging.getLogger(__name__)
 
-# Time without an item after which the head is sent; until then an error has its HTTP status. And time between signs of
-# life of a stream, later and where they tell the progress: programs and proxies give up on silent connections.
+# Time without an item after which the head is sent; until then an error has its HTTP status. Time between keep-alive
+# messages later, and where they tell the progress: programs and proxies give up on silent connections.
 _HEAD_S, _SILENCE_S, _PROGRESS_S = 1.0, 10.0, 2.0
-# Time between looks at whether a request is still being checked, on a busy machine: its error is to have a status.
+# Interval of polls, on a busy machine, whether a request is still being checked: its error shall have a status.
 _CHECK_S = 0.25
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class EventResponse(StreamingResponse):
-    """Items as server-sent events. While there are none, `silence` is sent. An error of the items is raised before the
-    head is sent, and then becomes an event.
+    """Items as server-sent events, and `silence` while there are none. An error is raised if the head has not been
+    sent; otherwise it becomes an event.
 
     Args:
         write: the event of an item.
         failed: the event of an error.
         silence: one or more events, or a comment.
-        end: what follows the items.
-        shows_progress: `silence` tells the progress, so it is sent more often.
+        end: bytes after the last item.
+        shows_progress: `silence` tells the progress, so that it is sent more often.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class EventResponse(StreamingResponse):
 
 
 class _Heart:
-    """Sends the parts of one answer, and a sign of life after `_HEAD_S` without a first one, and after `interval_s`
-    without a later one. A timer watches: a task is made for each sign of life only, since the coroutine that waits for
-    the next item must not be interrupted.
+    """Sends the parts of one answer, and a keep-alive message after `_HEAD_S` without a first part or `interval_s`
+    without a later one. A timer checks the time. Only messages take a task, since the coroutine that waits for the next
+    item must not be interrupted.
 
     Args:
         send: sends a part.
-        silence: makes a sign of life.
+        silence: makes a keep-alive message.
     """
 
     def __init__(self, send: Callable[..., Any], silence: Callable[[], bytes], interval_s: float) -> None:
@@ -122,7 +122,7 @@ class _Heart:
             await asyncio.gather(self._beat, return_exceptions=True)
 
     def _look(self) -> None:
-        """Send a sign of life if it is due, and look again when the next one may be."""
+        """Send a keep-alive message if it is due, and check again when the next one may be."""
         now = self._loop.time()
         context = current_context()
         if context is not None and context.is_being_checked and now < self._sent_at + self._interval_s:
@@ -135,15 +135,15 @@ class _Heart:
         self._timer = self._loop.call_at(now + self._interval_s, self._look)
         if not self._is_sending and self._beat is None:  # else the client reads slowly
             if context is not None and self._has_items:
-                context.progress = None  # it is that of the prompt
-            # Made now, before an item can be: responses number their events.
+                context.progress = None  # the prompt is done
+            # The message is made now, before another item can be: responses number their events.
             self._beat = self._loop.create_task(self._send_silence(self._silence()))
 
     async def _send_silence(self, part: bytes) -> None:
         await self._send_part(part)
         context = current_context()
         if context is not None and not self._has_items:
-            context.first_byte_at = None  # the log's is that of the first token
+            context.first_byte_at = None  # the log means the first token's
         self._sent_at, self._beat = self._loop.time(), None
 
 

@@ -70,7 +70,7 @@ def _only_text(chunk: BaseModel) -> str | None:
 
 
 def _around(chunk: Completion | ChatCompletionChunk) -> tuple[str, str]:
-    """The JSON before and after the text of such a chunk."""
+    """The JSON before and after the text of a chunk that has only text."""
     [choice] = chunk.choices
     change = {"delta": ChatDelta(content="")} if isinstance(chunk, ChatCompletionChunk) else {"text": ""}
     empty = chunk.model_copy(update={"choices": [choice.model_copy(update=change)]})
@@ -88,10 +88,10 @@ def event_stream(request: BaseModel, items: AsyncIterator[Any]) -> Response:
 
 
 def stream_chunks(chunks: AsyncIterator[BaseModel], *, shows_progress: bool = False) -> Response:
-    """Server-sent events of completions and chat completions: data only, with an end mark. Comments break silences.
+    """Server-sent events of completions and chat completions: data only, with an end mark. Comments interrupt silences.
 
     Args:
-        shows_progress: they tell the progress of the prompt, as JSON.
+        shows_progress: comments tell the progress of the prompt, as JSON.
     """
 
     def failed(error: Exception) -> bytes:
@@ -107,8 +107,8 @@ def stream_chunks(chunks: AsyncIterator[BaseModel], *, shows_progress: bool = Fa
 
 
 def stream_events(events: AsyncIterator[StreamEvent]) -> Response:
-    """Server-sent events of responses: with names, and without an end mark. Silences are broken by events of the
-    response that is in progress; a comment does it before there is one."""
+    """Server-sent events of responses: with names, and without an end mark. Events about the response in progress
+    interrupt silences, and comments before there is one."""
     last_number = -1
 
     def written(event: StreamEvent) -> bytes:
@@ -132,7 +132,7 @@ def stream_events(events: AsyncIterator[StreamEvent]) -> Response:
 
 
 def stream_messages(events: AsyncIterator[MessageEvent]) -> Response:
-    """Server-sent events of Anthropic's messages: with names, and without an end mark. Pings break silences."""
+    """Server-sent events of Anthropic's messages: with names, and without an end mark. Pings interrupt silences."""
 
     def failed(error: Exception) -> bytes:
         return _named(anthropic_error(*errors.error_response(error)))

@@ -1,4 +1,4 @@
-"""HTTP API over a service object: routes, streams, errors. Knows neither Ray nor the engine."""
+"""HTTP API over a service object: routes, streams, errors. Independent of Ray and the engine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build_api(
 
     Args:
         unknown_fields, observer: see `UnknownFields`.
-        batches: runs batches; `None`: there are none.
+        batches: runs batches; with `None` their routes answer 404.
     """
     api = FastAPI(
         title="Folio",
@@ -145,7 +145,7 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> Response:
         status, answer = errors.error_response(error)
         if status == 503 and request.url.path.endswith("/ready"):
-            pass  # its changes are logged
+            pass  # logged elsewhere when it changes
         elif status == 503:  # expected while replicas are replaced, for many requests at once
             logger.warning("%s %s: %s", request.method, request.url.path, answer.error.message)
         elif status >= 500:

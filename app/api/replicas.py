@@ -1,4 +1,4 @@
-"""The engine replicas, as the API's parts ask them."""
+"""Interface through which the API calls engine replicas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from folio.app.fleet.messages import ServedPooling
 
-# Bound of the wait for replicas' statuses, of which each is ready at once.
+# Timeout of calls for replicas' statuses, which a replica answers at once.
 STATUS_TIMEOUT_S = 2.0
 
 

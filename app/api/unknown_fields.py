@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Different unknown fields of one body; a list's items count once.
 MAX_UNKNOWN = 32
-# Of each client, different fields that are logged; and clients that are remembered.
+# The most different fields that are logged for a client, and the most clients that are remembered.
 _MAX_LOGGED, _MAX_CLIENTS = 32, 1024
 _MAX_NAME_CHARS, _MAX_HEADER_CHARS = 64, 1000
 _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
@@ -30,7 +30,7 @@ _LOGGED = re.compile(r"(.*\.)?[A-Za-z_][A-Za-z0-9_]*")
 # Similarity of names without their separators. `max_token` has 0.94, `temprature` 0.95 and `stops` 0.89; `top_a`, of
 # other servers, has 0.75.
 _TYPO_CUTOFF = 0.88
-# Fields of other servers that are near one of ours.
+# Fields of other servers that resemble one of Folio's, and are no misspelling of it.
 _NO_TYPOS = frozenset({"models"})
 # Fields of other servers with a label of their own in the metric. Others are "other", as clients may invent any number.
 _LABELLED = {
@@ -61,7 +61,7 @@ Path = tuple[str | int, ...]
 
 
 class UnknownFields:
-    """What happens to unknown fields.
+    """Policy for unknown fields.
 
     Strict validation comes first, so that bodies without unknown fields cost nothing more. A body with unknown fields
     is validated a second time, which collects and removes them.

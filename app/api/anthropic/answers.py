@@ -69,7 +69,7 @@ class MessageAnswer:
             yield MessageStop()
 
     def full_answer(self, outputs: Sequence[Sequence[Piece]]) -> MessageObject:
-        """Args: the output of the one prompt, in one piece or several."""
+        """The whole message. Args: the output of the one prompt, in one piece or several."""
         [pieces] = outputs
         *_, last, _ = (event for piece in pieces for event in self.events(piece))
         assert isinstance(last, MessageDelta)
@@ -145,7 +145,7 @@ class MessageAnswer:
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
-    """A call's input: as far as it goes, if the output was cut off; empty if the model wrote no JSON object."""
+    """A call's input, or its beginning if the output was cut off; empty if the model wrote no JSON object."""
     try:
         given = from_json(arguments, allow_inf_nan=False, allow_partial="trailing-strings")
     except ValueError:

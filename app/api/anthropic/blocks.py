@@ -15,7 +15,7 @@ class CacheControl(StrictBody):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
-    """For how long to keep it. "5m" by default."""
+    """How long to keep the cached prefix. "5m" by default."""
     scope: Text | None = None
     """Sent by Claude Code. Ignored."""
 
@@ -38,13 +38,13 @@ class TextBlock(Cacheable):
 
 
 class LeftOutBlock(TextBlock):
-    """A block of another kind, in an answer, a tool's result or a system message; its text says so to the model."""
+    """A block of an unsupported type; its text tells the model what was left out."""
 
     kind: str
 
 
 def readable(blocks: Any, *, of_user: bool = False) -> Any:
-    """Blocks of a client's history as blocks of text, where they are not known. The user's images are refused later."""
+    """A client's blocks, those of unknown types as blocks of text. Images of the user are refused later."""
     return [_readable(block, of_user) for block in blocks] if isinstance(blocks, list) else blocks
 
 
@@ -78,7 +78,7 @@ def _text_of(block: dict[str, Any], of_user: bool) -> str | None:
 
 
 def _tool_name(block: dict[str, Any]) -> str | None:
-    """Of a tool that is referred to, or defined, in a conversation."""
+    """The name of a tool that a conversation refers to or defines."""
     tool = block.get("tool", block)
     tool = tool.get("definition", tool) if isinstance(tool, dict) else {}
     name = tool.get("tool_name", tool.get("name"))
@@ -97,7 +97,7 @@ def _as_object(given: Any) -> Any:
 
 
 class ToolUseBlock(Cacheable):
-    """A call of an earlier answer."""
+    """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: Text

@@ -35,7 +35,7 @@ class ToolParam(Cacheable):
     """JSON schema of the input, of type object."""
     description: Text | None = None
     type: Text | None = None
-    """Ignored: with an input_schema it is the client's."""
+    """Ignored: a tool with an input_schema is run by the client."""
     strict: bool | None = None
     """All calls follow the schema. Otherwise only forced calls do."""
     eager_input_streaming: bool | None = None
@@ -65,7 +65,7 @@ class ToolChoiceParam(StrictBody):
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
-    """Of the tool to call."""
+    """The tool to call."""
     disable_parallel_tool_use: bool | None = None
     """With "any": one call only. With "auto" it has no effect."""
 
@@ -88,7 +88,7 @@ class ThinkingConfig(StrictBody):
     type: Literal["enabled", "adaptive", "disabled"]
     """"adaptive" is "enabled": the model decides how much."""
     budget_tokens: Annotated[int | None, Field(ge=0)] = None
-    """Tokens of reasoning at most; then its end is forced."""
+    """The most tokens of reasoning; then its end is forced."""
     display: Text | None = None
     """"omitted": blocks of reasoning have no text. With any other value the text is the reasoning itself."""
 
@@ -116,7 +116,7 @@ class ThreadParam(StrictBody):
 
     type: Literal["create", "continue"]
     previous_message_id: Text | None = None
-    """Of the message to continue from."""
+    """The message to continue from."""
 
 
 class ConversationBody(StrictBody):
@@ -127,7 +127,7 @@ class ConversationBody(StrictBody):
         Field(min_length=1, examples=[[{"role": "user", "content": "What is Folio?"}]]),
         at_most(MAX_MESSAGES, "messages"),
     ]
-    """The conversation so far. The answer continues a last message of the assistant."""
+    """The conversation so far. If its last message is the assistant's, the answer continues that message."""
     system: TextBlocks | None = None
     """The system prompt: text, or a list of text blocks. A first line `x-anthropic-billing-header: …`, which Claude
     Code changes with every request, is left out."""
@@ -142,7 +142,7 @@ class ConversationBody(StrictBody):
     cache_control: CacheControl | None = None
     """A hint that the prompt will be sent again."""
     context_management: JsonObject | None = None
-    """No effect: the whole conversation is shown."""
+    """No effect: the model sees the whole conversation."""
     speed: Literal["standard", "fast"] | None = None
     """No effect: there is one speed."""
     inference_geo: Text | None = None
@@ -193,7 +193,7 @@ class ConversationBody(StrictBody):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Blocks of the history and fields that were left out."""
+        """Names of fields, and of blocks of the history, that were left out."""
         found = {name: None for name in ("container", "mcp_servers") if getattr(self, name)}
         for block in (
             block for message in self.messages if isinstance(message.content, list) for block in message.content
@@ -233,11 +233,11 @@ class MessagesRequest(GenerationBody, ConversationBody):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    """Tokens to generate at most. More than the context has room for are as many as it has."""
+    """The most tokens to generate; fewer if the context has less room."""
     stop_sequences: Annotated[ListOf[Text] | None, at_most(MAX_STOP_STRINGS, "strings")] = None
     """Strings that end the output."""
     temperature: Annotated[float | None, Field(ge=0, le=1)] = None
-    """0 is greedy; above, logits are divided by it. 1 by default."""
+    """Logits are divided by it; 0 is greedy. 1 by default."""
     metadata: UserMetadata | None = None  # type: ignore[assignment]  # not OpenAI's notes
     """The end user."""
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]  # not OpenAI's tiers
@@ -265,7 +265,7 @@ class MessagesRequest(GenerationBody, ConversationBody):
         return self.thinking is None or self.thinking.display != "omitted"
 
 
-# Fields that are not those of a chat completion by the same name.
+# Fields with another meaning than a chat completion's fields of the same name.
 _OWN = {"metadata", "service_tier", "stop"}
 _EFFORTS: dict[str, ReasoningEffort] = {
     "low": "low",

@@ -23,10 +23,10 @@ from folio.app.api.base import StrictBody
 from folio.app.api.openai.chat_body import Message
 from folio.app.api.tools.bodies import FunctionCall, ToolCall
 
-# Blocks that only messages of this role have.
+# Type of block → the only role whose messages have it.
 _ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant", "tool_result": "user"}
-# Claude Code's first line of the system prompt. It has another checksum in every request, and nothing behind it would
-# ever be found in the prefix cache.
+# Claude Code's first line of the system prompt. It has another checksum in every request, so that nothing after it
+# would ever be found in the prefix cache.
 _BILLING_HEADER = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*")
 
 

@@ -37,14 +37,14 @@ Content = Annotated[TextContent | ThinkingContent | ToolUseContent, Field(discri
 
 
 class MessageTokensDetails(BaseModel):
-    """`thinking_tokens` of the output are reasoning."""
+    """`thinking_tokens`: those of the output's tokens that are reasoning."""
 
     thinking_tokens: int
 
 
 class MessageUsage(BaseModel):
     """The prompt has `input_tokens` + `cache_read_input_tokens`, of which the latter were found in the prefix cache.
-    Tokens written to it are not counted: always 0."""
+    `cache_creation_input_tokens` is always 0: what is written to the cache is not counted."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -73,14 +73,14 @@ class TokenCount(BaseModel):
 
 
 class MessageStart(BaseModel):
-    """The message at its beginning: without content."""
+    """The message begins, without content."""
 
     type: Literal["message_start"] = "message_start"
     message: MessageObject
 
 
 class Ping(BaseModel):
-    """No information."""
+    """A sign of life without information."""
 
     type: Literal["ping"] = "ping"
 
@@ -104,7 +104,7 @@ class ThinkingDelta(BaseModel):
 
 
 class SignatureDelta(BaseModel):
-    """Behind all text of the reasoning."""
+    """The signature, after all text of the reasoning."""
 
     type: Literal["signature_delta"] = "signature_delta"
     signature: str
@@ -140,7 +140,7 @@ class MessageEnd(BaseModel):
 
 
 class MessageDelta(BaseModel):
-    """The message has ended. The usage is that of all of it."""
+    """The message has ended. The usage is that of the whole message."""
 
     type: Literal["message_delta"] = "message_delta"
     delta: MessageEnd

@@ -1,4 +1,4 @@
-"""Answers of one batch on disk, appended line by line as they come: what a batch has done is what is in these files."""
+"""Answers of one batch on disk, appended line by line. These files alone record which requests are done."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class AnswerLog:
     """The output and the error file of a batch. Thread-safe.
 
     A crash, or a full disk, may leave a part of a line at a file's end, and a loss of power any bytes after the last
-    `flush`. From the first line on that is no answer to a request of the batch, or a second answer, a file is cut off;
-    these requests are computed again.
+    `flush`. A file is therefore truncated before the first line that is not the first answer to a request of the batch;
+    requests whose lines are lost are computed again.
 
     Args:
         custom_ids: of all requests.
@@ -77,7 +77,7 @@ class AnswerLog:
                 file.close()
 
     def _repaired(self, path: Path, known: Collection[str]) -> BinaryIO:
-        """The file, open for appending, after its last whole line."""
+        """The file, truncated after its last valid line and open for appending."""
         file = path.open("a+b", buffering=0)
         end = 0
         with path.open("rb") as lines:
@@ -94,7 +94,7 @@ class AnswerLog:
 
 
 def _custom_id(line: bytes) -> str | None:
-    """Of a whole line; `None` for anything else."""
+    """The `custom_id` of a complete line; `None` for anything else."""
     if not line.endswith(b"\n"):
         return None
     try:

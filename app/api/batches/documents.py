@@ -1,4 +1,4 @@
-"""Models as JSON files that are replaced as a whole."""
+"""Pydantic models as JSON files, each replaced atomically."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_document(path: Path, kind: type[Model]) -> Model | None:
-    """`None` without the file. A broken one is logged: no crash leaves one."""
+    """Read a file; `None` if it does not exist or is invalid. An invalid one is logged: no crash leaves one."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        logger.error("%s cannot be read and is left out: %s", path, error.errors(include_input=False)[0]["msg"])
+        logger.error("ignoring %s, which is invalid: %s", path, error.errors(include_input=False)[0]["msg"])
         return None
 
 
 def write_document(path: Path, value: BaseModel, *, durable: bool = True) -> None:
-    """Replace a file as a whole. `durable`: also a loss of power leaves the old or the new one."""
+    """Replace a file atomically. `durable`: even a loss of power leaves the old or the new content."""
     written = path.with_suffix(f".{secrets.token_hex(8)}")
     try:
         with written.open("xb") as file:

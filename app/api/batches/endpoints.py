@@ -1,4 +1,4 @@
-"""Routes whose requests batches may have."""
+"""Routes that the requests of batches may use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAST_PRIORITY = 2**31 - 1
 
 
 class BatchService(Protocol):
-    """What batches call beside the operations of `ENDPOINTS`."""
+    """The method that batches call besides the operations of `ENDPOINTS`."""
 
     async def load(self) -> LoadReport: ...
 

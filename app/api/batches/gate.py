@@ -1,4 +1,4 @@
-"""Gate of batches' requests: how many are computed at the same time, and whose is next."""
+"""Admission of batches' requests: a limit on those in flight, and round robin over their owners."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEFT_SHARE = 0.25
 
 
 class LineGate:
-    """Lets requests of owners in, in turn, up to `limit` at a time. In one event loop.
+    """Admits requests, round robin over their owners, up to a limit at a time. For one event loop.
 
     Attributes:
         num_inside: requests that are being computed.
@@ -21,7 +21,7 @@ class LineGate:
     def __init__(self) -> None:
         self.num_inside = 0
         self._limit = 0
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the first owner has the turn
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the first owner is next
         self._paused: set[str] = set()
         self._num_closed = 0
 
@@ -34,7 +34,7 @@ class LineGate:
         self._let_in()
 
     async def enter(self, owner: str, *, again: bool = False) -> None:
-        """Wait for a place; `leave` gives it back. `again`: before the owner's other requests."""
+        """Wait for admission, which `leave` gives back. `again`: ahead of the owner's other requests."""
         place = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(owner, deque())
         queue.insert(0 if again else len(queue), place)
@@ -56,7 +56,7 @@ class LineGate:
         self._let_in()
 
     def pause(self, seconds: float, owner: str | None = None) -> None:
-        """Let no request of an owner in for a time; `None`: of nobody."""
+        """Admit no request of an owner for a time; with `None`, of any owner."""
         loop = asyncio.get_running_loop()
         if owner is None:
             self._num_closed += 1
@@ -91,10 +91,10 @@ class LineGate:
 def spare_lines(load: LoadReport, num_inside: int, most: int) -> int:
     """How many requests of batches may be computed now, so that a share of the replicas stays free for others.
 
-    Without a replica one request may: it wakes a replica.
+    Without a replica it is one request, for which a replica is started.
 
     Args:
-        num_inside: requests of batches in the load.
+        num_inside: requests of batches that the load includes.
     """
     slots = sum(replica.max_num_seqs for replica in load.replicas)
     if not slots:

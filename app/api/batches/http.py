@@ -53,11 +53,11 @@ _BATCH = {
 
 Item = TypeVar("Item", FileObject, BatchObject)
 Id = Annotated[str, Path(max_length=256)]
-After = Annotated[str | None, Query(max_length=256, description="The last id of the page before.")]
+After = Annotated[str | None, Query(max_length=256, description="The last id of the previous page.")]
 
 
 def add_batches(api: FastAPI, batches: BatchRunner | None) -> None:
-    """Add the routes. `None`: they answer 404, with the setting that is missing."""
+    """Add the routes. With `None` they answer 404 and name the setting that is missing."""
     _add_files(api, batches)
     _add_batches(api, batches)
 
@@ -108,7 +108,7 @@ def _add_files(api: FastAPI, batches: BatchRunner | None) -> None:
 def _add_batches(api: FastAPI, batches: BatchRunner | None) -> None:
     @api.post("/v1/batches", tags=["batches"])
     async def create_batch(request: Annotated[BatchRequest, Body(openapi_examples=_BATCH)]) -> BatchObject:
-        """Answer all requests of a file when there is room for them."""
+        """Answer all requests of a file when replicas have room for them."""
         runner = _enabled(batches)
         batch = await asyncio.to_thread(runner.store.create_batch, runner.callers.current_name(), request)
         runner.wake()

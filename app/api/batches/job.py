@@ -3,7 +3,7 @@
     validating ──> in_progress ──> finalizing ──> completed, expired or cancelled
         └───────────────┴────────> failed
 
-Every change of state is one replaced record, and every step before it can be repeated. So after a crash a batch goes on
+Every change of state replaces one record on disk, and the steps before it are idempotent. After a crash a batch goes on
 from its last record: it is validated again, or the answers on disk are kept and the other requests computed, or its
 files are shown to the owner again.
 """
@@ -35,7 +35,7 @@ class Job:
     Attributes:
         record: as it is on disk.
         places: the batch's requests, once it is in progress.
-        stops_as: how it ends before all requests are answered.
+        stops_as: how the batch ends, if it ends before all requests are answered.
     """
 
     def __init__(self, store: BatchStore, record: BatchRecord, unknown: UnknownFields) -> None:
@@ -67,7 +67,7 @@ class Job:
                 self.work.cancel()
 
     async def validate(self, max_line_bytes: int) -> bool:
-        """Check the input file; with faults the batch has failed, and the result is false."""
+        """Check the input file. Returns false if it has faults; the batch has then failed."""
         batch = self.record.batch
         with self._store.content_path(self.owner, batch.input_file_id).open("rb") as file:
             reader = InputReader(file, batch.endpoint, max_line_bytes, self._unknown)
@@ -86,7 +86,7 @@ class Job:
         return True
 
     def load(self) -> bool:
-        """Read the record again; false if there is nothing to do any more."""
+        """Read the record again; false if the batch has ended."""
         record = self._store.record(self.record)
         if record is None or record.batch.has_ended:
             self._store.close_batch(self.record)
@@ -95,7 +95,7 @@ class Job:
         return True
 
     def open_log(self) -> None:
-        """Read the answers on disk, and the requests if `validate` has not. Again it has no effect.
+        """Read the answers on disk, and the requests if `validate` has not. Idempotent.
 
         Raises:
             FileNotFoundError: the input file is gone.
@@ -114,7 +114,7 @@ class Job:
 
     @property
     def is_open(self) -> bool:
-        """Whether the batch is not being finalised."""
+        """Whether requests may still be computed: false once the batch is being finalised."""
         return self.record.ends_as is None
 
     def unanswered(self) -> list[LinePlace]:
@@ -127,7 +127,7 @@ class Job:
             return self.endpoint.read(place.read(file).body, self._unknown)[0]
 
     def add_answer(self, custom_id: str, line: bytes, *, is_error: bool) -> None:
-        """Raises `StoreFullError`, `OSError`, or `ValueError` after `close`."""
+        """Append an answer to the batch's files. Raises `StoreFullError`, `OSError`, or `ValueError` after `close`."""
         assert self._log is not None
         self._log.append(custom_id, line, is_error=is_error)
 
@@ -137,7 +137,7 @@ class Job:
             self._change(request_counts=self._counts)
 
     def finish(self) -> None:
-        """Bring the batch to its end."""
+        """Finalise the batch: show its files to the owner and write its last record."""
         if self.record.ends_as is None:
             self._finalize(self.stops_as or "completed")
         record, batch_id = self.record, self.record.batch.id
@@ -170,7 +170,7 @@ class Job:
         )
 
     def close(self) -> None:
-        """Let no thread of this job write any more."""
+        """Make later writes by threads of this job fail."""
         if self._log is not None:
             self._log.close()
         with self._lock:
@@ -178,7 +178,7 @@ class Job:
 
     def _add_expired(self, log: AnswerLog) -> None:
         message = "the request was not computed before the batch's completion window ended"
-        with suppress(StoreFullError):  # the rest has no lines
+        with suppress(StoreFullError):  # the remaining requests get no line
             for place in self.unanswered():
                 log.append(place.custom_id, unanswered_line(place.custom_id, "batch_expired", message), is_error=True)
 

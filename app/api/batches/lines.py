@@ -27,9 +27,9 @@ from folio.app.http.errors import ErrorBody, validation_error
 
 # OpenAI's bound.
 MAX_LINES = 50_000
-# With empty lines.
+# Empty lines included.
 _MOST_LINES = 2 * MAX_LINES
-# Errors that a batch tells of its input file.
+# The most errors that a batch reports of its input file.
 MAX_ERRORS, _MAX_MESSAGE_CHARS = 100, 1000
 
 
@@ -44,7 +44,7 @@ class RequestLine(StrictBody):
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """Where a request is in the input file."""
+    """Position of a request in the input file."""
 
     custom_id: str
     offset: int
@@ -57,8 +57,8 @@ class LinePlace:
 
 
 class InputReader:
-    """Reads the lines of an input file in order: the places of requests in `places`, faults in `errors`, and unknown
-    fields that requests are computed without in `dropped`.
+    """Reads the lines of an input file in order. `places` has the positions of requests, `errors` the faults, `dropped`
+    the unknown fields without which requests are computed.
 
     Args:
         max_line_bytes: longer lines are faults.
@@ -130,7 +130,7 @@ class InputReader:
             self.places.append(LinePlace(request.custom_id, offset, len(line)))
 
     def _problem(self, request: RequestLine) -> tuple[str, str, str] | None:
-        """Code, message and field of what is wrong with a request apart from its body."""
+        """Code, message and field of a request's first fault outside its body."""
         if request.url != self._endpoint:
             return "mismatched_url", f"url is {request.url!r:.200}; the batch's endpoint is {self._endpoint!r}", "url"
         if request.custom_id in self._custom_ids:
@@ -153,7 +153,7 @@ class InputReader:
 
 
 def _skip_bom(file: BinaryIO) -> int:
-    """Skip the mark with which some programs begin a file in UTF-8; returns its length. At the file's beginning."""
+    """Skip the byte order mark with which some programs begin a file; returns its length. At the file's beginning."""
     if file.read(len(BOM_UTF8)) == BOM_UTF8:
         return len(BOM_UTF8)
     file.seek(0)

@@ -25,7 +25,7 @@ class FileObject(BaseModel):
 
 
 class FileList(BaseModel):
-    """A page of files; `has_more`: `after` with `last_id` gives the next one."""
+    """A page of files. If it `has_more`, a request with `last_id` as `after` gives the next page."""
 
     object: Literal["list"] = "list"
     data: list[FileObject]
@@ -47,7 +47,7 @@ class FileDeleted(BaseModel):
 
 
 class BatchError(BaseModel):
-    """An error that ended the batch. `line` of the input file, from 1."""
+    """An error that ended the batch. `line`: number of the line in the input file, from 1."""
 
     code: str
     message: str
@@ -98,7 +98,7 @@ class BatchObject(BaseModel):
 
 
 class BatchList(BaseModel):
-    """A page of batches, the latest first; `has_more`: `after` with `last_id` gives the next one."""
+    """A page of batches, latest first. If it `has_more`, a request with `last_id` as `after` gives the next page."""
 
     object: Literal["list"] = "list"
     data: list[BatchObject]

@@ -1,4 +1,4 @@
-"""Requests of batches: computed by the service, charged to the batch's owner, tried again while they are refused."""
+"""Requests of batches: computed by the service, charged to the batch's owner, retried while they are refused."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from folio.app.http.request_context import CURRENT, RequestContext
 
 logger = logging.getLogger(__name__)
 
-# Failures of engines after which a request has failed, because it may be their cause.
+# A request fails after this many failures of engines, because it may be their cause.
 MOST_FAILURES = 3
-# Pause when an error names none.
+# Pause after an error without `retry_after_s`.
 _PAUSE_S = 2.0
 
 
 class BatchCallers(Protocol):
-    """See `folio.app.edge.callers.Callers`, which is not imported from here."""
+    """The methods of `folio.app.edge.callers.Callers` that batches call; this package does not import `edge`."""
 
     def current_name(self) -> str: ...
 
@@ -43,8 +43,8 @@ class BatchRequests:
         self._gate = gate
 
     async def answer(self, job: Job, place: LinePlace) -> tuple[bytes, bool]:
-        """The line of the output file, or of the error file (true). Waits as long as the request is refused for a
-        reason that passes."""
+        """Compute a request. Returns its line, and whether that belongs into the error file. Retries while the request
+        is refused for a reason that passes."""
         num_failures, again = 0, False
         while True:
             await self._gate.enter(job.owner, again=again)
@@ -68,7 +68,7 @@ class BatchRequests:
                 self._gate.leave()
 
     async def _compute(self, job: Job, place: LinePlace, request_id: str) -> tuple[int, BaseModel]:
-        """Status and body of an answer. Raises `OverloadedError` or `EngineError` if it may be computed later."""
+        """Status and body of an answer. Raises `OverloadedError` or `EngineError` if the request may be retried."""
         try:
             body = await asyncio.to_thread(job.read, place)
             context = await self._callers.begin(job.owner, request_id, place.num_bytes)

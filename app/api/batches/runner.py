@@ -1,4 +1,4 @@
-"""Runner of batches: one in the cluster, the ingress that holds the store's lock."""
+"""Runner of batches, in one ingress of the cluster: the one that holds the store's lock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from folio.app.errors import FolioError
 
 logger = logging.getLogger(__name__)
 
-# Interval of looks for new and cancelled batches of other ingresses, of load reports, and of saved progress.
+# Interval of polls for other ingresses' new and cancelled batches and for load reports; interval of saved progress.
 LOOK_S, SAVE_S = 0.5, 1.0
 # Interval of attempts to become the runner.
 LOCK_S = 2.0
@@ -42,7 +42,7 @@ class BatchRunner:
         callers: to whom requests are charged.
         concurrent_lines: requests of all batches at the same time.
         max_line_bytes: of an input file.
-        unknown: what happens to unknown fields of requests.
+        unknown: policy for unknown fields of requests.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BatchRunner:
     async def _run(self) -> None:
         lock = await self._locked()
         try:
-            logger.info("this ingress runs batches")
+            logger.info("this ingress holds the lock of the batch store and runs batches")
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_load())
                 tasks.create_task(self._delete_old())
@@ -112,7 +112,7 @@ class BatchRunner:
             records = await asyncio.to_thread(self.store.open_batches)
             endings = await asyncio.to_thread(self._endings, records)
         except OSError:
-            logger.exception("the batches cannot be read")
+            logger.exception("cannot read open batches; trying again in %g s", LOOK_S)
             return
         num_running = Counter(job.owner for job in self._jobs.values())
         for record in records:
@@ -135,7 +135,7 @@ class BatchRunner:
         return endings
 
     async def _watch_load(self) -> None:
-        """Let in as many requests as replicas have room for."""
+        """Keep the limit of requests at what replicas have room for."""
         while True:
             limit = 0
             if self._gate.has_waiting or self._gate.num_inside:
@@ -150,7 +150,7 @@ class BatchRunner:
             try:
                 await asyncio.to_thread(self.store.delete_old)
             except OSError:
-                logger.exception("expired files cannot be deleted")
+                logger.exception("cannot delete expired files; trying again in %g s", _DELETE_S)
             await asyncio.sleep(_DELETE_S)
 
     # ---- one batch ----
@@ -171,7 +171,7 @@ class BatchRunner:
             logger.info("%s is %s: %d answers, %d errors, %d requests", batch_id, job.record.batch.status, *numbers)
             self._woken.set()  # another batch of the owner may begin
         except Exception:  # a disk or a program at fault must not stop the other batches
-            logger.exception("%s stopped; it goes on from disk in %g s", batch_id, RETRY_S)
+            logger.exception("%s stopped by an error; it goes on from disk in %g s", batch_id, RETRY_S)
             await asyncio.sleep(RETRY_S)
         finally:
             job.close()
@@ -221,4 +221,4 @@ class BatchRunner:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("this ingress runs no batches any more", exc_info=error)
+        logger.error("the batch runner failed; this ingress runs no more batches", exc_info=error)

@@ -3,13 +3,13 @@
     lock                        of the runner
     changes                     locked while files or batches are added or deleted
     open/OWNER.BATCH            a batch that has not ended; OWNER.BATCH.cancel: it is to be cancelled
-    OWNER/uploads/…             files that arrive
+    OWNER/uploads/…             uploads in progress
     OWNER/files/ID.jsonl        a file's content; it exists for its owner once ID.json, its description, exists
     OWNER/batches/ID.json       a batch
 
-Names are made here: an owner's is a hash, ids are random. Descriptions and batches are replaced as a whole: a temporary
-file is written and renamed, so that a reader, or a server after a crash, sees the old or the new one. After a batch has
-been created only the runner changes it.
+The store makes all names: an owner's is a hash, ids are random. Descriptions and batches are replaced atomically: a
+temporary file is written and renamed, so that a reader, or a server after a crash, sees the old or the new one. After a
+batch has been created only the runner changes it.
 
 The folder is on a disk, or a file system that all ingresses' machines share and that has file locks (NFS has). The
 system releases the locks of a process that ends.
@@ -39,7 +39,7 @@ from folio.app.config.http import BatchSettings
 from folio.app.errors import ConfigError, RequestError, UnknownBatchError, UnknownFileError
 
 WINDOW_S = 86400
-# Of one owner. Lists and counts of bytes read all of them.
+# Bounds for one owner, because lists and counts of bytes read all of the owner's files.
 MAX_FILES, MAX_BATCHES, MAX_OPEN_BATCHES = 1000, 1000, 100
 # A file takes whole blocks of the disk.
 _BLOCK_BYTES = 4096
@@ -65,9 +65,9 @@ class BatchRecord(BaseModel):
 
     Attributes:
         owner: the caller's name.
-        output_id, error_id: of the files with answers, which the caller sees once the batch has ended.
+        output_id, error_id: ids of the files with answers, which the caller sees once the batch has ended.
         keep_s: lifetime of these files.
-        ends_as: the coming status while the batch is finalised.
+        ends_as: the final status, known while the batch is finalised.
     """
 
     owner: str
@@ -108,7 +108,7 @@ class BatchStore:
     # ---- files ----
 
     def new_upload(self, owner: str) -> Upload:
-        """A file that arrives. Raises `StoreFullError`."""
+        """Begin an upload. Raises `StoreFullError`."""
         self.check_room(owner, 0)
         return Upload(self, self._folder(owner, "uploads") / secrets.token_hex(16), owner)
 
@@ -125,7 +125,7 @@ class BatchStore:
     def describe_file(
         self, owner: str, file_id: str, filename: str, purpose: Purpose, keep_s: float | None
     ) -> FileObject:
-        """Show a content to its owner. Again it has no effect."""
+        """Describe a content, so that its owner sees the file. Idempotent."""
         path = self._folder(owner, "files") / f"{file_id}.json"
         if (known := read_document(path, FileObject)) is not None:
             return known
@@ -142,14 +142,14 @@ class BatchStore:
         return found
 
     def files(self, owner: str) -> list[FileObject]:
-        """The latest first."""
+        """The owner's files, the latest first."""
         folder, now = self._folder(owner, "files"), self.clock()
         found = [read_document(folder / name, FileObject) for name in self._names(owner, "files", ".json")]
         alive = [file for file in found if file is not None and file.expires_at > now]
         return sorted(alive, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def file(self, owner: str, file_id: str) -> FileObject:
-        """Raises `UnknownFileError`."""
+        """A file's description. Raises `UnknownFileError`."""
         if _FILE_ID.fullmatch(file_id):
             found = read_document(self._folder(owner, "files") / f"{file_id}.json", FileObject)
             if found is not None and found.expires_at > self.clock():
@@ -157,11 +157,11 @@ class BatchStore:
         raise UnknownFileError("there is no such file, or it has expired; GET /v1/files lists yours")
 
     def content_path(self, owner: str, file_id: str) -> Path:
-        """The content of a file, or of the answers of a batch. The id is one of ours."""
+        """Where the content of a file, or of a batch's answers, is. The id must be one that the store has made."""
         return self._folder(owner, "files") / f"{file_id}.jsonl"
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Raises `UnknownFileError`, or `RequestError` while a batch reads the file."""
+        """Delete a file. Raises `UnknownFileError`, or `RequestError` while a batch reads the file."""
         with self._changes():
             self.file(owner, file_id)
             if (user := self._inputs(owner).get(file_id)) is not None:
@@ -171,7 +171,7 @@ class BatchStore:
     # ---- batches ----
 
     def create_batch(self, owner: str, request: BatchRequest) -> BatchObject:
-        """Raises `RequestError`, `UnknownFileError` or `StoreFullError`."""
+        """Create a batch. Raises `RequestError`, `UnknownFileError` or `StoreFullError`."""
         if request.endpoint not in ENDPOINTS:
             raise RequestError(f"endpoint is {request.endpoint!r}; it must be {' or '.join(ENDPOINTS)}", "endpoint")
         with self._changes():
@@ -209,14 +209,14 @@ class BatchStore:
             return batch
 
     def batches(self, owner: str) -> list[BatchObject]:
-        """The latest first."""
+        """The owner's batches, the latest first."""
         ids = [name.removesuffix(".json") for name in self._names(owner, "batches", ".json")]
         records = [self._record(owner_folder(owner), batch_id) for batch_id in ids]
         found = [self._shown(record) for record in records if record is not None]
         return sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     def batch(self, owner: str, batch_id: str) -> BatchObject:
-        """Raises `UnknownBatchError`."""
+        """A batch as its owner sees it. Raises `UnknownBatchError`."""
         if _BATCH_ID.fullmatch(batch_id):
             record = self._record(owner_folder(owner), batch_id)
             if record is not None:
@@ -246,7 +246,7 @@ class BatchStore:
         return self._record(owner_folder(known.owner), known.batch.id)
 
     def cancelled_at(self, record: BatchRecord) -> float | None:
-        """When the batch was cancelled."""
+        """When the batch was cancelled; `None` if it was not."""
         try:
             return self._mark(record, _CANCEL).stat().st_mtime
         except FileNotFoundError:
@@ -319,18 +319,18 @@ class BatchStore:
 
     @contextmanager
     def _changes(self) -> Iterator[None]:
-        """A context that one thread of one ingress is in at a time."""
+        """Hold the lock on additions and deletions, over the threads of all ingresses."""
         with (self._root / "changes").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _inputs(self, owner: str) -> dict[str, str]:
-        """Input files of the owner's open batches, with the batch."""
+        """Input file → batch, of the owner's open batches."""
         batches = [record.batch for record in self.open_batches(owner_folder(owner))]
         return {batch.input_file_id: batch.id for batch in batches if not batch.has_ended}
 
     def _shown(self, record: BatchRecord) -> BatchObject:
-        """The batch as its owner sees it: with the cancellation that the runner may not know yet."""
+        """The batch as its owner sees it: with a cancellation that the runner may not have seen yet."""
         batch = record.batch
         if batch.status in ("validating", "in_progress") and (at := self.cancelled_at(record)) is not None:
             return batch.model_copy(update={"status": "cancelling", "cancelling_at": int(at)})
@@ -343,7 +343,7 @@ class BatchStore:
         return self._open / f"{owner_folder(record.owner)}.{record.batch.id}{suffix}"
 
     def _remove_file(self, owner: str, file_id: str) -> None:
-        """The description first: a content without one is a leftover."""
+        """Delete a file, its description first: a content without one is a leftover."""
         (self._folder(owner, "files") / f"{file_id}.json").unlink(missing_ok=True)
         self.content_path(owner, file_id).unlink(missing_ok=True)
 
@@ -358,7 +358,7 @@ class BatchStore:
 
 
 class Upload:
-    """A file that arrives, in a context that deletes it unless it is kept."""
+    """An upload in progress: a context that deletes the file unless it is kept."""
 
     def __init__(self, store: BatchStore, path: Path, owner: str) -> None:
         self._store = store
@@ -369,7 +369,7 @@ class Upload:
         self.num_bytes = 0
 
     def write(self, data: bytes) -> None:
-        """Raises `StoreFullError`."""
+        """Append data. Raises `StoreFullError`."""
         self._unchecked_bytes += len(data)
         if self._unchecked_bytes >= _CHECKED_BYTES:
             self._store.check_room(self._owner, len(data))
@@ -378,7 +378,7 @@ class Upload:
         self.num_bytes += len(data)
 
     def keep(self, filename: str, purpose: Purpose, keep_s: float | None) -> FileObject:
-        """Make it a file. Raises `StoreFullError`."""
+        """Make the complete upload a file. Raises `StoreFullError`."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._store.add_file(self._owner, self._path, filename, purpose, keep_s)
@@ -394,7 +394,7 @@ class Upload:
 
 
 def owner_folder(owner: str) -> str:
-    """The folder of an owner; the name has no part of the owner's."""
+    """The name of an owner's folder: a hash, which does not reveal the owner's name."""
     return hashlib.sha256(owner.encode()).hexdigest()[:32]
 
 

@@ -32,7 +32,7 @@ async def receive_file(request: Request, store: BatchStore, owner: str) -> FileO
         RequestError: the form is not one of a file and its purpose.
         StoreFullError: there is no room for the file.
         ForbiddenError: a web page sends it without a preflight request.
-        HTTPException: it is not a form.
+        HTTPException: the body is not a form.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data":
@@ -71,7 +71,7 @@ class _Form:
         self._is_complete = False
 
     def callbacks(self) -> MultipartCallbacks:
-        """For `MultipartParser`."""
+        """Callbacks for `MultipartParser`."""
         return {
             "on_part_begin": self._begin_part,
             "on_header_field": self._add_to_header,
@@ -89,7 +89,7 @@ class _Form:
             self.unwritten.clear()
 
     def keep(self) -> FileObject:
-        """The file, once the form is complete."""
+        """Keep the file. Raises `RequestError` unless the form is complete and valid."""
         if not self._is_complete:
             raise RequestError("the form has no end; send all of it")
         fields = {name: value.decode(errors="replace") for name, value in self._fields.items()}

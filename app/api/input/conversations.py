@@ -17,7 +17,7 @@ from folio.app.models.chat_template.template import LIMIT_S, ChatTemplate, Rende
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Processor time of a rendering in an event loop. One that takes longer begins again in a thread.
+# CPU seconds of a rendering in an event loop. A rendering that takes longer is repeated in a thread.
 _LOOP_LIMIT_S = 0.1
 
 
@@ -26,7 +26,7 @@ class SlowTemplateError(RequestError):
 
 
 class ConversationTemplate:
-    """A model's chat templates: one, or one for conversations with tools beside it."""
+    """A model's chat template, and its template for conversations with tools if that is another one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.plain = chat_template_of(tokenizer)
@@ -36,12 +36,12 @@ class ConversationTemplate:
 
     @property
     def faults(self) -> list[str]:
-        """Why conversations cannot be rendered."""
+        """Reasons why conversations cannot be rendered; none if they can."""
         templates = dict.fromkeys((self.plain, self._with_tools))
         return [template.fault for template in templates if template is not None and template.fault is not None]
 
     def of(self, *, has_tools: bool) -> ChatTemplate:
-        """Raises `RequestError` if there is none."""
+        """The template for conversations with or without tools. Raises `RequestError` if there is none."""
         template = self._with_tools if has_tools else self.plain
         if template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
@@ -57,12 +57,12 @@ class ConversationTemplate:
         continues: bool,
         blamed: str | None = None,
     ) -> str:
-        """The prompt. Raises `RequestError`, which says what the template says, and of which message.
+        """The prompt. Raises `RequestError` with the template's own message and the place of the refused message.
 
         Args:
             messages: of `template_messages`.
             continues: the prompt ends within the last message.
-            blamed: the body's field that failures are put down to, if the template has not raised them itself.
+            blamed: the body's field that an error names, unless the template has raised it on purpose.
         """
         template = self.of(has_tools=tools is not None)
         in_loop = _is_in_event_loop()
@@ -127,7 +127,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _arguments(call: ToolCall) -> dict[str, Any] | str:
-    """The arguments' object, or their text as it is: a model's broken call stays in the history for good."""
+    """The arguments as an object, or as text if they are invalid: the history keeps a model's broken call for good."""
     text = call.function.arguments.strip()
     try:
         value = json.loads(text or "{}")
@@ -152,8 +152,8 @@ def _first_refused(
     error: RenderError,
     limit_s: float,
 ) -> int | None:
-    """The number of the message with which a conversation begins to fail so, counted from 1; `None` if finding out
-    takes longer than `limit_s`."""
+    """Bisect for the first message, counted from 1, with which the conversation fails in this way. `None` if that takes
+    longer than `limit_s`."""
     low, high = 1, len(messages)
     deadline = time.monotonic() + limit_s
     while low < high:

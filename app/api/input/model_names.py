@@ -1,4 +1,4 @@
-"""Which model answers a request: names of models and adapters, and aliases of them."""
+"""Finds the model that a request names: by its own name, an adapter's or an alias."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelNames:
         self._refresh = refresh
 
     async def refresh(self) -> None:
-        """Get the newest models and adapters. Without an answer `models` remain."""
+        """Get the newest models and adapters. Without an answer `models` stay as they are."""
         if self._refresh is not None:
             await self._refresh()
 
@@ -47,8 +47,8 @@ class ModelNames:
         return self.models.find(name)
 
     async def resolve(self, request: Named) -> tuple[Named, ServedModel]:
-        """The request with the served name in place of an alias, which counts for permissions, metrics and the answer;
-        and its model, with its tokenizer.
+        """The request with the served name in place of an alias, and its model with the tokenizer loaded. Permissions,
+        metrics and the answer go by the served name.
 
         Raises:
             UnknownModelError: there is no such model.

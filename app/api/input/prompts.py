@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Tokens at a prompt's end that tell whether it has begun the reasoning.
 _END_TOKENS = 32
 _TEMPLATE_NAMES = ("messages", "raise_exception", "strftime_now", "self")
-# A longer text is refused even if only its end is to be kept: it would be tokenised whole.
+# A text of more contexts is refused even if only its end is to be kept, since all of it would be tokenised.
 _TRUNCATED_CONTEXTS = 16
 
 
@@ -45,7 +45,7 @@ class PromptEncoder:
         self.encoder = TextEncoder(tokenizer)
         self.bounds = TextBounds(tokenizer)
         self.template = ConversationTemplate(tokenizer)
-        # Names that are not variables of the template, or that the template gets without a client.
+        # Names that a client's variables may not have: the tokenizer's arguments, and variables that templates have.
         self._reserved = {*signature(tokenizer.apply_chat_template).parameters, *_TEMPLATE_NAMES}
 
     def encode_completion(self, request: CompletionRequest, max_model_len: int) -> list[list[int]]:
@@ -103,7 +103,7 @@ class PromptEncoder:
         )
 
     def encode_pin(self, request: PinRequest, max_model_len: int) -> list[int]:
-        """The token ids with which all prompts begin that begin with the pinned text or messages."""
+        """The token ids that all prompts share whose text or messages begin with the pinned ones."""
         _check_one_kind(request)
         if request.messages is not None:
             text = "".join(joined_text(message.content) for message in request.messages)
@@ -180,7 +180,7 @@ class PromptEncoder:
         given = options.chat_template_kwargs or {}
         if refused := sorted(given.keys() & self._reserved):
             raise RequestError(
-                f"chat_template_kwargs has {refused[0]!r}, which has a meaning of its own; leave it out",
+                f"chat_template_kwargs has {refused[0]!r}, which is reserved; leave it out",
                 "chat_template_kwargs",
             )
         continues = options.continue_final_message
@@ -199,7 +199,7 @@ class PromptEncoder:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What is kept of a prompt: all, or the last tokens.
+    """The part of a prompt that is kept: all, or the last tokens.
 
     Attributes:
         most_tokens: a text that must have more is refused without being tokenised.
@@ -210,7 +210,7 @@ class _Kept:
 
     @staticmethod
     def of(request: GenerationBody, max_tokens: int | None, max_model_len: int) -> _Kept:
-        """As in `truncate_prompt_tokens`. `max_tokens` of the output need room, too."""
+        """From `truncate_prompt_tokens`. With -1 it leaves room for `max_tokens` of output."""
         number = request.truncate_prompt_tokens
         if number is None:
             return _Kept(None, max_model_len)

@@ -33,15 +33,15 @@ _STATES: tuple[ModelState, ...] = ("awake", "waking", "asleep", "loading", "new"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A model at all replicas: its state where it is the most ready, and the shortest context of those that have loaded
-    it, as a request may go to any of them."""
+    """A model over all replicas: its most ready state, and its shortest context where it has been loaded, as a request
+    may go to any replica."""
 
     state: ModelState
     max_model_len: int | None
 
 
 def seen_models(replicas: Iterable[Sequence[HostedModel]]) -> dict[str, Seen]:
-    """What replicas say of their models, by name."""
+    """The models that replicas report, by name."""
     by_name: dict[str, list[HostedModel]] = {}
     for hosted in (hosted for replica in replicas for hosted in replica):
         by_name.setdefault(hosted.status.name, []).append(hosted)
@@ -55,10 +55,10 @@ def seen_models(replicas: Iterable[Sequence[HostedModel]]) -> dict[str, Seen]:
 
 
 class ServedModel:
-    """One model: everything of it that an ingress needs, as far as requests have asked for it.
+    """What an ingress needs of one model, loaded when the first request asks for the model.
 
     Attributes:
-        translator, pooled: of bodies, once `load` has returned.
+        translator, pooled: translators of bodies, once `load` has returned.
         shedder: sheds its load while all replicas are full of its requests.
         context_tokens: the context, once a replica that has loaded the model has said so.
     """
@@ -115,7 +115,7 @@ class ServedModel:
         """Load the tokenizer in a thread, once.
 
         Raises:
-            ModelUnavailableError: it cannot be loaded; some time after a failure it is tried again.
+            ModelUnavailableError: it cannot be loaded. Calls after `_retry_at` try again.
         """
         if self._is_loaded:
             return
@@ -143,8 +143,8 @@ class ServedModel:
 
     @property
     def longest_tokens(self) -> int:
-        """The context in tokens as far as it is known without loading the model: else what its settings, or its
-        checkpoint, allow. Once `load` has returned."""
+        """The context in tokens if a replica has reported it; else the most that the model's settings or checkpoint
+        allow. Available once `load` has returned."""
         return self._longest_tokens if self.context_tokens is None else self.context_tokens
 
     async def max_model_len(self) -> int:
@@ -165,13 +165,13 @@ class ServedModels:
 
     Args:
         aliases: further names: names or patterns with `*` → a served name.
-        shedders: is filled with what sheds each model's load; `None`: there is one model, whose load is shed from
+        shedders: is filled with the load shedder of each model; `None`: there is one model, whose load is shed from
             requests' heads.
 
     Attributes:
         first: the model of requests that name none.
         by_name: served name, also of adapters → its model.
-        reserved: names of the settings: of models, adapters and aliases, without patterns.
+        reserved: names that the settings give to models, adapters and aliases, without patterns.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class ServedModels:
         return iter((*self._settled.values(), *self._added.values()))
 
     def apply(self, table: LoadedTable) -> None:
-        """Take over what was added at run time."""
+        """Replace the models and adapters that were added at run time by the table's."""
         table = table.beside(self.reserved)
         self._added = {
             config.name: known
@@ -223,7 +223,7 @@ class ServedModels:
         return name in self.by_name
 
     def note(self, seen: Mapping[str, Seen]) -> None:
-        """Note how much context the models have."""
+        """Take over the models' contexts from the replicas' reports."""
         for name, of_replicas in seen.items():
             if of_replicas.max_model_len is not None and name in self.by_name:
                 self.by_name[name].context_tokens = of_replicas.max_model_len
@@ -236,7 +236,7 @@ class ServedModels:
         return model
 
     def _index(self) -> None:
-        # Settled names first, as they are listed.
+        # Names of the settings come first, as in lists of models.
         self.by_name = {name: model for model in self for name in (model.name, *model.adapters)}
         if self._shedders is not None:
             self._shedders.clear()

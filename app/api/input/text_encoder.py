@@ -1,4 +1,4 @@
-"""Texts to tokens: without control tokens that a client spells, and refused before they are tokenised if too long."""
+"""Encodes texts as tokens. A client's control tokens stay text; too long texts are refused before tokenisation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from folio.app.errors import ContextLengthError, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Control tokens that a text may spell; each is a further cut.
+# The most control tokens that a text may spell; the text is cut at each.
 MAX_SPELLED = 4096
 # NFC shortens some texts, at most to 2/7 of their bytes (U+1FBE, U+0308, U+0301 become U+0390).
 _NFC_SHRINKS = 4
@@ -61,7 +61,7 @@ class TextEncoder:
         return list(encoding.ids)
 
     def without_end(self, text: str, num_tokens: int) -> str:
-        """The text without its last tokens; shorter in any case."""
+        """The text without its last tokens, shorter by at least one character."""
         [encoding] = self._backend.encode_batch([text], add_special_tokens=False)
         start, _ = encoding.offsets[-num_tokens] if num_tokens < len(encoding.offsets) else (0, 0)
         return text[: min(start, len(text) - 1)]
@@ -96,8 +96,8 @@ class TextEncoder:
 
 
 class TextBounds:
-    """Lower bound on the tokens of a text, from the bytes of the tokenizer's longest token. There is none for
-    tokenizers that leave out text or have one token for all unknown text."""
+    """Lower bound on the tokens of a text, from the bytes of the tokenizer's longest token. Tokenizers that leave out
+    text, or have one token for all unknown text, have no such bound."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         state: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -115,7 +115,7 @@ class TextBounds:
 
 
 def _longest_token(state: Mapping[str, Any]) -> int | None:
-    """In bytes, from a tokenizer's serialised state; `None` if tokens are not bounded parts of the text."""
+    """Bytes of the longest token, from a tokenizer's serialised state; `None` if tokens are not parts of the text."""
     model, added = state["model"], state["added_tokens"]
     before = list(_parts(state["pre_tokenizer"], "pretokenizers"))
     if model.get("type") != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):

@@ -1,4 +1,4 @@
-"""Translator: bodies to calls of engine replicas, and the answers that their pieces become.
+"""Translator of request bodies into calls of engine replicas, and of the replicas' pieces into answers.
 
 A conversation goes through here in one direction: tools (`tools.choice`) → prompt (`prompts`) → plan of the output
 (`output.plan`) → sampling parameters (`bodies`, `sampling_body`) → call.
@@ -46,7 +46,7 @@ _LOOP_BYTES = 2048
 # Log probabilities of prompts in an answer, alternatives included. They cost the engine little, but each output repeats
 # them: this many are 5 MB of JSON.
 MAX_PROMPT_LOGPROBS = 200_000
-# Answers with log probabilities of more tokens are built in threads, like bodies of so many bytes a token.
+# Answers with log probabilities of more tokens are built in threads. A token counts like so many bytes of a body.
 _LOOP_TOKENS, _TOKEN_BYTES = 200, 64
 
 # The field with the output limit, by the prefix of the answer's id.
@@ -209,7 +209,7 @@ class Translator:
         return model
 
     def key_of(self, adapter: str | None) -> str | None:
-        """`GenerateRequest.adapter_key`."""
+        """`GenerateRequest.adapter_key`: the id of an adapter loaded at run time."""
         return None if adapter is None else self.loaded.get(adapter)
 
     def _check_model(self, model: str | None) -> None:
@@ -267,9 +267,9 @@ class Translator:
 def _fitted(
     params: SamplingParams, prompt: Sequence[int], max_model_len: int, prompt_field: str, limit_field: str
 ) -> SamplingParams:
-    """The parameters without an output limit that exceeds the room in the context, since clients that do not know this
-    model ask for more; the answer's header names its field. Raises `ContextLengthError`, by the setting also for such a
-    limit."""
+    """The parameters, without an output limit that exceeds the room in the context: clients that do not know this model
+    ask for more. The answer's header names the limit's field. Raises `ContextLengthError` if the prompt has no room, or
+    if the settings refuse such limits."""
     num_tokens, max_tokens = len(prompt), params.max_tokens or 1
     if num_tokens >= max_model_len:
         raise ContextLengthError.of_prompt(num_tokens, max_model_len, prompt_field)

@@ -40,15 +40,15 @@ from folio.app.http.request_context import current_context
 
 
 class Answer:
-    """What all answers share: id, usage and prompt log probabilities. Usage is charged to the caller.
+    """Base of all answers: id, usage and prompt log probabilities. Usage is charged to the caller.
 
     Args:
         prompts: token ids of each prompt; a fork has one empty prompt, which has been counted already.
         num_top: alternatives to list with each token; `None`: no log probabilities.
 
     Attributes:
-        id: the public id, once there has been a piece. Only the answer to a single prompt can be forked by it, and none
-            whose id the client has chosen.
+        id: the public id, once there has been a piece. An answer can be forked by it, unless it has several prompts or
+            the client has chosen the id.
 
     Raises:
         RateLimitError: the caller may not have so many tokens now.
@@ -83,7 +83,7 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """Up to now: each prompt once, and the tokens of all outputs."""
+        """The usage so far: each prompt once, and the tokens of all outputs."""
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_output_tokens,
@@ -152,11 +152,11 @@ class CompletionAnswer(Answer):
         return self._completion([choice], self._chunk_usage)
 
     def last_chunk(self) -> Completion:
-        """The chunk behind all others, with the usage."""
+        """The chunk after all others, with the usage."""
         return self._completion([], self.usage)
 
     def full_answer(self, outputs: Sequence[Sequence[Piece]]) -> Completion:
-        """Args: for each prompt its outputs, each in one piece."""
+        """The whole answer. Args: for each prompt its outputs, each in one piece."""
         choices = [self._choice(piece, prompt) for prompt, pieces in enumerate(outputs) for piece in pieces]
         return self._completion(sorted(choices, key=lambda choice: choice.index), self.usage)
 
@@ -235,7 +235,7 @@ class ChatAnswer(Answer):
         return usage
 
     def parts(self, piece: Piece) -> list[Part]:
-        """The parts of an output that are certain with this piece, in order."""
+        """The parts of an output that this piece adds, in order. The parser may hold back ambiguous text."""
         self._receive(piece)
         self._count(piece)
         return self._output(piece).push(piece)
@@ -277,11 +277,11 @@ class ChatAnswer(Answer):
         )
 
     def last_chunk(self) -> ChatCompletionChunk:
-        """The chunk behind all others, with the usage."""
+        """The chunk after all others, with the usage."""
         return self._chunk([], usage=self.usage)
 
     def full_answer(self, outputs: Sequence[Sequence[Piece]]) -> ChatCompletion:
-        """Args: the outputs of the one prompt, each in one piece."""
+        """The whole answer. Args: the outputs of the one prompt, each in one piece."""
         [pieces], choices = outputs, []
         for piece in sorted(pieces, key=lambda piece: piece.index):
             parts = self.parts(piece)

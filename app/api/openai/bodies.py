@@ -63,10 +63,10 @@ class GenerationBody(SamplingBody, ClientFields):
     """Seconds after which an unfinished request ends with an error."""
     cache_ttl_s: Annotated[float | None, Field(ge=0, le=MAX_CACHE_TTL_S, allow_inf_nan=False)] = None
     """Seconds for which the prefix is kept in the cache after the request: whole blocks of the prompt, and of the
-    output in a conversation. A longer time than `max_cache_ttl_s` is taken for that one. Kept prefixes take at most
-    `retain_quota` of the cache, and running requests take precedence. 0: like any other prefix."""
+    output in a conversation; at most `max_cache_ttl_s`. Kept prefixes take at most `retain_quota` of the cache, and
+    running requests take precedence. 0: the prefix is kept like any other."""
     user: Text | None = None
-    """The end user. `fair_tenants` takes the user for the tenant of requests without one."""
+    """The end user. With `fair_tenants` it is also the tenant of a request that names none."""
     request_id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] = None
     """The answer's id, after its prefix. Such an answer cannot be forked. By default a random one."""
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
@@ -81,7 +81,7 @@ class GenerationBody(SamplingBody, ClientFields):
 
 
 class TokenFields(StrictBody):
-    """Tokens in prompts and answers, under vLLM's names."""
+    """Fields about tokens in prompts and answers, under vLLM's names."""
 
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens to the prompt, such as a first token. By default true for a text, false for a
@@ -99,7 +99,7 @@ class CompletionRequest(GenerationBody, TokenFields):
     """Text or token ids, or a list of one kind. The answer has all outputs of the first prompt, then those of the
     second, and so on."""
     max_tokens: int | None = 16
-    """Tokens to generate at most; null: as many as the context has room for. 0 with `echo`: only the prompt."""
+    """The most tokens to generate; null: as many as the context has room for. 0 with `echo`: only the prompt."""
     echo: bool | None = None
     """Begin outputs with their prompt; with `logprobs`, also give the log probabilities of the prompt's tokens."""
     logprobs: int | None = None
@@ -123,10 +123,10 @@ class CompletionRequest(GenerationBody, TokenFields):
         return self.prompt
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `RequestError`, see `params`."""
+        """The sampling parameters. Raises `RequestError`, see `params`."""
         of_prompt = self.prompt_logprobs, self.logprobs if self.echo else None
         return self.params(
-            1 if self.echo and self.max_tokens == 0 else self.max_tokens,  # one that is not shown
+            1 if self.echo and self.max_tokens == 0 else self.max_tokens,  # one token, which is not shown
             logprobs=self.logprobs,
             prompt_logprobs=max((number for number in of_prompt if number is not None), default=None),
             response_format=structure_of(self.response_format),
@@ -142,14 +142,14 @@ class ForkRequest(SamplingBody):
     index: Annotated[int, Field(ge=0)] = 0
     """The output to continue."""
     max_tokens: int | None = 16
-    """Tokens to generate at most, beyond the existing ones."""
+    """The most tokens to generate, beyond the existing ones."""
     logprobs: int | None = None
     """Log probabilities of each token, with this number of alternatives."""
     timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """Seconds after which unfinished forks end with an error."""
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `RequestError`, see `params`."""
+        """The sampling parameters. Raises `RequestError`, see `params`."""
         if self.prompt_logprobs is not None:
             raise RequestError("a fork's prompt is computed already; leave prompt_logprobs out", "prompt_logprobs")
         return self.params(self.max_tokens, logprobs=self.logprobs, prompt_logprobs=None)

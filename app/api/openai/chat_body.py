@@ -30,7 +30,7 @@ from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import RequestError
 
 MAX_MESSAGES = 4096
-# Of one message; also the most tool calls of one message.
+# The most parts of one message, and the most tool calls.
 MAX_PARTS = 1024
 MAX_TOP_LOGPROBS = 20
 # Text parts of `/v1/responses`, in histories that clients have converted.
@@ -47,7 +47,7 @@ class TextPart(StrictBody):
 
 
 class LeftOutPart(TextPart):
-    """A part of another kind, in an answer or a tool's result; its text says so to the model."""
+    """A part of an unsupported type, in an answer or a tool's result; its text tells the model what was left out."""
 
     kind: str
 
@@ -63,7 +63,7 @@ def _readable(part: Any, role: Any) -> Any:
     if kind in _TEXTS or (role not in _ANSWERING and isinstance(part.get("text"), str)):
         return {"type": "text", "text": part.get("text")}
     kind, text = left_out_kind(part)
-    # An image of the user is refused. Others are part of the history for good.
+    # An image of the user is refused. Other ones stay in the history for good, and must not end the conversation.
     return part if text and role not in _ANSWERING else LeftOutPart(type="text", text=text, kind=kind)
 
 
@@ -98,13 +98,13 @@ class Message(StrictBody):
     reasoning: Text | None = None
     """Another name of `reasoning_content`."""
     refusal: Text | None = None
-    """Of an earlier answer: its text, where there is no content."""
+    """The text of an earlier answer without content."""
     annotations: list[Any] | None = None
-    """Of an earlier answer. Ignored."""
+    """Annotations of an earlier answer. Ignored."""
     audio: JsonObject | None = None
-    """Of an earlier answer. It is left out, and named in the header `x-folio-ignored-fields`."""
+    """Audio of an earlier answer. It is left out, and named in the header `x-folio-ignored-fields`."""
     function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_calls")] = None
-    """Of the assistant: its one call, before there were `tool_calls`."""
+    """The assistant's one call, in the API before `tool_calls`."""
 
     # Added to answers by OpenAI's client and LiteLLM, and to messages for Anthropic's models.
     dropped = frozenset({"parsed", "provider_specific_fields", "cache_control"})
@@ -112,12 +112,12 @@ class Message(StrictBody):
     @model_validator(mode="before")
     @classmethod
     def _leave_out(cls, fields: Any) -> Any:
-        """Other servers' messages in terms of this one."""
+        """Convert fields of other servers' messages to those of this model."""
         if not isinstance(fields, dict):
             return fields
         changes: dict[str, Any] = {}
         role, content = fields.get("role"), fields.get("content")
-        if role == "function":  # before there were tools
+        if role == "function":  # of the API before tools
             role = changes["role"] = "tool"
         if role == "tool" and not _are_parts(content):
             changes["content"] = json_text(content)
@@ -157,21 +157,21 @@ class Thinking(StrictBody):
     type: Literal["enabled", "adaptive", "disabled"]
     """"adaptive" is "enabled": the model decides how much."""
     budget_tokens: Annotated[int | None, Field(ge=0)] = None
-    """Tokens of reasoning at most."""
+    """The most tokens of reasoning."""
 
 
 Messages = Annotated[ListOf[Message], at_most(MAX_MESSAGES, "messages")]
 
 
 class TemplateFields(StrictBody):
-    """What the chat template gets beside messages and tools."""
+    """Input of the chat template besides messages and tools."""
 
     chat_template_kwargs: Annotated[JsonObject | None, at_most(MAX_TEMPLATE_VARIABLES, "variables")] = None
     """Variables of the model's chat template, such as `enable_thinking`."""
     documents: Annotated[ListOf[JsonObject] | None, at_most(MAX_DOCUMENTS, "documents"), none_if_empty] = None
-    """Documents for chat templates that show some, mostly with `title` and `text`."""
+    """Documents for chat templates that show documents, mostly with `title` and `text`."""
     add_generation_prompt: bool | None = None
-    """Add the template's text before an answer. True by default."""
+    """Add the text with which the template begins an answer. True by default."""
     continue_final_message: bool | None = None
     """The answer continues the last message. `add_generation_prompt` is then false."""
     chat_template: Annotated[None, unsupported_field("the model's own template is used; leave it out")] = None
@@ -186,13 +186,13 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
     max_tokens: int | None = None
     """The older name of `max_completion_tokens`."""
     max_completion_tokens: int | None = None
-    """Tokens to generate at most; by default as many as the context has room for."""
+    """The most tokens to generate; by default as many as the context has room for."""
     logprobs: bool | None = None
     """Log probabilities of each token."""
     top_logprobs: int | None = None
     """Number of alternatives for each token, between 0 and 20."""
     echo: bool | None = None
-    """Begin the answer with the text of a last message of the assistant, for `continue_final_message`."""
+    """Begin the answer with the text of the assistant's last message, which `continue_final_message` continues."""
     tools: Tools = None
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
@@ -210,7 +210,7 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
     thinking: Thinking | bool | None = None
     """Whether the model reasons, for templates that let one choose."""
     thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
-    """Tokens of reasoning at most; then its end is forced. Another name of `thinking.budget_tokens`."""
+    """The most tokens of reasoning; then its end is forced. Another name of `thinking.budget_tokens`."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """No effect: ask for a length in the prompt."""
     functions: Annotated[None, unsupported_field("it is deprecated and not known here; use tools")] = None
@@ -223,7 +223,7 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
     """No effect: the server's settings decide about speculation."""
 
     def sampling_params(self, output: OutputPlan | None = None) -> SamplingParams:
-        """Args: `output`: its structure is forced. Raises `RequestError`, see `params`."""
+        """The sampling parameters, with the structure of `output` forced. Raises `RequestError`, see `params`."""
         return self.params(
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=self.num_logprobs,
@@ -234,7 +234,7 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Parts of messages, and tools, that were left out."""
+        """Names of parts of messages, and of tools, that were left out."""
         contents = (message.content for message in self.messages if isinstance(message.content, list))
         kinds = (part.kind for content in contents for part in content if isinstance(part, LeftOutPart))
         audio = ["messages[].audio"] if any(message.audio for message in self.messages) else []
@@ -264,7 +264,7 @@ class ChatCompletionRequest(GenerationBody, TokenFields, TemplateFields):
 
     @property
     def reasoning_budget(self) -> int | None:
-        """In tokens. Raises `RequestError` for two different ones."""
+        """The reasoning budget in tokens. Raises `RequestError` if two different ones are given."""
         budget = self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
         if budget is None or self.thinking_token_budget in (None, budget):
             return self.thinking_token_budget if budget is None else budget

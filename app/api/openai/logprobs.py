@@ -43,7 +43,7 @@ class TokenTexts:
         self._as_ids = False
 
     def written_as_ids(self) -> TokenTexts:
-        """The same, with tokens written as `token_id:5`."""
+        """A copy that writes tokens as `token_id:5`."""
         other = copy.copy(self)
         other._as_ids = True
         return other
@@ -163,7 +163,7 @@ def chat_logprobs(tokens: TokenTexts, entries: Sequence[TokenLogprobs], num_top:
 
 
 def prompt_logprobs(tokens: TokenTexts, entries: Sequence[TokenLogprobs], num_top: int) -> PromptLogprobs:
-    """`None` for the first token; `entries` are those of the others."""
+    """Log probabilities of a prompt: `None` for its first token, and `entries` for the others."""
     answer: PromptLogprobs = [None]
     for entry in entries:
         ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]

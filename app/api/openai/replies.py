@@ -19,7 +19,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """`reasoning_tokens` of the outputs are reasoning."""
+    """`reasoning_tokens`: those of the outputs' tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -87,7 +87,7 @@ class Completion(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """`bytes` of the token's text, which may be part of a character."""
+    """`bytes`: the token's text in UTF-8, which may be part of a character."""
 
     token: str
     logprob: float

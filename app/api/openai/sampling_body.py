@@ -40,8 +40,8 @@ class StreamOptions(StrictBody):
     include_obfuscation: bool | None = None
     """No effect: chunks are never padded with random characters."""
     include_progress: bool | None = None
-    """Of one prompt: while there is no token, send comments with its place in the queue, the expected seconds until its
-    first token, and how many of its tokens are computed. The events of `/v1/responses` and `/v1/messages` have none."""
+    """Until the first token of the only prompt, send comments with its place in the queue, the expected seconds until
+    that token, and the number of its computed tokens. The events of `/v1/responses` and `/v1/messages` have none."""
 
 
 class StructuralTag(StrictBody):
@@ -94,7 +94,7 @@ class StructuredOutputs(StrictBody):
         return self
 
     def structures(self) -> list[Structure]:
-        """One for each field that is set."""
+        """The structures of the fields that are set."""
         found = _structures(self.json_, self.regex, self.choice, self.grammar)
         if self.json_object:
             found.append(Structure("json", "{}"))
@@ -119,7 +119,7 @@ def _structures(
 
 
 class SamplingBody(StrictBody):
-    """How to choose tokens, and when to stop. A null is the default of each field. Bounds are those of
+    """How to choose tokens, and when to stop. Null stands for a field's default. Bounds are those of
     `folio.app.engine.sampling.params.SamplingParams`."""
 
     model: Annotated[Text, Field(max_length=256, examples=["builtin"])]
@@ -129,7 +129,7 @@ class SamplingBody(StrictBody):
     best_of: int | None = None
     """Number of outputs to generate, of which the `n` with the highest mean log probability are returned."""
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    """0 is greedy; above, logits are divided by it. 1 by default."""
+    """Logits are divided by it; 0 is greedy. 1 by default."""
     top_p: float | None = None
     """Sample among the fewest tokens whose probability reaches p."""
     top_k: Annotated[int | None, AfterValidator(lambda k: 0 if k == -1 else k)] = None
@@ -167,7 +167,7 @@ class SamplingBody(StrictBody):
     skip_special_tokens: bool | None = None
     """false: special tokens appear in the output's text. True by default."""
     spaces_between_special_tokens: bool | None = None
-    """No effect: there are none."""
+    """No effect: no spaces are added."""
     ignore_eos: bool | None = None
     """Continue after the end-of-sequence token."""
     min_tokens: int | None = None
@@ -175,7 +175,7 @@ class SamplingBody(StrictBody):
     use_beam_search: bool | None = None
     """The `n` likeliest of `best_of` beams instead of samples. No other sampling field can then be set."""
     length_penalty: float | None = None
-    """Of beams: the score is the sum of log probabilities over the length to this power. 1 by default."""
+    """Of beams: the score is the sum of log probabilities, divided by the length to this power. 1 by default."""
     early_stopping: EarlyStopping | None = None
     """Of beams: stop when `best_of` have ended (true), a better one is unlikely (false), or impossible ("never")."""
     prompt_logprobs: int | None = None
@@ -212,7 +212,7 @@ class SamplingBody(StrictBody):
 
     @property
     def num_outputs(self) -> int:
-        """Of each prompt."""
+        """Outputs of each prompt."""
         return 1 if self.n is None else self.n
 
     def params(
@@ -259,7 +259,7 @@ class SamplingBody(StrictBody):
         return next(iter(found.values()), None)
 
 
-# Fields that both have by the same name. A null is the default of `SamplingParams`.
+# Fields of the same name in both classes. Null stands for the default of `SamplingParams`.
 _SHARED = sorted(SamplingBody.model_fields.keys() & SamplingParams.__dataclass_fields__.keys())
 
 
@@ -297,7 +297,7 @@ class JsonSchemaFormat(StrictBody):
 
 
 class StructuralTagFormat(StructuralTags):
-    """vLLM's and xgrammar's: free text in which every trigger begins one of the structures."""
+    """The format of vLLM and xgrammar: free text in which every trigger begins one of the structures."""
 
     type: Literal["structural_tag"]
 

@@ -11,7 +11,7 @@ from folio.app.api.openai.chat_body import Messages, TemplateFields
 from folio.app.api.openai.sampling_body import TokenIds
 from folio.app.api.tools.bodies import Tools
 
-# Decoding them is one call, which holds the interpreter's lock part of the time.
+# Bounded because decoding is one call, which holds the interpreter's lock part of the time.
 MAX_DETOKENIZED = 1 << 18
 
 
@@ -48,7 +48,7 @@ class DetokenizeRequest(StrictBody):
     model: Annotated[Text | None, Field(max_length=256, examples=["builtin"])] = None
     """A served model, or an adapter; by default the first model."""
     tokens: Annotated[TokenIds, at_most(MAX_DETOKENIZED, "tokens"), Field(examples=[[76, 77]])]
-    """262,144 at most."""
+    """Token ids, at most 262,144."""
 
 
 class DetokenizedText(BaseModel):

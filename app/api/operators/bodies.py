@@ -79,9 +79,9 @@ class AddModelRequest(StrictBody):
     max_model_len: Annotated[int | None, Field(ge=1)] = None
     """Longest prompt plus output; by default the model's own limit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and computation."""
+    """The type of weights and computation."""
     quantization: Literal["none", "int8"] = "none"
-    """Of the weights of linear layers (CPU)."""
+    """How the weights of linear layers are quantised (CPU)."""
     tool_call_parser: ToolParserName = "auto"
     """How the model writes calls of functions."""
     reasoning_parser: ReasoningParserName = "auto"

@@ -14,7 +14,7 @@ from folio.app.errors import ConfigError, ForbiddenError, ModelError, RequestErr
 
 
 class Tables(Protocol):
-    """What has been added at run time; a change is on all engine replicas or on none. See
+    """The models and adapters added at run time. A change is made on all engine replicas or on none. See
     `folio.app.serving.loaded.LoadedTables`."""
 
     async def load(self, name: str, path: str, *, in_place: bool, model: str) -> None: ...
@@ -28,7 +28,7 @@ class ModelChanges:
     method of `Tables`, and `ForbiddenError` if the settings allow no such change.
 
     Args:
-        settings: the models that are there from the start.
+        settings: the models that are served from the start.
         tables: `None`: nothing can be added at run time.
         check_open: raises `UnavailableError` while the server is draining.
     """
@@ -71,7 +71,7 @@ class ModelChanges:
             )
         except ConfigError as error:
             raise RequestError(str(error)) from error
-        # Here first: this process needs the tokenizer.
+        # Checked here first: this process needs the tokenizer.
         config, _ = await asyncio.to_thread(check_added, config, shelf)
         try:
             await asyncio.to_thread(self._names.models.check_tokenizer, config)

@@ -82,7 +82,7 @@ def _add_models(api: FastAPI, service: OperationService) -> None:
         """A model, or an adapter."""
         return await service.model(name)
 
-    # Whatever `operator_paths` says, as for the budget: all callers may list models.
+    # For operators only, whatever `operator_paths` says: it must not have this path, where all callers list models.
     @api.post("/v1/models", tags=["operation"])
     async def add_model(request: AddModelRequest) -> ModelCard:
         """Add a model to those of every engine replica, or of none."""
@@ -102,7 +102,7 @@ def _add_models(api: FastAPI, service: OperationService) -> None:
 
 
 def _add_adapters(api: FastAPI, service: OperationService) -> None:
-    # Whatever `operator_paths` says, as for the budget: an adapter's name is a model's for all tenants.
+    # For operators only, whatever `operator_paths` says: an adapter's name is a model's for all tenants.
     @api.post("/v1/load_lora_adapter", response_class=PlainTextResponse, tags=["operation"])
     async def load_adapter(request: LoadAdapterRequest) -> Response:
         """Load a LoRA adapter on every engine replica, or on none."""
@@ -128,7 +128,7 @@ class _Readiness:
         self._reason: str | None = None
 
     def note(self, reason: str | None) -> None:
-        """An answer: ready, or the reason why not."""
+        """Note an answer: `None` for ready, or the reason why not."""
         if reason != self._reason:
             level = logging.WARNING if reason is not None and self._has_been_ready else logging.INFO
             logger.log(level, "%s", "ready" if reason is None else f"not ready: {reason}")
@@ -197,7 +197,7 @@ def _add_budget(api: FastAPI, service: OperationService) -> None:
     @api.put("/v1/budget", tags=["operation"])
     async def budget(request: Annotated[BudgetRequest, Body(openapi_examples=EXAMPLES["budget"])]) -> BudgetReport:
         """Change the budget of every engine replica's KV cache."""
-        # Whatever `operator_paths` says: a tenant must not take memory from the others.
+        # For operators only, whatever `operator_paths` says: a tenant must not take memory from the others.
         if (context := current_context()) is not None:
             context.check_operator("the budget")
         return await service.change_budget(request)
@@ -224,7 +224,7 @@ def _add_pins(api: FastAPI, service: OperationService) -> None:
         request: Request,
         model: Annotated[
             str | None,
-            Query(max_length=256, description="Whose prefix it is; needed if several models have a pin of this name."),
+            Query(max_length=256, description="The pin's model; needed if several models have a pin of this name."),
         ] = None,
     ) -> PinDeleted:
         """Unpin a prefix."""

@@ -13,7 +13,7 @@ from folio.app.api.replicas import STATUS_TIMEOUT_S, Replicas
 from folio.app.errors import FolioError
 from folio.app.models.builtin import BUILTIN, BUILTIN_DESCRIPTION
 
-# Greatest age of the context lengths of several models.
+# Context lengths of several models are asked for again after this time.
 _CONTEXT_FRESH_S = 10.0
 
 
@@ -42,7 +42,7 @@ class ModelCards:
         return await self._card(name, await self._names.find(name), await self._seen())
 
     def refresh_contexts(self) -> None:
-        """Learn beside requests how much context models have: it changes as others are loaded, added and removed."""
+        """Ask in the background for the models' contexts: they change as models are loaded, added and removed."""
         is_fresh = time.monotonic() - self._seen_at < _CONTEXT_FRESH_S
         if self._is_shared and not is_fresh and (self._seeing is None or self._seeing.done()):
             self._seeing = asyncio.create_task(self._seen())
@@ -60,7 +60,7 @@ class ModelCards:
 
     async def _card(self, name: str, model: ServedModel, seen: Mapping[str, Seen]) -> ModelCard:
         is_adapter, of_replicas = name != model.name, seen.get(model.name)
-        if self._is_shared:  # a model is not loaded for a list
+        if self._is_shared:  # a list must not load a model
             max_model_len = None if of_replicas is None else of_replicas.max_model_len
         else:
             max_model_len = await model.max_model_len()

@@ -35,7 +35,8 @@ class Pins:
 
         Raises:
             RequestError: the prompt is too short to be shared, or another prefix of the model has the name; some
-                replicas may have pinned the prefix nevertheless, until `unpin`. Or no model is named, of several.
+                replicas may have pinned the prefix nevertheless, until `unpin`. Or there are several models and none
+                is named.
             EngineError: a replica has no room within its pin quota.
             ForbiddenError: the caller's API key is another tenant's.
             UnavailableError: a replica has not answered in time.
@@ -56,7 +57,7 @@ class Pins:
         return model.name
 
     async def pin_prompt(self, name: str, calls: Sequence[GenerateRequest]) -> None:
-        """Pin the prompt of a request, of which these are the calls. Raises as `pin`, about `pin`."""
+        """Pin the prompt of a request, given its calls. Raises as `pin`; the errors name the field `pin`."""
         if len(calls) != 1:
             raise RequestError(f"pin takes one prompt, not {len(calls)}: send them one by one", "pin")
         [call] = calls
@@ -71,7 +72,7 @@ class Pins:
         """Unpin a prefix on every replica; replicas that started after the pin may not have it.
 
         Args:
-            model: whose prefix it is; `None`: the only one with a pin of this name.
+            model: the pin's model; `None`: the only one with a pin of this name.
 
         Raises:
             UnknownPinError: no replica has a pin of this name.
@@ -90,7 +91,7 @@ class Pins:
                 raise error
 
     async def _model_of(self, name: str, model: str | None) -> ServedModel:
-        """Raises as `unpin`."""
+        """The model of a pin. Raises as `unpin`."""
         if model is not None:
             served = self._names.models.served_name(model)
             found = await self._names.find(served)

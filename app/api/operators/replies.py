@@ -18,9 +18,9 @@ class ModelCard(BaseModel):
     """A served model, or an adapter of the model `parent`.
 
     `max_model_len` is the context in tokens; null: the model has not been loaded yet. `description` says of the
-    built-in model that it is a toy. `state`: of one of several models, at the engine replica where it is the most
-    ready. `sampling`: what the model's `generation_config` says of it. It is not applied to requests; `folio chat`
-    sends it.
+    built-in model that it is a toy. `state`, with several models: the most ready state over the engine replicas.
+    `sampling`: the parameters in the model's `generation_config`. They are not applied to requests; `folio chat` sends
+    them.
     """
 
     id: str
@@ -79,7 +79,7 @@ class LoadFigures(_Report):
     prompt_tokens: int
     """Tokens of all prompts since the start."""
     cached_tokens: int
-    """Those that were found in the prefix cache."""
+    """Those of them that were found in the prefix cache."""
 
 
 class ModelLoad(_Report):
@@ -90,7 +90,7 @@ class ModelLoad(_Report):
     num_running: int
     """Sequences that have memory."""
     num_waiting: int
-    """All others, while the model sleeps or is loaded, too."""
+    """Sequences without memory, also while the model sleeps or is being loaded."""
     queued_tokens: int
     """Tokens of prompts that are not computed yet."""
     queued_s: float
@@ -119,7 +119,7 @@ class ReplicaLoad(LoadFigures):
     ready_s: float
     """Seconds that the engine took to start."""
     models: list[ModelLoad] = []
-    """Of each model. The figures of the replica are sums over them."""
+    """The figures of each model; the replica's are sums over them."""
 
 
 class LoadReport(_Report):
@@ -141,14 +141,14 @@ class PinCard(_Report):
     object: Literal["pin"] = "pin"
     num_tokens: int
     num_bytes: int
-    """On one replica, blocks shared with other pins included."""
+    """Bytes on one replica, blocks shared with other pins included."""
     num_replicas: int
     """Replicas where it is pinned."""
     num_computed: int
     """Those of them that have it in memory. Where its model sleeps, or had no memory for it after a wake, the next wake
     computes it."""
     model: str
-    """Whose prefix it is."""
+    """The model of the prefix."""
 
 
 class PinList(BaseModel):
@@ -169,12 +169,12 @@ class BudgetReport(_Report):
     budget_bytes: int
     revision: int
     answers: list[BudgetAnswer]
-    """Of each replica: `applied`; `deferred`, until requests that hold more have ended or are preempted; or `stale`:
-    the revision is old."""
+    """One for each replica: `applied`; `deferred`, until requests that hold more have ended or are preempted; or
+    `stale`: the revision is old."""
 
 
 def load_report(answers: Sequence[Any]) -> LoadReport:
-    """Args: the `ReplicaStatus` of every replica, or the error instead of it."""
+    """The load report. Args: the `ReplicaStatus` of every replica, or the error instead of it."""
     statuses = sorted(_statuses(answers), key=lambda status: status.name)
     replicas = [_replica_load(status) for status in statuses]
     total = {name: sum(getattr(replica, name) for replica in replicas) for name in LoadFigures.model_fields}
@@ -188,7 +188,7 @@ def load_report(answers: Sequence[Any]) -> LoadReport:
 
 
 def pin_list(answers: Sequence[Any]) -> PinList:
-    """Args: see `load_report`. Raises the first error when no replica answered."""
+    """The pins. Args: see `load_report`. Raises the first error when no replica answered."""
     statuses = _statuses(answers)
     if answers and not statuses:
         raise answers[0]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>",), "<｜tool▁call▁begin｜>"
 _DEEPSEEK_END, _DEEPSEEK_CLOSE = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 
-# By the names of the setting `tool_call_parser`, with a text of templates that write calls so; the first one that the
-# template contains decides.
+# Value of the setting `tool_call_parser` → a text by which templates with this syntax are recognised, and the syntax.
+# The first entry whose text a template contains decides.
 TOOL_SYNTAXES: dict[str, tuple[str, ToolSyntax]] = {
     "qwen3_coder": (
         "<function=",
@@ -101,7 +101,7 @@ TOOL_SYNTAXES: dict[str, tuple[str, ToolSyntax]] = {
     "xlam": ("", JsonCalls(("[TOOL_CALLS]", "<tool_call>", "```json"), "```", bare="[", as_list=True)),
 }
 _THINK = ReasoningSyntax("<think>", "</think>")
-# By the names of the setting `reasoning_parser`; where several are alike, the first one is found in templates.
+# Value of the setting `reasoning_parser` → syntax. Of equal syntaxes a template is recognised as the first.
 REASONING_SYNTAXES: dict[str, ReasoningSyntax] = {
     "qwen3": _THINK,
     "glm45": _THINK,
@@ -179,7 +179,7 @@ def output_format(tokenizer: PreTrainedTokenizerBase, tools: str = "auto", reaso
 
 def _tools_in(template: str) -> str:
     known = (name for name, (mark, _) in TOOL_SYNTAXES.items() if mark and mark in template)
-    # Models that nothing is known of see the tools in the words of this syntax, and can be forced to it.
+    # Models with an unknown syntax see the tools described in this one, and can be forced to it.
     return next(known, "hermes" if template else "none")
 
 
@@ -189,13 +189,13 @@ def _reasoning_in(template: str) -> str:
 
 
 def _special(tokenizer: PreTrainedTokenizerBase, literals: set[str]) -> dict[str, int]:
-    """The literals that are tokens of their own → these tokens."""
+    """Literal → token id, of the literals that are special tokens."""
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     return {t.content: token_id for token_id, t in added.items() if t.special and t.content in literals}
 
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template for conversations with tools, of which a model may have several, shows them."""
+    """Whether the model's chat template, or the one for conversations with tools if it has several, shows tools."""
     if tokenizer.chat_template is None:
         return False
     return re.search(r"\btools\b", tokenizer.get_chat_template(tools=[{}])) is not None

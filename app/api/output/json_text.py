@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 from folio.app.api.output.reader import Emit, Reader, Reading
 
-# Characters of a call before its arguments; they are held back until it is certain that it is one.
+# The most characters of a call before its arguments; they are held back until it is certain that they are a call.
 MAX_HEADER = 16 << 10
 _BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
 _QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 _BEHIND_SCALAR = re.compile(r"[,:}\]\s]")
-# An escape of JSON: the begin of a surrogate's at the end of the text, a pair, an unpaired surrogate, any other one.
+# An escape of JSON: an incomplete surrogate at the text's end, a pair, an unpaired surrogate, or any other escape.
 _HEX = "[0-9a-fA-F]"
 _HIGH, _LOW = f"u[dD][89abAB]{_HEX}{{2}}", f"u[dD][c-fC-F]{_HEX}{{2}}"
 _ESCAPE = re.compile(
@@ -28,11 +28,11 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The begin of a call.
+    """The beginning of a call.
 
     Attributes:
-        end: index behind what precedes the arguments.
-        arguments: all of them, if they precede `end`; `None`: they begin there.
+        end: index after the header.
+        arguments: the complete arguments, if they are part of the header; `None`: they begin at `end`.
     """
 
     name: str
@@ -50,7 +50,7 @@ class PairedSurrogates:
         self._held = ""  # an escape that may be the first half of a pair
 
     def push(self, text: str) -> str:
-        """Append JSON; returns what is certain now."""
+        """Append JSON; returns the part that later text cannot change."""
         text, self._held = self._held + text, ""
         if _SURROGATE.search(text):
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -87,7 +87,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def value_end(r: Reader, begin: int) -> Reading[int | None]:
-    """The index behind the JSON value at `begin`, by brackets and quotes; `None` if there is none or it is too long."""
+    """The index after the JSON value at `begin`, by brackets and quotes; `None` if there is none or it is too long."""
     scan, at = Scan(), begin
     is_scalar = (yield from r.character(begin)) not in tuple('{["')
     while True:
@@ -200,7 +200,7 @@ def _arguments(text: str, value: Any) -> str:
 
 
 def take_object_rest(r: Reader) -> Reading[None]:
-    """Take the members behind the arguments, and the brace that ends the object."""
+    """Take the members after the arguments, and the brace that ends the object."""
     while True:
         at = yield from r.behind_space(0)
         if (yield from r.character(at)) == "}":

@@ -23,10 +23,10 @@ from folio.app.api.output.reader import MAX_SPACE, SPACE, Kind, Reader, Reading
 from folio.app.api.output.syntaxes import Functions, ToolSyntax
 from folio.app.engine.sampling.token_text import overlap
 
-# Characters read behind markers that began no call. An output with more of them has no further calls: each may cost a
-# look ahead of `MAX_HEADER`.
+# The most characters read after markers that began no call. Calls are no longer looked for after more: each marker may
+# cost a look-ahead of `MAX_HEADER`.
 _MAX_WASTED = 256 << 10
-# Characters that are parsed at once: whatever is taken from the reader's text costs its length.
+# Characters that are parsed at once: taking a part of the reader's text copies the rest.
 _PIECE = 1024
 
 
@@ -57,11 +57,11 @@ class OutputParser:
     Args:
         reasons: the prompt has begun the reasoning.
         forced: the output is constrained to calls, so the first marker may be missing, and text that is no call is the
-            begin of one.
-        begun: the begin of a call with which the prompt ends. The call is part of the output.
+            beginning of one.
+        begun: the beginning of a call with which the prompt ends. The call is part of the output.
 
     Attributes:
-        is_reasoning: at the end of the text so far.
+        is_reasoning: the text so far ends within reasoning.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class OutputParser:
 
     @property
     def num_held(self) -> int:
-        """Characters that wait for others to decide what they are."""
+        """Number of characters held back until later text decides what they are."""
         return len(self._reader.text)
 
     def push(self, text: str) -> list[Part]:
-        """Append output; returns the parts that are certain now."""
+        """Append output; returns the parts that later text cannot change."""
         for begin in range(0, len(text), _PIECE):
             self._reader.text += text[begin : begin + _PIECE]
             self._advance()
@@ -134,7 +134,7 @@ class OutputParser:
             self._append(kind, text)
 
     def _name_in(self, begun: str) -> str:
-        """The function of a call that has begun, and whose arguments have not; empty if it is not known."""
+        """The function of a call whose arguments have not begun; empty if it is not known."""
         if len(self._functions) == 1:
             return next(iter(self._functions))
         found = self._named.search(begun)
@@ -193,7 +193,7 @@ class OutputParser:
                     tools, markers = None, markers[-1:] if reasoning is not None else ()
 
     def _end_calls(self) -> Reading[None]:
-        """Take the white space behind calls, and a semicolon where calls have no markers and another one follows."""
+        """Take the white space after calls, and a semicolon where calls have no markers and another one follows."""
         r, tools = self._reader, self._tools
         r.take((yield from r.behind_space(0)))
         if tools is not None and tools.bare and (yield from r.character(0)) == ";":
@@ -212,8 +212,8 @@ class OutputParser:
             r.take((yield from r.behind_space(0)))
 
     def _until(self, kind: Kind, markers: Sequence[str]) -> Reading[tuple[int, str] | None]:
-        """Emit the text before a marker; returns where it then begins, behind white space only, and which it is.
-        `None` at the end of the output."""
+        """Emit the text before the first marker; returns the marker's index in the rest, where only white space
+        precedes it, and the marker. `None` at the end of the output."""
         r = self._reader
         while True:
             found = min((at for marker in markers if (at := r.text.find(marker)) >= 0), default=None)

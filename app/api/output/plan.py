@@ -1,4 +1,4 @@
-"""Output plan: what the output of one request may consist of, its parser, and the grammar that forces it."""
+"""Output plan of one request: the parts that outputs may have, their parser, and the grammar that forces them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class OutputPlan:
         functions: that may be called.
         forced: an output is calls only.
         several: a forced output may have several calls.
-        reasoning: by the prompt's end: "begun"; "closed": the output has none; "open": the model decides.
+        reasoning: at the prompt's end: "begun"; "closed": the output has none; "open": the model decides.
         budget_tokens: most tokens of reasoning; `None`: no bound.
         continues: an output continues a message's content.
         strict: functions whose arguments follow their schema also in calls that are not forced.
-        begun: the begin of a call with which the prompt ends.
+        begun: the beginning of a call with which the prompt ends.
     """
 
     format: OutputFormat = field(default_factory=OutputFormat)
@@ -210,7 +210,7 @@ def _harmony_text(known: OutputFormat, functions: Functions) -> str:
 def _reasoning_at(
     syntax: ReasoningSyntax | None, prompt_end: Callable[[], str], continued: str | None
 ) -> Literal["begun", "open", "closed"]:
-    """Whether the outputs begin within the reasoning, before or behind it."""
+    """Whether the outputs begin within the reasoning, before or after it."""
     if continued is not None:
         begun = syntax is not None and continued.rfind(syntax.begin) > continued.rfind(syntax.end)
         return "begun" if begun else "closed"

@@ -93,7 +93,7 @@ class PythonCalls:
         return "\n".join(rules), f"{before}({any_of(functions)})\\("
 
     def _functions(self, functions: Functions) -> list[str]:
-        """The rules `function`, and `arguments_0` … with the bracket behind them."""
+        """The rules `function`, and `arguments_0` … with the bracket after them."""
 
         def arguments(schema: Mapping[str, Any]) -> str:
             properties, required = parameters_of(schema), schema.get("required") or ()
@@ -124,7 +124,7 @@ def _from_python(text: str) -> str:
 
 
 def _python_end(r: Reader) -> Reading[int]:
-    """The index of the comma or bracket behind the value with which the text begins."""
+    """The index of the comma or bracket after the value with which the text begins."""
     depth, quote, at = 0, "", 0
     while character := (yield from r.character(at)):
         if quote:

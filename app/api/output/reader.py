@@ -24,8 +24,8 @@ class Reader:
     """The text of one output.
 
     Attributes:
-        text: not taken yet.
-        ended: no more will come.
+        text: received, and not taken yet.
+        ended: no more text will come.
         is_cut: the text ended within the arguments of a call.
         looked_ahead: characters that were read in search of a call, since a parser has set it to 0.
     """
@@ -49,7 +49,7 @@ class Reader:
         return True
 
     def behind_space(self, index: int) -> Reading[int]:
-        """The index behind white space that begins at `index`."""
+        """The index after the white space that begins at `index`."""
         end = index
         while end - index < MAX_SPACE and (yield from self.has(end)) and self.text[end] in SPACE:
             end += 1
@@ -69,7 +69,7 @@ class Reader:
             yield
 
     def take_literal(self, literal: str) -> Reading[None]:
-        """Take a literal behind white space, if it is there."""
+        """Take a literal that follows, perhaps after white space; without it nothing is taken."""
         if literal:
             at = yield from self.behind_space(0)
             if (yield from self.literal(at, literal)):

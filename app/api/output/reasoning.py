@@ -10,21 +10,21 @@ class ReasoningTokens:
 
     Args:
         begin: text before the reasoning; empty: the prompt has begun it.
-        end: text behind the reasoning.
+        end: text after the reasoning.
         bytes_of: bytes of a token.
     """
 
     def __init__(self, begin: str, end: str, bytes_of: Callable[[int], bytes]) -> None:
         self._begin, self._end = begin.encode(), end.encode()
         self._bytes_of = bytes_of
-        self._text = b""  # that may be part of the begin or the end
+        self._text = b""  # which may be part of `begin` or `end`
         self._num_tokens = 0
         self._is_before = bool(begin)
         self._is_over = False
 
     @property
     def count(self) -> int:
-        """Up to now; 0 while the output may have no reasoning."""
+        """Reasoning tokens so far; 0 while the output may have no reasoning."""
         return 0 if self._is_before else self._num_tokens
 
     def push(self, token_ids: Iterable[int]) -> None:

@@ -1,7 +1,7 @@
 """JSON schemas of clients, as far as outputs can be forced to follow them.
 
-Keywords that cannot be enforced are left out and named, as unknown fields are: a tool of an agent with one of them must
-not end its conversation. Annotations are left out, too.
+Keywords that cannot be enforced are left out and named, like unknown fields: an agent's tool that has one must not end
+the conversation. Annotations are left out, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from folio.app.http.request_context import note_ignored
 _SCHEMA = {"additionalItems", "additionalProperties", "items"}
 _SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 _NAMED_SCHEMAS = {"$defs", "definitions", "patternProperties", "properties"}
-# Others that say something about values, and are not enforced, or not as they are.
+# Further keywords that constrain values, but are enforced in other words only, or not at all.
 _OTHER_KEYWORDS = (
     "$dynamicRef $ref contains dependencies dependentRequired dependentSchemas else if maxContains minContains not "
     "propertyNames required then unevaluatedItems unevaluatedProperties uniqueItems"
@@ -35,11 +35,11 @@ _FORMAT_PATTERNS = {
     "byte": "^[A-Za-z0-9+/]*={0,2}$",
     "decimal": "^-?[0-9]+(\\.[0-9]+)?$",
 }
-# With these a schema is more than its own keywords.
+# A schema with one of these has constraints besides its own keywords.
 _COMBINING = {"$ref", "allOf", "anyOf", "if", "oneOf", "patternProperties"}
 # Longer patterns are not enforced; those that have been checked are remembered.
 MAX_PATTERN_CHARS = 32 << 10
-# Of the different arrays of a set of values, with `uniqueItems`.
+# The most arrays that `uniqueItems` of a set of values is replaced by.
 _MAX_ARRAYS = 256
 # Schemas of a `oneOf`, and values of an `enum`, that are compared with one another.
 _MAX_COMPARED = 64
@@ -48,10 +48,10 @@ _ID = re.compile(r'"(?:\$id|id)": ("(?:[^"\\]|\\.)*")')
 
 
 def enforceable(schema: Any, field: str) -> dict[str, Any]:
-    """What can be enforced of a schema. The answer's header names the keywords that are left out.
+    """The part of a schema that can be enforced. The answer's header names the keywords that are left out.
 
     Args:
-        field: of the body, that has the schema.
+        field: the body's field with the schema.
     """
     walk = _Walk(schema)
     cleaned = walk.cleaned(schema)
@@ -65,7 +65,7 @@ def enforceable(schema: Any, field: str) -> dict[str, Any]:
 
 
 def enforceable_json(spec: str, field: str) -> str:
-    """The same for a schema as text; text that is no schema stays as it is."""
+    """`enforceable` for a schema as text. Text that is no schema stays as it is."""
     try:
         schema = strict_json(spec)
     except ValueError:
@@ -147,7 +147,7 @@ class _Walk:
             yield "type", types if isinstance(value, list) else types[0]
 
     def _is_reference(self, value: Any) -> bool:
-        """Whether it is a pointer into the schema or a name in it; nothing is fetched."""
+        """Whether a value is a pointer into the schema or a name in it; nothing is fetched."""
         if not isinstance(value, str):
             return False
         if not value.startswith("#/"):
@@ -168,7 +168,7 @@ class _Walk:
 
     def _format(self, value: Any, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if schema.get("type") in ("array", "boolean", "integer", "null", "number", "object"):
-            return  # of a text
+            return  # a format is one of texts
         if isinstance(value, str) and value in _FORMATS:
             yield "format", value
         elif isinstance(value, str) and value in _FORMAT_PATTERNS and "pattern" not in schema:

@@ -1,8 +1,8 @@
 """Syntaxes of tool calls: how models write them, as parsers and as grammars that force them.
 
-A parser takes a call's text once it is certain that one begins: behind its marker, with the name of a function that may
-be called, and where its arguments begin. From then on it emits the arguments as JSON while they arrive. Before, all
-text stays in the reader, and becomes content if it is no call.
+A parser takes a call's text once a call is certain: after its marker, the name of a function that may be called, and
+the beginning of its arguments. From then on it emits the arguments as JSON while they arrive. Before that, all text
+stays in the reader, and becomes content if it is no call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AS_TEMPLATES_WRITE = {"lenient": True, "whitespace_flexible": False, "item_sepa
 _GAP = r"[ \t\r\n]*"
 SEPARATOR, NEWLINE = '", "', '"\\n"'  # as terminals
 NAME = r"(?P<name>[A-Za-z0-9_.-]{1,128})"  # as `FunctionName`
-# Characters of a name with its tags, or of a parameter's.
+# The most characters of a function's or a parameter's name with its tags.
 MAX_TAG = 256
 
 
@@ -39,7 +39,7 @@ class ToolSyntax(Protocol):
         markers: precede calls within content.
         bare: characters with which an answer may begin as a call, without a marker.
         literals: texts that are part of calls. Detokenisation must keep those that are special tokens.
-        named: pattern of a call's begin up to behind its name, with the group `name`.
+        named: pattern of a call's beginning, name included, with the group `name`.
     """
 
     @property
@@ -52,23 +52,23 @@ class ToolSyntax(Protocol):
     def named(self) -> re.Pattern[str]: ...
 
     def calls(self, r: Reader, at: int, emit: Emit, functions: Functions) -> Reading[bool]:
-        """Take the calls that begin at `at`, behind a marker, and emit them. False if there is none: then nothing has
+        """Take the calls that begin at `at`, after a marker, and emit them. False if there is none: then nothing has
         been taken."""
         ...
 
     def grammar(self, functions: Functions, parallel: bool, terminal: Terminal, *, marked: bool = True) -> str:
-        """Lark rules of which `calls` is an output that only calls these functions: once, or also several times if
-        `parallel`. A function whose schema declares no properties may get any. Without `marked`: behind a marker."""
+        """Lark rules, of which `calls` is an output of calls alone: one call, or also several if `parallel`. A function
+        whose schema declares no properties may get any. Without `marked` the first call's marker is left out."""
         ...
 
     def within_text(self, functions: Functions, terminal: Terminal) -> tuple[str, str]:
-        """Lark rules of which `calls` follows a marker within free text; and a pattern of the texts with which calls
-        begin that have no marker, which are then the rule `bare`. Empty: all calls have one."""
+        """Lark rules, of which `calls` follows a marker within free text, and `bare` is a call without a marker. And a
+        pattern of the text with which calls without a marker begin; empty if there are none."""
         ...
 
 
 def listed(functions: Functions, rule: Callable[[str], str], of: str = "function") -> list[str]:
-    """The rule `of`, any of the functions."""
+    """The rule `of`, which is the rule of any function, and the functions' rules."""
     names = [f"{of}_{number}" for number in range(len(functions))]
     return [f"{of}: {' | '.join(names)}", *(f"{n}: {rule(f)}" for n, f in zip(names, functions, strict=True))]
 
@@ -115,7 +115,7 @@ def several(one: str, separator: str, parallel: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Objects `{"name": …, "arguments": …}`, one or a list of them, behind a marker or bare.
+    """Objects `{"name": …, "arguments": …}`, one or a list of them, after a marker or bare.
 
     Attributes:
         close: follows a call or list.
@@ -192,7 +192,7 @@ class JsonCalls:
         return "\n".join([f"calls: {start}", *rules])
 
     def within_text(self, functions: Functions, terminal: Terminal) -> tuple[str, str]:
-        """With the white space and the keys that `calls` reads."""
+        """The rules allow the white space and the keys that `calls` reads."""
         key = f'(arguments|parameters)"{_GAP}:{_GAP}'
 
         def object_of(name: str, before: str = "") -> str:
@@ -208,7 +208,7 @@ class JsonCalls:
         rules += listed(functions, object_of)
         if not self.bare:
             return "\n".join(rules), ""
-        # Behind another call, as `OutputParser` reads them.
+        # After another call, as `OutputParser` reads them.
         before = f"{_GAP}(;{_GAP})?" + (r"\[" if self.bare == "[" else "")
         rules += listed(functions, lambda name: object_of(name, before), "first")
         others = f"(/{_GAP},/ function)~0..{MAX_PARALLEL_CALLS - 1} /{_GAP}\\]/ {end}" if self.bare == "[" else ""
@@ -218,7 +218,7 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class NamedJson:
-    """A name and a JSON object, each behind a mark.
+    """A name and a JSON object, each after a mark.
 
     Attributes:
         markers: of a section of calls, or of each call if there is no `begin`.
@@ -227,7 +227,7 @@ class NamedJson:
         mark: between name and arguments.
         ends, close: follow a call and the section.
         written: the name of a forced call, with `{name}` and `#` for a number.
-        space: of a forced call, around the mark and behind the arguments.
+        space: of a forced call, around the mark and after the arguments.
     """
 
     markers: tuple[str, ...]
@@ -321,7 +321,7 @@ def as_json(text: str) -> str:
 
 
 def matched(r: Reader, at: int, pattern: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-    """The match at `at` of a pattern that nothing behind its match can change."""
+    """The match at `at` of a pattern. Text after a match must not be able to change it."""
     while (match := pattern.match(r.text, at, at + MAX_TAG)) is None:
         if len(r.text) - at >= MAX_TAG or not (yield from r.has(len(r.text))):
             return None

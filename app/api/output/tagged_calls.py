@@ -33,7 +33,7 @@ class TaggedParameters:
         markers: of a call, or of a section of calls.
         named, key: patterns of a function's and a parameter's name with their tags, with the groups `name` and `key`.
         value_end, end, close: follow a value, a call, and the section.
-        written: of a forced call's name, of a parameter's key, and of a value's end.
+        written: a forced call's name, a parameter's key, and a value's end, as the model writes them.
     """
 
     markers: tuple[str, ...]
@@ -90,7 +90,7 @@ class TaggedParameters:
         yield from r.take_literal(self.end)
 
     def _stream_text(self, r: Reader, emit: Emit) -> Reading[None]:
-        """Emit a value as a JSON string while it arrives, without one newline at its begin and one at its end."""
+        """Emit a value as a JSON string while it arrives, without one newline at its beginning and one at its end."""
         if (yield from r.character(0)) == "\n":
             r.take(1)
         emit("arguments", '"')

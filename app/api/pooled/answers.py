@@ -26,7 +26,7 @@ from folio.app.http.request_context import current_context
 
 
 class PooledAnswer:
-    """Usage of all prompts, which is charged to the caller.
+    """Base of all answers: the usage of all prompts, which is charged to the caller.
 
     Raises:
         RateLimitError: the caller may not have so many tokens now.
@@ -59,7 +59,7 @@ class EmbeddingAnswer(PooledAnswer):
 
     def full_answer(self, outputs: list[list[Piece]]) -> EmbeddingList:
         data = [
-            # A long list of floats would be validated number by number.
+            # Not validated: that would look at every number of a long list.
             Embedding.model_construct(index=index, embedding=self._written(_bytes_of(piece)))
             for index, [piece] in enumerate(outputs)
         ]
@@ -76,7 +76,7 @@ class _PairsAnswer(PooledAnswer):
     """Scores of pairs of texts.
 
     Args:
-        pairs: for each score the one call of a pair, or the two calls of its texts, whose embeddings are compared.
+        pairs: for each score the number of its one call, or of the calls of two texts, whose embeddings are compared.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class RankingAnswer(_PairsAnswer):
         self._returns_documents = request.return_documents is not False
 
     def full_answer(self, outputs: list[list[Piece]]) -> Ranking:
-        ranked = sorted(enumerate(self._scores(outputs)), key=lambda item: -item[1])  # equal ones in their order
+        ranked = sorted(enumerate(self._scores(outputs)), key=lambda item: -item[1])  # equal scores keep their order
         results = [
             RankedDocument(
                 index=index,

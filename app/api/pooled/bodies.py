@@ -10,7 +10,7 @@ from folio.app.api.base import ListOf, Name, StrictBody, Text, at_most
 from folio.app.api.openai.bodies import kind_of_prompt
 from folio.app.api.openai.sampling_body import TokenIds
 
-# As OpenAI's.
+# OpenAI's bound.
 MAX_INPUTS = 2048
 
 Input = Annotated[
@@ -40,7 +40,7 @@ class PooledBody(StrictBody):
     timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """Seconds after which an unfinished request ends with an error."""
     user: Text | None = None
-    """The end user. `fair_tenants` takes the user for the tenant of requests without one."""
+    """The end user. With `fair_tenants` it is also the tenant of a request that names none."""
 
 
 class EmbeddingRequest(PooledBody):
@@ -52,7 +52,7 @@ class EmbeddingRequest(PooledBody):
     encoding_format: Literal["float", "base64"] | None = None
     """Numbers, or the base64 of little-endian float32. Numbers by default."""
     dimensions: Annotated[int | None, Field(ge=1)] = None
-    """The first components of each embedding only, normalised anew, of models that were trained for it."""
+    """Keep this number of each embedding's first components, normalised again: for models that were trained for it."""
 
 
 Texts = Annotated[
@@ -65,7 +65,7 @@ class ScoreRequest(PooledBody):
     """`POST /v1/score`."""
 
     text_1: Annotated[Texts, Field(examples=["What is a block?"])]
-    """A text, such as a query, or a list of as many as `text_2`."""
+    """A text, such as a query, or a list of as many texts as `text_2` has."""
     text_2: Annotated[Texts, Field(examples=[["A block is 16 positions.", "It rains."]])]
     """The texts that are compared with it, up to 2,048."""
 

@@ -1,4 +1,4 @@
-"""Translator of requests for embeddings and scores: bodies to calls of engine replicas, and their answers."""
+"""Translator of requests for embeddings and scores into calls of engine replicas, and of the pieces into answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARAMS = SamplingParams(max_tokens=1)
 
 
 class PooledTranslator:
-    """Methods may take long, and raise `RequestError`.
+    """Translates with a model's tokenizer. Methods may take long, and raise `RequestError`.
 
     Args:
         adapter_of: the adapter of a model's name.
@@ -72,7 +72,7 @@ class PooledTranslator:
     def translate_rerank(
         self, request: RerankRequest, max_model_len: int, served: ServedPooling
     ) -> tuple[list[GenerateRequest], RankingAnswer]:
-        """The same for a query and documents."""
+        """Calls as for scores, of the query with each document; and the answer."""
         documents = [given if isinstance(given, str) else given.text for given in request.documents]
         if not documents:
             raise RequestError("documents is empty; it needs at least one document", "documents")
@@ -100,7 +100,7 @@ class PooledTranslator:
             prompts = [encoder.encode_pair(query, text, served.score_template, fields[1]) for query, text in texts]
             numbers: list[tuple[int, ...]] = [(number,) for number in range(len(prompts))]
             return self._calls(request_id, request, prompts, PoolingParams("score")), numbers
-        places: dict[str, tuple[int, str]] = {}  # of each text, and its field
+        places: dict[str, tuple[int, str]] = {}  # text → number of its call, and its field
         pairs = []
         for pair in texts:
             for text, field in zip(pair, fields, strict=True):

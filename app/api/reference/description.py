@@ -23,7 +23,7 @@ from folio.app.http.error_json import AnthropicErrorBody
 from folio.app.http.errors import ErrorBody
 
 DESCRIPTION = (
-    "OpenAI's completions, chat completions and responses, and Anthropic's messages, for one model and its adapters. "
+    "OpenAI's completions, chat completions and responses, and Anthropic's messages, for open models and adapters. "
     "Nulls are defaults. Unknown fields are dropped, unless the settings say otherwise, and named in the header "
     "`x-folio-ignored-fields`. `docs/reference/http-api.md` lists extensions and refused fields."
 )
@@ -34,7 +34,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def _errors(body: type[BaseModel], descriptions: dict[int | str, str]) -> Responses:
-    """With explicit content: FastAPI would give a model the media type of the route's successful answer."""
+    """Responses with explicit content: FastAPI would give a model the media type of the route's successful answer."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
     return {status: {"description": text, "content": content} for status, text in descriptions.items()}
 
@@ -86,7 +86,7 @@ def _stream_of(description: str, *data: type[BaseModel], has_end_mark: bool = Fa
 
 
 _LAST = "The last event's data is `[DONE]`, or an error."
-# By the model of the answer: other answers of its route.
+# Model of a route's answer → the route's other answers.
 RESPONSES: dict[type[BaseModel], Responses] = {
     ChatCompletion: _stream_of(_LAST, ChatCompletionChunk, ErrorBody, has_end_mark=True),
     Completion: _stream_of(_LAST, Completion, ErrorBody, has_end_mark=True),

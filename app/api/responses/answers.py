@@ -93,7 +93,7 @@ class ResponseAnswer:
         return bool(self._num_events)
 
     def silent_events(self) -> Iterator[StreamEvent]:
-        """The events while there is no output: the response is in progress. It has its id from the first of them on."""
+        """Events for a time without output: the response is in progress. The first of them fixes the response's id."""
         self._chat.keep_id()
         if not self.has_begun:
             yield self._event(ResponseEvent, type="response.created", response=self._response("in_progress"))
@@ -137,7 +137,7 @@ class ResponseAnswer:
         return self._event(ResponseEvent, type="response.failed", response=response)
 
     def full_answer(self, outputs: Sequence[Sequence[Piece]]) -> ResponseObject:
-        """Args: the output of the one prompt, in one piece or several."""
+        """The whole response. Args: the output of the one prompt, in one piece or several."""
         [pieces] = outputs
         *_, last = (event for piece in pieces for event in self.events(piece))
         assert isinstance(last, ResponseEvent)

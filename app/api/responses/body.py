@@ -65,7 +65,7 @@ class Reasoning(StrictBody):
     effort: ReasoningEffort | None = None
     """How much the model reasons before it answers; see `reasoning_effort` of chat completions."""
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """With any of them the reasoning is the answer's `summary`, whole, and without one its `content`."""
+    """With any value the whole reasoning is the answer's `summary`, and otherwise its `content`."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     """The older name of `summary`."""
 
@@ -82,17 +82,17 @@ class ResponsesRequest(GenerationBody, TemplateFields):
         ]
         | None
     ) = None
-    """The user's text, or the conversation so far: messages, calls of tools, and their return values. Items that say
-    nothing to the model here are dropped, and named in the header `x-folio-ignored-fields`."""
+    """The user's text, or the conversation so far: messages, calls of tools, and their return values. Items that
+    mean nothing here are dropped, and named in the header `x-folio-ignored-fields`."""
     instructions: Text | None = None
-    """A system message before the conversation. Those of `previous_response_id` are not part of it."""
+    """A system message before the conversation. The instructions of `previous_response_id` do not apply any more."""
     previous_response_id: Name | None = None
     """A stored response: its conversation and output come before `input`."""
     store: bool | None = None
     """Keep the response, with its conversation, for `previous_response_id`, `item_reference` and
     `GET /v1/responses/{response_id}`. True by default; the server's settings `http.responses` bound size and time."""
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
-    """Tokens to generate at most; by default as many as the context has room for."""
+    """The most tokens to generate; by default as many as the context has room for."""
     text: TextConfig | None = None
     """The form of the answer."""
     tools: Annotated[ListOf[AnyTool] | None, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")] = None
@@ -104,7 +104,7 @@ class ResponsesRequest(GenerationBody, TemplateFields):
     parallel_tool_calls: bool | None = None
     """Whether a forced answer may have several calls. True by default."""
     max_tool_calls: Annotated[int | None, Field(ge=1)] = None
-    """Calls in the answer at most; further ones are left out of it."""
+    """The most calls in the answer; further ones are left out of it."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Log probabilities of each token, with this number of alternatives."""
     include: Annotated[ListOf[Text], at_most(MAX_PARTS, "names")] | None = None
@@ -114,7 +114,7 @@ class ResponsesRequest(GenerationBody, TemplateFields):
     reasoning: Reasoning | None = None
     """How much the model reasons."""
     thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
-    """Tokens of reasoning at most; then its end is forced."""
+    """The most tokens of reasoning; then its end is forced."""
     truncation: Literal["auto", "disabled"] | None = None
     """A conversation that is too long is an error. "auto" is named in the header `x-folio-ignored-fields`."""
     n: Annotated[int | None, Field(ge=1, le=1)] = None
@@ -153,7 +153,7 @@ class ResponsesRequest(GenerationBody, TemplateFields):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """What the answer leaves out of account, each once."""
+        """Names of fields and items that have no effect on the answer, each once."""
         found = list(self.shown_tools.ignored)
         for item in self.items:
             if isinstance(item, OtherItem):

@@ -25,7 +25,7 @@ class CallText:
         self._given = 0
 
     def push(self, arguments: str) -> str:
-        """Append arguments; returns the text that is certain now."""
+        """Append arguments; returns the text that later arguments cannot change."""
         self._arguments += arguments
         if self._end is None:
             match = _BEGIN.match(self._arguments)

@@ -35,7 +35,7 @@ class _Conversation:
 
     def __init__(self, messages: list[Message]) -> None:
         self._messages = messages
-        self._answering: Message | None = None  # the message to which an item that follows belongs
+        self._answering: Message | None = None  # the assistant's message that the next item may continue
 
     def add(self, item: InputItem) -> None:
         if isinstance(item, GivenReasoning):

@@ -1,4 +1,4 @@
-"""Grammars of custom tools as regular expressions, which a JSON schema can demand of a text.
+"""Grammars of custom tools as regular expressions, which a JSON schema can require of a text.
 
 A call's text is a JSON string, in which a grammar's characters are escaped: llguidance does that for the `pattern` of a
 schema, but not for a Lark grammar. A Lark grammar whose rules do not refer to themselves is one regular expression.
@@ -67,7 +67,7 @@ class _Lark:
     """A Lark grammar, parsed.
 
     Attributes:
-        expression: of `start`.
+        expression: the regular expression of `start`.
 
     Raises:
         _NotRegularError: at construction.

@@ -21,7 +21,7 @@ class StoredService(Protocol):
 
 
 def add_stored_responses(api: FastAPI, service: StoredService) -> None:
-    """Add the routes. Without a store they answer 404, with the setting."""
+    """Add the routes. Without a store they answer 404 and name the setting."""
 
     @api.get("/v1/responses/{response_id}", tags=["generation"])
     async def get_response(response_id: Id, stream: bool = False) -> ResponseObject:
@@ -41,7 +41,7 @@ def add_stored_responses(api: FastAPI, service: StoredService) -> None:
         response_id: Id,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
-        after: Annotated[str | None, Query(max_length=256, description="The last id of the page before.")] = None,
+        after: Annotated[str | None, Query(max_length=256, description="The last id of the previous page.")] = None,
     ) -> ItemList:
         """The items of the conversation before a stored response."""
         items = await service.response_input(response_id)

@@ -1,7 +1,7 @@
 """Input items of `/v1/responses`: messages, and the calls, outputs and reasoning of earlier answers.
 
-Items that say nothing to the model here, such as a web search that ran on another server, keep their type alone
-(`OtherItem`): they are dropped, and named in the header of ignored fields.
+Items that mean nothing here, such as a web search that ran on another server, are dropped, and named in the header of
+ignored fields (`OtherItem`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from folio.app.api.tools.bodies import Arguments, CallId
 
 
 class OtherPart(OtherKind):
-    """A part that is dropped. Of an image or a file its text says so."""
+    """A part that is dropped. The text of an image or a file says that it was left out."""
 
     @property
     def text(self) -> str:
@@ -105,12 +105,12 @@ class InputMessage(_Item):
     phase: Text | None = None
     """Not shown to the model."""
     tool_call_id: Text | None = None
-    """Of a message of a tool, as chat completions have it."""
+    """The call that a tool's message answers, as in chat completions."""
 
     @model_validator(mode="before")
     @classmethod
     def _leave_out(cls, fields: Any) -> Any:
-        """An image of the user is refused. Others are part of the history for good."""
+        """An image of the user is refused. Other ones stay in the history for good, and must not end it."""
         if isinstance(fields, dict) and fields.get("role") != "user" and isinstance(fields.get("content"), list):
             return fields | {"content": [_readable(part) for part in fields["content"]]}
         return fields
@@ -124,7 +124,7 @@ class _Call(_Item):
     call_id: CallId
     name: Text
     namespace: Text | None = None
-    """Of the tool, if it has one."""
+    """The tool's namespace, if it has one."""
 
 
 class GivenFunctionCall(_Call):
@@ -172,7 +172,7 @@ class GivenMcpCall(StrictBody):
 
 
 def _readable_output(value: Any) -> Any:
-    """Values that some clients send as they are."""
+    """A tool's value as text or parts. Some clients send other JSON instead of a text."""
     is_parts = isinstance(value, list) and all(isinstance(part, dict) for part in value)
     return value if is_parts or isinstance(value, str | dict | None) else json_text(value)
 

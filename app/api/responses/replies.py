@@ -80,14 +80,14 @@ OutputItem = OutputMessage | OutputFunctionCall | OutputCustomCall | OutputReaso
 
 
 class InputTokensDetails(BaseModel):
-    """`cached_tokens` of the input were found in the prefix cache. Tokens written to it are not counted: always 0."""
+    """`cached_tokens` of the input were found in the prefix cache. `cache_write_tokens` are not counted: always 0."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(BaseModel):
-    """`reasoning_tokens` of the output are reasoning."""
+    """`reasoning_tokens`: those of the output's tokens that are reasoning."""
 
     reasoning_tokens: int = 0
 

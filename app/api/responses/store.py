@@ -4,8 +4,8 @@
     OWNER/KEY.input     the conversation before it; it exists if the response does
 
 An owner's name is a hash, and a key is the hash of the response's id (`document_key`), which is part of the ids of its
-items. Files are written as a whole and never changed, so that ingresses need no locks. A store that is full loses the
-oldest responses of the owner with the most bytes.
+items. Files are written atomically and never changed, so that ingresses need no locks. A full store deletes the oldest
+responses of the owner with the most bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from folio.app.errors import ConfigError, RequestError, UnknownResponseError
 
 logger = logging.getLogger(__name__)
 
-# The folder is read for old documents when so many seconds have passed, or so large a part of the store was written.
+# Old documents are looked for after this time, or once 1/64 of the store's bound has been written.
 _SWEEP_S, _SWEEP_PART = 60.0, 64
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(i?)[0-9]+")
 
@@ -69,7 +69,7 @@ class ResponseStore:
         root: made if it does not exist, for the server's user alone.
         clock: seconds since 1970.
         max_conversation_bytes: a response with a longer conversation is not kept: every request that continues it
-            would read all of it, which no bound of bodies holds back.
+            would read all of it, however small the request's body is.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -117,7 +117,7 @@ class ResponseStore:
         return True
 
     def response(self, owner: str, response_id: str) -> ResponseObject:
-        """Raises `UnknownResponseError`."""
+        """A stored response. Raises `UnknownResponseError`."""
         return self._read(owner, document_key(response_id), ".json", ResponseObject, response_id)
 
     def input_of(self, owner: str, response_id: str) -> Items:
@@ -125,11 +125,11 @@ class ResponseStore:
         return self._read(owner, document_key(response_id), _INPUT, StoredInput, response_id).items
 
     def conversation(self, owner: str, response_id: str) -> Items:
-        """The items before a response and its own, as a next request has them. Raises `UnknownResponseError`."""
+        """The items before a response and its own, as the next request has them. Raises `UnknownResponseError`."""
         return [*self.input_of(owner, response_id), *_output_of(self.response(owner, response_id))]
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Raises `UnknownResponseError`."""
+        """Delete a response. Raises `UnknownResponseError`."""
         self.response(owner, response_id)
         path = self._path(owner, document_key(response_id))
         _unlink([path, path.with_suffix(_INPUT)])
@@ -139,7 +139,7 @@ class ResponseStore:
         together than a conversation may be."""
         found: dict[str, dict[str, Any]] = {}
         num_bytes = 0
-        wanted = {*ids}  # alone: other items of as many responses would fill the memory
+        wanted = {*ids}  # other items of so many responses would fill the memory
         for key, is_input in {match.groups() for item_id in ids if (match := _ITEM_ID.fullmatch(item_id))}:
             with suppress(UnknownResponseError):
                 if is_input:
@@ -180,15 +180,15 @@ class ResponseStore:
             _unlink(oldest.paths)
 
     def _read(self, owner: str, key: str, suffix: str, kind: type[Model], response_id: str = "") -> Model:
-        """Raises `UnknownResponseError`."""
+        """Read a file. Raises `UnknownResponseError`."""
         path = self._path(owner, key).with_suffix(suffix)
         with suppress(FileNotFoundError):
             is_kept = path.stat().st_mtime > self._clock() - self._settings.keep_s
             if is_kept and (found := read_document(path, kind)) is not None:
                 return found
         raise UnknownResponseError(
-            f"there is no stored response {response_id!r}: it was not stored, as if its conversation is too long, was "
-            "deleted, or is too old (http.responses)",
+            f"there is no stored response {response_id!r}: it was not stored (perhaps its conversation is too long), "
+            "was deleted, or is too old (http.responses)",
             "response_id",
         )
 
@@ -211,7 +211,7 @@ def open_store(http: HttpSettings, application: str) -> ResponseStore | None:
     may be.
 
     Raises:
-        ConfigError: the folder of the settings cannot be used. Without such a setting this is logged.
+        ConfigError: the folder of the settings cannot be used. If the settings name none, the error is only logged.
     """
     settings = http.responses
     if not settings.max_bytes:

@@ -1,4 +1,4 @@
-"""Stored responses of the requests that an ingress answers: what they refer to, and what is kept of them."""
+"""Stored responses at an ingress: looked up for requests that refer to them, and kept once they have ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OFF = "responses are not stored here (http.responses)"
 
 
 class StoredResponses:
-    """Args: `store`: `None`: nothing is stored."""
+    """Looks up and keeps responses. Args: `store`: with `None` nothing is stored."""
 
     def __init__(self, store: ResponseStore | None) -> None:
         self._store = store
@@ -39,7 +39,7 @@ class StoredResponses:
             self._sweeping = asyncio.create_task(self._sweep(self._store), name="folio-responses")
 
     async def resolve(self, request: ResponsesRequest) -> ResponsesRequest:
-        """The request with its whole conversation, and with `store` as it will be.
+        """The request with its whole conversation, and with `store` set to whether it will be stored.
 
         Raises:
             RequestError: the request refers to a response or an item that is not stored, or has too many items.
@@ -54,7 +54,7 @@ class StoredResponses:
         return request.model_copy(update=update)
 
     async def keep(self, request: ResponsesRequest, response: ResponseObject) -> None:
-        """Store a response that has ended, if it is to be stored; a response that cannot be says so."""
+        """Store a response that has ended, if its `store` is set; clear `store` if that is not possible."""
         if response.store:
             response.store = await asyncio.to_thread(self._keep, _owner(), request, response)
 
@@ -76,7 +76,7 @@ class StoredResponses:
     def _conversation(self, owner: str, request: ResponsesRequest, references: Sequence[str]) -> list[InputItem]:
         earlier = self._earlier(owner, request.previous_response_id)
         known = {} if self._store is None else self._store.items(owner, references)
-        if (context := current_context()) is not None:  # where to translate it depends on its size
+        if (context := current_context()) is not None:  # its size decides in which thread it is translated
             context.num_body_bytes += len(json.dumps([earlier, known]))
         items = _ITEMS.validate_python(earlier)
         for item in request.items:
@@ -84,7 +84,7 @@ class StoredResponses:
                 items.append(item)
             elif item.id in known:
                 items += _ITEMS.validate_python([known[item.id]])
-            elif item.id.startswith("rs_"):  # answers without earlier reasoning are right, too
+            elif item.id.startswith("rs_"):  # earlier reasoning may be missing
                 items.append(item)
             else:
                 raise RequestError(
@@ -112,7 +112,7 @@ class StoredResponses:
         try:
             return self._store.add(owner, response, list(_written(request, response.id)))
         except OSError as error:
-            logger.warning("a response could not be stored: %s", error.strerror)
+            logger.warning("response %s could not be stored: %s", response.id, error.strerror)
             return False
 
     async def _sweep(self, store: ResponseStore) -> None:
@@ -121,7 +121,7 @@ class StoredResponses:
             try:
                 await asyncio.to_thread(store.delete_old)
             except OSError as error:
-                logger.warning("old responses could not be deleted: %s", error.strerror)
+                logger.warning("old responses could not be deleted, trying again in %g s: %s", _SWEEP_S, error.strerror)
 
 
 def _owner() -> str:

@@ -3,7 +3,7 @@
 | tool | the model sees |
 |---|---|
 | `function` | the function |
-| `custom` | a function of one text, whose grammar its calls follow |
+| `custom` | a function with one text argument, which follows the tool's grammar |
 | `namespace` | its tools, the namespace before their names |
 | any other | nothing: no tools run on the server. It is named in the header of ignored fields |
 """
@@ -35,7 +35,7 @@ from folio.app.api.tools.bodies import (
     ToolChoice,
 )
 
-# Of a qualified name: parsers of calls read no longer ones, and bodies have no longer ones.
+# The most characters of a qualified name, as in bodies and in parsers of calls; and those of the digest in a long one.
 _MAX_NAME_CHARS, _DIGEST_CHARS = 128, 8
 
 
@@ -43,7 +43,7 @@ class _Flat(StrictBody):
     @model_validator(mode="before")
     @classmethod
     def _flatten(cls, fields: Any) -> Any:
-        """Chat completions have a level more."""
+        """Accept the form of chat completions, which has one level more."""
         if isinstance(fields, dict) and isinstance(function := fields.get("function"), dict):
             return {"type": fields.get("type")} | function
         return fields
@@ -60,7 +60,7 @@ class FunctionTool(_Flat):
 
 
 class GrammarFormat(StrictBody):
-    """A text that follows a Lark grammar or a regular expression. A Lark grammar that is no regular one (its rules
+    """A text that follows a Lark grammar or a regular expression. A Lark grammar that is not regular (its rules
     refer to themselves) is shown to the model, and not enforced."""
 
     type: Literal["grammar"]
@@ -252,7 +252,7 @@ class ShownTools:
         return self._named(choice) if isinstance(choice, NamedTool) else choice
 
     def _named(self, choice: NamedTool) -> NamedToolChoice:
-        """Its namespace may be left out."""
+        """The choice by the name that the model sees. Clients may leave out the namespace."""
         known = (
             name
             for name, shown in self._by_name.items()

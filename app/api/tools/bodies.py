@@ -138,7 +138,7 @@ class ToolCall(StrictBody):
     @model_validator(mode="before")
     @classmethod
     def _of_another_type(cls, fields: Any) -> Any:
-        """Other servers' calls: of custom tools, and of functions that they run themselves, without a type, or flat."""
+        """Convert other servers' calls: of custom tools, and of functions, without a type or without `function`."""
         if not isinstance(fields, dict):
             return fields
         if fields.get("type") == "custom" and isinstance(custom := fields.get("custom"), dict):

@@ -31,7 +31,7 @@ class ChosenTools:
 
 @dataclass(frozen=True, slots=True)
 class GivenTools:
-    """What remains of a body's tools and its choice without tools that are no functions.
+    """A body's tools and tool choice, without tools that are no functions.
 
     Attributes:
         ignored: what was dropped, as in the header of ignored fields.
@@ -43,7 +43,7 @@ class GivenTools:
 
     @staticmethod
     def of(tools: Sequence[Tool | OtherTool] | None, choice: ToolChoice | None) -> GivenTools:
-        """The model decides instead of a choice among dropped tools."""
+        """Drop the tools that are no functions. If the choice is one of them, the model decides."""
         tools = tools or ()
         others = [tool for tool in tools if isinstance(tool, OtherTool)]
         functions = [tool for tool in tools if isinstance(tool, Tool)] or None
@@ -80,7 +80,7 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, parall
         return ChosenTools()
     functions = {name: schema for name, schema in schemas.items() if allowed is None or name in allowed}
     strict = {tool.function.name for tool in tools if tool.function.strict} & functions.keys()
-    # Schemas of other functions only tell texts from JSON.
+    # Schemas of other functions are used only to tell texts from JSON.
     for name in functions if required else strict:
         functions[name] = enforceable(functions[name], "tools[].function.parameters")
     several = parallel is not False and not isinstance(choice, NamedToolChoice)

@@ -22,8 +22,8 @@ For each function call, return a json object with function name and arguments wi
 
 
 def with_tools_as_text(messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Messages that say all that the template does not: the tools in the system message, calls in the assistant's
-    text, and their results in the user's turn.
+    """Messages with all that the template does not show: the tools in the system message, calls in the assistant's
+    text, and their results in the user's message.
 
     Args:
         messages: as templates get them.
@@ -57,7 +57,7 @@ def _written(call: dict[str, Any]) -> str:
 
 
 def _say_first(shown: list[dict[str, Any]], words: str) -> None:
-    """Say words in the system message."""
+    """Add words to the system message, or begin with one."""
     if shown and shown[0]["role"] == "system":
         shown[0]["content"] = f"{shown[0]['content']}\n\n{words}"
     else:

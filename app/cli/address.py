@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 
-_ASK_S = 1.0  # of another server at the address
+_ASK_S = 1.0  # timeout of another server at the address
 _CONNECT_S, _AGAIN_S = 5.0, 0.5
 
 
@@ -70,13 +70,13 @@ def reserve_address(host: str, port: int) -> socket.socket | None:
 
 
 def wait_for_listener(address: str, own_host: str, timeout_s: float) -> None:
-    """Wait until somebody listens at `HOST:PORT`. Other forms of addresses are not checked.
+    """Wait until a process listens at `HOST:PORT`. Other forms of addresses are not checked.
 
     Args:
         own_host: another name of this machine, to try in place of a loopback address.
 
     Raises:
-        OSError: nobody does in time.
+        OSError: none listens in time.
     """
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:
@@ -93,7 +93,7 @@ def wait_for_listener(address: str, own_host: str, timeout_s: float) -> None:
         if time.monotonic() >= ends_at:
             raise refused
         if not has_warned:
-            logger.warning("nobody listens at %s (%s); waiting %g s for it", address, refused, timeout_s)
+            logger.warning("no server listens at %s (%s); waiting up to %g s for it", address, refused, timeout_s)
             has_warned = True
         time.sleep(_AGAIN_S)
 

@@ -35,9 +35,9 @@ Ctrl-C during an answer ends that answer. A line that ends with \\ goes on in th
 between two lines of \"\"\"."""
 
 _PROMPT, _CONTINUED, _FENCE = "> ", "… ", '"""'
-# Of a Folio whose model has no `generation_config`: at temperature 1 small models babble otherwise.
+# Sampling of a Folio server's models without `generation_config`: at temperature 1 small models babble otherwise.
 _SAMPLING = {"top_p": 0.95, "top_k": 64}
-# Asked for one after the other, until a server takes them.
+# Tried one after the other, until the server accepts one.
 _STREAM_OPTIONS = ({"include_usage": True, "include_progress": True}, {"include_usage": True}, None)
 _LOOK_S = 1.0
 
@@ -48,7 +48,7 @@ def chat(
     model: Model = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Of sampling; 0 is greedy. By default the model's.")
+        float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy. By default the model's.")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer. By default the server's limit.")
@@ -144,7 +144,7 @@ class Conversation:
     system: str | None
     sampling: dict[str, Any]
     messages: list[dict[str, str]] = field(default_factory=list)
-    _options: int = 0  # of `_STREAM_OPTIONS`
+    _options: int = 0  # index in `_STREAM_OPTIONS`
     _of_models: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     async def connect(self) -> None:
@@ -160,8 +160,8 @@ class Conversation:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     async def answer(self, text: str, write: Callable[[str], None]) -> Reply:
-        """Ask, and write the answer as it comes. When it fails or is empty, the conversation is as before; a
-        cancelled answer remains as far as it came. Raises `FolioError`."""
+        """Ask, and write the answer as it comes. If it fails or is empty, the conversation stays as before; of a
+        cancelled answer the part that has come is kept. Raises `FolioError`."""
         reply = Reply()
         self.messages.append({"role": "user", "content": text})
         try:
@@ -210,15 +210,15 @@ class Conversation:
 
 
 def model_sampling(card: dict[str, Any]) -> dict[str, Any]:
-    """Sampling as a Folio's model wants it by its `generation_config`; other servers have their own."""
+    """Sampling parameters of a Folio server's model, by its `generation_config`; other servers apply their own."""
     if card.get("owned_by") != "folio":
         return {}
     return card.get("sampling") or _SAMPLING
 
 
 class Waiting:
-    """A line on the terminal, on standard error, until an answer begins: the seconds, and what the server says of its
-    queue and of the prompt. A context, within a running event loop."""
+    """A line on standard error until an answer begins: the seconds waited, and the server's figures about its queue and
+    the prompt. A context, within a running event loop."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -234,7 +234,7 @@ class Waiting:
         self.end()
 
     def note(self, progress: dict[str, Any]) -> None:
-        """A comment of the server's stream."""
+        """Take over the progress from a comment of the server's stream."""
         self._progress = {name: value for name, value in progress.items() if isinstance(value, int | float)}
 
     def end(self) -> None:
@@ -250,7 +250,7 @@ class Waiting:
             self._write(self.text())
 
     def text(self) -> str:
-        """What is waited for."""
+        """The line's text."""
         waited, of = f"waiting {time.monotonic() - self._begun:.0f} s", self._progress
         if queue := of.get("queue"):
             return f"{waited}: place {queue} in the queue{_about(of)}"

@@ -40,10 +40,10 @@ class Server:
 
     Args:
         url: without a scheme, http is meant.
-        silence_s: of the server, after which a call fails.
+        silence_s: seconds without a byte of the server after which a call fails.
 
     Raises:
-        ConfigError: the URL cannot be one, or the key cannot be in a header.
+        ConfigError: the URL is invalid, or the key cannot be in a header.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, silence_s: float = _SILENCE_S) -> None:

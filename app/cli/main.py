@@ -1,5 +1,5 @@
-"""The command `folio`. Statuses: 0; 1 for what failed; 2 for what the user can correct, after a line for each fault;
-130 after Ctrl-C."""
+"""The command `folio`. Exit statuses: 0; 1 after a failure; 2 after faults that the user can correct, one a line; 130
+after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an encoding may lack what a server or a path has
+            stream.reconfigure(errors="replace")  # an encoding may lack characters of an answer or a path
     try:
         # With `standalone_mode` typer would print a box of several lines for each mistake.
         return folio(list(arguments) or ["--help"], prog_name="folio", standalone_mode=False) or 0

@@ -55,7 +55,7 @@ def list_models(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = 
 
 @models.command("add", epilog=_ADD_EXAMPLES)
 def add_model(
-    name: Annotated[str, typer.Argument(help="In requests.")],
+    name: Annotated[str, typer.Argument(help="The model's name in requests.")],
     path: Annotated[str, typer.Argument(help="The model's folder, below the server's models_dir.")],
     keep: Annotated[
         str | None,
@@ -80,7 +80,7 @@ def add_model(
 
 @models.command("remove", epilog=_REMOVE_EXAMPLES)
 def remove_model(
-    name: Annotated[str, typer.Argument(help="Of a model that was added.")],
+    name: Annotated[str, typer.Argument(help="The name of a model that was added.")],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:

@@ -44,14 +44,14 @@ def _without_command(
 def list_pins(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Show the pinned prefixes: tokens, bytes on a replica, and the replicas that have them.
 
-    Where a model sleeps, or had no memory for a prefix after its wake, the next wake computes it: `1 of 2`.
+    `1 of 2`: one of them has it in memory. Where the model sleeps, or lacked memory, its next wake computes the prefix.
     """
     _show(url, api_key, as_json)
 
 
 @pins.command("add", epilog=_ADD_EXAMPLES)
 def add_pin(
-    name: Annotated[str, typer.Argument(help="Of the pin.")],
+    name: Annotated[str, typer.Argument(help="The pin's name.")],
     prompt: Annotated[str | None, typer.Option(help="Text that prompts begin with.")] = None,
     file: Annotated[Path | None, typer.Option(help="A file with that text; - is standard input.")] = None,
     system: Annotated[str | None, typer.Option(help="Or a system message that conversations begin with.")] = None,
@@ -76,7 +76,7 @@ def add_pin(
 
 @pins.command("remove", epilog=_REMOVE_EXAMPLES)
 def remove_pin(
-    name: Annotated[str, typer.Argument(help="Of the pin.")],
+    name: Annotated[str, typer.Argument(help="The pin's name.")],
     model: Annotated[str | None, typer.Option(help="Its model; needed if several have a pin of this name.")] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,

@@ -30,7 +30,7 @@ folio plan Qwen/Qwen2.5-7B-Instruct --device l4 --kv-dtype fp8_e4m3 --gpu-memory
 folio plan Qwen/Qwen2.5-0.5B-Instruct --memory 16GiB --json
 """
 
-# Memory by the data sheets, in bytes: a device shows a little less or more. Sources: NVIDIA's data sheets of each.
+# Memory in bytes, from NVIDIA's data sheet of each; a device reports a little less or more.
 DEVICES = {
     "b200": 180 * 10**9,
     "h200": 141 * 10**9,
@@ -64,15 +64,15 @@ def plan(
     model: Annotated[str, typer.Argument(help='"builtin", a folder with config.json, or a Hugging Face Hub id.')],
     memory: Annotated[
         int | None,
-        typer.Option(parser=parse_size, metavar="SIZE", help="Of the machine, or of each GPU, such as 80GiB."),
+        typer.Option(parser=parse_size, metavar="SIZE", help="Memory of the machine or of each GPU, such as 80GiB."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help=f"cpu, cuda (with --memory), or a GPU: {', '.join(DEVICES)}. By default cpu.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of a sequence, prompt and output.")] = 4096,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of a replica, a GPU each.")] = 1,
-    dtype: Annotated[_Dtype, typer.Option(help="Of weights and computation.")] = "auto",
-    kv_dtype: Annotated[_KvDtype, typer.Option(help="Of the KV cache; by default the model's.")] = "auto",
+    dtype: Annotated[_Dtype, typer.Option(help="Type of weights and computation.")] = "auto",
+    kv_dtype: Annotated[_KvDtype, typer.Option(help="Type of the KV cache; by default the model's.")] = "auto",
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of a GPU's memory for everything: weights, steps and KV cache.")
     ] = 0.9,
@@ -81,7 +81,7 @@ def plan(
     ] = None,
     block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a block; by default the best.")] = None,
     kv_layout: Annotated[
-        Literal["auto", "interleaved", "sliced", "whole", "per_layer"], typer.Option(help="Of a block's layers.")
+        Literal["auto", "interleaved", "sliced", "whole", "per_layer"], typer.Option(help="Layout of a block's layers.")
     ] = "auto",
     kv_view: Annotated[
         Literal["auto", "region", "block_table"],
@@ -124,7 +124,7 @@ def plan(
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """The engine's warnings are for its replica's log."""
+    """Suppress the engine's warnings, which are for a replica's log."""
     ours = logging.getLogger("folio")
     before = ours.level
     ours.setLevel(logging.ERROR)
@@ -135,7 +135,7 @@ def _errors_only() -> Iterator[None]:
 
 
 def choose_target(device: str | None, memory: int | None) -> Target:
-    """Raises `typer.BadParameter` for a device that is not known, or without memory."""
+    """The machine to plan for. Raises `typer.BadParameter` for a device that is not known, or without memory."""
     name = (device or _CPU).lower()
     if name in DEVICES:
         return Target(_CUDA, name, DEVICES[name] if memory is None else memory)
@@ -221,7 +221,7 @@ def _group_figures(group: Any, expected_tokens: int) -> dict[str, Any]:
     if group.is_state:
         return {
             "kind": "recurrent state",
-            "bytes_per_sequence": 2 * layout.block_bytes,  # the one of the step before is kept until it is copied
+            "bytes_per_sequence": 2 * layout.block_bytes,  # the state of the step before is kept until it is copied
             "block_bytes": layout.block_bytes,
             "padding": layout.padding,
         }
@@ -253,7 +253,7 @@ def _print(figures: dict[str, Any]) -> None:
         else "CPU: a quarter of the memory, or less where weights and a step leave less; --kv-memory sets it."
     )
     screen.print(
-        f"KV cache on {room} Sequences share no prefix here; shared prefixes are held once. Replicas share the memory "
+        f"KV cache on {room} Sequences are assumed to share no prefix. Replicas share the memory "
         "equally. Adapters and draft models are not counted.",
         style="dim",
     )

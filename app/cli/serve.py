@@ -90,15 +90,15 @@ def serve(
         typer.Option(help="Device of the replicas; auto takes CUDA where it works."),
     ] = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"] | None, typer.Option(help="Of weights and computation.")
+        Literal["auto", "float32", "bfloat16", "float16"] | None, typer.Option(help="Type of weights and computation.")
     ] = None,
     kv_dtype: Annotated[
-        Literal["auto", "fp8_e4m3", "fp8_e5m2"] | None, typer.Option(help="Of the KV cache; auto is the model's.")
+        Literal["auto", "fp8_e4m3", "fp8_e5m2"] | None, typer.Option(help="Type of the KV cache; auto is the model's.")
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a GPU's memory for everything; by default 0.9.")
     ] = None,
-    quantization: Annotated[Literal["none", "int8"] | None, typer.Option(help="Of linear layers, on CPUs.")] = None,
+    quantization: Annotated[Literal["none", "int8"] | None, typer.Option(help="For linear layers, on CPUs.")] = None,
     speculation: Annotated[
         Literal["off", "ngram"] | None, typer.Option(help="Draft tokens from earlier text; the same outputs.")
     ] = None,
@@ -126,7 +126,7 @@ def serve(
 ) -> int:
     """Serve a model until Ctrl-C, then finish the requests in flight.
 
-    Without --config, the options are put over the packaged defaults.
+    Without --config, the options override the packaged defaults.
     """
     begun_at = time.monotonic()
     from folio.app.cli.start.env import stay_on_this_machine

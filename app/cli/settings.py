@@ -81,7 +81,7 @@ class Settings:
 
 
 def compose(file: Path | None, given: Mapping[str, Any]) -> Settings:
-    """A configuration file, or the default, with options put over it.
+    """A configuration file, or the default, with the values of options in it.
 
     Args:
         given: option → value, of those that were given.

@@ -1,4 +1,4 @@
-"""Text of others, and figures, on a terminal."""
+"""Terminal output: text of servers without control characters, figures, tables. And the text of files."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of the server.
+    """The load to put on the server.
 
     Attributes:
         rates: arrivals a second, one run each.
@@ -65,20 +65,20 @@ def bench(
     model: Model = None,
     rates: Annotated[str, typer.Option(help="Requests a second, a run each, separated by commas.")] = "1,2,4,8",
     duration: Annotated[float, typer.Option(min=0.1, help="Seconds in which requests arrive, for each rate.")] = 30.0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt, about.")] = 256,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Most of each answer.")] = 64,
-    prefix_tokens: Annotated[int, typer.Option(min=0, help="Of each prompt, those that all prompts share.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, about.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 64,
+    prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens that all prompts share at the beginning.")] = 0,
     slo_ttft: Annotated[float, typer.Option(min=0.0, help="Bound of TTFT for goodput, in seconds.")] = 1.0,
     slo_tpot: Annotated[float, typer.Option(min=0.0, help="Bound of TPOT for goodput, in seconds.")] = 0.1,
     api: Annotated[Literal["chat", "completions"], typer.Option(help="Path below /v1.")] = "chat",
-    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0,
     warm_up: Annotated[int, typer.Option(min=1, help="Requests before the first run.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON line at the end.")] = False,
 ) -> None:
     """Measure a server: TTFT, TPOT, output tokens/s and goodput at several rates of Poisson arrivals.
 
-    Requests are sent when they are due, however many are under way, and times count from then.
+    Requests are sent when they are due, however many are in flight, and times count from then.
     Prompts are random words.
     """
     if prefix_tokens >= prompt_tokens:
@@ -102,7 +102,7 @@ def bench(
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Raises `typer.BadParameter` unless there are only positive numbers."""
+    """The rates of `--rates`. Raises `typer.BadParameter` unless they are positive numbers."""
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -113,7 +113,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 async def measure(server: Server, model: str | None, load: Load, num_warm_up: int) -> dict[str, Any]:
-    """All runs. Raises `FolioError` if the server cannot be measured."""
+    """Warm up, and make all runs. Raises `FolioError` if the server cannot be measured."""
     from folio.app.cli.bench.load import HttpTarget, open_loop
 
     async with server:
@@ -224,7 +224,7 @@ def summary(rate: float, records: Sequence[Record], load: Load) -> dict[str, Any
 
 
 def kind_of_error(record: Record) -> str:
-    """A short name for what went wrong."""
+    """A short name for a request's failure."""
     if record.status == 0:
         return "connection lost"
     if record.status != 200:

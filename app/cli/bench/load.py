@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 REFUSALS = (429, 503)
-# Fields of a delta with output tokens: of completions, of chats, and of two names for thoughts.
+# Fields of a delta with output tokens: of completions, of chats, and two names for reasoning.
 _TEXTS = ("text", "content", "reasoning", "reasoning_content")
 
 
@@ -106,7 +106,7 @@ class Record:
 
     @property
     def answered_s(self) -> float:
-        """Time from due to the end."""
+        """Seconds from the due time to the end."""
         assert self.ended_s is not None
         return self.ended_s - self.due_s
 
@@ -150,7 +150,7 @@ def poisson(rate: float, duration_s: float, seed: int) -> list[float]:
 
 
 class HttpTarget:
-    """A server as a `Send`.
+    """`Send` to a server over HTTP.
 
     Args:
         is_chat: call `/v1/chat/completions`, with prompts of messages.

@@ -20,18 +20,18 @@ EXAMPLES = """
 eval "$(folio env)" && ray start --head
 """
 
-# Unless they are set.
+# Values of variables that are not set.
 ENVIRONMENT = {
     # Messages between proxies and ingresses go by value, at two thirds of the cost, so they need room for the largest
     # bodies.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
-    # Of gRPC clients: Serve's default is 2 GiB. Bodies have their own bound.
+    # The largest message of gRPC clients: Serve's default is 2 GiB. Bodies have their own bound.
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(16 << 20),
     # Our methods never block the event loop, so they share Serve's: otherwise each item changes threads twice.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    # By default Serve's controller checks its replicas and the cluster's resources ten times a second; at four times,
-    # Ray's idle processes take a seventh less.
+    # By default Serve's controller checks its replicas and the cluster's resources ten times a second; with four times,
+    # Ray's idle processes take a seventh less CPU time.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     # On a busy machine a proxy starts slowly; it would be killed, and the start would fail.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "150",
@@ -52,7 +52,7 @@ ENVIRONMENT = {
 def stay_on_this_machine() -> None:
     """Have the processes of a cluster that this process will start listen at 127.0.0.1 only, as far as Ray lets them.
     Without effect after Ray has been imported."""
-    # Of a cluster of one node. The variable's name tells of the systems on which that is Ray's default.
+    # This means a cluster of one node. The variable's name tells of the systems on which that is Ray's default.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
@@ -67,7 +67,7 @@ def env() -> None:
 @contextmanager
 def prepared_environment(*, has_tls: bool = False) -> Iterator[None]:
     """Set variables for the processes of a cluster that is started within this context, unless they are set. Those that
-    would bind the engine's threads to cores are taken away."""
+    would bind the engine's threads to cores are removed meanwhile."""
     directory, before = _haproxy_directory(), dict(os.environ)
     values = environment(directory, has_tls=has_tls)
     if binding := binding_variables():
@@ -91,7 +91,7 @@ def prepared_environment(*, has_tls: bool = False) -> Iterator[None]:
 
 def environment(directory: Path, *, has_tls: bool = False) -> dict[str, str]:
     """Variables for a node's processes that are not set yet. HAProxy serves HTTP where it can; otherwise Serve's slower
-    proxy does. `directory`: of HAProxy's files."""
+    proxy does. `directory`: for HAProxy's files."""
     values = dict(ENVIRONMENT)
     if os.environ.get(haproxy.SWITCH, "1") == "1":
         try:

@@ -1,7 +1,7 @@
 """GPUs of a server's cluster: those that Ray does not find, and the replicas that they hold.
 
 Each rank of a replica has a GPU of its own. Fractions are the user's choice (docs/guides/sharing.md): replicas on one
-GPU need `shared_kv_memory_bytes`, hold the weights once each, and do not make it faster.
+GPU need `shared_kv_memory_bytes`, hold the weights once each, and do not make the GPU faster.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def unseen_gpus() -> int | None:
         )
         number = int(asked.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        logger.warning("Ray sees no GPU by libnvidia-ml, and torch cannot say: %s", error)
+        logger.warning("Ray sees no GPU by libnvidia-ml, and torch cannot be asked for their number: %s", error)
         return None
     if number:
         logger.info("Ray sees no GPU by libnvidia-ml, and is given the number that torch sees: %d", number)
@@ -74,12 +74,12 @@ def gpus_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def fit_replicas(config: ServeDeploySchema, gpus: Sequence[float], *, is_default: bool, is_local: bool) -> None:
-    """Set the default's largest number of replicas to what the GPUs hold; warn of a number given that they do not hold.
+    """Set the default's largest number of replicas to what the GPUs hold; warn if they do not hold a number given.
 
     Args:
         gpus: of each node.
-        is_default: nobody has chosen the number of replicas.
-        is_local: there will never be more nodes.
+        is_default: the user has not chosen the number of replicas.
+        is_local: the cluster is this machine alone, and gets no further nodes.
 
     Raises:
         ConfigError: not even one replica can be placed, and `is_local`.
@@ -123,7 +123,7 @@ def _gpus_of_replica(engine: EngineConfig, explicit: Mapping[str, Any], *, has_g
 
 
 def _replicas_on(node_gpus: float, need: float) -> int:
-    """Replicas on a node: a fraction of a GPU is a fraction of one, not parts of two."""
+    """Replicas that fit on a node. A fraction of a GPU is never split over two GPUs."""
     if need >= 1:
         return int(node_gpus // need)
     return int(node_gpus) * int(1 / need + 1e-6)
@@ -137,7 +137,7 @@ def _most_replicas(explicit: Mapping[str, Any]) -> int:
 
 def _refuse(name: str, need: float, gpus: Sequence[float], *, is_local: bool) -> None:
     have = ", ".join(f"{number:g}" for number in gpus)
-    reason = f"GPUs that a replica of {name} needs on one node: {need:g}; that the nodes have: {have}"
+    reason = f"a replica of {name} needs GPUs on one node: {need:g}; the nodes have: {have}"
     remedy = "lower tensor_parallel_size or num_gpus, or set device to cpu"
     if is_local:
         raise ConfigError(f"{reason}; {remedy}")

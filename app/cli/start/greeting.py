@@ -24,7 +24,7 @@ def base_url(config: ServeDeploySchema) -> str:
 
 
 def greeting(config: ServeDeploySchema, ray_address: str, *, ray_dashboard: bool = False) -> str:
-    """What to do now, with commands that work in any other terminal.
+    """The next steps, with commands that work in any other terminal.
 
     Args:
         ray_address: of the cluster.

@@ -61,7 +61,7 @@ _ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 1.0, 4.0
 _LONGEST_END_S = 15.0
 _ROUTED_S, _RAYLET_LOOK_S = 10.0, 5.0
 _LISTENS_S = 30.0  # for a cluster that starts at the same time
-# Of Ray's start, where the first attempt had Ray's own: for the GCS's port, the raylet, its agents and its workers.
+# Ray's limits in a second attempt to start it: for the GCS's port, the raylet, its agents and its workers.
 LONGER_LIMITS = {
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_gcs_rpc_server_connect_timeout_s": "30",
@@ -104,7 +104,7 @@ def _end_after_byte(read: int, seconds: float) -> None:
     """End this process so many seconds after something can be read."""
     os.read(read, 1)
     time.sleep(seconds)
-    logger.error("the orderly end has taken %g s: this process and those that it has started end now", seconds)
+    logger.error("shutdown has taken %g s: ending this process and those that it has started", seconds)
     os._exit(0)
 
 
@@ -122,7 +122,7 @@ def run(
     Args:
         is_local: start a cluster, instead of connecting to that of RAY_ADDRESS.
         ray_dashboard: of a cluster that is started. Its ten processes delay all others by their imports.
-        is_default_scale: nobody has chosen the number of replicas; it follows the GPUs, if there are any.
+        is_default_scale: the user has not chosen the number of replicas; it follows the GPUs, if there are any.
         start_log: of the command.
 
     Raises:
@@ -154,7 +154,7 @@ def run(
 
 
 def compile_kernels(log: StartLog) -> None:
-    """Compile the C++ kernels that this processor lacks: in a replica nobody sees why its start takes a minute more."""
+    """Compile the C++ kernels that this processor lacks. In a replica the further minute would be unexplained."""
     try:
         if missing := missing_libraries():
             log.say(f"compiling {len(missing)} C++ kernels for this processor, once; this takes a minute")
@@ -184,7 +184,7 @@ def join_ray(
             num_gpus=num_gpus,
             logging_level=log_level,
         )
-    except Exception as error:  # for a node that is slow to start, Ray raises no more special one
+    except Exception as error:  # Ray has no narrower class for a node that starts slowly
         logger.debug("ray.init", exc_info=True)
         reason = " ".join(str(error).split())
         where, remedy = "cannot be started on this machine", "other processes may keep it busy; try again"
@@ -192,12 +192,12 @@ def join_ray(
             where = f"does not answer at RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
             remedy = "start the cluster, or unset the variable to start one here"
         elif isinstance(error, OSError) and _is_for_token(Path(str(error.filename))):
-            remedy = "it keeps a token there; set HOME to a folder that can be written, or RAY_AUTH_TOKEN to a secret"
+            remedy = "Ray keeps a token there; set HOME to a folder that can be written, or RAY_AUTH_TOKEN to a secret"
         raise UnavailableError(f"Ray {where} ({reason}): {remedy}") from error
 
 
 def _is_for_token(path: Path) -> bool:
-    """Whether Ray's token is at a path, or below it: of HOME, too, which need not exist."""
+    """Whether a path is the folder of Ray's token, or in it, or above it, such as a HOME that does not exist."""
     folder = Path("~").expanduser() / ".ray"
     return path.is_relative_to(folder) or folder.is_relative_to(path)
 
@@ -317,7 +317,7 @@ def drain_ingresses(grace_s: float, ingresses: dict[str, Any]) -> bool:
     """Drain all ingresses. Returns whether all requests in flight have ended within the grace period.
 
     Args:
-        ingresses: as far as they are known, for the case that Serve's controller has ended.
+        ingresses: the ingresses known so far, for the case that Serve's controller has ended.
     """
     logger.info("draining: new requests are refused, requests in flight have %g s; another signal ends them", grace_s)
     ends_at = time.monotonic() + grace_s

@@ -1,4 +1,4 @@
-"""Where modules are imported from."""
+"""The search path of modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal shows of a server's start: one line for each phase, with its seconds, and what went wrong.
+"""Log of a server's start on a terminal: one line for each phase, with its seconds, and the errors.
 
 Ray, Serve and HAProxy write forty lines in a start that concern their developers. They are hidden, and shown when the
 start fails. Of Folio's own processes, lines from WARNING on are shown, and from the end of the start on all lines.
@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 _OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>[A-Z]+) (?P<logger>[\w.]+): (?P<message>.*)")
 _SERVES = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d{4}-\d\d-\d\d ")
 _MINOR = ("DEBUG", "INFO")
-# Of Serve's errors, one that a start repeats: the traceback of a replica that failed. It ends with the reason.
+# An error of Serve's that a start repeats: the traceback of a replica that failed. It ends with the reason.
 _REPLICA_FAILED = "Exception in Replica("
-# Of Serve's warnings, one for the user: the cluster has too few CPUs or GPUs, and the start waits for ever.
+# A warning of Serve's for the user: the cluster has too few CPUs or GPUs, and the start waits for ever.
 _WAITS_FOR_EVER = "to be scheduled"
 # Loggers whose lines tell a phase of a replica's start.
 _PHASES = ("folio.app.engine.startup", "folio.kernels.cpu.build")
@@ -66,10 +66,10 @@ class StartLog:
         self.say(f"ready ({time.monotonic() - self._begun_at:.1f} s in all)")
 
     def fail(self, *, is_explained: bool = False) -> None:
-        """Show what was hidden: the reason may be in it.
+        """Show the hidden lines: the reason may be among them.
 
         Args:
-            is_explained: Folio knows the reason, and tells it.
+            is_explained: Folio knows the reason, and logs it.
         """
         self._is_starting, self._hides_failures = False, is_explained  # its lines may come later
         if is_explained:
@@ -95,7 +95,7 @@ class StartLog:
                 is_hidden = match["level"] in (*_MINOR, "WARNING") and _WAITS_FOR_EVER not in line
                 is_hidden |= self._hides_failures and _REPLICA_FAILED in line
                 if match["level"] in _MINOR:
-                    continue  # would push out what matters
+                    continue  # would push out more important lines
             elif line.lstrip("\r").startswith(_PROGRESS_BAR):
                 continue
             if not is_hidden:

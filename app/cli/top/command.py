@@ -26,22 +26,22 @@ folio top --once
 folio top --json | head -n 1
 """
 
-# Silence after which the server counts as not reachable, the pause between two tries, and the period of drawing, after
-# which the view has a new size.
+# Silence after which the server counts as not reachable, the pause between two attempts, and the period of drawing,
+# which also follows the terminal's size.
 _SILENCE_S, _RETRY_S, _DRAW_S = 10.0, 1.0, 0.25
 
 
 def top(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, print a table, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each state as a JSON line.")] = False,
 ) -> None:
     """Watch the replicas: memory by kind, queue, batch, tokens/s, TTFT and TPOT, hit rate; GPUs by part; and the models
     of a shelf. q ends it.
 
-    With API keys, for operators. Latencies are those of requests that ended while somebody watched.
+    With API keys, for operators. Latencies are those of requests that ended while this, or a dashboard, was open.
     """
     server = Server(url, api_key, silence_s=_SILENCE_S)
     if once or as_json:
@@ -67,7 +67,7 @@ async def states(server: Server, interval_s: float) -> AsyncGenerator[dict[str, 
 
 
 async def _print(server: Server, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Print states as JSON lines, or once: the second one, which has the steps of a whole period."""
+    """Print states as JSON lines or tables; with `once` only the second one, which has the steps of a whole period."""
     from folio.app.cli.top.view import view
 
     screen = console(0)
@@ -111,7 +111,7 @@ async def _draw(watch: Watch, following: asyncio.Task[None]) -> None:
 
 @dataclass
 class Watch:
-    """What is known of a server.
+    """The newest state of a server.
 
     Attributes:
         state: the last one, empty before the first.
@@ -122,8 +122,8 @@ class Watch:
     problem: tuple[float, str] | None = None
 
     async def follow(self, server: Server, interval_s: float) -> None:
-        """Read the states until cancelled; a server that cannot be reached is tried again. Raises `FolioError` if the
-        first look fails: the user can correct it."""
+        """Read the states until cancelled, with retries while the server cannot be reached. Raises `FolioError` if the
+        first attempt fails: the user can correct it."""
         while True:
             try:
                 async with aclosing(states(server, interval_s)) as found:
@@ -147,7 +147,7 @@ def _end() -> Iterator[asyncio.Future[None]]:
             end.set_result(None)
 
     def read() -> None:
-        if set(os.read(keyboard, 64) or b"q") & set(b"qQ\x04"):  # Ctrl-D; nothing: it is closed
+        if set(os.read(keyboard, 64) or b"q") & set(b"qQ\x04"):  # Ctrl-D; nothing is read if it is closed
             loop.remove_reader(keyboard)
             set_end()
 

@@ -27,7 +27,7 @@ _SUMS = ("device_weight_bytes", "kv_bytes", "num_running", "num_waiting", "num_w
 # Kinds of memory in a model's bar: colours and characters.
 _WEIGHTS, _KV = ("green", "█"), ("cyan", "▒")
 _WIDE, _MIDDLE = 120, 84
-# The empty line, the line about the devices, the table's head, how many models are left out, and why one has failed.
+# An empty line, the line about the devices, the table's head, the number of models left out, and a failed one's error.
 _FRAME_LINES = 5
 
 
@@ -91,7 +91,7 @@ class ModelRow:
         return cells | {name: Text(text) for name, text in texts.items()}
 
     def bar(self, capacity_bytes: int, width: int) -> Text:
-        """Its memory, where the whole width is the capacity of all devices. Each kind has one character at least."""
+        """The model's memory; `width` is the capacity of all devices. Each kind has one character at least."""
         text = Text()
         for num_bytes, (colour, character) in (
             (self.sums["device_weight_bytes"], _WEIGHTS),
@@ -143,8 +143,8 @@ def _device_line(device: Mapping[str, int], num_short: int, num_devices: int) ->
     """The memory of all devices.
 
     Args:
-        num_short: devices where the models with requests need more than there is, so that they take turns: what starts
-            another replica where autoscaling is set.
+        num_short: devices where the models with requests need more than there is, so that they take turns. With
+            autoscaling this starts another replica.
     """
     taken = sum(device[f"{kind}_bytes"] for kind in ("used", "charged", "workspace"))
     text = Text("device memory ", style="dim", no_wrap=True, overflow="ellipsis")

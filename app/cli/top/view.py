@@ -25,7 +25,7 @@ KINDS = (
 )
 _SWAPPED = "red"
 _WIDE, _MIDDLE = 110, 76
-# Empty lines, the table's head, how many replicas are left out, the latest events, and one line that may break.
+# Empty lines, the table's head, the number of replicas left out, the latest events, and one line that may break.
 _SPARE_LINES = 6
 
 
@@ -44,7 +44,7 @@ def kinds_of(memory: Mapping[str, Any]) -> dict[str, int]:
 
 
 def bar(memory: Mapping[str, Any], width: int) -> Text:
-    """The budget as `width` characters. Each kind that there is has one at least, if they fit."""
+    """The budget as `width` characters. Each kind that takes memory has one at least, if they fit."""
     sizes = kinds_of(memory)
     total = sum(sizes.values()) or 1
     cells = {kind: max(round(width * size / total), 1 if size else 0) for kind, size in sizes.items()}
@@ -77,7 +77,7 @@ def view(state: Mapping[str, Any], width: int, problem: tuple[float, str] | None
         others = sum(-(-len(line) // width) for text in (title, totals, legend) for line in text.plain.split("\n"))
         height -= others + _SPARE_LINES
     if rows:
-        # Models get what few replicas leave, and no less than half.
+        # Models get the lines that replicas leave, and no less than half.
         most = None if height is None else height - min(lines_each * len(replicas), height // 2)
         models, num_lines = models_view(rows, replicas, width, most)
         height = None if height is None else height - num_lines

@@ -14,7 +14,7 @@ from folio.app.config.engine import EngineConfig
 from folio.app.config.shelf import ModelConfig, ShelfConfig
 from folio.app.errors import RequestError
 
-# Settings that concern the process or all its models, which added models have from the first one.
+# Settings that concern the process or all its models: added models take them from the first one.
 _OF_FIRST = (
     "device",
     "num_threads",
@@ -30,8 +30,8 @@ _OF_FIRST = (
 )
 
 
-# Of the content of all files of a model: a file up to this size is read whole, of others the beginning, which has the
-# header, and so many pages, evenly spaced.
+# The sample of a model's files: a file up to this size is read whole; of others the beginning, which has the header,
+# and this number of pages, evenly spaced.
 _WHOLE_BYTES, _START_BYTES = 16 << 20, 1 << 20
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 
@@ -41,8 +41,8 @@ class AddedModel(ModelConfig):
     """A model that was added.
 
     Attributes:
-        version: of its files, see `files_sample`.
-        revision: of the table since which it is there: a model that was removed and added again is another one.
+        version: digest of its files, see `files_sample`.
+        revision: of the table that added it: a model that was removed and added again is another one.
     """
 
     version: str = ""
@@ -104,8 +104,8 @@ def check_added(config: ModelConfig, shelf: ShelfConfig) -> tuple[AddedModel, tu
 
 
 def files_sample(files: Sequence[Path]) -> str:
-    """Digest of names, sizes and samples of files, in a bounded time: not a proof that they are equal, as a load has
-    (`FileDigests`), but other weights nearly always differ in it. Raises `OSError`."""
+    """Digest of names, sizes and samples of files, in bounded time. Other weights nearly always have another digest,
+    but equal digests prove nothing: a load uses `FileDigests`. Raises `OSError`."""
     digest = hashlib.sha256()
     per_file = max(1, _NUM_SAMPLES // max(1, len(files)))
     for path in files:

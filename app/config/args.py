@@ -22,8 +22,8 @@ class RoutingArgs(Settings):
             the fewest requests; "round_robin"; "consistent_hash": one replica for each session or beginning.
         report_period_s: period of the replicas' load reports.
         stale_after_s: age from which routers ignore a load report; at least three times `report_period_s`.
-        wait_for_replica_s: a request waits this long for a replica when there is none, and is then refused. If
-            autoscaling goes to zero replicas, longer than a replica takes to start.
+        wait_for_replica_s: a request waits this long for a replica when there is none, and is then refused. It must
+            be longer than a replica takes to start if autoscaling goes to zero replicas.
     """
 
     policy: PolicyName = "prefix_aware"
@@ -38,7 +38,7 @@ class StreamingArgs(Settings):
     Attributes:
         items_per_s: of all streams of a replica; by default 30 for each core of its machine, which costs little of
             the core's time; on a GPU 5,000, and fewer while the replica's event loop is busy.
-        min_interval_s, max_interval_s: between two items of one stream.
+        min_interval_s, max_interval_s: bounds of the time between two items of one stream.
     """
 
     items_per_s: PositiveFloat | None = None
@@ -59,7 +59,7 @@ class AppArgs(Settings):
             models that sleep come from files.
         weights_dir: the folder for files of weights as the kernels read them, from which `models` wake. By default
             below the user's cache folder.
-        weights_dir_bytes: of all files there. Those used longest ago are removed for a new one, unless a process uses
+        weights_dir_bytes: of all files there. The least recently used are removed for a new one, unless a process uses
             them; weights beyond the bound stay in memory. By default four fifths of the disk's space that is free or
             theirs.
         models_dir: the folder below which operators add models at run time, at the same path for all replicas. `None`:
@@ -129,7 +129,7 @@ class AppArgs(Settings):
         return self
 
     def _problems(self) -> Iterator[tuple[bool, str]]:
-        """(whether the problem exists, the problem)."""
+        """Pairs: whether the problem exists, and its description."""
         routing, streaming = self.routing, self.streaming
         served = [name for model in self.shelf.models for name in (model.name, *model.engine.adapters)]
         for alias, name in self.model_aliases.items():

@@ -1,4 +1,4 @@
-"""Faults of a checkpoint's folder, found in the heads of its files, without torch and without reading weights."""
+"""Faults of a checkpoint's folder, found in the headers of its files, without torch and without reading weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 _LFS_POINTER = b"version https://git-lfs"
 _GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Of `quant_method`: transformers turns these into bfloat16 as it reads them.
+# Values of `quant_method` that transformers turns into bfloat16 as it reads the weights.
 _READ_AS_BFLOAT16 = ("fp8", "mxfp8", "mxfp4")
 _READ = "Folio reads safetensors in float32, bfloat16 and float16"
 GGUF = f"GGUF files are not read yet: {_READ}; name the folder or Hub id that the file was made from"
 
 
 def name_fault(model: str) -> str | None:
-    """Why a name that is no folder's is no Hub id either; `None` if it may be one."""
+    """Why a name that is no folder cannot be a Hub id either; `None` if it can."""
     path, has_form = Path(model), _HUB_ID.fullmatch(model) is not None
     if path.is_file() and (path.suffix.lower() == ".gguf" or _starts_with(path, _GGUF_MAGIC)):
         return f"it is a file of GGUF; {GGUF}"
@@ -56,7 +56,7 @@ def quantization_fault(quantization: object) -> str | None:
 
 
 def format_fault(folder: Path) -> str | None:
-    """Why the weights of a folder cannot be read: they are of GGUF, or quantized; `None` where nothing says so."""
+    """Why the weights of a folder cannot be read: they are GGUF, or quantized; `None` if neither is found."""
     if not (path := folder / "config.json").exists():
         files = sorted(folder.glob("*.[gG][gG][uU][fF]"))
         return f"{str(folder)!r} has {files[0].name} and no config.json; {GGUF}" if files else None
@@ -112,7 +112,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Raises `ValueError` with a sentence unless the file is a JSON object."""
+    """A file's JSON object. Raises `ValueError` with a sentence for the user if there is none."""
     if not path.is_file():  # a FIFO would be waited for
         inside = sorted(entry.name for entry in path.parent.iterdir())[:5]
         raise ValueError(f"{str(path.parent)!r} has no {path.name}: it has {', '.join(inside) or 'no files at all'}")

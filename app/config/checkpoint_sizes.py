@@ -1,5 +1,5 @@
-"""Sizes in a checkpoint's `config.json`: within bounds, and those of its weights. Before a module is built of them: one
-of 200,000 layers takes minutes, and transformers names no tensor that is too small for the config."""
+"""Sizes in a checkpoint's `config.json`, checked against bounds and the weights before a module is built: one of
+200,000 layers takes minutes, and transformers names no tensor that is too small for the config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
-# Of each tensor of a safetensors file: its shape, and where its bytes end in the file.
+# Tensor of a safetensors file → its shape, and where its bytes end in the file.
 Header: TypeAlias = Mapping[str, tuple[tuple[int, ...], int]]
 
 _LAYERS, _VOCAB = ("num_hidden_layers", "n_layer", "n_layers"), "vocab_size"
@@ -45,7 +45,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def size_faults(config: Mapping[str, Any], path: str | Path) -> Iterator[str]:
-    """A sentence for each size in a config that no model can have. Args: `path`: of the config, for people."""
+    """A sentence for each size in a config that no model can have. Args: `path`: of the config, for the sentence."""
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
         yield f"{path}: text_config is {_show(text)}; it must be an object"
@@ -108,7 +108,7 @@ def read_header(path: Path) -> Header:
 
 
 def _truncation(path: Path, size: int) -> str | None:
-    """Where a truncated file ends; `None` if that is not what is wrong with it."""
+    """Where a truncated file ends; `None` if it has another fault."""
     try:
         header = _parse(path)
         missing = [name for name, (_, end) in header.items() if end > size]

@@ -25,7 +25,7 @@ DeviceName = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Pooling = Literal["auto", "none", "last", "mean"]
 
-# By device, the values of settings that are `None`.
+# Device → values of settings that are `None`.
 DEVICE_DEFAULTS: Mapping[DeviceName, Mapping[str, Any]] = {
     "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "kv_idle_release_s": 0.5},
     "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "kv_idle_release_s": 30.0},
@@ -89,8 +89,8 @@ class EngineConfig:
             device by `gpu_memory_utilization`, after a measured step; what is set must fit beside that step.
         kv_memory_floor_bytes: the part of it that is taken at the start and never given back.
         kv_idle_release_s: cache memory unused for this long goes back to the machine. By default 0.5, on CUDA 30.
-        kv_dtype: of the KV cache: the model's ("auto"), or 8-bit floats, with scales for each layer's KV heads: the
-            checkpoint's, or measured at the start. Half the memory of bfloat16, slightly other outputs.
+        kv_dtype: type of the KV cache: the model's ("auto"), or 8-bit floats, with scales for each layer's KV heads:
+            the checkpoint's, or measured at the start. Half the memory of bfloat16, slightly other outputs.
         expected_tokens: length of a typical request, prompt and output; decides the size of blocks.
         prefix_cache: share cached prefixes between requests.
         prefix_cache_release_s: cached prefixes without a hit for this long go back to the machine.
@@ -98,8 +98,8 @@ class EngineConfig:
         pinned_system_prompts: name → system message, pinned as the chat template writes it.
         pin_quota: share of the cache that pinned prefixes may take.
         retain_quota: share of the cache that prefixes of requests with `cache_ttl_s` may take while they are retained.
-            Memory that running requests need is taken from them all the same.
-        max_cache_ttl_s: a longer `cache_ttl_s` is taken for this one; 0: prefixes are not retained.
+            Running requests that need memory evict them all the same.
+        max_cache_ttl_s: longer `cache_ttl_s` are reduced to this one; 0: prefixes are not retained.
         isolate_tenants: requests with a `tenant` share cached prefixes only within that tenant.
         preemption: how preempted requests get their blocks back: by swap, by recompute, or by the one that is expected
             to be faster.
@@ -122,7 +122,7 @@ class EngineConfig:
         async_scheduling: schedule and launch each step before the tokens of the last one are known, so that the device
             does not wait for the host. Outputs are the same. "auto": on CUDA.
         decode_graphs: replay steps of single tokens as CUDA graphs, padded to a few numbers of sequences. "auto": on
-            CUDA, on one rank, for models that can be captured. "on": others are an error.
+            CUDA, on one rank, for models that can be captured. "on": any other model is an error.
         few_row_products: on CUDA, another kernel for attention's products of queries, keys, values and outputs with at
             most 16 rows; off until it has been measured. Needs Triton.
         dependent_launch: on CUDA of compute capability 9.0, Folio's own kernels start while the kernel before drains
@@ -228,7 +228,7 @@ class EngineConfig:
         return ResolvedConfig(**(given | defaults | {"device": device}))
 
     def _problems(self) -> Iterator[str]:
-        """Each begins with the setting's name."""
+        """A line for each setting that cannot work, beginning with the setting's name."""
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 yield f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
@@ -244,7 +244,7 @@ class EngineConfig:
         yield from (problem for contradicts, problem in self._contradictions() if contradicts)
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        """(whether two settings contradict each other, the problem)."""
+        """Pairs: whether two settings contradict each other, and the problem."""
         most = self.kv_memory_bytes
         yield (
             most is not None and self.kv_memory_floor_bytes > most,
@@ -295,7 +295,7 @@ class EngineConfig:
         )
         yield (
             self.score_tokens is not None and template is None,
-            f"score_tokens is {self.score_tokens} and score_template is missing; the tokens answer its question",
+            f"score_tokens is {self.score_tokens} and score_template is missing; set the template that they answer",
         )
         yield (
             self.score_tokens is not None and self.pooling not in ("auto", "last"),

@@ -35,8 +35,8 @@ class RateLimits(Settings):
     """Limits of one caller over all ingress replicas (`folio.app.edge.limits`); `None`: no limit.
 
     Attributes:
-        requests_per_minute: may also come at once, after a minute without any.
-        tokens_per_minute: of prompts, counted when tokenised, and of outputs, counted as delivered.
+        requests_per_minute: requests, which may also come at once, after a minute without any.
+        tokens_per_minute: tokens of prompts, counted when tokenised, and of outputs, counted as delivered.
         concurrent_requests: requests in flight.
     """
 
@@ -99,8 +99,8 @@ class ResponseSettings(Settings):
     Attributes:
         store: an absolute path of a folder, which is created; with ingress replicas on several machines, a folder that
             all of them share. `None`: one of the server's user in the machine's folder for temporary files.
-        max_bytes: of all stored responses. A full store loses the oldest ones of the API key that has most. 0: nothing
-            is stored. A response whose conversation has more than `max_body_bytes` is not stored, and says so.
+        max_bytes: of all stored responses. A full store deletes the oldest ones of the API key that has most. 0:
+            nothing is stored. A response whose conversation exceeds `max_body_bytes` is not stored; `store` is false.
         keep_s: responses are deleted after this time.
     """
 
@@ -126,7 +126,7 @@ class HttpSettings(Settings):
         max_url_bytes: path and query; longer ones are answered 414.
         unknown_fields: of bodies; "ignore": dropped, logged once for each field and client, counted, and named in the
             header `x-folio-ignored-fields`; "error": answered 400, as fields near a known one always are.
-        max_tokens: what becomes of an output limit beyond the context's room: "cut": the output may fill the room, and
+        max_tokens: treatment of an output limit beyond the context's room: "cut": the output may fill the room, and
             the header `x-folio-ignored-fields` names the field; "refuse": answered 400.
         default_timeout_s: `timeout_s` of requests without one; by default `max_timeout_s`.
         max_timeout_s: requests with a longer `timeout_s` are refused.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MOST_SEQS = 1 << 16
 # A step of more tokens takes seconds on any device, during which no request begins or ends.
 MOST_STEP_TOKENS = 1 << 20
-# Variables by which libgomp binds threads to cores. As soon as torch is loaded, the thread that loads it has one core.
+# Variables by which libgomp binds threads to cores. The thread that loads torch is bound to one core at once.
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 # Share of the memory left to the interpreter, requests and page tables, beside weights, steps and the KV cache.
 SPARE_SHARE = 1 / 16
@@ -88,7 +88,7 @@ def num_threads(config: EngineConfig) -> int:
 
 def binding_variables() -> list[str]:
     """Variables of this process that bind the engine's threads to cores, with their values."""
-    if os.environ.get("OMP_PROC_BIND", "").lower() == "false":  # it decides
+    if os.environ.get("OMP_PROC_BIND", "").lower() == "false":  # it overrides the others
         return []
     return [f"{name}={os.environ[name]}" for name in _BINDING if os.environ.get(name)]
 

@@ -1,6 +1,6 @@
 """Names of the formats in which models write calls of functions and reasoning.
 
-By the names of vLLM's `--tool-call-parser` and `--reasoning-parser`; their syntaxes are in
+They are the names of vLLM's `--tool-call-parser` and `--reasoning-parser`. The syntaxes are in
 `folio.app.api.output.formats`.
 """
 

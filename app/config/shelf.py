@@ -16,7 +16,7 @@ NEEDS_TOKENIZER = "a server needs the tokenizer: leave the setting out"
 
 Keep = Literal["auto", "always"] | float
 
-# Beyond these a model would have all of the device's time, or none, and sums of weights would lose the others.
+# Beyond these a model would have all of the device's time, or none, and sums of weights would round the others away.
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
 
 
@@ -76,7 +76,7 @@ class ModelConfig:
         return replace(self, engine=self.engine.on_device(device))
 
     def _problems(self) -> Iterator[str]:
-        """Each begins with the setting's name."""
+        """A line for each setting that cannot work, beginning with the setting's name."""
         if not self.name or not self.name.isprintable() or self.name != self.name.strip():
             yield f"name is {self.name!r}; it must be printable characters, without space around them"
         if isinstance(self.keep, str):
@@ -107,7 +107,7 @@ class ShelfConfig:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of models and adapters."""
+        """Names of models and adapters."""
         return frozenset(name for model in self.models for name in (model.name, *model.engine.adapters))
 
     @property
@@ -117,7 +117,7 @@ class ShelfConfig:
 
 
 def shelf_problems(models: tuple[ModelConfig, ...]) -> Iterator[str]:
-    """What prevents models from being served together; each begins with the key, such as `models[2].name`."""
+    """Reasons why models cannot be served together; each begins with the key, such as `models[2].name`."""
     seen: dict[str, str] = {}  # name of a model or adapter → its key
     first = models[0].engine
     for i, model in enumerate(models):

@@ -28,7 +28,7 @@ def show_size(num_bytes: float) -> str:
 
 
 class WrittenSize:
-    """Has pydantic read a text by `parse_size`. Asked by pydantic only, so that the engine's settings do without it."""
+    """Makes pydantic read a text by `parse_size`. Only pydantic calls it: the engine's settings need no pydantic."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema

@@ -1,4 +1,4 @@
-"""The built-in model: its name and folder. `tools/builtin_model` has trained it."""
+"""The built-in model: its name and folder. It was trained by `tools/builtin_model`."""
 
 from pathlib import Path
 

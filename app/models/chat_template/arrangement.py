@@ -21,19 +21,19 @@ class Arrangement:
 
     A message is changed by what precedes it and not by what follows, so that the prompt of a conversation still begins
     with the prompt of its earlier turns. (Only in a conversation that has no message of the user is one filled in.)
-    Texts to fill in are of the template's choice: an empty one if it accepts that. Messages are dicts as templates get
-    them, with texts as content; they are not changed in place.
+    Texts that are filled in depend on the template: an empty one if it accepts that. Messages are dicts as templates
+    get them, with texts as content; they are not changed in place.
 
     Attributes:
         parts: contents are lists with one part.
         system_text: system message of conversations that begin without one.
         folds_system: the system message is the beginning of the first user's message.
-        joins_system: of several system messages at the beginning one is made.
-        reminds: a system message behind them is a reminder in the user's turn, as Claude Code writes them.
+        joins_system: several system messages at the beginning become one.
+        reminds: a later system message becomes a reminder in the user's message, as Claude Code writes them.
         joins_users, joins_answers: neighbours of the role become one message.
         first_user: user's message before an assistant that begins.
-        only_user: user's message of a conversation without one, behind the system messages.
-        answer: the assistant's message between the results, or a call without one, and the user's next message.
+        only_user: user's message of a conversation without one, after the system messages.
+        answer: the assistant's message between results, or a call without result, and the user's next message.
         shortens_ids: ids of calls have nine letters and digits.
         writes_arguments: arguments of calls are JSON as text, and not objects.
         wraps_arguments: arguments that are no JSON object are shown as an object with their text.
@@ -70,7 +70,7 @@ class Arrangement:
         return shown
 
     def _converted(self, messages: Sequence[Message]) -> Iterator[Message]:
-        """Each message by itself."""
+        """The messages, converted one by one."""
         begins, known = True, set[str]()
         for message in messages:
             role = message["role"]
@@ -126,7 +126,7 @@ def _are_systems(messages: Sequence[Message]) -> bool:
 
 
 def _results_first(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages, with results of tools before all else between two of the assistant."""
+    """The messages, with results of tools first among those between two messages of the assistant."""
     for place, message in enumerate(messages):
         if message["role"] == "tool" and place and messages[place - 1]["role"] in ("user", "system"):
             break
@@ -146,7 +146,7 @@ def _results_first(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _joined(first: Message, second: Message) -> Message:
-    """One message of two of a role."""
+    """Two messages of one role as one."""
     joined = dict(first)
     for name in _TEXTS:
         if text := second.get(name):
@@ -169,5 +169,5 @@ def _with_joined_texts(message: Message) -> Message:
 
 
 def _short(call_id: str) -> str:
-    """An id of nine letters and digits, the same in every turn."""
+    """An id of nine letters and digits, the same in every request."""
     return call_id if _SHORT_ID.fullmatch(call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]

@@ -37,7 +37,7 @@ _REFUSED, _DISORDERED, _SHOWN = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What probes have found. `error`: why even a user's one message is not shown."""
+    """Result of the probes. `error`: why not even a single message of the user is shown."""
 
     arrangement: Arrangement
     error: Exception | None = None

@@ -29,11 +29,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-# Characters of one value; of all values of a rendering; and items of a list that an operator makes.
+# The most characters of one value, and of all values of a rendering; the most items of a list that an operator makes.
 MAX_CHARS, MAX_TOTAL, MAX_ITEMS = 1 << 24, 1 << 28, 1 << 13
-# What a step and an item of a container weigh, in characters.
+# Cost of a step and of an item of a container, in characters.
 _STEP, _ITEM = 64, 32
-_UNCHECKED = 1024  # characters between looks at the clock
+_UNCHECKED = 1024  # characters between checks of the clock
 _MAX_WIDTH, _MAX_INDENT, _MAX_BITS, _MAX_PARTS = 1000, 64, 4096, 1 << 17
 WORK = " work"  # the variable of a rendering's bounds; no template can spell it
 _WIDE_FORMAT = re.compile(r"[0-9]{4}|\*|:[^{}]*\{")
@@ -60,7 +60,7 @@ _FILTERS = (
 
 
 class LimitError(TemplateError):
-    """A rendering takes too long, or makes too much."""
+    """A rendering takes too long, or makes too much text."""
 
     def __init__(self, message: str, *, is_time: bool = False) -> None:
         super().__init__(message)
@@ -68,10 +68,10 @@ class LimitError(TemplateError):
 
 
 class Work:
-    """What one rendering has done, and how much it may do.
+    """Account of one rendering's work, and its limits.
 
     Args:
-        limit_s: of the thread's processor time.
+        limit_s: seconds of the thread's processor time.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -128,7 +128,7 @@ def _check_format(text: str) -> None:
 
 
 def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
-    """Before a call of a text's method."""
+    """Check a call of a text's method before it is made."""
     if name in ("center", "ljust", "rjust", "zfill"):
         _check_at_most(args[0], _MAX_WIDTH)
     elif name == "replace":
@@ -167,25 +167,25 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {"*": _multiplied, "**": _
 
 
 def _joined(context: _Context, *parts: object) -> str:
-    """`a ~ b`."""
+    """The operator `a ~ b`."""
     return "".join(str(_shown(context, part)) for part in parts)
 
 
 def _built(context: _Context, value: Any) -> Any:
-    """A list, tuple or dict as written in the template."""
+    """Charge a list, tuple or dict that is written in the template."""
     context.work.spend(_weight(value))
     return value
 
 
 def _counted(context: _Context) -> bool:
-    """Step of a loop that only filters."""
+    """Charge a step of a loop that only filters."""
     context.work.spend(_STEP)
     return True
 
 
 @pass_context
 def _shown(context: _Context, value: Any) -> Any:
-    """A value before it is written."""
+    """Charge a value before it is written."""
     context.work.spend(len(value) if isinstance(value, str) else _weight(value))
     return value
 
@@ -230,7 +230,7 @@ def _limited(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _spread(context: _Context, items: Iterable[Any]) -> list[Any]:
-    """`*items` of a call."""
+    """The `*items` of a call, bounded."""
     return list(_limited(items))
 
 
@@ -262,7 +262,7 @@ def _check_indent(args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Seque
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of Jinja's with bounds."""
+    """A filter of Jinja's whose arguments and result are checked."""
 
     @wraps(function)  # also keeps the mark of filters that want the context
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -301,7 +301,7 @@ class _Steps(CodeGenerator):
 
 
 class _Bounds(NodeTransformer):
-    """Routes expressions through the functions above."""
+    """Replaces expressions by calls of the functions above."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)

@@ -14,7 +14,7 @@ from folio.app.models.chat_template.sandbox import WORK, LimitError, TemplateEnv
 
 # Processor time of one rendering. Usual ones take milliseconds.
 LIMIT_S = 5.0
-# Of one probe, and of all probes of a template.
+# Processor time of one probe, and of all probes of a template.
 _PROBE_LIMIT_S, _PROBES_LIMIT_S = 0.2, 1.0
 _MAX_SOURCE = 1 << 20
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -25,8 +25,8 @@ class RenderError(Exception):
 
     Attributes:
         line: of the template; `None`: not known.
-        refuses: the template itself raises the exception, and these are its words.
-        is_slow: the processor time has passed.
+        refuses: the template has raised the exception on purpose, with these words.
+        is_slow: the limit of processor time is exceeded.
     """
 
     def __init__(self, words: str, line: int | None = None, *, refuses: bool = False, is_slow: bool = False) -> None:
@@ -42,11 +42,11 @@ class ChatTemplate:
 
     Args:
         source: in Jinja's language.
-        variables: that every rendering gets: the model's special tokens by name.
+        variables: variables of every rendering: the model's special tokens by name.
 
     Attributes:
-        fault: why no conversation, or not the simplest one, can be rendered; `None` if it can.
-        arrangement: makes of a conversation one that the template accepts.
+        fault: why not even the simplest conversation can be rendered; `None` if it can.
+        arrangement: turns a conversation into one that the template accepts.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ class ChatTemplate:
             text: str = self._template.environment.concat(self._template.root_render_func(context))
         except LimitError as error:
             raise RenderError(str(error), self._line(error), is_slow=error.is_time) from error
-        except Exception as error:  # any, of the template's operations on what clients send
+        except Exception as error:  # any error of the template's operations on clients' values
             raise self._failure(error) from error
         return _cut(text) if continues else text
 

@@ -114,7 +114,7 @@ def collect(
 
 
 def _first_byte(tensor: torch.Tensor) -> int:
-    """Of a tensor, in its storage."""
+    """First byte of a tensor in its storage."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
@@ -178,7 +178,7 @@ class WeightRange(Protocol):
 
 
 class WeightSource(Protocol):
-    """Where an arena's contents come from."""
+    """Source of an arena's contents."""
 
     def open(self) -> tuple[Any, ...]:
         """Arguments for `map` of the arena's range, valid until `release`. Raises `ModelError`."""
@@ -198,7 +198,7 @@ class WeightSource(Protocol):
 class WeightArena:
     """The range of a model's weights. From any thread: a model may be closed while another thread maps it.
 
-    While it is not mapped, any touch of the model's tensors is a SIGSEGV, or on CUDA a fault that ends all work. Their
+    While it is not mapped, any access to the model's tensors is a SIGSEGV, or on CUDA a fault that ends all work. Their
     addresses never change.
 
     One thread at a time changes it: `close` waits for a `map` in progress.
@@ -233,7 +233,7 @@ class WeightArena:
                 has been closed.
         """
         with self._guard:
-            if self._is_closed:  # before the source makes what nobody would give back
+            if self._is_closed:  # before the source makes contents that would never be released
                 raise ModelError("the weights have been given back: the engine of their model has stopped")
             try:
                 self._range.map(*self._source.open())

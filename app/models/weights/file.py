@@ -21,7 +21,7 @@ import torch
 
 from folio.vmem.weights import HUGE_PAGE_BYTES
 
-# Of the file's layout; a file of another one is made again.
+# Version of the file's layout; a file of another version is rebuilt.
 LAYOUT_VERSION = 1
 _MAGIC = b"FOLIOWTS"
 _START = struct.Struct("<8sQI")  # magic, bytes of the header, its CRC-32
@@ -33,7 +33,7 @@ _MOST_HEADER_BYTES = 1 << 30
 
 
 class WeightFileError(Exception):
-    """The file is not what it should be; says what is wrong with it."""
+    """A weight file is incomplete, damaged, or another model's; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class WeightHeader:
         return self.offset + self.table.num_bytes
 
 
-# Writes all bytes of a buffer at an offset of a file; for tests, which fail in it.
+# Writes all bytes of a buffer at an offset of a file. Tests pass one that fails.
 Write = Callable[[int, memoryview, int], None]
 
 
@@ -102,7 +102,7 @@ def write_weights(
     pieces: Sequence[tuple[int, torch.Tensor]],
     write: Write = write_all,
 ) -> WeightHeader:
-    """Write an empty file. The header comes last, so that an incomplete file is none.
+    """Write weights into an empty file. The header is written last, so that an incomplete file has none.
 
     Args:
         pieces: (offset in the contents, uint8 `[num_bytes]`), in order; between them are zeros.
@@ -141,7 +141,7 @@ def _chunks(num_bytes: int, pieces: Sequence[tuple[int, torch.Tensor]]) -> Itera
 
 
 def read_header(fd: int) -> WeightHeader:
-    """The header of a file, which is checked, and the file's size. Raises `WeightFileError`, `OSError`."""
+    """Read a file's header, and check it and the file's size. Raises `WeightFileError`, `OSError`."""
     start = os.pread(fd, _START.size, 0)
     if len(start) < _START.size or not start.startswith(_MAGIC):
         raise WeightFileError("it is no file of weights, or incomplete")

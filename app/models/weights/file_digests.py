@@ -1,4 +1,4 @@
-"""File digests: what the files of checkpoints contain, computed once and known again while a file is unchanged.
+"""File digests of checkpoints: computed once, and reused as long as a file is unchanged.
 
 A size and a time of modification do not tell one file from another: `rsync -t`, image builders and package managers set
 the time. The time of the last change of the inode (ctime) is the system's, and no program sets it. So a file is
@@ -30,7 +30,7 @@ from folio.app.models.weights.folder import create_locked
 logger = logging.getLogger(__name__)
 
 _FILE_NAME = "digests.json"
-# Stored digests, those used last; a digest that is not stored is computed again.
+# The most digests that are stored, the latest ones; a digest that is not stored is computed again.
 _MOST_STORED = 4096
 _SECOND_NS = 10**9
 _SETTLED_NS = 2 * _SECOND_NS
@@ -46,8 +46,8 @@ class FileDigests:
     """Digests of files by path and state. From any thread.
 
     Args:
-        folder: where they are stored for other processes, which only this user can write to; `None`, or a folder that
-            cannot be written: they last as long as the process.
+        folder: stores them for other processes, and only this user can write to it; `None`, or a folder that cannot be
+            written: they last as long as the process.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -72,7 +72,7 @@ class FileDigests:
         finally:
             os.close(fd)
         if state[1] >= _PIECE_BYTES:
-            logger.info("read %s, %d bytes, for its digest in %.1f s", name, state[1], time.monotonic() - start)
+            logger.info("computed the digest of %s, %d bytes, in %.1f s", name, state[1], time.monotonic() - start)
         if time.time_ns() - state[3] >= _SETTLED_NS:
             with self._lock:
                 self._known[name] = state, digest
@@ -87,7 +87,7 @@ def _state(fd: int) -> FileState:
 
 
 def _digest(fd: int, num_bytes: int) -> str:
-    """Copies the bytes out of the file: in a mapping of it, a file that is truncated meanwhile ends the process."""
+    """Hash a file's bytes, which are read and not mapped: truncation of a mapped file would end the process."""
 
     def of_piece(start: int) -> bytes:
         data, end = b"", min(start + _PIECE_BYTES, num_bytes)

@@ -1,6 +1,6 @@
-"""Folder of weight files: which of them processes use, and room for new ones.
+"""Folder of weight files: locks on files in use, and room for new ones.
 
-A process holds a shared lock (flock) on every file that it may map, asleep or awake, and an exclusive one on a file
+A process holds a shared lock (flock) on the file of each of its models, asleep or awake, and an exclusive one on a file
 that it writes. A file that can be locked exclusively is used by no process and may be removed.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUFFIX, UNFINISHED = ".weights", ".tmp"
-# Bound of all files without a setting, as a share of the space that is free or theirs: a full disk harms others, too.
+# Default bound of all files, as a share of the space that is free or theirs: a full disk harms others, too.
 _DISK_SHARE = 0.8
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -61,8 +61,8 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def make_room(folder: Path, key: WeightKey, num_bytes: int, most_bytes: int | None) -> None:
-    """Remove what no process uses: unfinished files, outdated ones of this key's place, and then those used longest
-    ago, while all are more than `most_bytes` with a new one.
+    """Remove files that no process uses: unfinished ones, outdated ones of this key's place, and then the least
+    recently used, until the others and a new one fit into `most_bytes`.
 
     Args:
         most_bytes: `None` is a share of the space that is free or taken by these files.
@@ -95,12 +95,12 @@ def make_room(folder: Path, key: WeightKey, num_bytes: int, most_bytes: int | No
         if (used_bytes := total - unused_bytes) + num_bytes > most_bytes:
             raise OSError(
                 errno.EDQUOT,
-                f"{num_bytes} bytes more than {used_bytes} in use would be above weights_dir_bytes, {most_bytes}",
+                f"{num_bytes} bytes beside {used_bytes} in use would exceed weights_dir_bytes, {most_bytes}",
             )
         for _, size, path in sorted(unused):
             if total + num_bytes <= most_bytes:
                 return
-            logger.info("removing %s, used longest ago: files of weights may take %d bytes", path, most_bytes)
+            logger.info("removing the least recently used weight file %s: all may take %d bytes", path, most_bytes)
             path.unlink(missing_ok=True)
             total -= size
 

@@ -1,9 +1,9 @@
-"""Weight guard: mapped files of weights that another process opens for writing are copied into memory first.
+"""Weight guard: copies a mapped weight file into memory before another process can change it.
 
-The pages of a mapped file are gone when the file is truncated, and the next touch of them ends the process (SIGBUS),
-with all its models. So the process has a read lease (`fcntl(2)`, F_SETLEASE) on each of these files: who opens one for
-writing, or truncates it, waits until the lease is given back, up to `/proc/sys/fs/lease-break-time`, 45 s. Meanwhile a
-copy takes the place of the mapped pages, at the same addresses.
+The pages of a mapped file are gone when the file is truncated, and the next access to them ends the process (SIGBUS),
+with all its models. So the process has a read lease (`fcntl(2)`, F_SETLEASE) on each of these files: another process
+that opens one for writing, or truncates it, waits until the lease is given back, up to
+`/proc/sys/fs/lease-break-time`, 45 s. Meanwhile a copy replaces the mapped pages, at the same addresses.
 
 Removing or replacing a file needs no lease: its bytes stay as long as it is mapped.
 """
@@ -25,7 +25,7 @@ from folio.vmem import MapError
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
-# For a process that has a file open for writing to close it, as the one that has just published the file does at once.
+# Time for a process that has a file open for writing to close it: a process that has just published it does so at once.
 _WRITER_S = 1.0
 
 
@@ -46,7 +46,7 @@ class _Watched:
 
 
 class WeightGuard:
-    """Leases on files that are mapped, looked after by a thread while there are any. From any thread."""
+    """Leases on files that are mapped, checked by a thread while there are any. Usable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class WeightGuard:
         """Watch a file that this user owns, until `unwatch`, which must come before the file is closed.
 
         Args:
-            name: of its model, for people.
+            name: the model's name, for the log.
             detach: replaces what is mapped of the file by a copy, and returns whether that is done: `FileRange.detach`.
         """
         watched = _Watched(fd, name, detach)
@@ -73,7 +73,7 @@ class WeightGuard:
             self._watched.pop(fd, None)
 
     def hold(self, fd: int) -> None:
-        """Before a watched file is examined and mapped: the lease is there and not given back until `let_go`, unless a
+        """Keep the lease of a watched file until `let_go`, while the file is examined and mapped. There is none if a
         process has had the file open for writing for `_WRITER_S`."""
         end = time.monotonic() + _WRITER_S
         while True:
@@ -88,7 +88,7 @@ class WeightGuard:
             time.sleep(_LOOK_S / 10)
 
     def let_go(self, fd: int, *, is_mapped: bool) -> None:
-        """After `hold`. A file that has been mapped without a lease is copied now: its writer waits for nobody."""
+        """End `hold`. A file that has been mapped without a lease is copied now, since its writer does not wait."""
         with self._lock:
             if (watched := self._watched.get(fd)) is None:
                 return
@@ -128,7 +128,7 @@ class WeightGuard:
             self._is_told = True
 
     def _is_broken(self, watched: _Watched) -> bool:
-        """Whether a process waits for a lease that can be given back; one that is not there is taken."""
+        """Whether a process waits for a lease that can be given back. A missing lease is taken."""
         if watched.is_held:
             return False
         if watched.has_lease is False:
@@ -139,7 +139,7 @@ class WeightGuard:
         start = time.monotonic()
         try:
             if not watched.detach():
-                return  # it is being mapped or unmapped: with the next look
+                return  # it is being mapped or unmapped: the next check tries again
         except MapError as error:
             logger.error("the weights of %r cannot be copied into memory: %s", watched.name, error)
             return

@@ -1,4 +1,4 @@
-"""Weight key: everything that the bytes of a loaded model depend on, which gives its file of weights a name."""
+"""Weight key: everything that the bytes of a loaded model depend on. It gives the weight file its name."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _MOST_NAME_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class WeightKey:
-    """What weights in a file depend on.
+    """Everything that the weights in a file depend on.
 
     Attributes:
-        name: of the model, for people.
+        name: the model's name, for people.
         place: path of the checkpoint, settings and kernels. Files of other versions at the same place are outdated.
-        version: of the checkpoint's files, and of the programs that make tensors of them.
+        version: versions of the checkpoint's files, and of the programs that make tensors of them.
     """
 
     name: str
@@ -98,8 +98,8 @@ def weight_key(config: ResolvedConfig, digest: Callable[[Path], str], *, pools: 
 
 
 def _kernels() -> list[str]:
-    """The libraries whose order packed weights have and with which fused modules were compared, as they are built for
-    this processor."""
+    """Names of the kernels' libraries, as built for this processor, that decide the order of packed weights or have
+    been compared with fused modules."""
     try:
         linear = CpuLinear()
         products = {linear.build(dtype) for dtype in (torch.float32, torch.bfloat16) if not linear.unsupported(dtype)}

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 # Dictionaries of a module whose entries are attributes.
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
-# What transformers notes about loading; the same models differ in it.
+# Notes of transformers about loading, in which equal models differ.
 _NOTES = {"_is_hf_initialized", "_use_kernels", "_weight_conversions"}
 _PLAIN = (bool, int, float, str, torch.dtype)
 
@@ -37,7 +37,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path, part) of tensors, modules, containers, dataclasses and plain values; all but the last ones once."""
+    """(path, part) of tensors, modules, containers, dataclasses and plain values; each once, except plain values."""
     seen: set[int] = set()
 
     def visit(path: str, part: Any) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Weights of a model on CUDA: where they come from when the model wakes.
+"""Source of a model's weights on CUDA when the model wakes.
 
     a copy in pinned host memory, as far as `host_memory_bytes` allows; else the weights' file; else the checkpoint
 
@@ -43,7 +43,7 @@ class CopiedWeights:
     """The `WeightSource` of a range on CUDA, of `num_bytes` bytes.
 
     Args:
-        name: of the model, for people.
+        name: the model's name, for the log.
         stored: closed by `close`.
     """
 

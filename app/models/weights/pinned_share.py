@@ -1,7 +1,7 @@
 """Pinned share: host memory that all Folio processes of a machine pin together.
 
-Each process notes its bytes in a file of its own, which it keeps locked: a file that nobody locks is of a process that
-has ended, whose memory is free. Containers that do not share `/dev/shm` count for themselves, as their limits do.
+Each process notes its bytes in a file of its own, which it keeps locked: an unlocked file belongs to a process that has
+ended, whose memory is free. Containers that do not share `/dev/shm` count for themselves, as their limits do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PinnedShare:
                     self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                     try:
                         fcntl.flock(self._fd, fcntl.LOCK_EX)
-                        self._note(0)  # has its page from now on: later notes cannot find the file system full
+                        self._note(0)  # allocates the page: later notes cannot find the file system full
                     except OSError:
                         self._path.unlink(missing_ok=True)
                         os.close(self._fd)
@@ -72,8 +72,8 @@ class PinnedShare:
             raise ConfigError(f"{folder} cannot be written ({error.strerror}): set host_memory_bytes") from error
 
     def take(self, num_bytes: int) -> bool:
-        """Whether so much may be pinned beside what all processes have; then it is this one's. False, too, if what they
-        have cannot be read."""
+        """Take memory for this process if the bound allows it beside the memory of all. Returns whether it is taken;
+        false, too, if the others' memory cannot be read."""
         with self._locked():
             try:
                 total = self._total()
@@ -118,7 +118,7 @@ class PinnedShare:
         self._bytes = num_bytes
 
     def _total(self) -> int:
-        """Of all processes that live. Raises `OSError` if their files cannot be read."""
+        """Bytes of all living processes. Raises `OSError` if their files cannot be read."""
         total = 0
         # Systems remove a user's files there at the end of a session (systemd's RemoveIPC).
         self._path.lstat()

@@ -6,7 +6,7 @@
 
 A file is published by a hard link, which never replaces another one: of two processes that write the same weights the
 second one uses the first one's file, and so they share the page cache. Files are never changed afterwards. Only the
-folder's owner can read or write them: whoever changes or truncates a mapped file changes a model or ends its server.
+folder's owner can read or write them: to change or truncate a mapped file is to change a model or end its server.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from folio.vmem.weights import HUGE_PAGE_BYTES, Charges, FileRange, read_ahead
 
 logger = logging.getLogger(__name__)
 
-# Of opening something that is no plain file: a link, a FIFO. Other errors, such as too many open files, are the
+# Errors of opening something that is no plain file: a link, a FIFO. Others, such as too many open files, are the
 # system's, and not the file's.
 _NO_FILE = (errno.ELOOP, errno.ENXIO)
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -146,7 +146,7 @@ class WeightStore:
             found = folder.stat()
         except OSError:
             self.digests = FileDigests()
-            return  # files cannot be written later either, which says why
+            return  # writing a file will fail, too, and log the reason
         if found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
             raise ConfigError(
                 f"weights_dir is {str(folder)!r}, of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: "
@@ -179,8 +179,8 @@ class WeightStore:
         return _mapped(arena)
 
     def room_to_make(self, num_bytes: int) -> Callable[[], None]:
-        """Take memory for a model that is made on the device, whose tensors are not in an arena yet; returns a function
-        that ends this, when they have given up their memory. Raises `OutOfPages`."""
+        """Charge memory for a model that is made on the device, before its tensors are in an arena. Returns a function
+        to call when they have given up their memory. Raises `OutOfPages`."""
         charges = self._charges
         if self._uploads is None or charges is None:
             return lambda: None
@@ -188,7 +188,7 @@ class WeightStore:
 
         def end() -> None:
             if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what torch keeps is nobody else's
+                torch.cuda.empty_cache()  # memory that torch caches is not free for others
             charges.discharge(num_bytes)
 
         return end
@@ -273,7 +273,7 @@ class WeightStore:
             header = self._check(fd, key)
             if table not in (None, header.table):
                 raise WeightFileError("its tensors are not those of the model")
-            with suppress(OSError):  # of a folder that is only read
+            with suppress(OSError):  # the folder may be read-only
                 # The time of access, by which old files are removed, whether or not the file system keeps it.
                 os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
             return StoredFile(Contents.of(fd, header.offset), header)
@@ -331,7 +331,7 @@ class WeightStore:
 
 
 class StoredWeights:
-    """The contents of one model's weights, which are made again when they are lost."""
+    """The contents of one model's weights, which are rebuilt when they are lost."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class StoredWeights:
         if self._contents is not None:
             self._store.guard.hold(self._contents.fd)  # first, so that what is unchanged stays so while it is mapped
         if self._contents is not None and not self._contents.unchanged:
-            logger.warning("the weights of %r were changed or truncated: they are made again", self._key.name)
+            logger.warning("rebuilding the weights of %r: their file was changed or truncated", self._key.name)
             self._forget()
         if self._contents is None:
             tensors = self._again()

@@ -160,7 +160,7 @@ class Folio:
         """Unpin a prefix.
 
         Args:
-            model: whose prefix it is; by default the only one with a pin of this name.
+            model: the pin's model; by default the only one with a pin of this name.
 
         Raises:
             UnknownPinError: no prefix of that name is pinned.

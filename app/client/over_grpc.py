@@ -26,8 +26,8 @@ _REPORTS = TypeAdapter(dict[str, MemoryReport])
 
 
 class OverGrpc:
-    """Args: the URL, `grpc://host:port` or, with TLS, `grpcs://…`, and metadata of every call. The path names one of
-    several applications of a Serve: `grpc://host:port/folio`."""
+    """Calls over gRPC. Args: the URL, `grpc://host:port` or, with TLS, `grpcs://…`, and metadata of every call. The
+    path names one of several applications of a Serve: `grpc://host:port/folio`."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
@@ -109,7 +109,7 @@ class OverGrpc:
 
 
 def call_error(error: grpc.aio.AioRpcError, url: str) -> FolioError:
-    """The server's error, or that of gRPC or Serve in front of the server, which has no JSON of ours."""
+    """The server's error, or that of gRPC or Serve in front of the server, which has no JSON of Folio's."""
     metadata = dict(error.trailing_metadata() or ())
     retry_after = metadata.get("retry-after")
     if "folio-error" in metadata:

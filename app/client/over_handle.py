@@ -15,7 +15,7 @@ from folio.app.errors import UnavailableError
 
 
 class OverHandle:
-    """Works from any process of the cluster and any event loop.
+    """Calls by handle, from any process of the cluster and any event loop.
 
     Args:
         application: a handle, or a name, which is looked up at the first call, so that applications may start in any

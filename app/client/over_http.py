@@ -42,7 +42,7 @@ _ROUTES = {operation.name: ("POST", operation.path) for operation in OPERATIONS}
 
 
 class OverHttp:
-    """Args: the URL without `/v1`, and headers of every request."""
+    """Calls over HTTP. Args: the URL without `/v1`, and headers of every request."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self._url = url.rstrip("/")

@@ -13,7 +13,7 @@ from folio.app.http.errors import ErrorBody
 from folio.app.http.request_context import current_context
 
 _ANTHROPIC_ROUTES = re.compile(r"/v1/messages(?:/|$)")
-# Of statuses with a type of their own; other statuses below 500 are "invalid_request_error", all others "api_error".
+# Status → its type; other statuses below 500 are "invalid_request_error", all others "api_error".
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -32,7 +32,7 @@ _TOO_LONG = "prompt is too long"
 
 
 class ErrorDetails(BaseModel):
-    """What a program should know of an error."""
+    """Details of an error for programs."""
 
     error_code: str
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 # Variables that ask for statistics on TCP ports, for scrapers.
 STATISTICS_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
-# Outside of the range from which the kernel gives any free port, as to Ray's processes.
+# Outside the range of ephemeral ports, which the kernel gives to processes that ask for any port, such as Ray's.
 _PORTS = range(20_000, 30_000)
 # "1": HAProxy; "0": Serve's proxy. Serve's default is "0", the default of `folio serve` "1".
 SWITCH = "RAY_SERVE_ENABLE_HA_PROXY"
@@ -57,8 +57,8 @@ _MAX_PATH_BYTES = 24
 ATTEMPT_HEADER = "x-folio-attempt-of"
 # Valid request ids of clients; others could forge lines of a log.
 REQUEST_ID = "[!-~]{1,128}"
-# Of Linux: the signal that a process gets when its parent dies. Ray ends HAProxy with the actor that started it, not
-# when its own processes die as well: HAProxy would keep the port for ever.
+# Linux's option for the signal that a process gets when its parent dies. Ray ends HAProxy with the actor that started
+# it, not when its own processes die as well: HAProxy would keep the port for ever.
 _PR_SET_PDEATHSIG = 1
 # HAProxy reads 64 words of a line.
 _ADDRESSES_A_LINE = 40
@@ -117,7 +117,7 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[0]),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[1]),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
-        # On a busy machine it takes over slowly from the one before; it would be killed, and both would be gone.
+        # On a busy machine a new HAProxy takes over slowly; it would be killed, and the old one would be gone, too.
         "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
         # HAProxy takes a tenth of a core where an engine takes all.
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),

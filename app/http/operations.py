@@ -48,6 +48,6 @@ OPERATIONS = (
 
 
 def repeatable_ends() -> list[str]:
-    """What the paths of all repeatable operations end with, also below an application's prefix."""
+    """Ends of the paths of all repeatable operations, which are the same below an application's prefix."""
     paths = [path for operation in OPERATIONS if operation.is_repeatable for path in operation.paths]
     return [path for path in paths if not any(path != other and path.endswith(other) for other in paths)]

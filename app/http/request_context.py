@@ -15,12 +15,12 @@ from folio.app.errors import ForbiddenError, RequestError
 if TYPE_CHECKING:
     from folio.app.engine.report import Progress
 
-# Of the header of ignored fields: proxies bound all headers.
+# The most characters in the header of ignored fields: proxies bound all headers.
 _MOST_IGNORED_CHARS = 1100
 
 
 class Quota(Protocol):
-    """What a caller may still use, see `folio.app.edge.quota.Quota`, which is not imported from here."""
+    """A caller's remaining use, see `folio.app.edge.quota.Quota`; this package does not import `edge`."""
 
     def begin(self) -> None: ...
 
@@ -41,13 +41,13 @@ class RequestContext:
 
     Attributes:
         attempt_of: names all of HAProxy's attempts at this request; `None` without HAProxy.
-        first_byte_at: of a streamed answer.
-        num_body_bytes: with the stored conversation that the body continues.
-        generation_id: the engine's id for the request; of a batch, the first.
-        error_code: of a failure, even after the status was sent.
-        ignored_fields: what was dropped of the body and of its schemas, as a header's value.
-        is_being_checked: its prompt is being made, which may refuse it.
-        progress: of the request's prompt, as its replica last told.
+        first_byte_at: when the first byte of a streamed answer was sent.
+        num_body_bytes: size of the body and of the stored conversation that it continues.
+        generation_id: the engine's id for the request; of several prompts, the first one's.
+        error_code: code of a failure, even after the status was sent.
+        ignored_fields: value of the header that names dropped parts of the body and of its schemas.
+        is_being_checked: its prompt is being made; it may still be refused.
+        progress: the latest progress of the prompt that its replica has reported.
         silent_events: makes the events to send when a stream has been silent; `None`: a comment is sent.
     """
 
@@ -78,8 +78,8 @@ class RequestContext:
         self._is_running = True
 
     def end(self) -> None:
-        """Settle the quota. A refused prompt is given back; not after a timeout or a disconnection, because it may have
-        been computed."""
+        """Settle the quota. A refused prompt's tokens are given back; not after a timeout or a disconnection, because
+        they may have been computed."""
         if self._quota is None or not self._is_running:
             return
         self._quota.end()
@@ -130,8 +130,8 @@ class RequestContext:
 
     @property
     def owner(self) -> str | None:
-        """The caller who may fork a request of this one: the key's tenant, if it has one, or else the key. `None`
-        without keys."""
+        """The caller that may fork this request: the key's tenant, if it has one, or else the key. `None` without
+        keys."""
         if self.key is None:
             return None
         return f"key:{self.key.name}" if self.key.tenant is None else f"tenant:{self.key.tenant}"
@@ -178,8 +178,8 @@ class RequestContext:
             self._quota.owe_tokens(num_tokens)
 
     def note_ignored(self, fields: Iterable[str]) -> None:
-        """Name parts of the body in the answer's header, as far as there is room: their values are not heeded as they
-        are. The names are printable ASCII."""
+        """Name parts of the body, whose values were dropped or changed, in the answer's header, as far as they fit. The
+        names are printable ASCII."""
         named = [] if self.ignored_fields is None else self.ignored_fields.split(", ")
         for name in fields:
             if name not in named and len(header := ", ".join([*named, name])) <= _MOST_IGNORED_CHARS:
@@ -216,7 +216,7 @@ def note_error(code: str | None) -> None:
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Meanwhile the request's prompt is being made."""
+    """Mark the request as being checked while its prompt is being made."""
     context = CURRENT.get()
     if context is not None:
         context.is_being_checked = True

@@ -1,4 +1,4 @@
-"""Files of web pages. A browser asks whether its copy is the latest; one that reads slowly takes no memory."""
+"""Files of web pages. Browsers revalidate their copies; a browser that reads slowly takes no memory."""
 
 from __future__ import annotations
 

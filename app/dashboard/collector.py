@@ -1,4 +1,4 @@
-"""Collector: asks the replicas once a second while anybody watches, and gives all viewers of an ingress the answers."""
+"""Collector: polls the replicas once a second while there are viewers, for all viewers of an ingress together."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from folio.app.errors import OverloadedError
 from folio.app.fleet.decisions import DECISIONS
 
 PERIOD_S = 1.0
-# Share of the period between two looks while a viewer follows a request: pages of a short answer come and go at once.
+# Share of the period between two polls while a viewer follows a request: pages of a short answer come and go at once.
 _FAST = 0.1
 # A stream ends after this time, and its client opens another one: so an ingress that Serve stops is rid of its viewers,
 # and a stalled client has no more than this in buffers.
 STREAM_S = 120.0
 MOST_VIEWERS = 32
-# Replicas in the details of one viewer. So many are detailed for a viewer that has chosen none.
+# The most replicas in one viewer's details. A viewer that has chosen none gets the details of all, up to this number.
 MOST_DETAILS = 4
 _MOST_REQUESTS = 8
 _MOST_EVENTS = 50
@@ -34,10 +34,10 @@ _SILENT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a viewer wants to see in detail: these replicas, and these requests among their sequences.
+    """A viewer's selection: the replicas to show in detail, and requests to show among their sequences.
 
     Attributes:
-        is_fast: looks come ten times as often.
+        is_fast: polls come ten times as often.
     """
 
     replicas: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ class Wish:
 
     @staticmethod
     def of(replicas: Iterable[str], requests: Iterable[str], *, is_fast: bool = False) -> Wish:
-        """As many as are allowed."""
+        """The selection, cut to the numbers that are allowed."""
         chosen, followed = sorted(set(replicas))[:MOST_DETAILS], sorted(set(requests))[:_MOST_REQUESTS]
         return Wish(frozenset(chosen), frozenset(followed), is_fast)
 
@@ -60,7 +60,7 @@ class Source(Protocol):
         ...
 
     async def look(self, call: WatchCall) -> tuple[Sequence[ReplicaView], int]:
-        """The answers, and the number of replicas that have not answered."""
+        """Poll the replicas. Returns the answers, and the number of replicas that have not answered."""
         ...
 
     async def num_starting(self) -> int: ...
@@ -68,7 +68,7 @@ class Source(Protocol):
 
 @dataclass
 class _Tick:
-    """One look at the replicas."""
+    """One poll of the replicas."""
 
     number: int
     common: str  # the JSON of a state without replicas, up to its closing brace
@@ -77,7 +77,7 @@ class _Tick:
 
 @dataclass
 class _Roster:
-    """The replicas heard of so far, and when they came and went."""
+    """The replicas known so far, and when they came and went."""
 
     seen: dict[str, float] | None = None
     silent: set[str] = field(default_factory=set)
@@ -86,7 +86,7 @@ class _Roster:
     )
 
     def note(self, names: Iterable[str], num_silent: int, now: float) -> None:
-        """Note who has answered. Those that answer the first time have come earlier."""
+        """Note the replicas that have answered. Those of the first poll came earlier, which is no event."""
         present = set(names)
         if self.seen is None:
             self.seen = dict.fromkeys(present, now)
@@ -108,7 +108,7 @@ class _Roster:
 
 
 class Collector:
-    """One look a second at all replicas, for all viewers together; none without viewers. Of one event loop.
+    """Polls all replicas once a second, for all viewers together; not without viewers. For one event loop.
 
     A viewer that reads slowly skips states: it holds one at most.
 
@@ -137,7 +137,7 @@ class Collector:
         self._num_looks = 0
         self._next: asyncio.Future[_Tick] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()  # a viewer has come, who wants a look soon
+        self._wake = asyncio.Event()  # set by a new viewer, for a poll soon
 
     @property
     def num_viewers(self) -> int:
@@ -147,7 +147,7 @@ class Collector:
         """The state once, as JSON. Raises `OverloadedError` if there are too many viewers."""
         with self._watching(wish):
             num_before = self._num_looks
-            while (tick := await self._next_tick()).number <= num_before:  # that look began without this wish
+            while (tick := await self._next_tick()).number <= num_before:  # that poll began without this wish
                 pass
             return self._json(tick, wish)
 
@@ -178,15 +178,15 @@ class Collector:
                 del self._wishes[wish]
 
     async def _next_tick(self) -> _Tick:
-        """The next look that ends. Any number of viewers wait for the same one."""
-        if self._task is None or self._task.done():  # here, so that a viewer is not stranded by a failed look
+        """The next poll that ends. Any number of viewers wait for the same one."""
+        if self._task is None or self._task.done():  # here, so that a viewer is not stranded by a failed poll
             self._task = asyncio.create_task(self._run())
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._next)
 
     async def _run(self) -> None:
-        """Look until nobody watches any more."""
+        """Poll until there are no viewers."""
         self._traffic.start()
         DECISIONS.is_on = True
         try:
@@ -227,7 +227,7 @@ class Collector:
         now = time.monotonic()
         self._roster.note([view.name for view in views], num_silent, now)
         since = self._since | {view.name: view.last_step for view in views}
-        self._since = {name: since[name] for name in self._roster.seen or ()}  # a silent one goes on where it was
+        self._since = {name: since[name] for name in self._roster.seen or ()}  # a silent replica keeps its last step
         state = DashboardState(
             at=time.time(),
             period_s=self._period_s,

@@ -28,7 +28,7 @@ STALLED_S = 30.0
 _CSP = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _HEADERS = {"content-security-policy": _CSP, "referrer-policy": "no-referrer"}
 
-# Every replica gets all names in every look.
+# Bounded because every replica gets all names in every poll.
 Names = Annotated[list[Annotated[str, Field(max_length=64)]], Query(default_factory=list, max_length=8)]
 
 
@@ -53,12 +53,12 @@ def add_dashboard(api: FastAPI, collector: Collector) -> None:
 
     @api.get("/dashboard/events", response_class=Response, tags=["operation"])
     async def events(replica: Names, request: Names, fast: bool = False) -> Response:
-        """The same state each second as server-sent events; with `fast` ten times as often."""
+        """The state of `/dashboard/state` each second as server-sent events; with `fast` ten times as often."""
         return EventStream(collector.events(Wish.of(replica, request, is_fast=fast)))
 
 
 class EventStream(Response):
-    """Server-sent events for a reader that may stall: no more than one waits for it, and only for `STALLED_S`."""
+    """Server-sent events for a reader that may stall: at most one event waits for it, and only for `STALLED_S`."""
 
     media_type = "text/event-stream"
 
@@ -69,7 +69,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            first = await anext(self._events)  # before the status, which may become a refusal's
+            first = await anext(self._events)  # before the status, since it may raise a refusal
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             sending = asyncio.create_task(self._send_all(first, send))
             leaving = asyncio.create_task(_disconnected(receive))

@@ -1,4 +1,4 @@
-"""State of the dashboard: what `GET /dashboard/state` answers, and what each event of `GET /dashboard/events` holds.
+"""State of the dashboard: the answer of `GET /dashboard/state`, and the data of each event of `GET /dashboard/events`.
 
 Version 1. Fields may be added; a field that changes its meaning raises `VERSION`. Neither texts nor token ids nor API
 keys are in it, only ids of requests. `DashboardState.model_validate_json` reads an event's data.
@@ -37,7 +37,7 @@ class State(BaseModel):
 
 
 def figures_of(status: type, names: str) -> Callable[[type[Part]], type[Part]]:
-    """Give a part some fields of a status, with their types. It is made of a status by `from_attributes`."""
+    """Decorator: gives a part some fields of a status, with their types. The part is made by `from_attributes`."""
     types = get_type_hints(status)
     for name, member in vars(status).items():
         if isinstance(member, property):
@@ -74,7 +74,7 @@ class BlockMap(State):
 
     Attributes:
         counts: blocks by state; all states add up to `num_blocks`, and `swapped` comes on top.
-        shown_blocks: the cells are blocks 1 … `shown_blocks`; blocks behind them have no pages.
+        shown_blocks: the cells are blocks 1 … `shown_blocks`; later blocks have no pages.
         cells: base64 of one byte a cell, a number of `STATES`: the state of its block, or of several blocks the most
             common one.
         cell_counts: if a cell is several blocks, base64 of little-endian uint16 `[cells, STATES]`; in `details` only.
@@ -96,16 +96,16 @@ class BlockMap(State):
 
 
 class Steps(State):
-    """The steps since the event before, the oldest first: of each its values, or, where more than 40 steps have passed,
-    of several consecutive ones their number, largest values and sums.
+    """The steps since the previous event, the oldest first: an entry for each, or, after more than 40 steps, an entry
+    for several consecutive ones, with their number, largest values and sums.
 
     Attributes:
-        ago_s: time from the end of the last of them to the event.
+        ago_s: time from the end of the entry's last step to the event.
         num: steps that an entry stands for.
         step_ms: longest of their times.
         tokens, outputs: computed tokens and generated ones, added up.
         sequences, waiting: largest batch and queue.
-        queue_s: not by entry: of the requests that have begun, the time from arrival to begin; the latest 256.
+        queue_s: not by entry: time in the queue of the requests that have begun; the latest 256.
     """
 
     ago_s: tuple[float, ...] = ()
@@ -146,8 +146,8 @@ class ReplicaState(State):
 
     Attributes:
         name: the ids of its answers end with it.
-        model: whose blocks `maps` and the details show: of several models the one with the most requests; empty if none
-            has been loaded.
+        model: the model whose blocks `maps` and the details show: of several the one with the most requests; empty if
+            none has been loaded.
         age_s: since it became ready.
         memory, maps: `None` and empty if the memory was busy at that moment.
         maps: one of each layer group, in at most 256 cells.
@@ -177,7 +177,7 @@ class Table(State):
         num_blocks: how many there are.
         runs: their ids, as runs of first id and number: `[7, 3, 20, 1]` is 7, 8, 9, 20. The first 128 runs only.
         slot: of the sequence's region; `None`: it is read through its block table.
-        num_mapped: places of the region that are mapped, those behind the blocks in use included.
+        num_mapped: places of the region that are mapped, those after the blocks in use included.
     """
 
     group: int
@@ -208,7 +208,7 @@ class Parked(State):
 
 
 class ReplicaDetail(State):
-    """More of one replica.
+    """Details of one replica.
 
     Attributes:
         maps: in up to 4,096 cells of one block, or 1,024 of several.
@@ -226,7 +226,7 @@ class ReplicaDetail(State):
 
 
 class Percentiles(State):
-    """Of `num` values, in seconds; `None` without any."""
+    """Percentiles of `num` values, in seconds; `None` without any."""
 
     num: int = 0
     p50: float | None = None
@@ -352,7 +352,7 @@ def block_map(
         padded[:shown] = cells
         padded += np.repeat(np.arange(num_cells), per_cell) * (len(STATES) + 1)
         table = np.bincount(padded, minlength=num_cells * (len(STATES) + 1)).reshape(num_cells, -1)[:, : len(STATES)]
-        # A cell with a few pages in it is no hole.
+        # A cell with a few pages in it is not shown as empty.
         visible = table.copy()
         visible[:, BlockState.UNBACKED] = np.minimum(visible[:, BlockState.UNBACKED], visible[:, 1:].sum(axis=1) == 0)
         cells = visible.argmax(axis=1).astype(np.uint8)

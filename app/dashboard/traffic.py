@@ -12,7 +12,7 @@ import numpy as np
 from folio.app.dashboard.state import Percentiles, Traffic
 
 _WINDOW_S = 60.0
-# Rates are of this time: a wave of load must show.
+# Rates are means over this time: a wave of load must show.
 _RATE_S = 10.0
 _MOST_REQUESTS, MOST_OUTPUTS = 4096, 64
 
@@ -50,7 +50,7 @@ class TrafficLog:
         return self._since is not None
 
     def start(self) -> None:
-        """Begin to record, unless that has begun."""
+        """Start recording. Idempotent."""
         if self._since is None:
             self._since = time.monotonic()
 
@@ -62,7 +62,7 @@ class TrafficLog:
         self._requests.append(request)
 
     def summary(self) -> Traffic:
-        """The figures of now."""
+        """The figures at this moment."""
         now = time.monotonic()
         if self._since is None:
             return Traffic(num_in_flight=self.num_in_flight)

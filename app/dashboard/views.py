@@ -33,7 +33,7 @@ class WatchCall:
     Attributes:
         details: names of replicas whose details are wanted; `None`: all.
         requests: ids of requests whose sequences are wanted in the details.
-        since: by name, the last step that the ingress knows; replicas that are not in it tell no steps.
+        since: name of a replica → the last step that the ingress knows; other replicas report no steps.
     """
 
     details: frozenset[str] | None = frozenset()
@@ -60,7 +60,7 @@ def _report_of(status: ReplicaStatus, memory: MemorySnapshot | None) -> MemoryRe
 def view_replica(
     status: ReplicaStatus, watches: Mapping[str, EngineWatch], call: WatchCall, *, ready_at: float
 ) -> ReplicaView:
-    """Look at a replica: at the blocks of the model with the most requests. From any thread; waits for 20 ms at most.
+    """A replica's answer, with the blocks of the model with the most requests. From any thread; takes 20 ms at most.
 
     Args:
         watches: of the models that have an engine, by name.
@@ -83,7 +83,7 @@ def view_replica(
         "load": status.load,
         "memory": _report_of(status, memory),
         "maps": () if memory is None else _maps(memory, detailed=False),
-        # Not to a new ingress: others watched them, and a viewer whose stream goes on here has seen them there.
+        # None for an ingress that asks the first time: a viewer whose stream moved here has seen them at another one.
         "steps": Steps() if known_step is None else _steps(steps, time.monotonic()),
         "last_step": last_step,
         "models": () if status.device is None else tuple(model.status for model in status.models),

@@ -16,7 +16,7 @@ const HISTORY = 600, FEW = 4;
 let arrived = () => {}, state = null, chosen = null, hovered = null, maps = [], shown = null;
 const histories = new Map(), common = { tokens: [], ttft: [], tpot: [], queue: [] }, fields = new Map();
 
-// ---- words ----
+// ---- formats ----
 
 const number = (v) => (v >= 1e6 ? (v / 1e6).toFixed(1) + "M" : v >= 1e4 ? (v / 1e3).toFixed(1) + "k" : v >= 100 || Number.isInteger(v) ? v.toFixed(0) : v.toFixed(1));
 const bytes = (v) => { let i = 0; while (v >= 1024 && i < 4) { v /= 1024; i++; } return (v >= 100 || i === 0 ? v.toFixed(0) : v.toFixed(1)) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][i]; };
@@ -51,7 +51,7 @@ const quantiles = [{ label: "p99", colour: "bad" }, { label: "p90", colour: "pin
 const ttftChart = new Chart("chart-ttft", quantiles, { format: seconds, floor: 0.05 });
 const tpotChart = new Chart("chart-tpot", quantiles, { format: seconds, floor: 0.01 });
 
-// Looks take their time, and ingresses have their clocks: uPlot needs times in order.
+// Polls may be late, and clocks of ingresses differ, but uPlot needs times in order.
 function push(rows, row) { row[0] = Math.max(row[0], rows.at(-1)?.[0] ?? 0); rows.push(row); if (rows.length > HISTORY) rows.shift(); }
 
 function record(now) {
@@ -141,7 +141,7 @@ function card(name) {
   return parts;
 }
 
-/** Names of the replicas of whose events the latest says so. */
+/** Names of the replicas whose latest event is "silent". */
 const silentOnes = (now) => new Set(now.events.filter((e, i) => e.kind === "silent" && now.events.findIndex((o) => o.replica === e.replica) === i).map((e) => e.replica));
 
 function replicas(now) {
@@ -165,7 +165,7 @@ function replicas(now) {
   });
 }
 
-/** Blocks of the playground's request: as long as it runs, and a little longer, when they are cached. */
+/** The playground's answer, whose blocks are outlined: while it runs, and 5 s longer, while they are cached. */
 function followed() {
   const answer = playground.answer;
   if (!answer || answer.replica !== chosen) return null;

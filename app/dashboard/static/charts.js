@@ -11,7 +11,7 @@ export class Chart {
   /**
    * @param series [{label, colour, fill, dash, points}]
    * @param options {stacked, format, floor, increments, height}: `floor` is the least height of the scale, `increments`
-   *   are the distances of its lines to choose from, `height` tells a row's, where not all series decide
+   *   are the distances of its lines to choose from, `height` gives a row's, where not all series count
    */
   constructor(id, series, { stacked = false, format = (v) => v, floor = 1, steps = false, most = null, increments, height } = {}) {
     Object.assign(this, { element: document.getElementById(id), series, stacked, format, floor, steps, most, increments, height });

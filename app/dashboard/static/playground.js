@@ -44,7 +44,7 @@ export class Playground {
     const answer = this.answer = { request: null, replica: null, blocks: {}, endedAt: 0 };
     let prompt = null;
     try {
-      await this.on.begins(); // the map is looked at often from now on
+      await this.on.begins(); // from now on the map is polled often
       prompt = await this.stream();
     } catch (error) {
       const { aborted } = this.running.signal;

@@ -1,4 +1,4 @@
-// Whether the replicas move: they answer, and end steps while requests run or wait.
+// Detects stalls: replicas that do not answer, or that end no step while requests run or wait.
 
 const STALLED_S = 3;
 

@@ -1,4 +1,4 @@
-"""Application; its version, which only `pyproject.toml` states."""
+"""The serving application, and its version, which is written in `pyproject.toml` alone."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,11 +1,11 @@
-"""Faults of a configuration: all of them, a line each, before anything starts.
+"""Checks of a configuration before anything starts: all faults at once, a line each.
 
 A line has the file, the key as in the YAML, its value, and the allowed values or the nearest known key:
 
     serve_config.yaml: applications[0].args.engine.max_num_seq is not a setting; the nearest is max_num_seqs
 
-Values are validated by the models that the server uses: Serve's for its own settings, `AppArgs` for ours. Serve's
-models ignore unknown keys, which are therefore found here. Of a checkpoint the heads of its files are read.
+Values are validated by the pydantic models that the server uses: Serve's for its own settings, `AppArgs` for Folio's.
+Serve's models ignore unknown keys, so that they are looked for here. Of a checkpoint only the files' headers are read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _RENAMED = {
 DEPLOYMENTS = ("Ingress", "EngineReplica")
 
 _MAX_SHOWN_CHARS = 80  # of a value
-_MAX_LISTED = 12  # known keys, when none is near
+_MAX_LISTED = 12  # known keys, when none resembles the unknown one
 
 
 def load_config(path: Path, *, is_local: bool = True) -> ServeDeploySchema:
@@ -73,12 +73,12 @@ def read_config(path: Path) -> dict[str, Any]:
     old: set[str] = set()
     value = _with_new_names(value, old)
     for name in sorted(old):
-        logger.warning("%s: %s is now %s; Folio 0.2 will not find it, please change it", path, name, _RENAMED[name])
+        logger.warning("%s: %s is now %s; change it, Folio 0.2 will not accept it", path, name, _RENAMED[name])
     return value
 
 
 def _with_new_names(value: Any, old: set[str]) -> Any:
-    """The value with each path of `_RENAMED` replaced; adds those that it had to `old`."""
+    """The value with each path of `_RENAMED` replaced. Adds the replaced paths to `old`."""
     if isinstance(value, dict):
         return {key: _with_new_names(part, old) for key, part in value.items()}
     if isinstance(value, list):
@@ -126,7 +126,7 @@ def check_args(args: AppArgs) -> None:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Loader that refuses equal keys, of which YAML keeps the last."""
+    """Loader that refuses duplicate keys, of which PyYAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -161,7 +161,7 @@ class _Faults:
     """Collects a line for each fault."""
 
     def __init__(self) -> None:
-        self.lines: dict[str, None] = {}  # ordered; nested models find some twice
+        self.lines: dict[str, None] = {}  # ordered and unique: nested models report some faults twice
 
     def add(self, *lines: str) -> None:
         self.lines.update(dict.fromkeys(" ".join(line.split()) for line in lines))
@@ -198,7 +198,7 @@ class _Faults:
         return self.check_value(model, part, path) if model is not None and isinstance(part, dict) else part
 
     def _valid(self, kind: Any, value: dict[str, Any], path: str, skipped: frozenset[str]) -> dict[str, Any] | None:
-        """The valid part of a value whose parts are valid themselves. Validated again without the settings at fault:
+        """The valid part of a value whose nested values are valid. It is validated again without the settings at fault:
         pydantic looks for contradictions, and a model for its own bounds, only when all types are right.
 
         Args:
@@ -211,7 +211,7 @@ class _Faults:
         return value
 
     def _reasons(self, kind: Any, value: object, path: str, skipped: frozenset[str]) -> set[str] | None:
-        """Add a value's faults, unless they come from skipped keys. Returns the keys at fault; `None`: it is valid."""
+        """Add a value's faults, unless they come from skipped keys. Returns the keys at fault; `None` if none is."""
         try:
             TypeAdapter(kind).validate_python(value, extra="ignore")  # unknown keys are known faults
         except ConfigError as error:  # its lines begin with the key
@@ -292,7 +292,7 @@ class _Faults:
         self.check_value(ScalingTargets, kwargs, f"{path}.policy_kwargs")
 
     def check_shelf(self, args: AppArgs, path: str) -> None:
-        """Check what models of local checkpoints take together, as far as the sizes of their files tell."""
+        """Check `models_dir`, and that the weights of local checkpoints fit into `device_memory_bytes` together."""
         if args.models_dir is not None and not args.models_dir.expanduser().is_dir():
             self.add(f"{path}.models_dir is {str(args.models_dir)!r}, and there is no such folder; create it")
         if (most := args.device_memory_bytes) is None:
@@ -342,7 +342,7 @@ class _Faults:
 
 
 def _file_faults(http: Mapping[str, Any]) -> Iterator[str]:
-    """Files of TLS that are not there."""
+    """TLS files that do not exist."""
     for key in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         if isinstance(file := http.get(key), str) and not Path(file).is_file():
             yield f"http_options.{key} is {file!r}; no such file exists"
@@ -361,7 +361,7 @@ def _tracing_faults(tracing: Mapping[str, Any], *, is_local: bool) -> Iterator[s
 
 
 def _stored_bytes(engine: EngineConfig) -> int:
-    """Bytes of a model's weights, from its local files; 0 where these do not tell."""
+    """Bytes of a model's weights, from its local files; 0 if these do not tell."""
     folder = Path(resolve_model(engine.model))
     if engine.dtype != "auto" or engine.quantization != "none" or not folder.is_dir():
         return 0
@@ -386,7 +386,7 @@ def _model_in(annotation: Any) -> Any:
 
 
 def _lines(error: ValidationError, value: object, path: str, skipped: frozenset[str]) -> Iterator[str]:
-    """A line for each key. Pydantic has an entry for each type of a union."""
+    """A line for each key, although pydantic has an entry for each type of a union."""
     expected: dict[str, tuple[object, list[str]]] = {}
     for entry in error.errors(include_url=False):
         location = entry["loc"]
@@ -407,7 +407,7 @@ def _lines(error: ValidationError, value: object, path: str, skipped: frozenset[
 
 
 def _at(value: object, path: str, location: Sequence[int | str]) -> tuple[str, object]:
-    """The part of a value at a location of pydantic's, as far as there is one, and its path."""
+    """Path and value at a location that pydantic names, or at the deepest part of it that exists."""
     for step in location:
         if isinstance(value, dict) and step in value:
             path, value = _join(path, step), value[step]

@@ -17,8 +17,8 @@ FolioError
 │   └── RateLimitError       a limit of the caller is used up (HTTP 429)
 ├── DeadlineError          the request's `timeout_s` has passed (HTTP 408)
 └── EngineError            the engine failed (HTTP 500); the request may be sent again
-    └── UnavailableError     no engine now, another one is coming (HTTP 503); send the request again
-        ├── NoReplicaError   no replica came in time
+    └── UnavailableError     no engine now, another one is expected (HTTP 503); send the request again
+        ├── NoReplicaError   no replica started in time
         └── ModelUnavailableError  this model cannot be loaded or woken now; others of the replica are served
 """
 
@@ -56,8 +56,8 @@ class RequestError(_FieldError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt and requested output are longer than the context. The messages have OpenAI's words, by which agents know
-    what to do."""
+    """Prompt and requested output are longer than the context. The messages have OpenAI's wording, which agents
+    recognise."""
 
     code = "context_length_exceeded"
 
@@ -68,7 +68,7 @@ class ContextLengthError(RequestError):
         """The prompt alone is too long.
 
         Args:
-            num_bytes: of a text that was not tokenised and has at least `num_tokens`.
+            num_bytes: size of a text that was not tokenised; `num_tokens` is then a lower bound.
             advice: a further sentence.
         """
         number = f"{num_tokens} tokens" if num_bytes is None else f"at least {num_tokens} tokens ({num_bytes} bytes)"
@@ -82,7 +82,7 @@ class ContextLengthError(RequestError):
     def of_output(
         num_tokens: int, max_tokens: int, context_tokens: int, prompt: str, param: str, advice: str = ""
     ) -> ContextLengthError:
-        """The output has too little room beside the prompt. `prompt` and `param` are the fields of both."""
+        """The prompt leaves too little room for the output. `prompt` and `param` name the fields of the two."""
         return ContextLengthError(
             f"This model's maximum context length is {context_tokens} tokens. However, you requested "
             f"{num_tokens + max_tokens} tokens ({num_tokens} in the {prompt}, {max_tokens} in the completion). Please "
@@ -160,8 +160,8 @@ class OverloadedError(_RetryError):
     """The queue is full.
 
     Attributes:
-        retry_after_s: when there may be room again; `None` if that is not known.
-        num_queued: length of the queue, of which about half will have begun by then.
+        retry_after_s: seconds until there may be room again; `None` if that is not known.
+        num_queued: length of the queue; about half of it will have begun after `retry_after_s`.
         replica: the replica with that queue; empty when the ingress refused the request.
     """
 
@@ -171,7 +171,7 @@ class OverloadedError(_RetryError):
 
 
 class RateLimitError(OverloadedError):
-    """A limit of the caller is used up; others are served. `retry_after_s`: when the limit allows a request again."""
+    """A limit of the caller is used up; other callers are served. `retry_after_s`: until the limit allows a request."""
 
 
 class DeadlineError(FolioError):
@@ -186,7 +186,7 @@ class UnavailableError(_RetryError, EngineError):
     """The engine has stopped, after the loss of a rank or a fatal failure; or there is none; or the server drains.
 
     Attributes:
-        retry_after_s: when there may be another engine; `None` if that is not known.
+        retry_after_s: seconds until there may be another engine; `None` if that is not known.
         replica: the replica whose engine has stopped for good; empty when that is not known.
     """
 
@@ -196,4 +196,4 @@ class ModelUnavailableError(UnavailableError):
 
 
 class NoReplicaError(UnavailableError):
-    """There is no replica, and the request has waited for its time, or too many other requests wait."""
+    """There is no replica, and the request has waited for as long as it may, or too many others wait already."""

@@ -6,7 +6,7 @@
           queue, prefill, decode                Folio: what the engine did
 
 Folio adds attributes to Serve's span of the ingress. Attributes are numbers and names, never text. Without
-`tracing_config` a request costs two looks at a context variable.
+`tracing_config` a request costs two reads of a context variable.
 
 `otlp` and `files` are values of `exporter_import_path`. Serve calls the function in each replica's process, before it
 makes the process's `TracerProvider`.
@@ -31,7 +31,7 @@ from folio.app.compat.ray import logs_directory
 from folio.app.engine.request.delta import Delta
 from folio.app.http.errors import outcome_of
 
-# The one kind of span of Serve's that may begin a trace.
+# The only one of Serve's spans that may begin a trace.
 _REQUEST = "replica_handle_request Ingress"
 
 
@@ -59,7 +59,7 @@ def _processors(exporter: SpanExporter) -> list[SpanProcessor]:
     # Serve records exceptions as events, with messages that may quote a request. The provider made next reads this.
     os.environ["OTEL_SPAN_EVENT_COUNT_LIMIT"] = "0"
     os.environ.setdefault("OTEL_SERVICE_NAME", "folio")
-    os.environ.setdefault("OTEL_BSP_SCHEDULE_DELAY", "1000")  # the last spans leave before a stopped replica ends
+    os.environ.setdefault("OTEL_BSP_SCHEDULE_DELAY", "1000")  # ms: the last spans leave before a replica ends
     return [BatchSpanProcessor(exporter)]
 
 
@@ -112,7 +112,7 @@ async def _traced(
         raise
     finally:
         ended_at, ended = time.time_ns(), {"folio.outcome": outcome}
-        if first is None or first_at is None:  # the engine has told nothing of it
+        if first is None or first_at is None:  # it ended before its first token
             _add_span(parent, "queue or prefill", begun_at, ended_at, ended)
         else:
             prefill_at = min(begun_at + int(first.queue_s * 1e9), first_at)
@@ -131,6 +131,6 @@ def _add_span(parent: Span, name: str, start: int, end: int, attributes: Mapping
 
 
 def set_outcome(span: Span, outcome: str) -> None:
-    """Mark a span of a failed request as an error; refusals and cancellations are none of the server's."""
+    """Mark a span of a failed request as an error. Refused and cancelled requests are no errors of the server."""
     if outcome in ("failed", "unavailable"):
         span.set_status(Status(StatusCode.ERROR))

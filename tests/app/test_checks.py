@@ -364,9 +364,9 @@ def test_names_of_the_version_before(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "policy_kwargs.target is not a setting" in fault
     said = [record.message.partition(": ")[2] for record in caplog.records]
     assert said == [
-        "app.main:build is now folio.app.main:build; Folio 0.2 will not find it, please change it",
+        "app.main:build is now folio.app.main:build; change it, Folio 0.2 will not accept it",
         "app.serving.autoscaling:KVAwareScaling is now folio.app.serving.autoscaling:KVAwareScaling; "
-        "Folio 0.2 will not find it, please change it",
+        "change it, Folio 0.2 will not accept it",
     ]
 
 

@@ -11,7 +11,8 @@ FolioError
 │   ├── UnknownPinError      no prefix is pinned under that name (HTTP 404)
 │   ├── UnknownFileError     the caller has no such file (HTTP 404)
 │   ├── UnknownBatchError    the caller has no such batch (HTTP 404)
-│   └── UnknownResponseError the caller has no such stored response (HTTP 404)
+│   ├── UnknownResponseError the caller has no such stored response (HTTP 404)
+│   └── UnknownThreadError   conversations of Anthropic's API are not stored (HTTP 404)
 ├── ForbiddenError         the API key does not allow the request (HTTP 403)
 ├── OverloadedError        the queue is full (HTTP 429); send the request again later
 │   └── RateLimitError       a limit of the caller is used up (HTTP 429)
@@ -56,8 +57,7 @@ class RequestError(_FieldError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt and requested output are longer than the context. The messages have OpenAI's wording, which agents
-    recognise."""
+    """Prompt and requested output exceed the context. The messages have OpenAI's wording, which agents recognise."""
 
     code = "context_length_exceeded"
 

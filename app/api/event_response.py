@@ -1,4 +1,4 @@
-"""Response of server-sent events: it begins after at most a second, and keep-alive messages interrupt silences."""
+"""Response of server-sent events: its head does not wait long for an item, and keep-alives interrupt silences."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The command `folio`. Exit statuses: 0; 1 after a failure; 2 after faults that the user can correct, one a line; 130
-after Ctrl-C."""
+"""The command `folio`. Exit status: 1 after a failure, 2 after faults that the user can correct, 130 after Ctrl-C."""
 
 from __future__ import annotations
 

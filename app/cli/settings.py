@@ -43,7 +43,7 @@ _SIZES = ("--kv-memory", "--shared-kv-memory")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A configuration, and where its values come from.
+    """A configuration, and the source of each value.
 
     Attributes:
         value: content of a configuration file.

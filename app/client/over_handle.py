@@ -51,7 +51,7 @@ class OverHandle:
                 response.cancel()
 
     async def close(self) -> None:
-        """Nothing to close: Serve owns handles."""
+        """Does nothing: Serve owns the handles."""
 
     async def _connected(self) -> DeploymentHandle[Any]:
         if self._handle is None:

@@ -348,7 +348,7 @@ def block_map(
     if shown > (DETAIL_CELLS if detailed else OVERVIEW_CELLS):
         per_cell = -(-shown // (COUNTED_CELLS if detailed else OVERVIEW_CELLS))
         num_cells = -(-shown // per_cell)
-        padded = np.full(num_cells * per_cell, len(STATES), dtype=np.int64)  # behind the last block: no state
+        padded = np.full(num_cells * per_cell, len(STATES), dtype=np.int64)  # after the last block: no state
         padded[:shown] = cells
         padded += np.repeat(np.arange(num_cells), per_cell) * (len(STATES) + 1)
         table = np.bincount(padded, minlength=num_cells * (len(STATES) + 1)).reshape(num_cells, -1)[:, : len(STATES)]

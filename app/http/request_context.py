@@ -130,8 +130,7 @@ class RequestContext:
 
     @property
     def owner(self) -> str | None:
-        """The caller that may fork this request: the key's tenant, if it has one, or else the key. `None` without
-        keys."""
+        """The caller that may fork this request: the key's tenant, or else the key. `None` without keys."""
         if self.key is None:
             return None
         return f"key:{self.key.name}" if self.key.tenant is None else f"tenant:{self.key.tenant}"

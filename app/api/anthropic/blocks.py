@@ -34,7 +34,7 @@ class TextBlock(Cacheable):
     type: Literal["text"]
     text: Text
     citations: list[Any] | None = None
-    """Of an earlier answer. Ignored."""
+    """Citations of an earlier answer. Ignored."""
 
 
 class LeftOutBlock(TextBlock):

@@ -157,7 +157,7 @@ class BatchStore:
         raise UnknownFileError("there is no such file, or it has expired; GET /v1/files lists yours")
 
     def content_path(self, owner: str, file_id: str) -> Path:
-        """Where the content of a file, or of a batch's answers, is. The id must be one that the store has made."""
+        """Path of a file's content, or of a batch's answers. The id must be one that the store has made."""
         return self._folder(owner, "files") / f"{file_id}.jsonl"
 
     def delete_file(self, owner: str, file_id: str) -> None:

@@ -60,7 +60,7 @@ class ServedModel:
     Attributes:
         translator, pooled: translators of bodies, once `load` has returned.
         shedder: sheds its load while all replicas are full of its requests.
-        context_tokens: the context, once a replica that has loaded the model has said so.
+        context_tokens: the context, once a replica that has loaded the model has reported it.
     """
 
     translator: Translator
@@ -91,7 +91,7 @@ class ServedModel:
         """Set the adapters loaded at run time: name → id."""
         self._adapters = ids
         if self._is_loaded:
-            self.translator.loaded = ids
+            self.translator.added = ids
 
     def load_now(self) -> None:
         """Load the tokenizer, which takes up to a second. Raises `ModelError`."""
@@ -103,7 +103,7 @@ class ServedModel:
         parsers = self.config.tool_call_parser, self.config.reasoning_parser
         adapters = tuple(self.config.engine.adapters)
         self.translator = Translator(tokenizer, self.name, adapters, output_format(tokenizer, *parsers))
-        self.translator.loaded = self._adapters
+        self.translator.added = self._adapters
         for fault in self.translator.prompts.template.faults:
             logger.warning("the chat template of %r cannot be used: %s; /v1/completions work", self.name, fault)
         self.pooled = PooledTranslator(
@@ -115,7 +115,7 @@ class ServedModel:
         """Load the tokenizer in a thread, once.
 
         Raises:
-            ModelUnavailableError: it cannot be loaded. Calls after `_retry_at` try again.
+            ModelUnavailableError: it cannot be loaded. Calls after a pause try again.
         """
         if self._is_loaded:
             return
@@ -130,7 +130,7 @@ class ServedModel:
     async def _try_to_load(self) -> None:
         try:
             await asyncio.to_thread(self.load_now)
-        except Exception as error:  # whatever a damaged file leads to, other models are served
+        except Exception as error:  # a damaged file may raise anything; other models are served
             is_typed = isinstance(error, ModelError)
             logger.error("the tokenizer of %r cannot be loaded: %s", self.name, error, exc_info=not is_typed)
             self._error = str(error)

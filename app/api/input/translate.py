@@ -66,7 +66,7 @@ class Translator:
         output: how the model writes reasoning and calls.
 
     Attributes:
-        loaded: the adapters loaded at run time, name → id.
+        added: the adapters loaded at run time, name → id.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Translator:
         self._executor = SizedExecutor("translator", _NUM_THREADS)
         self._model_name = model_name
         self._adapters = tuple(adapters)
-        self.loaded: Mapping[str, str] = {}
+        self.added: Mapping[str, str] = {}
 
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call another method: in the event loop for small bodies, and in a thread for large ones, for requests by
@@ -203,17 +203,17 @@ class Translator:
         """The adapter of that name, or `None` for the model itself. Raises `UnknownModelError`."""
         if model == self._model_name:
             return None
-        if model not in self._adapters and model not in self.loaded:
-            served = ", ".join(map(repr, (self._model_name, *self._adapters, *self.loaded)))
+        if model not in self._adapters and model not in self.added:
+            served = ", ".join(map(repr, (self._model_name, *self._adapters, *self.added)))
             raise UnknownModelError(f"the model {model!r} does not exist; this server has {served}", "model")
         return model
 
     def key_of(self, adapter: str | None) -> str | None:
         """`GenerateRequest.adapter_key`: the id of an adapter loaded at run time."""
-        return None if adapter is None else self.loaded.get(adapter)
+        return None if adapter is None else self.added.get(adapter)
 
     def _check_model(self, model: str | None) -> None:
-        """Raises `UnknownModelError`, or `ForbiddenError` if the caller's API key does not allow the model."""
+        """Check a request's model. Raises `UnknownModelError`, or `ForbiddenError` if the caller may not use it."""
         name = self._model_name if model is None else model
         self.adapter_of(name)
         if (context := current_context()) is not None:

@@ -25,7 +25,7 @@ class TokenizeRequest(TemplateFields):
     messages: Messages | None = None
     """A conversation."""
     tools: Tools = None
-    """With messages: functions that the model may call."""
+    """Functions that the model may call, with `messages` only."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as a first token. By default true for a text, false for a conversation,
     whose template writes them."""

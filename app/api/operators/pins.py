@@ -35,8 +35,7 @@ class Pins:
 
         Raises:
             RequestError: the prompt is too short to be shared, or another prefix of the model has the name; some
-                replicas may have pinned the prefix nevertheless, until `unpin`. Or there are several models and none
-                is named.
+                replicas may have pinned the prefix nevertheless, until `unpin`. Or the model must be named.
             EngineError: a replica has no room within its pin quota.
             ForbiddenError: the caller's API key is another tenant's.
             UnavailableError: a replica has not answered in time.

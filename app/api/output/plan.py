@@ -107,7 +107,7 @@ class OutputPlan:
 
     @property
     def _lead(self) -> str:
-        """What precedes calls and content."""
+        """The rule before calls and content: the reasoning, if there can be one."""
         return "" if not self.format.reasons or self.reasoning == "closed" else "lead"
 
     @property

@@ -178,7 +178,7 @@ class _Walk:
 
 
 def _in_other_words(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with keywords that can be enforced instead of some that cannot, where they say the same."""
+    """The schema, with keywords that can be enforced in place of equivalent ones that cannot."""
     same = dict(schema)
     if schema.get("uniqueItems") is False:
         del same["uniqueItems"]

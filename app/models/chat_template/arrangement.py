@@ -17,10 +17,10 @@ _TEXTS = ("content", "reasoning_content", "reasoning", "thinking")
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     """How messages are joined, ordered and completed. By default they stay as they are, except that results of tools
-    come first in their turn, next to the calls.
+    come directly after the calls.
 
     A message is changed by what precedes it and not by what follows, so that the prompt of a conversation still begins
-    with the prompt of its earlier turns. (Only in a conversation that has no message of the user is one filled in.)
+    with the prompt of its earlier messages. (Only in a conversation that has no message of the user is one filled in.)
     Texts that are filled in depend on the template: an empty one if it accepts that. Messages are dicts as templates
     get them, with texts as content; they are not changed in place.
 

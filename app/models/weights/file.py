@@ -33,7 +33,7 @@ _MOST_HEADER_BYTES = 1 << 30
 
 
 class WeightFileError(Exception):
-    """A weight file is incomplete, damaged, or another model's; the message says which."""
+    """A weight file is incomplete, damaged, or not the model's; the message says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class WeightKey:
     """Everything that the weights in a file depend on.
 
     Attributes:
-        name: the model's name, for people.
+        name: the model's name, for the log and file names.
         place: path of the checkpoint, settings and kernels. Files of other versions at the same place are outdated.
         version: versions of the checkpoint's files, and of the programs that make tensors of them.
     """

@@ -35,8 +35,8 @@ SHARED = {"ray_actor_options": {"num_gpus": 0.4}, "num_replicas": 5}
         ([2.0], {}, SHARED, r"\(2, for each replica 0.4\) hold 4: "),
         ([1.0], {}, {"ray_actor_options": {"num_cpus": 1}, "num_replicas": 9}, ""),
         ([2.0], {}, {"placement_group_bundles": [{"GPU": 1}, {"GPU": 1}], "num_replicas": 2}, " hold 1: "),
-        ([0.0], {"device": "cuda"}, None, "needs on one node: 1; the nodes have: 0; "),
-        ([1.0, 1.0], {"tensor_parallel_size": 2}, None, "needs on one node: 2; the nodes have: 1, 1; "),
+        ([0.0], {"device": "cuda"}, None, "needs GPUs on one node: 1; the nodes have: 0; "),
+        ([1.0, 1.0], {"tensor_parallel_size": 2}, None, "needs GPUs on one node: 2; the nodes have: 1, 1; "),
     ],
 )
 def test_replicas_follow_the_gpus(

@@ -159,7 +159,7 @@ def test_a_broken_description_hides_one_file_only(tmp_path: Path, caplog: pytest
     broken, whole = add_file(store, ALICE, CONTENT), add_file(store, ALICE, CONTENT)
     (tmp_path / owner_folder(ALICE) / "files" / f"{broken}.json").write_bytes(b"\0" * 100)
     assert [file.id for file in store.files(ALICE)] == [whole]
-    assert "cannot be read" in caplog.text
+    assert "which is invalid" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 # Time without an item after which the head is sent; until then an error has its HTTP status. Time between keep-alive
 # messages later, and where they tell the progress: programs and proxies give up on silent connections.
 _HEAD_S, _SILENCE_S, _PROGRESS_S = 1.0, 10.0, 2.0
-# Interval of polls, on a busy machine, whether a request is still being checked: its error shall have a status.
+# Interval of polls, on a busy machine, until a request has been checked: its error is still to get an HTTP status.
 _CHECK_S = 0.25
 KEEP_ALIVE = b": keep-alive\n\n"
 

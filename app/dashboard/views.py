@@ -60,7 +60,7 @@ def _report_of(status: ReplicaStatus, memory: MemorySnapshot | None) -> MemoryRe
 def view_replica(
     status: ReplicaStatus, watches: Mapping[str, EngineWatch], call: WatchCall, *, ready_at: float
 ) -> ReplicaView:
-    """A replica's answer, with the blocks of the model with the most requests. From any thread; takes 20 ms at most.
+    """A replica's answer, with the blocks of the model with the most requests. From any thread; waits 20 ms at most.
 
     Args:
         watches: of the models that have an engine, by name.

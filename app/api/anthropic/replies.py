@@ -80,7 +80,7 @@ class MessageStart(BaseModel):
 
 
 class Ping(BaseModel):
-    """A sign of life without information."""
+    """A keep-alive message, without information."""
 
     type: Literal["ping"] = "ping"
 

@@ -43,7 +43,7 @@ class BatchRequests:
         self._gate = gate
 
     async def answer(self, job: Job, place: LinePlace) -> tuple[bytes, bool]:
-        """Compute a request. Returns its line, and whether that belongs into the error file. Retries while the request
+        """Compute a request. Returns its line, and whether it belongs in the error file. Retries while the request
         is refused for a reason that passes."""
         num_failures, again = 0, False
         while True:

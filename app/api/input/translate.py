@@ -209,7 +209,7 @@ class Translator:
         return model
 
     def key_of(self, adapter: str | None) -> str | None:
-        """`GenerateRequest.adapter_key`: the id of an adapter loaded at run time."""
+        """`GenerateRequest.adapter_key`: the id of an adapter loaded at run time; `None` for others."""
         return None if adapter is None else self.added.get(adapter)
 
     def _check_model(self, model: str | None) -> None:

@@ -23,7 +23,7 @@ from folio.app.http.error_json import AnthropicErrorBody
 from folio.app.http.errors import ErrorBody
 
 DESCRIPTION = (
-    "OpenAI's completions, chat completions and responses, and Anthropic's messages, for open models and adapters. "
+    "OpenAI's completions, chat completions and responses, and Anthropic's messages, for the served models. "
     "Nulls are defaults. Unknown fields are dropped, unless the settings say otherwise, and named in the header "
     "`x-folio-ignored-fields`. `docs/reference/http-api.md` lists extensions and refused fields."
 )

@@ -28,6 +28,7 @@ def answering(bodies: list[Any]) -> Answer:
     return answer
 
 
+@pytest.mark.processes  # matplotlib lists the fonts once
 def test_a_server_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bodies: list[Any] = []
     with serving(answering(bodies)) as url:
@@ -105,6 +106,7 @@ def test_without_matplotlib_there_is_no_picture(
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 
 
+@pytest.mark.processes
 def test_a_picture(tmp_path: Path) -> None:
     """Also of a rate so low that no request comes: a division by zero."""
     pytest.importorskip("matplotlib")

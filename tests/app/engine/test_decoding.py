@@ -308,7 +308,7 @@ def test_few_ended_outputs_are_remembered(engine: Engine, monkeypatch: pytest.Mo
         ended = engine.decoder.ended.get(name, 0)
         assert ended is not None
         assert not ended.request.params.logit_bias
-    with pytest.raises(RequestError, match="is not here"):
+    with pytest.raises(RequestError, match="is no longer kept"):
         engine.fork("a", "fork", GREEDY)
     engine.fork("b", "fork", GREEDY)
     assert len(answers(engine)["fork"]) == NEW_TOKENS

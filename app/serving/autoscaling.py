@@ -35,7 +35,7 @@ class KVAwareScaling:
     def __init__(self, **kwargs: Any) -> None:
         known = [field.name for field in fields(ScalingTargets)]
         if unknown := kwargs.keys() - set(known):
-            raise ConfigError(f"{sorted(unknown)} are no settings of the scaling policy; it has {', '.join(known)}")
+            raise ConfigError(f"the scaling policy has no settings {sorted(unknown)}; it has {', '.join(known)}")
         self._targets = ScalingTargets(**kwargs)
         self._arrivals: dict[Any, tuple[float, float]] = {}  # replica → `made_at` of its last load, time of arrival
 
@@ -49,7 +49,7 @@ class KVAwareScaling:
         return desired, {_STATE_KEY: asdict(policy.state)}
 
     def _fresh(self, loads: Mapping[Any, AutoscalingLoad], now: float) -> list[AutoscalingLoad]:
-        """The loads that arrived lately, by the controller's clock: replicas have other clocks."""
+        """The loads that arrived lately by the controller's clock, because replicas have other clocks."""
         before = self._arrivals
         self._arrivals = {
             replica: before[replica] if before.get(replica, (None,))[0] == load.made_at else (load.made_at, now)

@@ -36,9 +36,9 @@ from folio.app.serving.shared_streams import ExpectedStream, SharedReader
 # A gRPC message holds 4 MiB. An output token takes up to 16 bytes, id and text: all outputs of a call with this many
 # tokens fit into half a message, even when a slow reader gets them in one item.
 _MOST_TOKENS_BY_VALUE = 131_072
-# Most prompts to pool in one call, and most tokens of several: a call takes as long as hundreds of tokens.
+# Bounds of a call that pools several short prompts, which saves calls: each takes as long as hundreds of tokens.
 _MOST_POOLED, _MOST_POOLED_TOKENS = 16, 4096
-# Bound of calls that all replicas carry out, such as computing a pinned prefix.
+# Timeout of calls that all replicas carry out, such as computing a pinned prefix.
 ANSWER_TIMEOUT_S = 120.0
 
 
@@ -47,10 +47,10 @@ class ReplicaClient:
 
     Args:
         shedder: learns of replicas whose queues are full.
-        batch_window: calls of one request that are sent at once.
+        batch_window: most calls of one request that are in flight together.
         shared: shared streams; `None`: each request has its own stream only.
         wait_for_replica_s: how long the router lets a call wait when there is no replica.
-        shedders: model → what learns of refusals of its calls, in place of `shedder`.
+        shedders: model → the shedder of its calls, in place of `shedder`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ReplicaClient:
         self._shedders = shedders
         self._num_retries = metrics.Counter(
             "folio_repeated_calls",
-            "Calls of a replica that were sent to another one: it was gone, or its queue was full.",
+            "Calls sent again to another replica, because the first was gone or its queue was full.",
             tag_keys=("reason",),
         )
 
@@ -90,8 +90,8 @@ class ReplicaClient:
     async def complete_pooled(
         self, calls: Sequence[GenerateRequest], arrived: float | None = None
     ) -> list[list[Piece]]:
-        """`complete_calls` of calls that pool and differ in their prompts only: a replica gets several at once, since a
-        call takes longer than a short prompt."""
+        """`complete_calls` for pooling calls that differ only in their prompts. A replica gets several short prompts in
+        one call, because a call takes longer than a short prompt."""
         groups = _grouped(calls, min(_MOST_POOLED, self._batch_window))
         most = max(1 + len(group.more_prompts) for group in groups)
         starts = list(itertools.accumulate((1 + len(group.more_prompts) for group in groups), initial=0))
@@ -124,7 +124,7 @@ class ReplicaClient:
         return cast(int, await _answered(self._handle.max_model_len.remote(model)))
 
     async def pooling(self, model: str) -> ServedPooling:
-        """The vectors that a model makes of prompts. Waits as `max_model_len`."""
+        """Describes the vectors that a model makes of prompts. Waits as `max_model_len`."""
         return cast(ServedPooling, await _answered(self._handle.pooling.remote(model)))
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
@@ -171,7 +171,7 @@ class ReplicaClient:
     async def _retried(
         self, call: GenerateRequest, arrived: float | None, window: CallWindow | None, *, whole: bool
     ) -> AsyncGenerator[Piece, None]:
-        """Retry only while there is no output: afterwards the caller would see a beginning twice."""
+        """Retry only before the first output: afterwards the caller would receive the beginning twice."""
         async with window.call_slot() if window else nullcontext():
             shedder = self._shedders.get(call.model, self._shedder)
             retries, has_output = CallRetries(call, shedder, arrived, window), False
@@ -189,8 +189,8 @@ class ReplicaClient:
                 await retries.pause()
 
     async def _pieces(self, call: GenerateRequest | ForkCall, *, whole: bool) -> AsyncGenerator[Piece, None]:
-        """The pieces of a replica's stream. The call is sent when the first piece is asked for: a sent call needs to be
-        cancelled."""
+        """The pieces of a replica's stream. The call is sent when the first piece is requested: a stream that is never
+        read needs no cancellation."""
         handle = streaming_handle(self._handle, by_value=fits_by_value(call.params))
         shared = None
         if not whole and isinstance(call, GenerateRequest):
@@ -237,7 +237,7 @@ class ReplicaClient:
 
 
 def _grouped(calls: Sequence[GenerateRequest], most: int) -> list[GenerateRequest]:
-    """The calls, up to `most` adjacent ones in one, as long as their prompts are short together."""
+    """Merge up to `most` adjacent calls into one, while their prompts together are short."""
     groups: list[GenerateRequest] = []
     for call in calls:
         last = groups[-1] if groups else None

@@ -1,4 +1,4 @@
-"""The dashboard's source: the engine replicas of this application, and Serve's word of those that start."""
+"""The dashboard's source: the engine replicas of this application, and Serve's count of those that start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from folio.app.errors import FolioError
 from folio.app.serving.calls import ReplicaClient
 
 _TIMEOUT_S = 2.0
-# The controller is asked no more often than this.
+# Greatest age of the controller's answer.
 _STATUS_AGE_S = 3.0
 
 

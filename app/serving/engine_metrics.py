@@ -47,7 +47,7 @@ def _bytes(report: object, *kinds: str) -> dict[str, float]:
 _KIND, _PROPOSER = ("model", "kind"), ("model", "proposer")
 _KV_KINDS = ("budget", "physical", "anchor", "active", "cached", "pinned", "parked", "mapped", "swapped")
 
-# Of a model, loaded or not.
+# Metrics of a model, loaded or not.
 REQUESTS: Rows[Requests] = (
     Gauge("folio_running_sequences", "Sequences that have blocks.", lambda m: m.num_running),
     Gauge("folio_waiting_sequences", "Sequences without blocks: not begun yet, or preempted.", lambda m: m.num_waiting),
@@ -123,12 +123,12 @@ ENGINE: Rows[EngineFigures] = (
     ),
     Gauge(
         "folio_ready_seconds",
-        "Seconds of a phase of the start; of the engine's whole start: all.",
+        "Seconds that a phase of the engine's start took; phase all: the whole start.",
         lambda e: e.start.phases() | {"all": e.start.ready_s},
         ("model", "phase"),
     ),
 )
-# Of a model on a device that models share.
+# Metrics of a model on a device that models share.
 MODEL: Rows[ModelStatus] = (
     Gauge(
         "folio_model_state",
@@ -162,7 +162,7 @@ GPU: Rows[GpuMemory] = (
     Gauge("folio_gpu_bytes", "Memory of the GPU by part.", lambda g: dict(g.parts), ("part",)),
     Gauge("folio_pinned_bytes", "Host memory that the process has pinned for its GPU.", lambda g: g.pinned_bytes, ()),
 )
-# Of the process: the least number of its engines.
+# Metrics of the process. Each engine counts from its own load, so the least of their numbers is recorded.
 PROCESS: Rows[int] = (
     Total(
         "folio_late_compilations",
@@ -186,7 +186,7 @@ AUDIT: Rows[tuple[int, int]] = (
 
 
 class ReplicaMeter:
-    """Records a replica's statuses, with the load reports and not in the steps. One thread at a time."""
+    """Records a replica's status at each load report, so that no step is delayed. One thread at a time."""
 
     def __init__(self) -> None:
         self._requests, self._engine = MetricTable(REQUESTS), MetricTable(ENGINE)
@@ -217,7 +217,7 @@ class ReplicaMeter:
                 self._engine.note(figures, model.name)
             if replica.device is not None:
                 self._note_state(model.status)
-        # Compilations of a load are no late ones; each engine counts those of the process since its own load.
+        # Compilations during a load are not late; each engine counts those of the process since its own load.
         if num_late and not any(model.status.state == "loading" for model in replica.models):
             self._process.note(min(num_late))
         if replica.device is not None:

@@ -29,7 +29,7 @@ from folio.app.http.haproxy import ATTEMPT_HEADER
 from folio.app.proto import convert
 from folio.app.proto import folio_pb2 as pb
 
-# Others: INVALID_ARGUMENT below 500, INTERNAL from 500 on. 413 is not RESOURCE_EXHAUSTED: a retry would fail, too.
+# All others: INVALID_ARGUMENT below 500, INTERNAL from 500 on. 413 is not RESOURCE_EXHAUSTED: a retry would fail, too.
 _STATUSES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -41,8 +41,8 @@ _STATUSES = {
 # The headers that a call's metadata may set.
 _HEADERS = {"authorization", "x-api-key", "x-request-id", "x-forwarded-for", ATTEMPT_HEADER}
 ERROR_METADATA = "folio-error"
-# Lengths of an error message: it is in the status and in the metadata, both together must fit into 8 KiB, and
-# characters beyond ASCII take up to twelve bytes.
+# Most characters of an error message. It is in the status and in the metadata, which must fit into 8 KiB together, and
+# a character beyond ASCII takes up to twelve bytes.
 _LONGEST_MESSAGE, _LONGEST_OTHER_MESSAGE = 1000, 200
 
 M = TypeVar("M")
@@ -99,12 +99,12 @@ def _unpin(request: pb.UnpinRequest) -> _Call[pb.PinDeleted]:
 
 
 def _read(data: bytes, kind: Any, answer: type[M], call: Callable[[Any], _Call[M]]) -> _Call[M]:
-    """The call that a message asks for; of bytes that are no message, a call that is refused when its key is known.
-    gRPC, which would read messages before that, is told not to (`make proto`)."""
+    """Parse a message into its call. Bytes that do not parse make a call that is refused after its key was checked;
+    therefore gRPC passes bytes on instead of parsing them itself (`make proto`)."""
     try:
         return call(kind.FromString(data))
     except DecodeError:
-        refusal = f"the request is no message of the type {kind.DESCRIPTOR.full_name}; see app/proto/folio.proto"
+        refusal = f"the request is not a {kind.DESCRIPTOR.full_name} message; see app/proto/folio.proto"
 
     def fields() -> Fields:
         raise RequestError(refusal)
@@ -226,8 +226,8 @@ def _json(fields: Callable[[], Fields]) -> bytes:
 
 def _headers(call: _Call[Any], context: Context) -> list[tuple[bytes, bytes]]:
     given = [(name, value) for name, value in context.invocation_metadata() if name in _HEADERS]
-    given.append(("host", "localhost"))  # whatever its name: browsers, whose pages could be a stranger's, send no gRPC
-    # Serve's id, which the client gets. An id of the client comes first and counts.
+    given.append(("host", "localhost"))  # passes the host check, which is for browsers: they send no gRPC
+    # Serve's id, which the client gets. The client's own id comes first and takes precedence.
     given += [("x-request-id", value) for name, value in context.trailing_metadata() if name == "request_id"]
     if call.session is not None:
         given.append(("x-session-id", call.session))

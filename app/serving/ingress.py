@@ -78,7 +78,7 @@ class Ingress(GrpcIngress, Operations):
         shelf: the models of each engine replica.
         engine: handle of the engine replicas.
         http: protection of the HTTP interface.
-        batch_window: prompts of one request that are sent at once.
+        batch_window: most prompts of one request that are in flight together.
         wait_for_replica_s: how long the router lets a request wait when there is no replica.
         aliases: the setting `model_aliases`.
     """
@@ -130,7 +130,7 @@ class Ingress(GrpcIngress, Operations):
         self.dashboard = Collector(watched, traffic, first, links=links)
         self._edge = EdgeMeter()
         with_vllm = http is not None and http.vllm_metrics
-        # Of the routes, and of calls through the handle.
+        # Methods that the routes and callers through the handle use.
         self.models, self.model = self._cards.all, self._cards.of
         self.pins, self.unpin = self._pins.all, self._pins.unpin
         self.load_adapter, self.unload_adapter = self._changes.load_adapter, self._changes.unload_adapter
@@ -154,7 +154,7 @@ class Ingress(GrpcIngress, Operations):
         bound_to = await asyncio.to_thread(http_host)
         protect(api, settings, keys=keys, observer=self._edge, ingress_limits=self._ingress_limits, bound_to=bound_to)
         api.add_middleware(LoadSheddingMiddleware, gate=self._admission, observer=self._edge)
-        # A file may be longer than is allowed.
+        # Leave room to read a file that is too long.
         upload_bytes = 0 if self._batches is None else 2 * settings.batches.max_file_bytes
         api.add_middleware(ReadsRefusedBodies, upload_bytes=upload_bytes)
         trusting: Any = ProxyHeadersMiddleware
@@ -234,7 +234,7 @@ class Ingress(GrpcIngress, Operations):
 
         Raises:
             RequestError: see `set_budget`.
-            UnavailableError: a replica has not answered; or other changes came at the same time, again and again.
+            UnavailableError: a replica has not answered; or other changes came first at each of several attempts.
         """
         for _ in range(_BUDGET_TRIES):
             revision = request.revision
@@ -246,7 +246,7 @@ class Ingress(GrpcIngress, Operations):
         raise UnavailableError(f"the budget was changed by others {_BUDGET_TRIES} times meanwhile; try again")
 
     async def add_model(self, request: AddModelRequest) -> ModelCard:
-        """Add a model to those of every engine replica, or of none."""
+        """Add a model on every engine replica, or on none."""
         await self._changes.add_model(request)
         return await self.model(request.name)
 

@@ -31,12 +31,12 @@ _LOG_S = 10.0
 
 
 def ledger_name(app_name: str, node_id: str, device: str) -> str:
-    """The id of the Ray node keeps clusters on one machine apart."""
+    """Name of a device's ledger. The id of the Ray node keeps clusters on one machine apart."""
     return f"folio-ledger:{app_name}:{node_id}:{device}"
 
 
 def member_of_this_replica(capacity_bytes: int, device: str) -> BudgetMember:
-    """`device`: "cpu" or "cuda". A GPU has a ledger of its own; CPUs have one, because they share the node's memory."""
+    """This replica's membership. A GPU ("cuda") has a ledger of its own; all CPUs of a node ("cpu") share one."""
     context = serve.get_replica_context()
     device = f"cuda:{ray.get_gpu_ids()[0]}" if device == "cuda" else "cpu"
     name = ledger_name(context.app_name, ray.get_runtime_context().get_node_id(), device)
@@ -72,7 +72,7 @@ class BudgetMember:
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread still carries out orders."""
+        """Whether the thread still follows the ledger."""
         return self._thread.is_alive()
 
     def wait_for_budget(self) -> None:
@@ -80,9 +80,9 @@ class BudgetMember:
         self._wait(lambda: self._budget_bytes > 0)
 
     def attach(self, memory: KVMemory, plan: DevicePlan | None) -> None:
-        """Let orders set the budget of an unused memory. Returns when the budget suffices. Raises `ConfigError` if the
-        memory needs more than other replicas can spare, or the device cannot hold this process, by its plan, beside
-        theirs."""
+        """Let the ledger set the budget of a memory that is not in use yet. Returns when the budget suffices. Raises
+        `ConfigError` if the memory needs more than other replicas can spare, or if by its plan this process does not
+        fit on the device beside theirs."""
         if plan is not None:
             self._plan = plan
             self._wait(lambda: self._plan_accepted)
@@ -90,7 +90,7 @@ class BudgetMember:
         self._wait(lambda: self._attached)
 
     def follow(self, load: Callable[[], ReplicaReport]) -> None:
-        """Report the demand of this load."""
+        """Report the demand from now on by the load that this function returns."""
         self._load = load
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class BudgetMember:
             with self._ledger.locked() as ledger:
                 ledger.members.pop(self._name, None)
         except OSError as error:
-            logger.warning("the memory counts until this process has ended: %s", error)
+            logger.warning("cannot leave the budget ledger; this replica's memory counts until it exits: %s", error)
 
     def _wait(self, done: Callable[[], bool]) -> None:
         with self._changed:
@@ -118,7 +118,7 @@ class BudgetMember:
         try:
             self._beat_until_closed()
         except Exception:  # a replica with a budget that cannot change must be replaced: see `healthy`
-            logger.exception("the replica no longer takes part in sharing memory")
+            logger.exception("the exchange with the budget ledger failed; this replica is unhealthy and is replaced")
 
     def _beat_until_closed(self) -> None:
         while not self._closing.wait(BEAT_S if self._attached else STARTING_BEAT_S):
@@ -126,7 +126,7 @@ class BudgetMember:
                 self._exchange()
             except OSError as error:
                 if not self._is_silent:
-                    logger.warning("the ledger cannot be used, the budget stays as it is: %s", error)
+                    logger.warning("cannot read or write the budget ledger; the budget stays as it is: %s", error)
                 self._is_silent = True
             except UnavailableError:
                 return  # the engine has stopped; the others will see the end of this process

@@ -70,7 +70,7 @@ class LimitReporter:
             try:
                 await self.settle()
             except Exception:  # the ingress goes on with its share; the next attempt may succeed
-                logger.exception("the usage of limits could not be settled")
+                logger.exception("cannot settle the usage of callers' limits with the ledger; trying again")
             await asyncio.sleep(EARLY_REPORT_S)
             try:
                 is_busy = self._limits.has_reports or self._shedder.is_shedding(time.monotonic())

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
-# Time of a starting replica's first call: the registry may have to start, too.
+# Timeout of a starting replica's first call: the registry may have to start, too.
 FIRST_ANSWER_S = 15.0
-# Reading an adapter on every replica, and setting a table.
+# Timeouts of checking an adapter's or model's files, and of setting a table, on every replica.
 CHECK_TIMEOUT_S, SET_TIMEOUT_S = 120.0, 10.0
 # Longest wait for another change.
 TURN_TIMEOUT_S, _TURN_POLL_S = 20.0, 0.1
@@ -59,7 +59,7 @@ class TableCopy:
         try:
             _, newer = self._registry.fetch("newer", self.table.revision, timeout_s=FIRST_ANSWER_S)
         except UnavailableError as error:
-            logger.warning("no answer about models and adapters added at run time, which come later: %s", error)
+            logger.warning("starting without the models and adapters added at run time, which come later: %s", error)
         else:
             self.adopt(newer)
         return self.table
@@ -137,7 +137,7 @@ class LoadedTables:
                 return
             if known is not None and not in_place:
                 raise RequestError(
-                    f"the adapter {name!r} has been loaded, {_difference(known, source)}; unload it, or send "
+                    f"the adapter {name!r} is already loaded, {_difference(known, source)}; unload it, or send "
                     "load_inplace: true",
                     "lora_name",
                 )
@@ -212,7 +212,7 @@ class LoadedTables:
 
     @asynccontextmanager
     async def _change(self) -> AsyncIterator[tuple[str, LoadedTable]]:
-        """A change, the only one in progress: its name, and the newest table."""
+        """Begin a change once no other is in progress; gives its name and the newest table."""
         change = uuid.uuid4().hex
         try:
             async with asyncio.timeout(TURN_TIMEOUT_S):
@@ -223,7 +223,7 @@ class LoadedTables:
             yield change, await self._begin(change)
         finally:
             self._turn.release()
-            await self._end(change)  # also when it was cancelled before the answer that it has begun
+            await self._end(change)  # also after a cancellation during `_begin`: the registry may have begun it
 
     async def _begin(self, change: str) -> LoadedTable:
         await self._copy.sync()
@@ -238,8 +238,8 @@ class LoadedTables:
     async def _end(self, change: str) -> None:
         try:
             await self._copy.call("end", change)
-        except UnavailableError as error:  # the registry is gone, and the change with it, or ends it after its time
-            logger.warning("%s", error)
+        except UnavailableError as error:  # the registry has died, and the change with it, or `LEASE_S` ends it
+            logger.warning("could not end the change of models or adapters %s: %s", change, error)
 
     async def _checked(self, method: str, param: str, *args: Any) -> Any:
         """The one answer of all replicas to a check. Raises `RequestError`, about `param`, if they differ."""
@@ -261,12 +261,12 @@ class LoadedTables:
 
     async def _commit(self, change: str, table: LoadedTable) -> None:
         if not await self._copy.call("commit", change, table):
-            raise UnavailableError("the change took too long, and another one has come; try again")
+            raise UnavailableError("the change took too long, and another one has begun; send the request again")
         self._copy.adopt(table)
 
 
 def _raise_error(answers: list[Any]) -> None:
-    """Raise the error among the answers of all replicas that says most."""
+    """Raise an error if the replicas' answers have any, preferably a `RequestError`."""
     if not answers:
         raise NoReplicaError("there is no engine replica; send the request again")
     errors = [answer for answer in answers if isinstance(answer, FolioError)]

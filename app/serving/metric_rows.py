@@ -21,8 +21,8 @@ class Row(Generic[Status]):
     """One metric.
 
     Attributes:
-        get: returns the value; of a list each value is recorded. A dictionary has them by the value of the last tag.
-            `None`: nothing is recorded.
+        get: returns the value, a list whose values are each recorded, a dictionary from values of the last tag to
+            either of these, or `None` to record nothing.
         tags: a tuple, though Ray's annotation allows one name only.
         buckets: upper bounds, of a histogram.
     """
@@ -68,7 +68,7 @@ class Counter(Row[Status]):
 
 
 class Total(Counter[Status]):
-    """A counter that rises to the value, which begins again at 0 with a new engine."""
+    """A counter that follows a running total. The total begins again at 0 with a new engine."""
 
     def recorder(self) -> Callable[[float, dict[str, str]], None]:
         add, totals = Counter.recorder(self), dict[tuple[str, ...], float]()

@@ -1,7 +1,7 @@
 """Prometheus metrics of an ingress. Names: docs/reference/metrics.md.
 
-Names end with their base unit (seconds, bytes, tokens), and labels are in snake case: `promtool check metrics` has no
-complaint. `folio.app.serving.metrics_page` makes the page `/metrics` and adds the label `model_name`.
+Names end with their base unit (seconds, bytes, tokens), and labels are in snake case, as `promtool check metrics` asks.
+`folio.app.serving.metrics_page` makes the page `/metrics` and adds the label `model_name`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Measured:
 
     @property
     def ended(self) -> EndedRequest:
-        """For the dashboard, at its end."""
+        """The dashboard's record of the request, once it has ended."""
         return EndedRequest(
             is_ok=self.outcome == "ok",
             prompt_tokens=sum(self.taken_lengths),
@@ -143,7 +143,7 @@ class Measured:
                 self._count(piece, prompt)
 
     def fails(self, error: Exception) -> None:
-        """Note an error that the answer reports, so that it is not raised."""
+        """Note an error that is reported in the answer instead of being raised."""
         self.outcome = outcome_of(error)
 
     def _count(self, piece: Piece, prompt: int) -> None:
@@ -239,7 +239,7 @@ class RequestMeter:
 
     @contextmanager
     def measure(self, route: str) -> Iterator[Measured]:
-        """The context of a request from its arrival to its end. The error that leaves it is the outcome."""
+        """The context of a request from its arrival to its end. An exception that leaves it sets the outcome."""
         measured, span = Measured(), trace.get_current_span()
         self._add_running(route, 1)
         try:

@@ -28,7 +28,7 @@ from folio.app.fleet.vllm_metrics import vllm_families
 _PREFIXES = ("ray_folio_", "ray_serve_")
 # Labels that are equal for all processes of a session, in Ray's spelling.
 _NOISE = {"Component", "SessionName", "Version", "otel_scope_name", "otel_scope_schema_url", "otel_scope_version"}
-# Between the words of a label in camel case.
+# The boundaries between the words of a label in camel case.
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 # An agent that counts for hundreds of processes takes a second or so.
 _TIMEOUT_S = 10.0
@@ -56,7 +56,8 @@ class FreshPage:
 
 
 class MetricsPage:
-    """
+    """The page, made again when it is too old.
+
     Args:
         application: name of the application whose metrics are shown.
         model: the only model's name for clients; `None`: there are several. It is the label `model_name` of metrics

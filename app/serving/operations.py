@@ -94,7 +94,7 @@ def _pooled(route: str, translate: Callable[[PooledTranslator], Callable[..., An
 
 
 def _named(operations: type[T]) -> type[T]:
-    """Name the methods that functions have made: Serve's errors have the names."""
+    """Name the methods that functions have made, because Serve's errors show the names."""
     for name, method in vars(operations).items():
         if isfunction(method):
             method.__name__ = name
@@ -234,9 +234,9 @@ class Operations:
     async def _loaded(
         self, model: ServedModel, ready: Callable[[], Awaitable[T]], timeout_s: float | None, arrived: float
     ) -> T:
-        """What a model tells once it is loaded. Raises `OverloadedError` while all replicas are full of the model's
-        requests, unless this request may try. The requests of a single model are refused by their heads, in which no
-        model is named."""
+        """The result of `ready`, once the model is loaded. Raises `OverloadedError` while all replicas are full of the
+        model's requests, unless its shedder admits this one. With a single model, requests were shed earlier, from
+        their heads, which name no model."""
         if self._is_shared:
             model.shedder.arrival_share = self._shedder.arrival_share
             if (delay_s := model.shedder.admission_delay_s(time.monotonic())) is not None:
@@ -245,12 +245,12 @@ class Operations:
         return await _within(ready(), "the model was not loaded", timeout_s, arrived)
 
     async def _countable(self, model: ServedModel) -> int:
-        """The context for requests that only count tokens, which load no model."""
+        """The context length for requests that only count tokens, and therefore load no model."""
         return model.longest_tokens if self._is_shared else await model.max_model_len()
 
 
 async def _within(awaited: Awaitable[T], failure: str, timeout_s: float | None, arrived: float) -> T:
-    """Await something within a request's time. Raises `DeadlineError`, which tells the failure."""
+    """Await something within a request's time. Raises `DeadlineError`, whose message begins with `failure`."""
     try:
         async with asyncio.timeout(None if timeout_s is None else arrived + timeout_s - time.monotonic()):
             return await awaited

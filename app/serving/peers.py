@@ -16,7 +16,7 @@ from folio.vmem import CachedPrefix
 
 logger = logging.getLogger(__name__)
 
-# Bound of the calls of peer replicas: at the start of a replica, and at the load of a model for which requests wait.
+# Timeouts of calls to peer replicas: at the start of a replica, and at the load of a model for which requests wait.
 STARTING_TIMEOUT_S, LOADING_TIMEOUT_S = 10.0, 1.0
 _RETRY_S = 0.1  # between two attempts
 

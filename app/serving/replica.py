@@ -63,14 +63,14 @@ logger = logging.getLogger(__name__)
 _FLUSH_GRACE_S = 1.0
 # Longest time in which engines are closed: a load in progress is waited for, and one that hangs ends with the process.
 _CLOSE_S = 60.0
-# Bound of the calls that a hanging engine would never answer.
+# Timeout of calls that a hanging engine would never answer.
 _ANSWER_S = 5.0
 
 T = TypeVar("T")
 
 
 class _ProcessExit:
-    """Ends the process soon after an engine has stopped, or a load hangs: until then Serve sends requests that fail."""
+    """Ends the process soon after an engine has stopped or a load hangs: until then its requests fail."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -112,8 +112,8 @@ def _ending(seconds: float) -> threading.Timer:
 
 
 class EngineReplica:
-    """Runs the models of a shelf. Cancelling a call cancels its request and frees its memory. Methods with a `model`
-    are about that one, or the first one if it is empty, which is loaded if it has not been.
+    """Runs the models of a shelf. Cancelling a call cancels its request and frees its memory. An empty `model` means
+    the first one. Methods with a `model` load it first where that is necessary.
 
     All streams and Serve's health checks share the event loop, which therefore never waits for the memory's lock: calls
     that may need the lock run in other threads (`_run_in_thread`).
@@ -199,8 +199,8 @@ class EngineReplica:
             raise
 
     async def complete_as_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[list[Piece]]:
-        """The outputs, each in one piece, as a stream of one item: streams have heartbeats, and by value they end when
-        their caller dies.
+        """The outputs, each in one piece, as a stream of one item. Unlike a plain answer, a stream has heartbeats, and
+        it ends when its caller dies (if sent by value, see `folio.app.compat.ray`).
 
         Raises:
             UnknownRequestError: the request to fork is not here, or has ended.

@@ -26,7 +26,7 @@ _STARTS_S = 15.0
 
 
 class SharedTable:
-    """A process's way to a shared table. Silence is logged once, and its end.
+    """A process's client of a shared table. It logs once when answers stop, and once when they return.
 
     Args:
         kind: the actor's class.
@@ -94,7 +94,7 @@ class SharedTable:
 
     def _lost(self, error: Exception) -> UnavailableError:
         if not isinstance(error, TimeoutError):  # its process has died, or was found dead
-            self._actor = None  # not that of one which still starts: Ray ends an actor whose owner has no handle
+            self._actor = None  # after a timeout it stays: Ray ends a starting actor whose owner has no handle
         if not self._is_silent and time.monotonic() >= self._logs_from:
             name = "no answer" if isinstance(error, TimeoutError) else type(error).__name__
             logger.warning("%s are not shared (%s): %s", self._what, name, self._without)

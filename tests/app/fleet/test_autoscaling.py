@@ -352,7 +352,7 @@ def test_a_clock_set_back_resets_the_state() -> None:
         ({"up_factor": 1}, "up_factor .* is 1; it must be above 1"),
         ({"busy_share": "high"}, "busy_share .* is 'high'; it must be a number"),
         ({"start_s": None}, "start_s .* is None; it must be a number"),
-        ({"ttft": 1.0}, r"\['ttft'\] are no settings of the scaling policy; it has ttft_s, tpot_s"),
+        ({"ttft": 1.0}, r"no settings \['ttft'\]; it has ttft_s, tpot_s"),
     ],
 )
 def test_settings_out_of_bounds(settings: dict[str, Any], message: str) -> None:

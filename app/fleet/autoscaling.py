@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING
 
 from folio.app.errors import ConfigError
 
-if TYPE_CHECKING:  # folio.app.engine imports torch, which checks of a configuration and Serve's controller do without
+if TYPE_CHECKING:  # folio.app.engine imports torch, which configuration checks and Serve's controller do not need
     from folio.app.engine.report import ReplicaReport
     from folio.app.shelf.status import DeviceStatus
 
 _PREFIX = "folio_"
-# Of the shares of weights; the model's name follows.
+# Begins the names of the metrics of weights' shares; the model's name follows.
 WEIGHTS_PREFIX = _PREFIX + "weights_share:"
 # Tolerance for sums of floats when a demand is rounded up.
 _EPSILON = 1e-6
@@ -47,8 +47,7 @@ _BUSY_S = 10.0
 class AutoscalingLoad:
     """The numbers of a `ReplicaReport` that the policy reads, `fixed_s` and `token_s` from its `step`.
 
-    A record of its own because Serve passes on flat metrics, and reads them in its controller, which does without
-    torch.
+    A separate record, because Serve passes on flat metrics, and its controller, which has no torch, reads them.
 
     Attributes:
         device_share: memory that a shelf's models with requests need together, as a share of what weights and KV caches
@@ -89,7 +88,7 @@ class AutoscalingLoad:
         return replace(load, device_share=needed_bytes / usable_bytes, weights_shares=shares)
 
     def as_metrics(self) -> dict[str, float]:
-        """Flat. Shares of weights are there for the models with requests only."""
+        """Flat metrics, with shares of weights only for the models with requests."""
         metrics = {_PREFIX + name: float(getattr(self, name)) for name in LOAD_FIELDS}
         return metrics | {WEIGHTS_PREFIX + name: share for name, share in self.weights_shares.items()}
 
@@ -210,7 +209,7 @@ class ReplicaDemand:
 
 @dataclass(frozen=True, slots=True)
 class ScalingState:
-    """The policy's memory; times are seconds of the caller's clock.
+    """The policy's state between calls; times are seconds of the caller's clock.
 
     Attributes:
         seen_at: time of the last call.

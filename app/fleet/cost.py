@@ -11,12 +11,12 @@
 
 - `work`: computing the prompt takes compute from all other requests. A prompt leaves its prefix when the queue there is
   longer by more than `1 + work` times the saving.
-- `even`: later requests find the replica busier. Many replicas have empty queues, which are equal for this request;
-  without this term chance decides, and work piles up on some. In the simulator, on the Mooncake trace, the busiest
+- `even`: later requests find the replica busier. Replicas with empty queues cost this request the same; without this
+  term chance decides between them, and work piles up on some. In the simulator, on the Mooncake trace, the busiest
   replica computed 1.29 times the mean of 64, and 1.87 times that of 256; with the term, 1.09 and 1.28 (`work` was 4).
 
-- A wake takes memory from other models, which one more request for a model that wakes already does not: so requests for
-  a model gather where it is awake, or wakes, until the queue there is longer by twice its wake.
+- A wake takes memory from other models; one more request for a model that is already waking takes none. So requests for
+  a model gather where it is awake or waking, until the queue there is longer by twice its wake time.
 
 The other terms of harm are proportional to P: the model's speed does not matter, and a replica with the prefix keeps
 its advantage. Rates are measured by the replicas (`StepTimes`, `freed_tokens_per_s`). Two more harms brought nothing in

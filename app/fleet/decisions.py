@@ -80,5 +80,5 @@ def _of_this_process() -> DecisionLog:
     return DECISIONS
 
 
-# Serve constructs the routers of a process, with values of the YAML only; so an ingress and its router meet here.
+# Serve constructs a process's routers with values of the YAML only, so an ingress reaches its router through this.
 DECISIONS = DecisionLog()

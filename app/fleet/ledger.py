@@ -141,7 +141,7 @@ class BudgetLedger:
         if member is None:
             member = self.members[name] = LedgerMember(process, usage, target_bytes=usage.budget_bytes)
             self.capacity_bytes = capacity_bytes
-            if usage.budget_bytes:  # somebody removed the ledger: until the others are here, all keep their shares
+            if usage.budget_bytes:  # the file was removed: until the other members report, all keep their shares
                 self.shared_at = now
         member.usage, member.counted_bytes = usage, max(usage.budget_bytes, usage.held_bytes)
         member.settled |= 0 < usage.least_bytes <= usage.budget_bytes
@@ -241,6 +241,6 @@ class BudgetLedger:
         if not budget_bytes:
             enough_bytes = self._least_bytes(member) or target_bytes
             return possible_bytes if possible_bytes >= enough_bytes else 0
-        # In steps, not for every few bytes that other members give back.
+        # Raise the budget in steps, not for every few bytes that other members give back.
         step_bytes = min(target_bytes - budget_bytes, int(LEAST_MOVE * self.capacity_bytes))
         return possible_bytes if possible_bytes - budget_bytes >= step_bytes else budget_bytes

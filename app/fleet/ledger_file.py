@@ -30,7 +30,7 @@ LOCK_TIMEOUT_S, _LOCK_POLL_S = 5.0, 0.005
 
 
 class LedgerFile:
-    """The ledger of this name. The file must not be removed while a member lives.
+    """The file of the ledger of this name. It must not be removed while a member lives.
 
     Raises:
         ConfigError: its folder belongs to another user, or is open to others.
@@ -113,8 +113,8 @@ def _started(pid: int) -> int:
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
-    """State of a process's leader, threads that have not ended, an ended leader included, and start, from
-    `/proc/PID/stat`: fields 3, 20 and 22. The second field, a name in brackets, may contain anything."""
+    """(state of the leading thread, number of threads, an ended leader included, start time) of a process: fields 3, 20
+    and 22 of `/proc/PID/stat`. The second field, a name in brackets, may contain anything."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[17]), int(fields[19])
 

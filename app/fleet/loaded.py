@@ -1,9 +1,9 @@
 """Models and adapters added at run time: the table that all ingresses and replicas have, and the registry with the
 newest one.
 
-The registry is the truth: it orders the changes and gives the newest table to every process that asks. It has no
-storage. When its process dies, another one is started, and gets the newest table from the copies of all ingresses and
-replicas. A table with a higher revision replaces one with a lower revision everywhere.
+The registry is authoritative: it orders the changes and gives the newest table to every process that asks. It stores
+nothing on disk. When its process dies, a new one gets the newest table from the copies of all ingresses and replicas. A
+table with a higher revision replaces one with a lower revision everywhere.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class LoadedTable:
         return replace(self, revision=self.revision + 1, sources=kept)
 
     def beside(self, reserved: Collection[str]) -> LoadedTable:
-        """This table as a process with these names in its settings serves it: theirs win. A table may be older than the
-        settings, after an update of the application."""
+        """This table without the names that a process has in its settings, which take precedence: after an update of
+        the application, the table may be older than the settings."""
         return replace(
             self,
             sources=tuple(source for source in self.sources if source.name not in reserved),

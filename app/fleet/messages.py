@@ -30,7 +30,7 @@ class HotPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest(EngineRequest):
-    """A request to an engine, and what the way to it needs: the replica passes it on as it is.
+    """A request to an engine, with what routing and delivery need. The replica passes it to the engine as it is.
 
     Attributes:
         adapter_key: the adapter's id in the keys of cached prefixes, as far as the ingress knows. A hint for the
@@ -163,7 +163,7 @@ def _report_from_stats(stats: Mapping[str, Any]) -> ReplicaReport | None:
     return ReplicaReport(**{**stats, "step": StepTimes(**stats["step"])})
 
 
-# In no request id (hexadecimal digits) and no name of a replica.
+# Occurs in no request id (hexadecimal digits) and in no replica's name.
 _SEPARATOR = "."
 
 

@@ -97,7 +97,7 @@ class CallRetries:
             raise error
         if self._num_retries >= _MOST_RETRIES:
             raise UnavailableError(error.message, error.retry_after_s or _REPLACED_AFTER_S) from error
-        if isinstance(error, ModelUnavailableError):  # no other replica may have it either: nothing is waited for
+        if isinstance(error, ModelUnavailableError):  # perhaps no other replica has the model either: no pause
             self._num_retries += 1
             self._refused_by, self._failure = (*self._refused_by, error.replica), error
             return "unavailable"
@@ -122,7 +122,7 @@ class CallRetries:
             self._retry_after_s = min(self._retry_after_s, error.retry_after_s)
         self._refused_by = (*self._refused_by, error.replica)
         if len(self._refused_by) >= _MOST_OFFERS and not self._may_wait():
-            self._shedder.note_all_refused(now)  # a sample large enough
+            self._shedder.note_all_refused(now)  # so many refusals stand for all replicas
             raise error
         return "overloaded"
 

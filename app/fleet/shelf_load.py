@@ -12,7 +12,7 @@ from folio.app.shelf.status import DeviceStatus, ModelStatus
 
 # Time for which a replica is avoided by requests for a model that could not be loaded there.
 _FAILED_S = 60.0
-# Room in the cache that a model will have, for routers: nothing waits for it there.
+# Tokens of cache that routers expect of a model without memory: more than any request waits for.
 _ROOM_TOKENS = 1 << 40
 # A wake displaces other models' weights, or waits for a turn, the sooner the less memory no request uses. Below this
 # multiple of the model's weights it counts for more, up to twice. Without that, wakes spread over all devices: in
@@ -44,7 +44,7 @@ def reports_for_routers(models: Sequence[ModelReport], device: DeviceStatus | No
         status, load = model.status, model.load
         if not load.total_tokens:  # it gets a cache when it wakes
             free_tokens = total_tokens = _ROOM_TOKENS
-        else:  # its budget is no bound of it
+        else:  # its budget grows into memory that no request uses
             room_bytes = unused_bytes - (0 if load.has_work else status.weight_bytes)
             more_tokens = max(room_bytes * load.total_tokens // load.budget_bytes - load.free_tokens, 0)
             free_tokens, total_tokens = load.free_tokens + more_tokens, load.total_tokens + more_tokens

@@ -55,12 +55,12 @@ class ReplicaStatus:
 
     @property
     def load(self) -> ReplicaReport:
-        """Of all its models together."""
+        """The load of all its models together."""
         return summed_load([model.load for model in self.models])
 
     @property
     def memory(self) -> MemoryReport:
-        """Of all its models together."""
+        """The KV memory of all its models together."""
         return summed_memory([model.memory for model in self.models if model.memory is not None])
 
 

@@ -7,8 +7,8 @@ Pace: an item costs its way through replica, ingress and HAProxy, regardless of 
 token of a request is sent at once, later ones at a rate that keeps all streams of a replica within a budget of items
 per second: few streams send every step, many send several tokens at a time.
 
-The budget follows from what items take away. Steps on a CPU need the cores, so the budget is a small share of all
-cores. Steps on a GPU leave them idle; items then compete for event loops. The budget is what an ingress has time for,
+The budget depends on what items compete for. Steps on a CPU need the cores, so the budget is a small share of all
+cores. Steps on a GPU leave the cores idle, and event loops are the bound: the budget is what an ingress has time for,
 and less while the replica's own loop, as measured, is busy for more than a share of the time.
 """
 
@@ -165,7 +165,7 @@ class StreamPace:
         self._num_items, self._begun_at, self._begun_loop_s = 0, 0.0, 0.0  # of the measurement
 
     def use_free_cores(self) -> None:
-        """Steps are computed by a GPU: event loops bound the items, and not cores."""
+        """Raise the budget for steps on a GPU: event loops bound the items, and not cores."""
         self._free_items_per_s = _MOST_ITEMS_S
 
     @contextmanager

@@ -27,7 +27,7 @@ _PATHS = frozenset(path for operation in OPERATIONS if operation.is_shed for pat
 
 @dataclass(slots=True)
 class _Ticket:
-    """A request was admitted from its head."""
+    """A request that was admitted from its head."""
 
     is_used: bool = False
 
@@ -45,8 +45,8 @@ class AdmissionControl:
 
     @contextmanager
     def try_admit(self) -> Iterator[float | None]:
-        """Admit a request from its head: a context with `None`, in which `admitted` asks no second time, or with the
-        seconds until the request may enter."""
+        """Admit a request from its head: yields `None`, and `admitted` asks no second time; or refuse it: yields the
+        seconds until it may enter."""
         retry_after_s = self._shedder.admission_delay_s(time.monotonic())
         if retry_after_s is not None:
             yield retry_after_s

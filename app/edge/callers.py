@@ -41,6 +41,6 @@ class Callers:
             raise ForbiddenError("the API key that made the batch does not exist any more; make the batch again")
         context.key = key.entry
         if (wait_s := key.quota.spare_wait_s()) > 0:
-            raise RateLimitError(f"half of the limits of the key {name!r} are left to other requests", wait_s)
+            raise RateLimitError(f"batches leave half of the limits of the key {name!r} to other requests", wait_s)
         context.begin(key.quota)
         return context

@@ -46,8 +46,7 @@ _EXPOSED = [
     "x-folio-ignored-fields",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 ]
-# Files of the dashboard: without a key, so that its page can ask for one. Its data are the load's, and need what
-# `/v1/load` needs.
+# The dashboard's files need no key, so that its page can ask for one. Its data need the same key as `/v1/load`.
 _PAGE, _PAGE_FILES, _DATA, _LOAD = frozenset({"/", "/dashboard"}), "/dashboard/static/", "/dashboard/", "/v1/load"
 
 

@@ -27,7 +27,7 @@ _DEMAND_S = 1.0
 _EVEN_SHARE, _ARRIVALS_S = 0.1, 0.5
 # Announcements in one answer; the next answer has the others.
 _MAX_ANNOUNCED = 1000
-# For this long a new ledger takes the ingresses' word for how much is left.
+# For this long a new ledger adopts the levels that ingresses report.
 _LEARNING_S = 5.0
 
 
@@ -199,7 +199,7 @@ class LimitLedger:
         free, demand = account.free(now), account.demand(now)
         due = account.level * lease.rate / demand if demand > 0 else 0.0
         amount = min(max(lease.unit, lease.rate * _DEMAND_S), max(due, unused), free)
-        if amount < lease.unit:  # useless: all of a unit or nothing, so that the mean is what is due
+        if amount < lease.unit:  # too little for one request: lease a unit or nothing, in the mean what is due
             amount = lease.unit if lease.unit <= free and self._rng.random() * lease.unit < due else 0.0
         amount = lease.amount = amount if amount >= 1 else 0.0
         if not account.refills:  # the old lease may be used until the answer arrives, and no rate pays that back

@@ -123,7 +123,7 @@ class Quota:
                 level = limit.level
                 found += [
                     (b"x-ratelimit-limit-" + name, b"%d" % limit.limit),
-                    (b"x-ratelimit-remaining-" + name, b"%d" % max(level, 0.0)),  # clients know no negative rest
+                    (b"x-ratelimit-remaining-" + name, b"%d" % max(level, 0.0)),  # clients expect no negative number
                     (b"x-ratelimit-reset-" + name, b"%.3fs" % ((limit.limit - level) * 60 / limit.limit)),
                 ]
         return found

@@ -88,7 +88,7 @@ class BodyBounds:
     """Bounds of one request's body.
 
     Attributes:
-        setting: that bounds its size.
+        setting: name of the setting that bounds its size.
         is_streamed: the route reads the body piece by piece (`limited`), instead of all of it before the route.
     """
 
@@ -132,8 +132,8 @@ def check_coding(coding: str, bounds: BodyBounds) -> None:
     """Raise `HttpRefusal` for a body in a coding that is not read here."""
     known = () if bounds.is_streamed else known_codings()
     if coding and coding not in ("identity", *known):
-        readable = f"{', '.join(known)} and no coding are" if known else "no coding is"
-        refusal = HttpRefusal.of_unread(415, f"Content-Encoding is {coding[:100]!r}; {readable} read here")
+        use = f"use {', '.join(known)}, or none" if known else "send the body uncompressed"
+        refusal = HttpRefusal.of_unread(415, f"Content-Encoding {coding[:100]!r} is not supported here; {use}")
         refusal.headers.append((b"accept-encoding", ", ".join(known or ("identity",)).encode()))
         raise refusal
 

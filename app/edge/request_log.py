@@ -16,8 +16,8 @@ from folio.app.http.request_context import RequestContext
 logger = logging.getLogger(__name__)
 
 _MAX_PATH_CHARS = 200
-# Endpoint pickers and probes ask many times a second: a line for each failure only. That a server is not ready is
-# none; changes of that are logged where they are noted.
+# Endpoint pickers and probes ask many times a second, so only their failures are logged. A server that is not ready is
+# no failure; changes of readiness are logged elsewhere.
 _FREQUENT_PATHS = ("/metrics/load", "/ready", "/health", "/ping")
 _NOT_READY = 503
 

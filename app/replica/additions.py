@@ -29,12 +29,12 @@ _LEARN_S, _LEARN_POLL_S = 3.0, 0.05
 
 
 class ShelfAdditions:
-    """Keeps a shelf's additions those of the newest table. In one event loop.
+    """Keeps a shelf's additions equal to the newest table. In one event loop.
 
     Args:
         settings: the models that are there from the start.
         shelf: with the table's models and adapters. Owned by the caller.
-        table: that the shelf has.
+        table: the table that the shelf has.
         newest: returns the newest table. `None`: the shelf has no additions.
         device: of all models.
     """
@@ -74,7 +74,7 @@ class ShelfAdditions:
         return self._shelf.model(name)
 
     def _missed(self, name: str, adapter: str | None) -> str | None:
-        """What of a request this replica does not know."""
+        """The model or adapter of a request that this replica does not know, for errors; `None` if it knows them."""
         if name not in self._shelf.names:
             return f"model {name!r}"
         if adapter is None or adapter in self._shelf.model(name).config.engine.adapters:

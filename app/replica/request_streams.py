@@ -57,7 +57,7 @@ class RequestStreams:
         self._duplicates = DuplicateGuard()
 
     async def whole(self, call: GenerateRequest | ForkCall) -> AsyncGenerator[list[Piece], None]:
-        """One list, of each output in one piece.
+        """One list, with each output in one piece.
 
         Raises:
             UnknownRequestError: the request to fork is not here, or has ended.
@@ -79,7 +79,7 @@ class RequestStreams:
                         yield pieces
 
     def progress(self, call: GenerateRequest) -> Progress | None:
-        """A call before its first token. May wait for the memory's lock."""
+        """The progress of a call before its first token. May wait for the memory's lock."""
         with suppress(UnknownModelError):  # it has not reached this replica yet
             return self._shelf.model(call.model or self._first).progress(call.request_id, len(call.prompt_token_ids))
         return None
@@ -140,7 +140,7 @@ class RequestStreams:
     def _of_model(
         self, failure: OverloadedError | UnavailableError, model: ShelvedModel
     ) -> OverloadedError | UnavailableError:
-        """A failure of one model, and not of the shelf, with the time that its wake takes."""
+        """The failure as one of a single model, unless the shelf has failed; its retry waits for the model's wake."""
         if isinstance(failure, UnavailableError):
             if not self._shelf.healthy:
                 return failure

@@ -1,4 +1,4 @@
-"""Arbiter: which model has which bytes of a device.
+"""Arbiter: decides how many bytes of a device each model gets.
 
 In this order, from the capacity:
 
@@ -126,7 +126,7 @@ class _Targets:
                 self.beyond.append(name)
 
     def _worthy(self, turns: Residency) -> list[tuple[float, str, bool, int]]:
-        """What may have memory: -worth per byte, model, whether its cache, bytes. Models not worth it sleep."""
+        """Candidates: (-worth per byte, model, whether its cache, bytes). Models below the price are put to sleep."""
         items: list[tuple[float, str, bool, int]] = []
         for need in self._needs.values():
             name = need.name
@@ -163,7 +163,7 @@ class _Targets:
         return max(density, 1e-300)
 
     def _for_whom(self) -> str | None:
-        """The model that gets most more memory than it has."""
+        """The model whose memory grows most."""
         gains = [
             (budget - need.held_bytes + (need.weight_bytes if need.state == "asleep" else 0), name)
             for name, budget in self.budgets.items()
@@ -216,7 +216,7 @@ class _Targets:
 
 
 def _step_towards(capacity_bytes: int, needs: Sequence[ModelNeed], turns: Residency, targets: _Targets) -> Allocation:
-    """What of the targets is possible now, with the bytes that exist."""
+    """The part of the targets that is possible now, with the bytes that exist."""
     by_name = {need.name: need for need in needs}
     mapped = [need for need in needs if need.state != "asleep"]
     budgets = {need.name: min(targets.budgets.get(need.name, 0), need.budget_bytes) for need in mapped}

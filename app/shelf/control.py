@@ -1,4 +1,4 @@
-"""Control of a shelf: asks the arbiter who has which memory, and carries the answer out.
+"""Control of a shelf: asks the arbiter how much memory each model gets, and carries the answer out.
 
 One thread computes the steps of all engines, in turns, and controls between two steps. Other threads load models and
 map their weights, so that steps go on meanwhile:
@@ -107,7 +107,7 @@ class Control:
         """Wait until no other thread loads or wakes a model that is no longer the shelf's."""
         self._thread.call(lambda: None).result()  # no plan counts on the model any more
         self._moves.wait(model)
-        self._thread.call(lambda: None).result()  # what the thread has told this one is done
+        self._thread.call(lambda: None).result()  # the shelf's thread has run what the move returned
 
     def check_integrity(self) -> Future[None]:
         """Check that memory adds up."""
@@ -127,7 +127,7 @@ class Control:
         try:
             return self._plan(models)
         except Exception as error:  # whatever failed, the thread goes on, and every request ends
-            logger.exception("the models of the shelf cannot be planned; all of them are loaded again")
+            logger.exception("planning the shelf's memory failed; its models stop, and are loaded again when requested")
             for model in models:
                 if model not in self._moves:
                     self._fail(model, error)
@@ -180,7 +180,7 @@ class Control:
             model.set_failed(UnavailableError("its engine has failed, see the log"))
         model.try_again()
         is_unknown = engine is None and model.estimate is None and model.is_wanted and model.state == "new"
-        if is_unknown and model not in self._moves:  # that of before it failed, or was refused
+        if is_unknown and model not in self._moves:  # an earlier load may still run after a failure or refusal
             self._begin_load(model)
         if model.state == "failed" or (engine is None and model.estimate is None):
             return False
@@ -271,18 +271,18 @@ class Control:
         self._has_changed = True  # its memory can be given out
 
     def _attempt(self, model: ShelvedModel, call: Callable[[], None]) -> bool:
-        """Call a function of one model, which fails if it raises; returns whether it did not."""
+        """Call a function of one model; if it raises, the model fails. Returns whether it succeeded."""
         try:
             call()
         except Exception as error:
-            logger.exception("the model %r fails; its engine stops", model.name)
+            logger.exception("the model %r failed; stopping its engine", model.name)
             self._fail(model, error)
             return False
         return True
 
     def _wake(self, model: ShelvedModel) -> None:
         """Begin to load or wake a model, for which there is memory."""
-        if model in self._moves or model.state == "failed":  # as it has just done
+        if model in self._moves or model.state == "failed":  # an earlier part of this plan may have failed it
             return
         if model.engine is not None:
             model.state = "waking"

@@ -1,4 +1,4 @@
-"""Device of a shelf: its memory, and what of it is no model's."""
+"""Device of a shelf: its memory, and the parts of it that belong to no model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ShelfDevice:
         self.shared = SharedDevice(pages, store)
         for model in models:
             self.add(model)
-        self._workspace_bytes = self._wanted_bytes = 0  # that is there, and that should be
+        self._workspace_bytes = self._wanted_bytes = 0  # reserved workspace, and wanted
         self._usable_bytes = self.capacity_bytes
         self._needed_bytes, self._needed_weights = 0, dict[str, int]()
 
@@ -85,7 +85,7 @@ class ShelfDevice:
 
     @property
     def has_workspace(self) -> bool:
-        """Whether the workspace that was asked for is free of other uses."""
+        """Whether all of the wanted workspace is reserved."""
         return self._workspace_bytes == self._wanted_bytes
 
     @property
@@ -123,8 +123,8 @@ class ShelfDevice:
         self._needed_weights = {need.name: need.weight_bytes for need in busy}
 
     def take_workspace(self, num_bytes: int) -> None:
-        """Keep memory for the tensors of a step as soon as other uses leave it. One step is computed at a time, so that
-        the largest one counts."""
+        """Reserve memory for the tensors of the largest step, now or when other uses have left it. Only one step is
+        computed at a time."""
         self._wanted_bytes = num_bytes
         missing = num_bytes - self._workspace_bytes
         try:
@@ -152,7 +152,7 @@ class ShelfDevice:
         return num_bytes + int(_RESERVE_SHARE * machine.memory_bytes) <= machine.available_bytes - mapped_bytes
 
     def close(self) -> None:
-        """Raises `IntegrityError` if a model has memory left."""
+        """Give the memory back. Raises `IntegrityError` if a model has some left."""
         self.shared.pages.discharge(self._workspace_bytes)
         self._workspace_bytes = self._wanted_bytes = 0
         self._close_uploads()

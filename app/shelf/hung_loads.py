@@ -38,7 +38,7 @@ class HungLoads:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
                 file.write(str(count))
         except OSError as error:  # the file is another user's, or there is no room
-            logger.warning("%s: %s: a new process loads the model %r again at once", path, error.strerror, model.name)
+            logger.warning("cannot note in %s that loading %r hung (%s): no pause", path, model.name, error.strerror)
             return 0.0
         return _refused_s(count)
 

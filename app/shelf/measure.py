@@ -1,4 +1,4 @@
-"""What models need of the device's memory and time: of a loaded one, read from its engine between two steps."""
+"""Models' needs of the device's memory and time; those of a loaded model are read from its engine between two steps."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _adapter_bytes(engine: Engine, least_bytes: int) -> int:
     if adapters.memory.charged_bytes + wanted_bytes > room_bytes:
         adapters.unload_unused()
     held_bytes = adapters.memory.charged_bytes
-    # An adapter of the first request, or of one that has begun, is no luxury: without it that request is refused.
+    # An adapter of the first request, or of one that has begun, is necessary: without it that request is refused.
     waits = held_bytes + wanted_bytes > room_bytes and not (adapters.restoring or engine.scheduler.first is None)
     return held_bytes if waits else held_bytes + wanted_bytes
 

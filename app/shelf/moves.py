@@ -55,7 +55,7 @@ class Moves:
     """The work in progress. All methods but `check` and `wait` are called by the shelf's thread.
 
     Args:
-        call: has a function called by the shelf's thread, from any thread.
+        call: makes the shelf's thread call a function; may be called from any thread.
         attempt: calls what some work returned, for the model.
         fail: notes that some work failed.
         hung: loads that hung in processes that have ended.
@@ -92,14 +92,14 @@ class Moves:
         refused_s = self._hung.note(model.config)
         move.hang = (
             f"the {move.phase} of the model {model.name!r} hangs: it has taken {seconds:.0f} s, and at most "
-            f"{most_s:.0f} s are allowed; do {move.files} answer? A new process loads it after {refused_s:.0f} s"
+            f"{most_s:.0f} s are allowed; check {move.files}. A new process loads it after {refused_s:.0f} s"
         )
         self._call(partial(model.fail_requests, UnavailableError(move.hang)))  # in the last second of the process
         return move.hang
 
     def load(self, model: ShelvedModel, work: Work, weight_bytes: int = 0) -> None:
-        """Run `work` in a new thread, and what it returns in the shelf's thread. It hangs if it takes longer than a
-        load of so many bytes may."""
+        """Run `work` in a new thread, then the function that it returns in the shelf's thread. It counts as hung when
+        it takes longer than a load of so many bytes may."""
         self._begin(model, work, _Move(model, "load", f"the files of {_checkpoint(model)}", weight_bytes))
 
     def wake(self, model: ShelvedModel, work: Work) -> None:
@@ -117,7 +117,7 @@ class Moves:
         def run() -> None:
             try:
                 then = work()
-            except (ConfigError, ModelError) as error:  # of its files: nothing of ours has failed
+            except (ConfigError, ModelError) as error:  # a fault of its files: no traceback
                 logger.error("the model %r cannot be loaded or woken: %s", model.name, error)
                 then = partial(self._fail, model, error)
             except BaseException as error:
@@ -147,7 +147,7 @@ class Moves:
         oldest = next(iter(self._moves.values()), None)
         if oldest is not None and oldest is not self._oldest:
             oldest.since = time.monotonic()
-        self._oldest = oldest  # at last: `check` reads it from another thread
+        self._oldest = oldest  # after its `since`, because `check` reads both from another thread
 
 
 def _checkpoint(model: ShelvedModel) -> str:

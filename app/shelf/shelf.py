@@ -108,8 +108,8 @@ class Shelf:
                 raise RequestError(f"there is a model {config.name!r} already", "name")
             if self._control is None:
                 raise RequestError(
-                    "the one model of this server has its device alone; models can be added to those of the setting "
-                    "models",
+                    "this server was started with a single model, which cannot share its device; to add models, list "
+                    "its model in the setting models",
                     "name",
                 )
             assert self._device is not None

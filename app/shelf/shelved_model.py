@@ -117,7 +117,7 @@ class ShelvedModel:
 
     @property
     def kept_bytes(self) -> int:
-        """Of a model that is kept always: what of its memory, cached prefixes aside, no other model can have."""
+        """Memory of a model with `keep: always` that no other model can have: all but cached prefixes."""
         loaded, estimate = self.engine, self.estimate  # once: loads of other models ask, too, in their threads
         if loaded is not None:
             engine = loaded.driver.engine

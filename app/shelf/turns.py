@@ -45,7 +45,7 @@ WORKING_SHARE = 0.1
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """Who has memory.
+    """Which models have memory.
 
     Attributes:
         residents: models that may run requests, with the KV memory that each can work with, in bytes; those that have
@@ -117,8 +117,8 @@ class _TurnTaking:
         return _own_weight_bytes(need) + kv_bytes
 
     def _that_fit(self, residents: list[ModelNeed]) -> list[ModelNeed]:
-        """Those that fit although their requests have grown: first each one gets less to work with, then those are
-        dropped that do not fit beside the ones with shorter turns."""
+        """The residents that still fit now that their requests have grown. First each one gets less to work with; then
+        those are dropped that do not fit beside the ones with shorter turns."""
         kept = sorted(residents, key=lambda need: (need.state != "waking", need.turn_s, need.name))
         taken_bytes = sum(map(self._bytes, kept))
         least_bytes = {need.name: min(need.first_bytes, self._floors[need.name]) for need in kept}

@@ -50,8 +50,8 @@ def test_only_the_oldest_load_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with ThreadPoolExecutor(8) as threads:  # health checks and statuses ask in different threads
         [reason] = set(threads.map(lambda _: moves.check(), range(8)))
     assert reason == (
-        "the load of the model 'small' hangs: it has taken 301 s, and at most 300 s are allowed; do the files of "
-        "'/models/small' answer? A new process loads it after 300 s"
+        "the load of the model 'small' hangs: it has taken 301 s, and at most 300 s are allowed; check the files of "
+        "'/models/small'. A new process loads it after 300 s"
     )
     assert moves.check() is reason
     assert (hung.refused_s(large.config), hung.refused_s(small.config)) == (0, pytest.approx(300, abs=5))

@@ -39,7 +39,7 @@ class PagePool:
 
     Args:
         budget_bytes: at first, and the most there may ever be.
-        longest: pages that the budget at the start holds, beside which prefixes are pinned.
+        longest: pages of the longest sequence. The budget at the start holds them; prefixes are pinned beside them.
         fewest: pages the budget may be lowered to when nothing is pinned.
         handle_pages: pages of a handle.
         extent_pages: the budget is a multiple of so many pages.
@@ -49,7 +49,7 @@ class PagePool:
 
     Attributes:
         most: pages there may ever be.
-        attainable: pages that single sequences are judged by: at most `most`, less where other owners of the device's
+        attainable: pages that a single sequence can ever have: at most `most`, less where other owners of the device's
             memory leave less for good.
         budget: pages there may be now. After it was lowered, more may exist until some are destroyed.
         revision: of the last order that changed the budget.
@@ -116,8 +116,8 @@ class PagePool:
 
     @property
     def nominal(self) -> int:
-        """The budget that requests and pins are judged by: `budget`, or `most` where `budget` may be lowered below
-        `longest`, which is for a while only."""
+        """The budget that decides whether requests and pins can ever fit: `budget`; or `most` where `budget` may be
+        lowered below `longest`, which lasts for a while only."""
         return self.budget if self.fewest >= self.longest else self.most
 
     @property

@@ -131,7 +131,7 @@ class DevicePages:
                 )
 
     def close(self) -> None:
-        """Raises `IntegrityError` if a backend is open, or memory is charged or swapped out."""
+        """Close the shared object. Raises `IntegrityError` if a backend is open, or memory charged or swapped out."""
         with self._lock:
             if self._backends or self._used or self._charged_bytes or self.swap_space.used_bytes:
                 raise IntegrityError(

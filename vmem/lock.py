@@ -1,4 +1,4 @@
-"""Lock of a memory's bookkeeping, and turns of calls that change ownership."""
+"""Lock of a memory's bookkeeping, and mutual exclusion of calls that change ownership."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ class MemoryLock(threading.Condition):
     """One lock guards all bookkeeping of a memory. Not reentrant, so that `unlocked` really releases it.
 
         with lock:                  one piece of bookkeeping
-        with lock.turn():           a call that changes ownership
+        with lock.exclusive():      a call that changes ownership
         with lock.soon() as held:   a reader that must not wait, such as an event loop
 
     Blocks are copied, pages mapped and unmapped, and fences waited for without the lock, while the blocks concerned are
-    owned or marked as moving. Calls that change ownership take turns, so that no other such call, and no new work of
-    the mapper, comes between the two halves of one. The mapper's work is announced and awaited on this condition.
+    owned or marked as moving. Calls that change ownership exclude one another all the same, so that no other such call,
+    and no new work of the mapper, comes between the two halves of one. The mapper's work is announced and awaited on
+    this condition.
 
     Attributes:
-        turn_lock: held before the lock by calls that change ownership, until they end, and by the mapper's thread while
-            it chooses work. While a call holds it, the thread finishes its work in hand and begins none.
+        exclusive_lock: held before the lock by calls that change ownership, until they end, and by the mapper's thread
+            while it chooses work. While a call holds it, the thread finishes its work in hand and begins none.
         writer: the thread that changed ownership last, other than the mapper's.
-        after_turn: called with the lock held when a turn ends.
+        after_exclusive: called with the lock held when an exclusive call ends.
     """
 
     def __init__(self) -> None:
         super().__init__(threading.Lock())
-        self.turn_lock = threading.Lock()
+        self.exclusive_lock = threading.Lock()
         self.writer = threading.get_ident()
-        self.after_turn: Callable[[], None] = lambda: None
+        self.after_exclusive: Callable[[], None] = lambda: None
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Hold the lock for a call that stays the only one of its kind while it releases the lock."""
-        with self.turn_lock, self:
+        with self.exclusive_lock, self:
             self.writer = threading.get_ident()
             try:
                 yield
             finally:
-                self.after_turn()
+                self.after_exclusive()
 
     @contextmanager
     def unlocked(self) -> Iterator[None]:
-        """Within a turn, release the lock for slow work. The mapper may meanwhile free blocks and pages, never take
-        any."""
+        """Within `exclusive`, release the lock for slow work. The mapper may meanwhile free blocks and pages, never
+        take any."""
         self.release()
         try:
             yield

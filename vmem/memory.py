@@ -44,11 +44,12 @@ class KVMemory(MemoryParts):
     # ---- sequences ----
 
     def create_sequence(self, policy: ViewPolicy = "auto", *, expected_tokens: int = 0) -> SequenceMemory:
-        """Create a sequence without blocks, soon of `expected_tokens` tokens if its first `append` says fewer."""
+        """Create a sequence without blocks. Its regions are chosen for its first `append`, or for `expected_tokens`
+        tokens if these are more."""
         sequence = SequenceMemory(
             policy, tuple(GroupTable() for _ in self.groups), expected_tokens=min(expected_tokens, self.max_tokens)
         )
-        with self.lock.turn():
+        with self.lock.exclusive():
             self.tables.sequences.add(sequence)
         return sequence
 
@@ -136,7 +137,7 @@ class KVMemory(MemoryParts):
             MapError: only without deferred reclamation: a region could not be unmapped. It is parked and the sequence
                 is freed all the same.
         """
-        with self.lock.turn():
+        with self.lock.exclusive():
             sequence.prefix.use = use or sequence.prefix.use
             self._free(sequence)
             self.audit.publish()  # a client may ask for the report as soon as its request has ended
@@ -199,7 +200,7 @@ class KVMemory(MemoryParts):
 
     def unpin(self, name: str) -> None:
         """Make a pinned prefix evictable. Raises `PinError` if there is none of that name."""
-        with self.lock.turn():
+        with self.lock.exclusive():
             self._release(self.pins.remove_pin(name))
             self.lock.notify_all()
 
@@ -341,11 +342,11 @@ class KVMemory(MemoryParts):
     def close(self) -> None:
         """Stop the mapper and give all memory back, pinned prefixes included; calls that fail are made again. No step
         may be running. Raises `IntegrityError` if a sequence is still open, or a call fails each time."""
-        with self.lock.turn():
+        with self.lock.exclusive():
             self._check_none_open("closed")
             self.copies.run()
         self.mapper.stop()
-        with self.lock.turn():
+        with self.lock.exclusive():
             retry_undo(self._release_pages)
             self.swapping.close()
             self._mappings.leave(self.policy.num_mappings)
@@ -355,7 +356,7 @@ class KVMemory(MemoryParts):
                 retry_undo(partial(self.backend.destroy, self._anchor))
                 retry_undo(self.backend.close)
 
-    # ---- within a turn ----
+    # ---- within `MemoryLock.exclusive` ----
 
     def _check_none_open(self, done: str) -> None:
         if self.tables.sequences:

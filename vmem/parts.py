@@ -240,11 +240,11 @@ class MemoryParts(MemorySizes):
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless blocks, regions, pages, prefixes and mappings add up."""
-        with self.lock.turn():
+        with self.lock.exclusive():
             self.audit.check_integrity()
 
     def check_idle(self) -> None:
         """Raise `IntegrityError` unless no sequence is open, and every block is free or pinned."""
-        with self.lock.turn():
+        with self.lock.exclusive():
             self.copies.run()
             self.audit.check_idle()

@@ -89,8 +89,8 @@ class MemoryReport(MemoryCounts):
     groups: tuple[GroupReport, ...]
 
 
-# A published report is renewed when a turn ends and the report is older than this: making one takes as long as the
-# bookkeeping of a few calls.
+# A published report is renewed when an exclusive call ends and the report is older than this: making one takes as long
+# as the bookkeeping of a few calls.
 _RENEWED_AFTER_S = 0.05
 
 
@@ -111,7 +111,7 @@ class MemoryAudit:
     _counts: MemoryCounts
 
     def __post_init__(self) -> None:
-        self._lock.after_turn = self._publish_if_old
+        self._lock.after_exclusive = self._publish_if_old
         self.publish()
 
     def report(self) -> MemoryReport:
@@ -138,7 +138,7 @@ class MemoryAudit:
             self.publish()
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` unless blocks, regions, pages, prefixes and mappings add up. Within a turn."""
+        """Raise `IntegrityError` unless blocks, regions, pages, prefixes and mappings add up. Exclusive."""
         self._mapper.wait_until_idle()
         with self._lock.unlocked():  # only the budget can change meanwhile
             sequences = [*self._tables.sequences, *self._pins.sequences]
@@ -156,7 +156,7 @@ class MemoryAudit:
                 raise IntegrityError(f"{mapped} handles should be mapped, {self._backend.num_mappings} are")
 
     def check_idle(self) -> None:
-        """Raise `IntegrityError` unless no sequence is open, and every block is free or pinned. Within a turn."""
+        """Raise `IntegrityError` unless no sequence is open, and every block is free or pinned. Exclusive."""
         self.check_integrity()
         owned = self._num_owned_pages - self._pages.num_pinned
         if self._tables.sequences or owned or self._swapping.used_bytes:

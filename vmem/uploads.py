@@ -27,8 +27,8 @@ from folio.vmem.backends.cuda import CudaBackend
 from folio.vmem.errors import IntegrityError, MapError, OutOfPages, VmemError
 
 PAGE_BYTES = 16 << 20
-# Of one copy, and of a staging buffer: long enough that its start and end cost little, short enough that the pages of
-# the next one are mapped meanwhile.
+# Bytes of one copy, and of a staging buffer: long enough that its start and end cost little, short enough that the
+# pages of the next one are mapped meanwhile.
 PIECE_BYTES = 32 << 20
 # One thread reads about 5 GB/s from the page cache.
 _READ_THREADS = 4

@@ -89,8 +89,8 @@ class FileRange:
             try:
                 # Before the page table is filled, so that it can be with huge pages; fails without support for them.
                 host_calls.libc.madvise(self.reserved.address, self.reserved.num_bytes, host_calls.MADV_HUGEPAGE)
-                # Now, for else the first step would have a fault for every 4 to 64 KiB, and a SIGBUS where the disk
-                # cannot be read.
+                # Otherwise the first step would have a fault for every 4 to 64 KiB, and a SIGBUS where the disk cannot
+                # be read.
                 host_calls.populate(self.reserved)
             except MapError:
                 host_calls.make_hole(self.reserved)

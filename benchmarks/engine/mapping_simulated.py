@@ -117,7 +117,7 @@ class MapperTurns:
         spent = self._late_s
         while self.works and spent < seconds:
             before = self.device.seconds["hidden"]
-            with memory.lock.turn():
+            with memory.lock.exclusive():
                 work = memory.policy.next_work(self.now_s)
                 if work is None:
                     break

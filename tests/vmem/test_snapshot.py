@@ -76,5 +76,5 @@ def test_a_wanted_sequence_is_shown_however_short_it_is(still: Make) -> None:
 
 def test_a_busy_memory_is_not_waited_for(still: Make) -> None:
     memory = still(num_pages=40)
-    with memory.lock.turn(), ThreadPoolExecutor(1) as other:
+    with memory.lock.exclusive(), ThreadPoolExecutor(1) as other:
         assert other.submit(take_snapshot, memory).result(60) is None

@@ -45,7 +45,7 @@ class MemoryInfo:
 
 
 class FenceQueue(Protocol):
-    """Where another thread does the work of a CPU. The calls have the meaning of those of `Backend`."""
+    """A queue whose work another thread of the CPU does. Its fences are those of `Backend`."""
 
     def fence(self) -> int: ...
 

@@ -6,8 +6,8 @@ destroys it. It is made current once in each thread that calls the driver; such 
 Creating a page that does not fit is `OutOfPages`; every other status that is not success is a `MapError` with the call,
 its address and the status.
 
-Tensors over addresses that may be holes are exported by DLPack, which states the
-device. Other ways to wrap a pointer ask the driver for its device and fail on unmapped addresses.
+Tensors over addresses that may be holes are exported by DLPack, which states the device. Other ways to wrap a pointer
+ask the driver for its device and fail on unmapped addresses.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class CudaBackend(AccountedBackend):
             raise
 
     def _unmap_spans(self, mapped: AddressRange) -> list[AddressRange]:
-        """The spans that one call each unmaps: runs, or single pages if the driver takes no more."""
+        """The spans to unmap with one call each: runs, or single pages if the driver takes no more."""
         size = self.page_bytes * (self._unmap_bound.num_pages if self._unmaps_runs else 1)
         starts = range(mapped.address, mapped.end, size or 1)
         return [AddressRange(at, min(size, mapped.end - at)) for at in starts]

@@ -16,8 +16,8 @@ from folio.vmem.errors import IntegrityError
 
 @dataclass(frozen=True, slots=True)
 class PoolCopy:
-    """What the states of a pool's blocks follow from, at one moment. `unbacked`: ids in no order, with those from 1 on
-    that the pool lacks; others as in `BlockPool`."""
+    """A copy of what decides the states of a pool's blocks. `unbacked`: ids in no order, with those from 1 on that the
+    pool lacks; others as in `BlockPool`."""
 
     references: list[int]
     region_mappings: list[int]
@@ -73,7 +73,7 @@ class BlockPool:
 
     @property
     def num_detachable(self) -> int:
-        """Free blocks whose pages could go."""
+        """Free blocks whose pages could be detached."""
         return self._free.num_whole
 
     @property
@@ -237,8 +237,8 @@ class BlockPool:
         return block_ids
 
     def detachable(self, count: int, *, freed_before: float) -> tuple[list[int], int]:
-        """Up to `count` free blocks whose pages could go, in whole extents rounded up, those freed first, and the
-        latest of their fences. Blocks freed after `freed_before` stay."""
+        """Up to `count` free blocks whose pages could be detached, in whole extents rounded up, those freed first; and
+        the latest of their fences. Blocks freed after `freed_before` stay."""
         block_ids: list[int] = []
         for extent in self._free.whole_extents():
             if len(block_ids) >= count or any(self.freed_at[block_id] > freed_before for block_id in extent):
@@ -268,7 +268,7 @@ class BlockPool:
                 heapq.heappush(self._unbacked, block_id)
 
     def oldest_free_since(self) -> float | None:
-        """Since when the pages of the first free blocks could go."""
+        """Since when the pages of the first free blocks could be detached."""
         extent = next(self._free.whole_extents(), None)
         return None if extent is None else max(self.freed_at[block_id] for block_id in extent)
 

@@ -1,4 +1,4 @@
-"""Eviction: which cached blocks go first.
+"""Eviction: the order in which cached blocks are evicted.
 
 `ReturnOrder` evicts what is least likely to be used soon (`return_times`); segments that clients asked to keep
 (`retention`) go last. Every call takes constant time, apart from the number of classes and of a prompt's segments.

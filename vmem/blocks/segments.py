@@ -85,7 +85,7 @@ PrefixClass = tuple[Part, str, int]
 
 
 class CachedUnit(Protocol):
-    """What a node of the prefix tree is here: see `PrefixNode`."""
+    """The part of a prefix tree's node that eviction reads: see `PrefixNode`."""
 
     digest: bytes
     depth: int

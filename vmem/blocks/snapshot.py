@@ -29,8 +29,8 @@ class BlockState(IntEnum):
         FREE: has a page and no content.
         ACTIVE, SHARED: one sequence owns it, or several do.
         PINNED: a pinned prefix owns it, perhaps among others.
-        CACHED: nobody owns it; the prefix cache has its content.
-        PARKED: nobody owns it, and it is still mapped in a region, or mapped ahead.
+        CACHED: it has no owner; the prefix cache has its content.
+        PARKED: it has no owner, and is still mapped in a region, or mapped ahead.
         MOVING: its page is being attached, detached or mapped ahead at this moment.
     """
 
@@ -78,7 +78,7 @@ class MemorySnapshot:
         swapped_blocks: of each layer group, blocks in host memory.
         num_sequences: of all that are open; `sequences` has the longest of them.
         num_parked: of each layer group, all parked regions; `parked` has (slot, mapped places) of the latest.
-        region_blocks: of each layer group, the places of a region: its virtual extent in blocks.
+        region_blocks: of each layer group, the places of a region.
     """
 
     report: MemoryReport

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class BlockAllocator:
-    """Blocks for the engine's thread: free ones first, then pages from wherever they cost least. Only called within a
-    turn."""
+    """Blocks for the engine's thread: free ones first, then pages from wherever they cost least. Only called within
+    `MemoryLock.exclusive`."""
 
     _backend: Backend
     _pages: PagePool
@@ -113,8 +113,8 @@ class BlockAllocator:
 
 @dataclass(eq=False)
 class CopyOnWrite:
-    """Copies of blocks due before the next step; each holds a reference on source and target. Only called within a
-    turn."""
+    """Copies of blocks due before the next step; each holds a reference on source and target. Only called within
+    `MemoryLock.exclusive`."""
 
     _groups: Sequence[GroupMemory]
     _allocator: BlockAllocator
@@ -202,7 +202,7 @@ class CopyOnWrite:
 
 @dataclass(eq=False)
 class BlockTables:
-    """The tables of open sequences. Methods that change something are only called within a turn.
+    """The tables of open sequences. Methods that change something are only called within `MemoryLock.exclusive`.
 
     Attributes:
         sequences: the open ones.

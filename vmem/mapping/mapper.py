@@ -36,7 +36,7 @@ class Mapper:
     Releasing and taking it again costs about 1 µs, one `mmap` 20 µs.
 
     Methods other than `start`, `stop`, `call` and `paused` are called with the lock held, and those that change
-    something within a turn.
+    something within `MemoryLock.exclusive`.
 
     Attributes:
         clock: of all times of blocks and regions.
@@ -81,23 +81,23 @@ class Mapper:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Take a turn for a call that needs a live mapper. Waiting for the turn counts as exposed time."""
+        """`MemoryLock.exclusive` for a call that needs a live mapper. Waiting for it counts as exposed time."""
         start = time.perf_counter()
-        with self._lock.turn():
+        with self._lock.exclusive():
             self._note_exposed(start)
             self._raise_death()
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Take a turn without the lock: within the context the thread makes no call of the backend, nor does any other
-        thread that needs a turn. For work that must not meet the driver's calls; not within a turn."""
+        """Keep this thread, and exclusive calls of others, from the backend, without holding the lock. For work that
+        must not run beside the driver's calls; not within an exclusive call."""
         with self.call():
             self.wait_for_work()
             with self._lock.unlocked():
                 yield
 
-    # ---- within a turn ----
+    # ---- within `MemoryLock.exclusive` ----
 
     def set_fence(self) -> None:
         """Mark the device's work so far: it may still read what is freed from now on."""
@@ -124,7 +124,7 @@ class Mapper:
         return True
 
     def wait_until_idle(self) -> None:
-        """The same for an audit, whose time is not exposed."""
+        """As `wait_for_work`, for an audit, whose time is not exposed."""
         while self.is_working:
             self._raise_death()
             self._lock.wait()
@@ -182,19 +182,19 @@ class Mapper:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._lock.turn_lock.acquire()
+                self._lock.exclusive_lock.acquire()
                 with self._lock:
                     try:
                         work, wait_s = self._choose()
                     finally:
                         # With the lock still held, or a notification might come before the wait.
-                        self._lock.turn_lock.release()
+                        self._lock.exclusive_lock.release()
                     if work is not None:
                         self._do(work)
                     elif not self._stopping:
                         self._lock.wait(wait_s)
         except BaseException as error:
-            logger.exception("the mapper thread dies")
+            logger.exception("the mapper thread has died; calls that change KV memory fail from now on")
             with self._lock:
                 self.death = error
                 self.is_working = False

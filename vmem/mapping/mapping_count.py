@@ -1,4 +1,4 @@
-"""Mapping count: the mappings of all KV memories of a process, which one limit holds for."""
+"""Mapping count: the mappings of all KV memories of a process, which share one limit."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _ALL_TOKENS = 1 << 62
 
 @dataclass(eq=False)
 class RegionManager:
-    """The regions of all sequences. Only called within a turn.
+    """The regions of all sequences. Only called within `MemoryLock.exclusive`.
 
     With the policy "region" or "block_table" a sequence keeps that view. With "auto" it has a region until its mappings
     would exceed `max_mappings` although parked regions have given up theirs, or the device refuses one; then it is

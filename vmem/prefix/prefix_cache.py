@@ -134,7 +134,7 @@ class PrefixCache:
 
     def evict_prefixes(self, keys: tuple[str, ...]) -> None:
         """Evict all prefixes with these keys; none of them may be in use by a step."""
-        with self._lock.turn():
+        with self._lock.exclusive():
             self._tree.clear(keys)
 
     def reset_counts(self) -> None:
@@ -154,7 +154,7 @@ class PrefixCache:
         path = sequence.prefix
         if not self.enabled or path.chain is None:
             return
-        with self._lock.turn():
+        with self._lock.exclusive():
             self._tree.extend_cursor(path, num_tokens // self.unit_tokens)
             for node in path.nodes[path.computed :]:
                 if node.writer is None and any(
@@ -176,7 +176,7 @@ class PrefixCache:
         if end // self.unit_tokens <= path.computed:
             return
         path.chain.extend(token_ids[:end])
-        with self._lock.turn():
+        with self._lock.exclusive():
             first = path.computed
             self._tree.extend_cursor(path, end // self.unit_tokens)
             pending = _Pending(sequence, end, end - start, first)
@@ -193,7 +193,7 @@ class PrefixCache:
     def commit_prefixes(self) -> list[tuple[PrefixNode, int]]:
         """Launch the step: its pending units are cached. Returns them, each with a layer group, for
         `discard_prefixes`."""
-        with self._lock.turn():
+        with self._lock.exclusive():
             if self._is_cut_short:
                 raise IntegrityError("a sequence was freed between stage and commit while others share its units")
             done, self._pending = self._pending, []
@@ -209,14 +209,14 @@ class PrefixCache:
 
     def discard_prefixes(self, units: Iterable[tuple[PrefixNode, int]]) -> None:
         """Forget units of a launched step that has failed. Sequences that read them must be freed."""
-        with self._lock.turn():
+        with self._lock.exclusive():
             for node, g in units:
                 if node.blocks[g] is not None:
                     self._tree.unindex_blocks(node, g)
 
     def abort_prefixes(self) -> None:
         """Roll back the step: its pending units are not computed. Sequences that share them must be freed."""
-        with self._lock.turn():
+        with self._lock.exclusive():
             self._is_cut_short = False
             for pending in self._pending:
                 self._roll_back(pending)

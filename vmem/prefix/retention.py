@@ -26,7 +26,7 @@ class Retention:
         self._numbers = itertools.count()
 
     def retain(self, segment: Segment, until: float, owner: str, num_pages: int, most_pages: int) -> list[Segment]:
-        """Retain a segment until then, or longer if it is already; returns the segments that are not any more."""
+        """Retain a segment until then, or as before if that is longer; returns the segments that no longer are."""
         if until <= segment.retained_until or num_pages > most_pages:
             return []
         if segment.retained_until:

@@ -14,7 +14,7 @@ _DIGEST_BYTES = 16
 
 
 def stable_hash(parent: Digest, content: bytes) -> Digest:
-    """Equal on every machine and in every run, unlike Python's `hash`: replicas and routers compare digests."""
+    """A hash that is equal on all machines and in all runs, unlike Python's: replicas and routers compare digests."""
     return hashlib.blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
 
 

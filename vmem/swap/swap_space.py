@@ -21,7 +21,7 @@ class SwapSpace:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> None:
-        """Raises `OutOfSwap`; then nothing is taken."""
+        """Take host memory. Raises `OutOfSwap`; then nothing is taken."""
         with self._lock:
             if self.used_bytes + num_bytes > self.most_bytes:
                 raise OutOfSwap(

@@ -81,7 +81,7 @@ class Swapping:
 
     def discard_swapped(self, swapped: SwappedGroup) -> None:
         """Drop swapped sequences."""
-        with self._lock.turn():
+        with self._lock.exclusive():
             self.release_swapped(swapped)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Swapping:
         self._space.give_back(self.used_bytes)
         self.used_bytes = 0
 
-    # ---- within a turn ----
+    # ---- within `MemoryLock.exclusive` ----
 
     def copy_out(self, sequences: Sequence[SequenceMemory]) -> SwappedGroup:
         """Copy contents and tables of these sequences, which stay as they are.
@@ -218,7 +218,7 @@ class Swapping:
 
 
 def _renumbered(sequence: SequenceMemory, numbers: Sequence[Mapping[int, int]]) -> SequenceMemory:
-    """The sequence with other numbers of its blocks, of each group by the present ones; without regions."""
+    """The sequence with its blocks renumbered, of each group by present number → new one; without regions."""
     tables = tuple(
         GroupTable([0] * table.first + [numbers[g][b] for b in table.owned], table.first)
         for g, table in enumerate(sequence.groups)

@@ -113,4 +113,4 @@ def test_a_hang_that_cannot_be_noted(tmp_path: Path, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.WARNING)
     hung = HungLoads(tmp_path / "none")
     assert (hung.note(shelved("m").config), hung.refused_s(shelved("m").config)) == (0, 0)
-    assert "loads the model 'm' again at once" in caplog.text
+    assert "that loading 'm' hung (No such file or directory)" in caplog.text

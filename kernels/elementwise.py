@@ -59,7 +59,7 @@ class RotaryWrite:
     def __post_init__(self) -> None:
         heads, cos, sin, dim = self.heads, self.cos, self.sin, self.rotary_dim
         if heads.ndim != 3 or heads.stride(2) != 1:
-            raise ValueError(f"heads {list(heads.shape)} with strides {heads.stride()} are no [tokens, heads, dim]")
+            raise ValueError(f"heads {list(heads.shape)} with strides {heads.stride()} are not [tokens, heads, dim]")
         if self.num_q_heads < 1:
             raise ValueError(f"heads {list(heads.shape)} leave no query beside {self.num_kv_heads} keys and values")
         self.as_write()  # checks keys, values, caches and slots

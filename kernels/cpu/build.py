@@ -2,7 +2,7 @@
 
 A wheel has the libraries of each of `INSTRUCTION_SETS` (`folio.kernels.cpu.wheel`). Where there are none, as in a
 checkout or on other processors, they are compiled for this machine's processor, into the user's cache: by
-`compile_all`, or by the first that loads one.
+`compile_all`, or when one is first loaded.
 
 The libraries need no torch headers. Those with parallel loops share torch's OpenMP runtime, because torch is imported
 before they are loaded; so `torch.set_num_threads` governs them.
@@ -36,7 +36,7 @@ _FOLDER = Path(__file__).parent / "csrc"
 PACKAGED = Path(__file__).parent / "lib"  # of a wheel
 # No -ffast-math: linked into a library it sets flush-to-zero for the whole process.
 _FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
-_WITHOUT_OPENMP = ("chain",)  # routers load it, which do without torch
+_WITHOUT_OPENMP = ("chain",)  # for routers, which do not import torch
 _NATIVE = "native"
 
 
@@ -85,7 +85,7 @@ def load_library(name: str, march: str = _NATIVE) -> ctypes.CDLL:
 
 
 def build_name(name: str, march: str = _NATIVE) -> str:
-    """A name of `load_library(name, march)` which is another one for another source, compiler or processor."""
+    """A name for what `load_library(name, march)` loads, different for each source, compiler and processor."""
     return Path(load_library(name, march)._name).stem
 
 
@@ -131,7 +131,7 @@ def compile_packaged(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Library:
-    """A library's file, and the command that makes it without its output; a wheel's are there, and need none."""
+    """A library's file, and the command that compiles it, but for the output's path; empty for a wheel's library."""
 
     path: Path
     command: tuple[str, ...] = ()
@@ -167,7 +167,7 @@ def _library(source: Path, march: str) -> _Library:
 
 
 def _compiled(source: Path, march: Sequence[str], folder: Path, name: str, *, processor: str = "") -> _Library:
-    """The library `<name>-<key>.so` in a folder. The key is another one for another source, compiler, option or
+    """The library `<name>-<key>.so` in a folder. The key is different for each source, compiler, set of options and
     processor."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:

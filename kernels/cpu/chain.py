@@ -1,4 +1,4 @@
-"""Prefix hashing in C++ (`csrc/chain.cpp`). Needs no torch, which routers do without."""
+"""Prefix hashing in C++ (`csrc/chain.cpp`). Needs no torch, for routers."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class SharedGroup:
         return out
 
     def give(self, tensor: torch.Tensor, sizes: Sequence[int]) -> None:
-        """This rank's part in the `gather` of others, without a wait for them."""
+        """Give this rank's tensor to the `gather` of others, without waiting for them."""
         self._exchange(tensor, sizes, None)
 
     def _exchange(self, tensor: torch.Tensor, sizes: Sequence[int], out: int | None) -> None:

@@ -92,7 +92,7 @@ class CpuLinear:
         return None if dtype in self._products else "the processor lacks AVX2 with FMA"
 
     def build(self, dtype: torch.dtype) -> str:
-        """A name of the library for a supported dtype. Where it is equal, packed weights have the same order."""
+        """A name of the library for a supported dtype. Weights packed under the same name have the same order."""
         return self._products[dtype].build
 
     def pack(self, weight: torch.Tensor, *, int8: bool = False) -> PackedWeight:

@@ -19,14 +19,14 @@ _OPTION = "launch_pdl"
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr) -> None:  # noqa: N803
-    """Nothing, unless `DEPENDENT`."""
+    """Wait until the kernel before has ended and its writes can be read; nothing unless `DEPENDENT`."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def start_next(DEPENDENT: tl.constexpr) -> None:  # noqa: N803
-    """Nothing, unless `DEPENDENT`."""
+    """Let the next kernel start once all programs have called this or ended; nothing unless `DEPENDENT`."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -37,11 +37,11 @@ def launch_options(dependent: bool) -> dict[str, bool]:
 
 
 def unsupported(device: torch.device) -> str | None:
-    """Why kernels cannot be launched so; `None` if they can."""
+    """Why the device has no dependent launches; `None` if it has."""
     if knobs.runtime.interpret:
         return "Triton's interpreter runs one kernel at a time"
     if not hasattr(getattr(tl.extra, "cuda", None), "gdc_wait"):
         return f"Triton {triton.__version__} has no programmatic dependent launch; 3.6 has it"
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < _CAPABILITY:
-        return f"{device} is no CUDA device of compute capability 9.0"
+        return f"{device} is not a CUDA device of compute capability 9.0"
     return None

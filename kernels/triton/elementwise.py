@@ -86,7 +86,7 @@ def _gate_kernel(
 
 
 @triton.jit
-def _turn(
+def _rotate(
     rows_ptr: tl.tensor,  # [BLOCK_HEADS, 1]: each head's first element
     weight_ptr: tl.tensor,  # [DIM] or None
     eps: tl.tensor,
@@ -100,7 +100,8 @@ def _turn(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Both halves of the rotated elements, and the elements after them: `[BLOCK_HEADS, BLOCK_HALF or BLOCK_REST]`."""
+    """Norm and rotate heads. Returns both halves of the rotated elements, and the elements after them:
+    `[BLOCK_HEADS, BLOCK_HALF or BLOCK_REST]`."""
     HALF: tl.constexpr = ROTARY_DIM // 2
     pairs = tl.arange(0, BLOCK_HALF)[None, :]
     rest_dims = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]
@@ -182,7 +183,7 @@ def _rotary_write_kernel(
         q_heads = part * BLOCK_Q_HEADS + tl.arange(0, BLOCK_Q_HEADS)
         q_valid = (q_heads < NUM_Q_HEADS)[:, None]
         q_rows = source + q_heads.to(tl.int64)[:, None] * head_stride
-        q_first, q_second, q_rest = _turn(
+        q_first, q_second, q_rest = _rotate(
             q_rows,
             query_weight_ptr,
             query_eps,
@@ -209,7 +210,7 @@ def _rotary_write_kernel(
         if part < Q_PARTS + KV_PARTS:
             k_heads = (part - Q_PARTS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)
             k_valid = (k_heads < NUM_KV_HEADS)[:, None]
-            k_first, k_second, k_rest = _turn(
+            k_first, k_second, k_rest = _rotate(
                 source + (NUM_Q_HEADS + k_heads).to(tl.int64)[:, None] * head_stride,
                 key_weight_ptr,
                 key_eps,

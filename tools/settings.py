@@ -87,7 +87,7 @@ _PARTS = {EngineConfig: "engine", RoutingArgs: "routing", StreamingArgs: "stream
     SLO: "slo",
     KeySource: "api_keys",
 }
-# Settings, without a default to tell their part: (section, name, which is also the part's anchor).
+# Settings whose default does not tell the section of their keys: (section, name, which is also that section's anchor).
 _LISTED = {("args", "engine"), ("args", "models"), ("models", "engine")}
 # Bounds that depend on the machine, or that every machine has (`check_resources`).
 _MACHINE = {

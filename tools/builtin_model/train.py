@@ -344,7 +344,7 @@ def main() -> None:
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--start", type=Path, help="go on from this checkpoint")
     parser.add_argument(
-        "--rate", type=float, default=0.5, help="with --start: the highest learning rate, of the usual one"
+        "--rate", type=float, default=0.5, help="with --start: the highest learning rate, as a share of the usual one"
     )
     parser.add_argument(
         "--decay", type=float, default=0.4, help="the share of the steps, at the end, in which the rate falls"

@@ -74,11 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise BundleError(f"--from-environment makes an archive for {_this().tag}, not for {target.tag}")
         if shutil.which(options.strip) is None:
             raise BundleError(f"no {options.strip} found; install binutils, or name another one with --strip")
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which removes what is not whole
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that incomplete files are removed
         options.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=options.out) as work:
             folder, text = _build(target, options, Path(work))
-            # Not under its name before it is whole.
+            # It gets its name only once it is complete.
             packed = Path(work) / f"{folder.name}.tar{'' if options.uncompressed else '.xz'}"
             pack(folder, packed)
             archive = packed.replace(options.out / packed.name)

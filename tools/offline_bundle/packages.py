@@ -49,7 +49,7 @@ class Target:
         return f"cp{self.python.replace('.', '')}-linux_{self.machine}"
 
     def markers(self) -> dict[str, str]:
-        """Values of the markers in requirements. Its patch version is not known: the first one needs the most."""
+        """Values of the markers in requirements. Python's patch version is unknown: .0 needs the most packages."""
         return {name: str(value) for name, value in default_environment().items()} | {
             "implementation_name": "cpython",
             "implementation_version": f"{self.python}.0",

@@ -29,7 +29,7 @@ def main() -> int:
             f"folio: {SITE} has a {os.pathsep!r}, which separates paths in PYTHONPATH; move the folder", file=sys.stderr
         )
         return 2
-    # Of this process, and of those that Ray starts. In front of what is installed: these versions were tested together.
+    # For this process, and those that Ray starts. Before what is installed: these versions were tested together.
     sys.path.insert(1, str(SITE))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     missing = [text for text in map(problem, bundle["given"]) if text]
@@ -43,7 +43,7 @@ def main() -> int:
 
 def problem(need: str) -> "str | None":
     """What is wrong with a package that the machine has to have, if anything is."""
-    from importlib.metadata import PackageNotFoundError, version  # not above: Python 3.7 is told which one it takes
+    from importlib.metadata import PackageNotFoundError, version  # not above: Python 3.7 lacks it, and gets the error
 
     from packaging.requirements import Requirement
 

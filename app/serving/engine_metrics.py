@@ -109,8 +109,8 @@ ENGINE: Rows[EngineFigures] = (
         lambda e: list(e.activity.step_tokens),
         buckets=_STEP_TOKENS,
     ),
-    # Accepted first: the engine's thread goes on counting, and accepted tokens must not exceed draft tokens. The
-    # quotient of the two is the acceptance rate.
+    # Accepted tokens are read first: the engine's thread keeps counting, and they must not exceed draft tokens. Their
+    # quotient is the acceptance rate.
     Total(
         "folio_accepted_tokens", "Draft tokens that were accepted.", lambda e: e.drafts("accepted_tokens"), _PROPOSER
     ),

@@ -219,7 +219,7 @@ def _json(fields: Callable[[], Fields]) -> bytes:
     try:
         return json.dumps(fields(), ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"half of a surrogate pair is no text: {error}") from None
+        raise RequestError(f"a string has half of a surrogate pair, which is not valid text: {error}") from None
     except ValueError as error:
         raise RequestError(f"a number is not finite: {error}") from None
 

@@ -243,7 +243,7 @@ class Ingress(GrpcIngress, Operations):
             answers = await self.set_budget(request.budget_bytes, revision)
             if request.revision is not None or "stale" not in answers:
                 return BudgetReport(budget_bytes=request.budget_bytes, revision=revision, answers=answers)
-        raise UnavailableError(f"the budget was changed by others {_BUDGET_TRIES} times meanwhile; try again")
+        raise UnavailableError(f"others changed the budget during each of {_BUDGET_TRIES} attempts; try again")
 
     async def add_model(self, request: AddModelRequest) -> ModelCard:
         """Add a model on every engine replica, or on none."""

@@ -44,9 +44,9 @@ def member_of_this_replica(capacity_bytes: int, device: str) -> BudgetMember:
 
 
 class BudgetMember:
-    """A thread that exchanges usage for a budget with the ledger, and carries the budget out.
+    """A thread that reports usage to the ledger, gets a budget in return, and applies it to the memory.
 
-    First `wait_for_budget`, before a model is loaded in vain; then create the engine, with a ceiling of
+    Call `wait_for_budget` first, so that no model is loaded in vain; create the engine, with a ceiling of
     `capacity_bytes` and `attach` as its `admit`; then `follow` its load. `close` after the engine has been closed.
 
     Args:

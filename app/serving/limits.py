@@ -26,7 +26,7 @@ ANSWER_TIMEOUT_S = 1.0
 
 
 def num_ingresses() -> int:
-    """The number of ingresses, as far as this one knows: the deployment's setting, and its own rank."""
+    """The number of ingresses that this one knows of, from the deployment's setting and its own rank."""
     context = serve.get_replica_context()
     return max(context.world_size or 1, context.rank.rank + 1)
 

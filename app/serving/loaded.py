@@ -65,7 +65,7 @@ class TableCopy:
         return self.table
 
     async def refresh(self) -> LoadedTable:
-        """The newest table as far as the registry answers."""
+        """The registry's table, or this process's copy if the registry does not answer."""
         with suppress(UnavailableError):
             await self.sync()
         return self.table

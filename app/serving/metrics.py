@@ -80,7 +80,7 @@ class Measured:
 
     @property
     def taken_lengths(self) -> list[int]:
-        """Tokens of each prompt; empty if no replica has computed one, as far as is known."""
+        """Tokens of each prompt; empty if no replica is known to have computed one."""
         return [] if self.outcome in _REFUSED and not self._outputs else self.prompt_lengths
 
     @property

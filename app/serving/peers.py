@@ -23,13 +23,13 @@ _RETRY_S = 0.1  # between two attempts
 
 def peer_prefixes(deployment: str, app_name: str, timeout_s: float, fingerprint: str) -> list[Sequence[CachedPrefix]]:
     """The hot prefixes (`EngineReplica.hot_prefixes`) of each running replica of a deployment that has this
-    fingerprint, for one that starts or loads a model. Errors of peers are logged and never prevent that. For threads
-    without an event loop."""
+    fingerprint, for a replica that starts or loads a model. Errors are logged and never prevent the start. Called in
+    threads without an event loop."""
     try:
         if not _num_running(deployment, app_name):  # the first replica would wait for peers until the timeout
             return []
         answers = _broadcast(deployment, app_name, timeout_s, "hot_prefixes", fingerprint)
-    except Exception as error:  # any: the deployment may just have gone, and the start goes on
+    except Exception as error:  # any: the deployment may have been deleted just now; the start continues
         unexpected = not isinstance(error, TimeoutError)
         name = type(error).__name__
         logger.warning("peer replicas cannot be asked for hot prefixes: %s: %s", name, error, exc_info=unexpected)

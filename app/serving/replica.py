@@ -250,7 +250,7 @@ class EngineReplica:
         ]
 
     async def max_model_len(self, model: str = "") -> int:
-        """The model's context length, as far as there is memory. Raises as `_ready`."""
+        """The model's context length, or less where the memory is too small for it. Raises as `_ready`."""
         return (await self._ready(model)).context_tokens
 
     async def pooling(self, model: str = "") -> ServedPooling:
@@ -364,7 +364,7 @@ class EngineReplica:
 
 
 async def _run_in_thread(call: Callable[[], T]) -> T:
-    """Make a call in a thread. Raises `UnavailableError` after `_ANSWER_S`; the call may take effect all the same."""
+    """Make a call in a thread. Raises `UnavailableError` after `_ANSWER_S`; the call may still take effect."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             return await asyncio.to_thread(call)

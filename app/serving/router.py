@@ -57,8 +57,8 @@ class _Waiting:
     Attributes:
         route: of its model.
         timeout_s: time left of the request when it reached the router.
-        first_choice, sent: the replica that the request counts as sent to meanwhile, and the fleet's record of that.
-        decision: for the dashboard, if somebody watches it.
+        first_choice, sent: the replica that the request counts as sent to until then, and the fleet's record of that.
+        decision: for the dashboard, while it is watched.
         ended: the request ended before its placement was noted.
     """
 

@@ -19,7 +19,7 @@ from folio.app.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
 
-# Of the actors: the same for replicas of every driver and controller.
+# Ray namespace of the actors: the same for replicas of every driver and controller.
 NAMESPACE = "folio"
 # Time in which missing answers are not logged: an actor takes some seconds to start.
 _STARTS_S = 15.0

@@ -5,7 +5,7 @@ The demand, in replicas, is the greatest of
     KV memory   tokens in use and waiting           / tokens in `kv_share` of a replica's cache
     TTFT        seconds of queued prefill           / `ttft_s`
     TPOT        running decodes                     / decodes that fit into a step of `tpot_s`
-    slots       sequences, waiting ones too         / sequences that a replica runs at once
+    slots       sequences, waiting ones too         / sequences that a replica runs together
     work        seconds of work arriving per second / `busy_share`
     models      bytes for the models with requests  / bytes of a replica's device, where models share it; weights of a
                 model count once, because its requests at several replicas can go to one
@@ -145,7 +145,7 @@ class ScalingTargets:
             minutes apart: below about 3 minutes replicas are stopped that the next burst needs again.
         to_zero_after_s: time without a request after which the last replica is stopped; `None`: never. `min_replicas`
             of the deployment must be 0 as well.
-        up_factor: growth at once, as a multiple of the running replicas; at least one replica.
+        up_factor: most growth in one decision, as a multiple of the running replicas; at least one replica.
         start_s: longest wait for ordered replicas before more are ordered.
         smooth_s: time constant of the averages of work, in addition to the replicas' own averaging.
         stale_after_s: age at which a load is ignored.
@@ -250,7 +250,7 @@ class ScalingPolicy:
     ) -> int:
         """
         Args:
-            loads: loads of the running replicas, as far as they are known.
+            loads: known loads of the running replicas.
             target: replicas ordered so far, including those that start, are silent, or cannot start.
             now: seconds, always of the same clock.
             num_requests: requests that have not reached a replica; read only while no replica is busy.

@@ -16,7 +16,7 @@ from folio.app.fleet.directory import PrefixDirectory
 # Step times until a replica has measured some. Only the order of the costs matters then.
 _FIRST_GUESS = StepTimes(fixed_s=0.01, token_s=1e-4)
 # Least delay of a report through Serve's controller to a router. A report with more delay than the fastest one is late;
-# a lateness above the second bound means that one of the clocks stood still.
+# a lateness above the second bound means that a clock had stopped, as on a suspended machine.
 _LEAST_LAG_S, _MOST_LATE_S = 0.1, 2.0
 # A resync drops the expectations about a replica's cache: when expected and actual cached tokens between two reports
 # differ by more than this share, and by more than a step's tokens.

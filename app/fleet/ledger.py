@@ -72,7 +72,7 @@ class LedgerMember:
 
     Attributes:
         counted_bytes: upper bound of the memory held.
-        target_bytes: what its budget shall be.
+        target_bytes: the budget that it is to get, step by step.
         settled: it has had a budget that it can work with, and is never refused.
     """
 

@@ -129,8 +129,8 @@ class CheckedModel:
 
 @dataclass(frozen=True, slots=True)
 class HostedModel:
-    """A replica's answer about one of its models. `max_model_len`: as far as there is memory; `None` until the replica
-    has loaded it."""
+    """A replica's answer about one of its models. `max_model_len`: the context length that fits its memory; `None`
+    until the replica has loaded it."""
 
     status: ModelStatus
     max_model_len: int | None

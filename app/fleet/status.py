@@ -13,7 +13,7 @@ from folio.vmem import MemoryReport
 
 # Bounds of a model that has not been loaded yet, of which only the order of magnitude matters to a router.
 _STEP_TOKENS, _NUM_SEQS = 1024, 64
-# Figures that are no sums over the models of a device.
+# Figures that are not sums over the models of a device.
 _OF_ONE = frozenset({"made_at", "unit_tokens", "keys", "changes", "stride", "keys_version", "step", "step_tokens"}) | {
     "busy_share",
     "max_num_seqs",

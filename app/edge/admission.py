@@ -36,7 +36,7 @@ _TICKET: ContextVar[_Ticket | None] = ContextVar("ticket", default=None)
 
 
 class AdmissionControl:
-    """Refuse requests at once while all replicas are full, and when the server drains."""
+    """Refuses requests before they are read while all replicas are full, and when the server drains."""
 
     def __init__(self, shedder: LoadShedder) -> None:
         self._shedder = shedder

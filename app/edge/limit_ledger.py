@@ -101,7 +101,7 @@ class LimitLedger:
     """Accounts of callers' limits. One thread at a time.
 
     Args:
-        max_accounts: limits known at once. Of any others each ingress grants its share.
+        max_accounts: most limits with an account. Each ingress grants its share of any others.
         clock: in seconds; independent of the ingresses' clocks.
     """
 
@@ -117,7 +117,7 @@ class LimitLedger:
         self._ingresses: dict[str, _Ingress] = {}
 
     def level(self, name: str) -> float:
-        """What the caller has left of a limit. Raises `KeyError` when it has no account."""
+        """The amount that the caller has left of a limit. Raises `KeyError` when it has no account."""
         self._accounts[name].fill(self._clock())
         return self._accounts[name].level
 

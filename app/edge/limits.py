@@ -10,7 +10,7 @@ usage of all ingresses and answers with new leases: in proportion to demand, and
 
 An ingress may grant more than its lease in three cases:
 
-- Once between two answers it may use the spare, less what other ingresses are likely to use meanwhile.
+- Once between two answers it may use the spare, less what other ingresses are likely to use in that time.
 - A caller without a lease has used little lately: it gets one ingress's share, `limit / num_ingresses`, and one
   request more. The ledger announces callers who have used over half of a limit to every ingress.
 - While the ledger is out of reach, each ingress grants its share, refilled at its share of the rate.
@@ -150,7 +150,7 @@ class LeasedLimit:
 
     @property
     def level(self) -> float:
-        """What the caller has left over all ingresses; negative while usage exceeds the limit."""
+        """The amount that the caller has left over all ingresses; negative while usage exceeds the limit."""
         with self._lock:
             self._fill()
             return self._level
@@ -242,7 +242,7 @@ class IngressLimits:
     """All limits of one ingress, and the reports due to the ledger.
 
     Attributes:
-        num_ingresses: as far as is known.
+        num_ingresses: the known number of ingresses.
         connected: the ledger answers. A single ingress needs no ledger.
         on_unknown: called with the name of a granted limit that does not exist here; may add it.
         on_early_report: called by any thread when the next report should not wait for its period.

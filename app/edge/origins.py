@@ -60,7 +60,7 @@ class OriginPolicy:
         if self._hosts is not None and [host_of(host) in self._hosts for host in named] != [True]:
             shown = ", ".join(named)[:_MAX_SHOWN_CHARS]
             raise _refusal(
-                f"the request's host is {shown!r}, which is no name of this server; use localhost, or add the name to "
+                f"the request's host is {shown!r}, which is not a name of this server; use localhost, or add it to "
                 "http.allowed_hosts"
             )
         if self._origins is not None:

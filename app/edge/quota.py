@@ -17,8 +17,8 @@ _PREFIX = "address:"
 
 
 class Quota:
-    """What one caller may still use, over all ingresses. Requests take from it at their start and give back at their
-    end, where that applies.
+    """The limits of one caller over all ingresses. A request takes from them at its start, and at its end gives back
+    what it held.
 
     Args:
         name: of the caller, the same in every ingress.

@@ -42,7 +42,7 @@ def log_request(scope: Scope, context: RequestContext, is_complete: bool) -> Non
 
 
 def _fields(context: RequestContext) -> dict[str, str | int]:
-    """What is known of the request beyond the first words of its line."""
+    """The named fields of a request's line, as far as they are known."""
     fields: dict[str, str | int] = {"request_id": context.request_id}
     if context.first_byte_at is not None:
         fields["ttft_ms"] = round(1000 * (context.first_byte_at - context.begun_at))

@@ -1,4 +1,4 @@
-"""What models need of a device's memory, and what the arbiter gives them."""
+"""Models' needs of a device's memory, and the allocation that the arbiter gives them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KVNeed(Requests):
         running_bytes: KV memory of the running requests, with that of their next steps and the rest of their prompts.
         first_bytes: the least KV memory with which one of its requests can run: the first running one, which is
             preempted last, else the first one that waits.
-        waiting_bytes: KV memory of the requests that wait, as far as they could run at once.
+        waiting_bytes: KV memory of those of the waiting requests that could run together.
         cached_bytes, cached_s: evictable KV memory, and the seconds that all of it would save requests.
         work_s: seconds until all of its requests have ended, if no others arrive; 0: unknown.
     """
@@ -93,7 +93,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What to change now, see `Arbiter`.
+    """The changes to make now, see `Arbiter`.
 
     Attributes:
         budgets: KV budget in bytes of each model that is awake, waking or in `wake`, and not in `sleep`.

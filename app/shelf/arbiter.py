@@ -13,7 +13,7 @@ or when they are worth less than the price of memory.
 
 **Carrying out a plan.** The plan counts bytes that exist: max(budget, KV memory held) and weights of each model that
 is not asleep, and what others have not given back yet. An `Allocation` raises budgets and wakes models within bytes
-that are free at that time, so it can be carried out at once, in this order: set budgets that are lower than before,
+that are free at that time, so it can be carried out immediately, in this order: set budgets that are lower than before,
 preempt, put to sleep, set the other budgets, wake. Bytes that these steps give back, at once or later, are given out by
 the next plan: plan again when models have gone to sleep, when KV memory above a budget has been given back, when
 requests come and go, and every 50 ms while requests wait. Planning again without a change changes nothing.
@@ -55,7 +55,7 @@ class Arbiter:
         return refusals(self.capacity_bytes, needs)
 
     def plan(self, needs: Sequence[ModelNeed]) -> Allocation:
-        """What to change now."""
+        """The changes to make now."""
         turns = take_turns(self.capacity_bytes, needs)
         targets = _Targets(self.capacity_bytes, needs, turns)
         return _step_towards(self.capacity_bytes, needs, turns, targets)
@@ -199,8 +199,8 @@ class _Targets:
                 self._left_bytes -= more
 
     def _fill(self, needs: Iterable[ModelNeed], wanted: Callable[[ModelNeed], int]) -> None:
-        """Raise budgets to what is wanted, as far as there is memory: equal parts of it by share, to nobody more than
-        is wanted (max-min fairness)."""
+        """Raise budgets towards what is wanted while there is memory: equal parts of it by share, to no model more than
+        it wants (max-min fairness)."""
         wants = [
             (want - self.budgets[need.name], need)
             for need in needs

@@ -46,7 +46,7 @@ _WAITING_S, _WORKING_S, _IDLE_S = 0.02, 0.25, 1.0
 _LEAST_AWAKE_S = 1.0
 # Pages that no model has had for this long go back to the machine.
 _TRIM_S = 2.0
-# The longest time that steps wait for that, at once.
+# The longest time that steps wait for that, each time.
 _TRIM_STEP_S = 0.01
 # A load that found too little memory is not tried again before this time.
 _RELOAD_S = 0.5

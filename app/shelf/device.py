@@ -25,8 +25,8 @@ from folio.vmem.uploads import Uploads
 
 # Share of a machine's memory that all models may take together if the settings do not say.
 _CPU_SHARE = 0.5
-# The same for weights of sleeping models, as far as they are in no file; on CUDA for their pinned copies in all
-# processes of the machine together, since no other program can have pinned memory.
+# The same for those weights of sleeping models that are in no file; on CUDA for their pinned copies in all processes of
+# the machine together, since no other program can have pinned memory.
 _HOST_SHARE = 0.25
 # Share of a machine's memory that files read ahead leave free.
 _RESERVE_SHARE = 0.1

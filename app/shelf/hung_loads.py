@@ -43,7 +43,7 @@ class HungLoads:
         return _refused_s(count)
 
     def refused_s(self, model: ModelConfig) -> float:
-        """For how long the model is refused from now on; 0 if it is not."""
+        """Seconds for which the model is still refused; 0 if it is not."""
         count, noted_at = self._read(model)
         if not count:
             return 0.0

@@ -16,9 +16,9 @@ from folio.app.shelf.allocation import KVNeed, ModelNeed
 from folio.app.shelf.arbiter import HORIZON_S
 from folio.app.shelf.shelved_model import ShelvedModel
 
-# A request that begins gets memory for so many tokens beside its prompt, so that it need not wait again at once.
+# A request that begins gets memory for so many tokens beside its prompt, so that it does not soon wait again.
 _GROWTH_TOKENS = 64
-# Waiting requests whose memory is added up; more could hardly run at once.
+# Waiting requests whose memory is added up; more could hardly run together.
 _MOST_COUNTED = 64
 # Most of what a model can have beside its weights that its decode graphs take.
 _GRAPH_SHARE = 0.25

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 STEPS_ON_CPU_BYTES_PER_S = 16e6
 # Share of the disk's time while steps run; the rest is for logs, downloads and wakes.
 _SHARE_BESIDE_STEPS = 0.25
-# Models at once: those behind them are too unlikely, and would evict the first ones.
+# Models to read ahead: later ones in the order are too unlikely, and would evict the first ones from the page cache.
 _MOST_MODELS = 2
 # Pages may have been evicted since they were read: they are looked at again after this time.
 _AGAIN_S = 30.0

@@ -28,7 +28,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 300.0
 _LOAD_S_A_GB, _LEAST_LOAD_S = 3.0, 1.0
 _LEAST_WAKE_S, _WAKE_BYTES_PER_S = 0.02, 8e9
 
-# For so long after its wake a model's turn may begin later; reads that take longer probably hang.
+# A model's turn can be put off for this long after its wake; reads that take longer probably hang.
 _LONGEST_RESTORE_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class ShelvedModel:
 
     @property
     def pending_s(self) -> float:
-        """For how long requests have waited for the model to be loaded."""
+        """Seconds for which requests have waited for the model to be loaded."""
         return time.monotonic() - self._pending_since if self.is_wanted else 0.0
 
     @property

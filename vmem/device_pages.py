@@ -80,7 +80,7 @@ class DevicePages:
 
     @property
     def available_bytes(self) -> int:
-        """What could still be created or charged, with the memory of idle pages."""
+        """Bytes that could still be created or charged, idle pages included."""
         return self.capacity_bytes - self._used_bytes - self._charged_bytes
 
     def charge(self, num_bytes: int) -> None:
@@ -160,7 +160,7 @@ class DevicePages:
             self._backends.remove(backend)
 
     def share(self, kind: type[Shared], make: Callable[[], Shared]) -> Shared:
-        """What the backends of this device have in common, made for the first one and closed by `close`."""
+        """The object that this device's backends share, made for the first one and closed by `close`."""
         with self._lock:
             if self._shared is None:
                 self._shared = make()

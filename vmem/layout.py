@@ -255,7 +255,7 @@ def plan_layout(
         candidates = planner.of_lengths(lengths, shares_handles=shares_handles and kind in _TILED)
     else:
         return planner.of_least_waste()
-    # Of layouts that waste the same within 0.1 %, pages that are not shared, small extents and few mappings.
+    # Among layouts that waste the same within 0.1 %, prefer unshared pages, small extents and few mappings.
     return min(
         candidates,
         key=lambda made: (

@@ -19,9 +19,8 @@ class MemoryLock(threading.Condition):
         with lock.soon() as held:   a reader that must not wait, such as an event loop
 
     Blocks are copied, pages mapped and unmapped, and fences waited for without the lock, while the blocks concerned are
-    owned or marked as moving. Calls that change ownership exclude one another all the same, so that no other such call,
-    and no new work of the mapper, comes between the two halves of one. The mapper's work is announced and awaited on
-    this condition.
+    owned or marked as moving. Calls that change ownership still exclude one another until they end, and any new work of
+    the mapper. The mapper's work is announced and awaited on this condition.
 
     Attributes:
         exclusive_lock: held before the lock by calls that change ownership, until they end, and by the mapper's thread

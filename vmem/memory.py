@@ -134,8 +134,8 @@ class KVMemory(MemoryParts):
             use: in place of what `share_prefix` was told, which the sequence's end may have changed.
 
         Raises:
-            MapError: only without deferred reclamation: a region could not be unmapped. It is parked and the sequence
-                is freed all the same.
+            MapError: only without deferred reclamation: a region could not be unmapped. It is parked, and the sequence
+                is freed nevertheless.
         """
         with self.lock.exclusive():
             sequence.prefix.use = use or sequence.prefix.use
@@ -242,7 +242,7 @@ class KVMemory(MemoryParts):
             for sequence in sequences:
                 try:
                     self._free(sequence)
-                except MapError as error:  # it is freed all the same, see `free`
+                except MapError as error:  # the sequence is freed nevertheless, see `free`
                     logger.warning("the region of a swapped sequence stays mapped: %s", error)
             return swapped
 

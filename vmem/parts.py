@@ -66,8 +66,8 @@ class MemorySizes:
 
     @property
     def context_tokens(self) -> int:
-        """The longest sequence that fits into what can be had of the budget, beside pins: `max_tokens` or less. From
-        any thread."""
+        """The longest sequence that fits into the attainable budget beside pins: `max_tokens` or less. From any
+        thread."""
         num_pages = self.pages.attainable - self.pages.num_pinned
         if num_pages >= self.pages.longest:
             return self.max_tokens
@@ -87,7 +87,7 @@ class MemorySizes:
         )
 
     def fit_together(self, lengths: Sequence[int], shared_tokens: int = 0) -> bool:
-        """Whether sequences of these lengths, with `shared_tokens` in common, fit into the whole memory at once."""
+        """Whether sequences of these lengths, with `shared_tokens` in common, fit into the whole memory together."""
         num_pages = min(self.pages.nominal, self.pages.attainable)
         return self.pages_together(lengths, shared_tokens) <= num_pages - self.pages.num_pinned
 
@@ -119,7 +119,7 @@ class MemoryParts(MemorySizes):
         groups: layer groups with pages of one size; they share the budget. Only a single group may share handles.
         budget_bytes: physical memory at most, now and later; the anchor page (see `GroupMemory`) comes on top.
         floor_bytes: physical memory that is taken at the start and never given back.
-        num_regions: how many sequences may hold a region at once.
+        num_regions: the most sequences that hold a region at the same time.
         max_tokens: the longest sequence.
         step_tokens: the most tokens that a step computes of one sequence; by default all of them.
         may_be_empty: the budget may be lowered to what is pinned and the floor. By default it always holds a sequence

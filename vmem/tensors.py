@@ -88,7 +88,7 @@ class CacheTensors:
 # Source and target are `[num_blocks, words]` int64 with adjacent words, rows `[n]` int64 on the device.
 CopyBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-# Bytes gathered at once from each home: device memory taken beside the cache.
+# Bytes gathered in one pass from each home: device memory taken beside the cache.
 _STAGING_BYTES = 64 << 20
 
 

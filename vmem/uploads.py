@@ -92,7 +92,7 @@ class FilePart:
 
 
 class Uploads:
-    """What the weight ranges of one device have in common. From any thread; ranges may be mapped at the same time.
+    """Backend, streams and pinned memory of a device's weight ranges. From any thread; ranges may be mapped together.
 
     Args:
         backend: of the weights alone, whose pages have another size than those of a KV memory; closed by `close`.
@@ -191,7 +191,7 @@ class _Lane:
 
 
 class CudaRange:
-    """Device addresses for weights. Not for several threads at once.
+    """Device addresses for weights. Used by one thread at a time.
 
     Args:
         num_bytes: of the weights, more than 0.

@@ -22,12 +22,12 @@ from folio.vmem.errors import IntegrityError, MapError
 # Where files are mapped page by page, a huge page takes one entry of the page table instead of 512. It needs large
 # folios in the page cache (ext4, XFS), and equal offsets within a huge page in the file and in memory.
 HUGE_PAGE_BYTES = 2 << 20
-# Read ahead at once: enough for the rate of a disk, and over in a few milliseconds.
+# Bytes of one read-ahead call: enough for the rate of a disk, and over in a few milliseconds.
 _PIECE_BYTES = 2 * HUGE_PAGE_BYTES
 
 
 class Charges(Protocol):
-    """A device's memory, as far as it is not made of pages: `DevicePages`."""
+    """The account of a device's memory without pages: `DevicePages`."""
 
     def charge(self, num_bytes: int) -> None:
         """Count memory as used. Raises `OutOfPages`; then nothing is charged."""
@@ -37,7 +37,7 @@ class Charges(Protocol):
 
 
 class FileRange:
-    """Host addresses for a part of a file, read-only. Not for several threads at once, except for `detach`.
+    """Host addresses for a part of a file, read-only. Used by one thread at a time, except for `detach`.
 
     Args:
         num_bytes: of the file's part, more than 0.

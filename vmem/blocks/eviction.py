@@ -36,7 +36,7 @@ class EvictionQueue(Protocol):
         """The block to evict next."""
 
     def oldest(self) -> int | None:
-        """Of the blocks that may go back to the machine, the one without use for longest."""
+        """The block unused for longest, of those whose pages may go back to the machine."""
 
     def is_first_choice(self, block_id: int) -> bool:
         """Whether nothing else should be evicted before this block."""
@@ -283,7 +283,7 @@ class SegmentQueue:
         self._worst = None
 
     def _find_worst(self) -> Segment:
-        """Of the segments with the lowest score, the one without use for longest."""
+        """The segment unused for longest, of those with the lowest score."""
         if self._worst is None:
             heads = map(next, map(iter, self._places.values()))
             self._worst = min(heads, key=lambda segment: (self._order.score_of(segment.place), segment.used_at))

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-# Segments known at once. Those evicted from memory are remembered as well: that an evicted prefix returns is worth
-# knowing, and a conversation has made as many turns as before.
+# Most known segments. Those evicted from memory are remembered as well: the return of an evicted prefix teaches its
+# class, and a conversation has made as many turns as before.
 _MOST_SEGMENTS = 1 << 15
-# A prompt that has this share of a segment continues it: chat templates write the end of a prompt anew in later turns.
+# A prompt that has this share of a segment continues it: chat templates rewrite the end of a prompt in later turns.
 _NEARLY_ALL = 7 / 8
 
 Part = Literal["shared", "prompt", "output"]
@@ -27,7 +27,7 @@ Part = Literal["shared", "prompt", "output"]
 
 @dataclass(frozen=True, slots=True)
 class PrefixUse:
-    """What is known of a sequence's use of the prefix cache.
+    """A sequence's use of the prefix cache, as far as it is known.
 
     Attributes:
         kind: of request; return times are learned for each kind. A few short names.
@@ -96,7 +96,7 @@ class SegmentIndex:
     """The segments in use, and the latest others. Only called with the memory's lock held.
 
     Args:
-        forget: called with an idle segment that has become one too many.
+        forget: called with an idle segment that is dropped because there are too many.
     """
 
     def __init__(self, forget: Callable[[Segment], None]) -> None:

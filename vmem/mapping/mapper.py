@@ -166,7 +166,7 @@ class Mapper:
         self._counts.exposed_us += (time.perf_counter() - start) * 1e6
 
     def _wait_while(self, condition: Callable[[], bool]) -> None:
-        """Wait for the work in hand. The thread begins no other meanwhile: a step must not wait for a long list."""
+        """Wait for the work in hand. The thread begins no other until then: a step must not wait for a long list."""
         if not condition():
             return
         start = time.perf_counter()

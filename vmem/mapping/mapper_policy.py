@@ -56,7 +56,7 @@ class PromptDemand:
 
     @property
     def num_regions(self) -> int:
-        """The most prompts that came at once."""
+        """The most prompts that came in one step."""
         return min(max(self._bursts), _MOST_EAGER_REGIONS)
 
 
@@ -381,8 +381,8 @@ class MappingPolicy:
         )
 
     def _tails(self, group: GroupMemory) -> list[tuple[Region, float]]:
-        """Regions with a tail, those parked longest first, and since when the tail is idle. Of the parked ones, as many
-        as prompts come at once count as used while prompts come."""
+        """Regions with a tail, those parked longest first, and since when the tail is idle. While prompts come, as many
+        parked regions as prompts come in one step count as used."""
         demand = self.demand[group.index]
         num_idle = len(group.parked) - demand.num_regions
         tails = [

@@ -18,7 +18,7 @@ class MappingOptions:
         reclaim_threshold: share of the budget below which free pages without region mappings are replenished.
         idle_release_s: free pages go back to the machine after this long.
         cache_release_s: cached content without a hit is evicted, and its pages released, after this long.
-        max_mappings: pages mapped at once, counted once per address, by all memories of one `MappingCount`; beyond it
+        max_mappings: the most mapped pages, counted once per address, of all memories of one `MappingCount`; beyond it
             sequences are demoted.
     """
 

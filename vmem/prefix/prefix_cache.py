@@ -96,8 +96,8 @@ class PrefixCache:
         return needed
 
     def shared_tokens(self, sequences: Sequence[SequenceMemory]) -> list[int]:
-        """Of each sequence, the tokens at its beginning that stay cached when all of these are freed, because they have
-        another owner, and those in common with a sequence before it in the list."""
+        """For each sequence, the tokens at its beginning that stay cached when all of these are freed, because they
+        have another owner, and those in common with a sequence before it in the list."""
         with self._lock:
             owned = [Counter(b for s in sequences for b in s.groups[g].owned) for g in range(len(self._groups))]
             seen: set[PrefixNode] = set()

@@ -27,7 +27,7 @@ CHANGE_BYTES = 1 + KEY_BYTES
 MOST_CHANGES = 2048
 # Changes remembered until the next answer, which has only keys if there are more.
 _MOST_REMEMBERED = 16 * MOST_CHANGES
-# When there are too many keys, those whose depth is no multiple of 2, 4, … are left out; so many times at most.
+# When there are too many keys, those whose depth is not a multiple of 2, 4, … are left out: most such doublings.
 _MOST_HALVINGS = 8
 # Keys left out return when all fit into this share of the most keys, so that the stride does not flap.
 _ROOMY = 0.75
@@ -198,7 +198,7 @@ class HotNodes(Generic[Node]):
         latest_first = [(node, hits) for node, hits in reversed(self._hits.items()) if usable(node)]
         taken: set[Node] = set()
         best: list[tuple[Node, int]] = []
-        # Of nodes that did not fit, how many units would have been left, below 0. It never grows, because a node taken
+        # Node that did not fit → units that would have been left, below 0. The number never grows, because a node taken
         # later fills at least as much room as it shares with this one. So long chains are not walked again.
         spare_with: dict[Node, int] = {}
         for node, hits in sorted(latest_first, key=lambda entry: -entry[1]):

@@ -192,7 +192,7 @@ class Swapping:
         return sequences
 
     def _cached_blocks(self, swapped: SwappedGroup) -> list[dict[int, int]]:
-        """Of each group, the rows whose content is still cached, with the block that has it."""
+        """For each group: row whose content is still cached → the block that has it."""
         found: list[dict[int, int]] = [{} for _ in self._groups]
         for sequence in swapped.sequences:
             chain = sequence.prefix.chain

@@ -9,7 +9,7 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-# Of the process, as the compilers' own caches are. Appended to by any thread.
+# Kernels of this process, whose compilers' caches are the process's, too. Appended to by any thread.
 _names: list[str] = []
 
 

@@ -53,7 +53,7 @@ COLUMNS, CELL = 32, 11
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What two replicas' blocks are at one moment. `states`: of each replica, the name of each block's state."""
+    """The states of two replicas' blocks at one moment. `states`: of each replica, the name of each block's state."""
 
     at: float
     states: tuple[list[str], ...]

@@ -44,9 +44,9 @@ class DecodeTuning:
         tile_bytes: the most bytes of its keys, and of its values, in the query's dtype.
         by_cache: count `tile_bytes` in the cache's dtype, so that tiles of 8-bit floats have twice the tokens.
         ahead_bytes: of keys, and of values, requested ahead of the tile that is multiplied, by as many stages.
-        programs_a_processor: that run at once. More would begin when the first ones end.
+        programs_a_processor: programs that run together. More would begin when the first ones end.
         min_split_tiles: the least tiles of a split, unless the caller sets the number of splits.
-        filled_waves: where there are more pairs of sequence and head than programs that run at once, the share of the
+        filled_waves: where there are more pairs of sequence and head than programs that run together, the share of the
             places in all waves that splits must fill; 0 for no splits.
     """
 
@@ -381,7 +381,7 @@ class SplitDecode:
     def _choose_splits(
         self, num_seqs: int, num_kv_heads: int, num_cached: int, block_tile: int, device: torch.device
     ) -> int:
-        """As many as run at once, if the longest sequence has tokens for them."""
+        """As many splits as run together, if the longest sequence has tokens for them."""
         if device not in self._num_processors:
             self._num_processors[device] = (
                 torch.cuda.get_device_properties(device).multi_processor_count

@@ -13,7 +13,7 @@ import triton.language as tl
 
 # ruff: noqa: N803 (compile-time constants are capitals in Triton's kernels)
 
-# Of a row, by names: see `choose`.
+# Names of a row's settings, see `choose`.
 SETTINGS = ("key", "top_p", "temperature", "min_p", "top_k")
 
 _TILE_TOKENS, _NUM_WARPS = 4096, 16
@@ -29,7 +29,7 @@ def _load(
     floor: tl.tensor,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Token ids and scaled logits; -inf for tokens below the floor, NaN, and what is no token."""
+    """Token ids and scaled logits; -inf for tokens below the floor, NaN, and ids beyond the vocabulary."""
     ids = start + tl.arange(0, TILE)
     logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     scaled = tl.div_rn(logits, temperature)
@@ -163,7 +163,7 @@ def _least_of_top_k(
         exact = high - low <= 1
     key = low.to(tl.int32)
     least = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-    return tl.where(low > _LOWEST_KEY, least, float("-inf"))  # the lowest key is no number's
+    return tl.where(low > _LOWEST_KEY, least, float("-inf"))  # the lowest key stands for no logit
 
 
 @triton.jit

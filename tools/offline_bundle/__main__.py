@@ -45,7 +45,8 @@ from tools.offline_bundle.rules import GIVEN, TRIMMED, UNUSED, Row, trimmed_by
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-# Of all files: the same packages make the same archive. Ray may put them into ZIP files, whose days begin in 1980.
+# Time of all files, so that the same packages make the same archive. Ray may put them into ZIP files, whose days begin
+# in 1980.
 _MTIME = 315_532_800
 _README = """\
 Folio {folio}, commit {commit}, for CPython {python} on Linux {machine}, glibc {glibc} or newer: all but Python and
@@ -121,7 +122,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--strip", default="strip", help="program that removes symbols, for the processor there")
     options = parser.parse_args(arguments)
     needed = project["requires-python"]
-    # Of two numbers: the archive's command compares it with that of its Python.
+    # Two numbers, because the archive's command compares them with those of its Python.
     if not re.fullmatch(r"\d+\.\d+", options.python) or not SpecifierSet(needed).contains(options.python):
         parser.error(f"--python is {options.python!r}; name a version {needed} by two numbers, such as 3.12")
     return options

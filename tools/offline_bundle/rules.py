@@ -1,4 +1,4 @@
-"""What an offline archive leaves out, with the reason of each row."""
+"""Files and packages that an offline archive leaves out, with reasons."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def problem(need: str) -> "str | None":
-    """What is wrong with a package that the machine has to have, if anything is."""
+    """The problem with a package that the machine has to have; `None` if there is none."""
     from importlib.metadata import PackageNotFoundError, version  # not above: Python 3.7 lacks it, and gets the error
 
     from packaging.requirements import Requirement

@@ -5,8 +5,8 @@
     file ── read ──> two pinned staging buffers ──┘
 
 A range's pages have 16 MiB. A driver call costs about the same for a page of any size (benchmarks/results/cuda), so
-waking and sleeping take an eighth of the calls that pages of 2 MiB would, the common size of KV pages: more is saved
-than by passing those on, whose next owner here takes two calls for each. Weights pass pages on to other weights.
+waking and sleeping take an eighth of the calls that 2 MiB pages, the usual KV pages, would take. That saves more than
+taking over pages of KV caches would, at two calls for each. Only other weights take over the pages of weights.
 """
 
 from __future__ import annotations

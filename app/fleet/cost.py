@@ -7,7 +7,7 @@
     P       seconds to compute the prompt without what is cached there
     share   of the last minute that this router's requests take at the replica
     wake    seconds until the model is awake there, more where that displaces other models; 0 where it is awake
-    others  queued prompts of other models on the device, which gives turns: at most queue + P for each such model
+    others  wait for queued prompts of other models, which share the device's time: at most queue + P for each of them
 
 - `work`: computing the prompt takes compute from all other requests. A prompt leaves its prefix when the queue there is
   longer by more than `1 + work` times the saving.

@@ -43,7 +43,7 @@ class GenerateRequest(EngineRequest):
             (`folio.app.serving.shared_streams`).
         repeat_key: the same in a call that is sent again because the caller of the first has died
             (`folio.app.fleet.retry`). Other calls of the same HTTP request have other keys.
-        more_prompts: to pool in the same call; output `i + 1` is of `more_prompts[i]`.
+        more_prompts: further prompts to pool in the same call; output `i + 1` is of `more_prompts[i]`.
         model: the model's name at the replica; empty: the first one.
         shows_progress: the replica sends a `Progress` every `PROGRESS_S` without output.
     """

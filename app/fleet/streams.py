@@ -135,7 +135,7 @@ def affordable_items_per_s(budget: float, num_items: int, loop_s: float, wall_s:
     """The budget that keeps an event loop's thread below `_LOOP_SHARE`; at most `_MOST_ITEMS_S`.
 
     All of the thread's time is charged to the items, so a loop that is busy otherwise has fewer. A loop below its share
-    is no reason to lower the budget: perhaps few items were wanted.
+    does not lower the budget, because perhaps few items were wanted.
 
     Args:
         budget: the present one, in items per second.

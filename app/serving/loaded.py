@@ -37,7 +37,7 @@ FIRST_ANSWER_S = 15.0
 # Timeouts of checking an adapter's or model's files, and of setting a table, on every replica.
 CHECK_TIMEOUT_S, SET_TIMEOUT_S = 120.0, 10.0
 # Longest wait for another change.
-TURN_TIMEOUT_S, _TURN_POLL_S = 20.0, 0.1
+CHANGE_WAIT_S, _CHANGE_POLL_S = 20.0, 0.1
 
 
 class TableCopy:
@@ -100,7 +100,7 @@ class LoadedTables:
         self._copy = copy
         self._replicas = replicas
         self._reserved = frozenset(reserved)
-        self._turn = asyncio.Lock()
+        self._changing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -215,23 +215,23 @@ class LoadedTables:
         """Begin a change once no other is in progress; gives its name and the newest table."""
         change = uuid.uuid4().hex
         try:
-            async with asyncio.timeout(TURN_TIMEOUT_S):
-                await self._turn.acquire()
+            async with asyncio.timeout(CHANGE_WAIT_S):
+                await self._changing.acquire()
         except TimeoutError:
-            raise _no_turn() from None
+            raise _busy_error() from None
         try:
             yield change, await self._begin(change)
         finally:
-            self._turn.release()
+            self._changing.release()
             await self._end(change)  # also after a cancellation during `_begin`: the registry may have begun it
 
     async def _begin(self, change: str) -> LoadedTable:
         await self._copy.sync()
-        deadline = asyncio.get_running_loop().time() + TURN_TIMEOUT_S
+        deadline = asyncio.get_running_loop().time() + CHANGE_WAIT_S
         while (table := await self._copy.call("begin", change)) is None:
             if asyncio.get_running_loop().time() > deadline:
-                raise _no_turn()
-            await asyncio.sleep(_TURN_POLL_S)
+                raise _busy_error()
+            await asyncio.sleep(_CHANGE_POLL_S)
         self._copy.adopt(table)
         return self._copy.table
 
@@ -278,5 +278,5 @@ def _difference(known: AdapterSource, source: AdapterSource) -> str:
     return f"from {known.path!r}" if known.path != source.path else "and its files have changed since"
 
 
-def _no_turn() -> UnavailableError:
+def _busy_error() -> UnavailableError:
     return UnavailableError("another change of models or adapters is in progress; send the request again", 1.0)

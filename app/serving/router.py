@@ -245,7 +245,7 @@ class FolioRouter(BoundedWaitRouter):
                 self.route(model).fleet.apply_report(name, report, now)
         elif stats and name not in self._unreadable:
             self._unreadable.add(name)
-            logger.warning("the load report of %s has another version; it is ignored", name)
+            logger.warning("ignoring the load report of %s: it has another version than this router's Folio", name)
 
     def _waiting_of(self, pending: PendingRequest, call: Any, now: float) -> _Waiting:
         waiting = self._waiting.get(pending.future)

@@ -328,7 +328,7 @@ class Control:
         if needed > capacity:
             raise ModelError(
                 f"its weights take {estimate.weight_bytes} bytes and a step {workspace_bytes}; device_memory_bytes is "
-                f"{capacity}"
+                f"{capacity}: raise it"
             )
 
         def then() -> None:
@@ -361,7 +361,7 @@ class Control:
             if model.num_short >= _MOST_SHORT:
                 model.num_short = 0
                 raise ModelError(
-                    f"the device has {most_bytes} for weights and KV memory of {model.name!r}, which is too little: "
+                    f"the device has {most_bytes} bytes for weights and KV memory of {model.name!r}, which is too few: "
                     f"{error}; raise device_memory_bytes"
                 ) from error
             logger.info("%r waits for memory: %s", model.name, error)

@@ -68,8 +68,8 @@ def refusals(capacity_bytes: int, needs: Sequence[ModelNeed]) -> dict[str, str]:
     for need in needs:
         if need.first_bytes > need.most_bytes and not need.num_running:
             refused[need.name] = (
-                f"a request of {need.name!r} takes {need.first_bytes} bytes of KV memory; its kv_memory_bytes and "
-                f"pinned prefixes leave {need.most_bytes}"
+                f"a request of {need.name!r} takes {need.first_bytes} bytes of KV memory; its kv_memory_bytes, less "
+                f"pinned prefixes, leaves {need.most_bytes}: raise kv_memory_bytes, or unpin prefixes"
             )
             continue
         beside_bytes = always_bytes - (need.weight_bytes if need.keep == "always" else 0)

@@ -213,9 +213,9 @@ class MappingPolicy:
         return self._attach(group, (self.floor - self._pages.num_created) // group.num_slices, at_home=True)
 
     def _map_coming(self) -> MappingWork | None:
-        """A region for the prompt that the next step is to begin. Unlike the ones below it is worth eviction and the
-        place of the region parked longest, both of which the prompt would cost when it begins. Each announcement counts
-        once: a prompt that does not begin keeps no memory from being given back."""
+        """A region for the prompt that the next step is to begin. Unlike the duties below, this one may evict content
+        and take the slot of the region parked longest, because the prompt would do both when it begins. Each
+        announcement counts once: a prompt that does not begin keeps no memory from being given back."""
         for i, group in enumerate(self._groups):
             depth = min(self.coming[i], group.region_blocks)
             if not depth:

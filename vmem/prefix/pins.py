@@ -130,8 +130,8 @@ class Pins:
         if num_pinned + num_pages > most:
             page_bytes = self._pages.page_bytes
             raise PinError(
-                f"the prefix takes {num_pages * page_bytes} bytes; {num_pinned * page_bytes} of the "
-                f"{most * page_bytes} that may be pinned are; raise pin_quota or kv_memory_bytes"
+                f"the prefix takes {num_pages * page_bytes} bytes; of the {most * page_bytes} that may be pinned, "
+                f"{num_pinned * page_bytes} are in use: unpin a prefix, or raise pin_quota or kv_memory_bytes"
             )
 
     def _count(self) -> None:

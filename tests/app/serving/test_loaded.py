@@ -256,7 +256,7 @@ async def test_a_cancelled_change_lets_others_begin(cluster: Cluster, replicas: 
 async def test_a_change_waits_only_so_long(
     cluster: Cluster, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaded_module, "TURN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(loaded_module, "CHANGE_WAIT_S", 0.05)
     monkeypatch.setattr(loaded_module, "_TURN_POLL_S", 0.01)
     loaded, _ = ingress(replicas)
     cluster.registry.begin("another")

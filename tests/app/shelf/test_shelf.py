@@ -106,7 +106,7 @@ async def test_one_model_is_served_alike_on_its_own_and_on_a_shared_device(model
         with pytest.raises(RequestError, match="already"):
             shelf.add(config)
         if is_own:
-            with pytest.raises(RequestError, match="has its device alone"):
+            with pytest.raises(RequestError, match="cannot share its device"):
                 shelf.add(models.config("llama"))
             assert shelf.set_budget(6 << 20, 1) in ("applied", "deferred")
         else:
@@ -149,7 +149,9 @@ async def test_weights_are_read_ahead_while_requests_wait_for_them(
 async def test_a_model_without_memory_beside_its_weights_is_refused(models: TinyModels) -> None:
     """Regression: it was loaded again and again, and its requests waited for ever."""
     async with models.shelf("llama", room_bytes=4096, deadline_s=20) as shelf:
-        with pytest.raises(UnavailableError, match=r"the device has \d+ for weights .* raise device_memory_bytes"):
+        with pytest.raises(
+            UnavailableError, match=r"the device has \d+ bytes for weights .* raise device_memory_bytes"
+        ):
             await outputs(shelf.model("llama"), [1, 2], GREEDY)
 
 

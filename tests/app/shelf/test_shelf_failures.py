@@ -196,7 +196,7 @@ async def test_a_load_or_wake_that_hangs_ends_the_process_and_is_not_repeated_at
         with monkeypatch.context() as patch:
             patch.setattr(moves, "_LOAD_S", 0.0)
             await until_async(lambda: not shelf.healthy, 30.0)
-        message = rf"the {phase} of the model 'llama' hangs: .* files of '.*' answer\? A new process .* after 300 s"
+        message = rf"the {phase} of the model 'llama' hangs: .* files of '.*'\. A new process .* after 300 s"
         with pytest.raises(UnavailableError, match=message):
             shelf.check()
         with pytest.raises(UnavailableError, match=message):

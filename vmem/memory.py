@@ -44,8 +44,7 @@ class KVMemory(MemoryParts):
     # ---- sequences ----
 
     def create_sequence(self, policy: ViewPolicy = "auto", *, expected_tokens: int = 0) -> SequenceMemory:
-        """Create a sequence without blocks. Its regions are chosen for its first `append`, or for `expected_tokens`
-        tokens if these are more."""
+        """Create a sequence without blocks. Its regions are chosen for at least `expected_tokens` tokens."""
         sequence = SequenceMemory(
             policy, tuple(GroupTable() for _ in self.groups), expected_tokens=min(expected_tokens, self.max_tokens)
         )

@@ -56,7 +56,7 @@ class FreshPage:
 
 
 class MetricsPage:
-    """The page, made again when it is too old.
+    """The page of all agents, merged.
 
     Args:
         application: name of the application whose metrics are shown.

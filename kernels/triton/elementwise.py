@@ -100,8 +100,7 @@ def _rotate(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Norm and rotate heads. Returns both halves of the rotated elements, and the elements after them:
-    `[BLOCK_HEADS, BLOCK_HALF or BLOCK_REST]`."""
+    """Norm and rotate: both halves of the rotated elements, and the rest: `[BLOCK_HEADS, BLOCK_HALF or BLOCK_REST]`."""
     HALF: tl.constexpr = ROTARY_DIM // 2
     pairs = tl.arange(0, BLOCK_HALF)[None, :]
     rest_dims = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]

@@ -45,8 +45,7 @@ from tools.offline_bundle.rules import GIVEN, TRIMMED, UNUSED, Row, trimmed_by
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-# Time of all files, so that the same packages make the same archive. Ray may put them into ZIP files, whose days begin
-# in 1980.
+# Time of all files: the same packages make the same archive. Ray may put them into ZIP files, whose days begin in 1980.
 _MTIME = 315_532_800
 _README = """\
 Folio {folio}, commit {commit}, for CPython {python} on Linux {machine}, glibc {glibc} or newer: all but Python and

@@ -149,9 +149,7 @@ async def test_weights_are_read_ahead_while_requests_wait_for_them(
 async def test_a_model_without_memory_beside_its_weights_is_refused(models: TinyModels) -> None:
     """Regression: it was loaded again and again, and its requests waited for ever."""
     async with models.shelf("llama", room_bytes=4096, deadline_s=20) as shelf:
-        with pytest.raises(
-            UnavailableError, match=r"the device has \d+ bytes for weights .* raise device_memory_bytes"
-        ):
+        with pytest.raises(UnavailableError, match=r"the device has \d+ bytes for .* raise device_memory_bytes"):
             await outputs(shelf.model("llama"), [1, 2], GREEDY)
 
 
